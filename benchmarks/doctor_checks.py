@@ -46,7 +46,6 @@ TEXT = {
     "tokens/post_processed",
     "tokens/injected_control",
     "template/thinking_dropped",
-    "template/template_drift",
 }
 """Checks that encode or decode."""
 ASKED = "ids, masks, places"

@@ -150,11 +150,6 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
         ),
     },
     "template": {
-        "template_drift": Cause(
-            kind="rerendered",
-            title="The template, applied to the whole dialogue, gives other ids than the row has.",
-            remedy="Do not render a dialogue again: extend its ids.",
-        ),
         "thinking_dropped": Cause(
             title="The template drops the thinking of earlier turns: sampled tokens are missing "
             "from the row.",

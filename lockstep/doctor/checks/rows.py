@@ -340,6 +340,12 @@ class Rows(Once):
         is_begin[1:] = (np.diff(index) > 1) | (self.position[index[1:]] == 0)
         return index[is_begin], index[np.append(is_begin[1:], True)] + 1
 
+    def within(self, begin: Int64Array, end: Int64Array) -> BoolArray:
+        """[N] True inside of the slices begin..end."""
+        out = np.zeros(self.num_tokens, np.bool_)
+        out[indices_of(begin, end)] = True
+        return out
+
     # -- repaired -----------------------------------------------------------------------------
 
     def untrained(self, where: BoolArray) -> Rows:

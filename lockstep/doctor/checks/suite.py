@@ -12,7 +12,7 @@ from lockstep.doctor.checks.tokens.masks import Boundary, ObservationTrained
 from lockstep.doctor.checks.tokens.post_processed import PostProcessed
 from lockstep.doctor.checks.tokens.reencoded import Reencoded
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
-from lockstep.doctor.checks.tokens.template import TemplateDrift, ThinkingDropped
+from lockstep.doctor.checks.tokens.template import ThinkingDropped
 from lockstep.doctor.checks.training.staleness import AfterUpdate, GrowingGap, Stale
 from lockstep.doctor.checks.training.unphysical import Unphysical
 from lockstep.doctor.checks.values.finite import NonFinite, Positive
@@ -30,7 +30,6 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
         InjectedControl,
         ThinkingDropped,
         Rerendered,
-        TemplateDrift,
         PostProcessed,
         ObservationTrained,
         AfterStop,

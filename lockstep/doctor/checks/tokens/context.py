@@ -6,16 +6,18 @@ other ids than they are scored with.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
+from functools import cached_property
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.base import MAX_SHOWN, Check, Setting
 from lockstep.doctor.checks.findings import Finding
-from lockstep.doctor.checks.rows import BoolArray, Rows, indices_of
+from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.template_ids import (
     MIN_FOLLOWED,
-    TemplateIds,
+    TemplateCheck,
     is_one_of,
     opening_of,
 )
@@ -61,12 +63,15 @@ class _Context(Check):
         """Sum of d^2 and number of the compared tokens after the cause."""
         self._elsewhere = np.zeros(2)
 
-    def measure(self, rows: Rows, first: Int64Array) -> None:
-        """Counts the rows hit, and sums the gap after the cause and elsewhere.
+    @abstractmethod
+    def extent(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
+        """(begin, end) of each occurrence of the cause, in order; those of ids that are missing are
+        empty."""
 
-        first: [R] index of a row's first token after the cause, N without one."""
-        self.counts["rows"] += len(rows)
-        self.counts["rows_hit"] += int((first < rows.num_tokens).sum())
+    def measure(self, rows: Rows) -> None:
+        """Counts the rows hit, and sums the gap after the cause and elsewhere."""
+        first = rows.firsts(*self.extent(rows))
+        self.count(rows=len(rows), rows_hit=first < rows.num_tokens)
         is_behind = rows.compared >= first[rows.row_of[rows.compared]]
         for sums, chosen in ((self._behind, is_behind), (self._elsewhere, ~is_behind)):
             gap = rows.gap[rows.compared[chosen]]
@@ -79,15 +84,20 @@ class _Context(Check):
         behind = self._behind[0] / self._behind[1]
         return bool(behind > MIN_RAISED * self._elsewhere[0] / self._elsewhere[1])
 
-    def without_gap_behind(self, rows: Rows, first: Int64Array) -> Rows:
-        """`rows` without the trainer's log-probs from `first` [R] on."""
-        if rows.trainer_logprobs is None or not self._explains_gap:
-            return rows
-        is_behind = np.arange(rows.num_tokens) >= np.repeat(first, rows.sizes)
-        if not is_behind.any():
-            return rows
+    def repair(self, rows: Rows) -> Rows:
+        """Ids of the cause that nobody sampled are not trained, and the tokens after them have no
+        right log-prob here."""
+        begin, end = self.extent(rows)
+        repaired = rows.untrained(rows.within(begin, end) & ~self.is_own(rows))
+        if rows.trainer_logprobs is None or not len(begin) or not self._explains_gap:
+            return repaired
+        is_behind = np.arange(rows.num_tokens) >= np.repeat(rows.firsts(begin, end), rows.sizes)
         values = np.where(is_behind, np.float32(np.nan), rows.trainer_logprobs)
-        return rows.with_(trainer_logprobs=values)
+        return repaired.with_(trainer_logprobs=values)
+
+    def is_own(self, rows: Rows) -> BoolArray:
+        """[N] True for tokens that may be trained although they are part of the cause."""
+        return rows.sampled
 
 
 class Padding(_Context):
@@ -107,23 +117,21 @@ class Padding(_Context):
     def look(self, rows: Rows) -> None:
         if not self._given and len(rows.spans):
             self._learn(rows)
+        self.measure(rows)
         begin, end = self._runs(rows)
-        self.measure(rows, self._first(rows, begin, end))
-        if not len(begin):
-            return
         row = rows.row_of[begin]
-        is_left = begin == rows.offsets[row]
         trained = np.concatenate([[0], np.cumsum(rows.loss_mask)])
         num_trained = trained[end] - trained[begin]
+        is_left = begin == rows.offsets[row]
         # A stop id that also pads is trained once, at its turn's end.
         is_right = (end == rows.offsets[row + 1]) & ~is_left & (num_trained < MIN_RUN)
-        for name, chosen in (
-            ("pads_before", is_left),
-            ("pads_behind", is_right),
-            ("pads_inside", ~is_left & ~is_right),
-        ):
-            self.counts[name] += int((end - begin)[chosen].sum())
-        self.counts["pads_trained"] += int(num_trained.sum())
+        size = end - begin
+        self.count(
+            pads_before=size[is_left].sum(),
+            pads_behind=size[is_right].sum(),
+            pads_inside=size[~is_left & ~is_right].sum(),
+            pads_trained=num_trained.sum(),
+        )
 
         def note(b: int, e: int) -> str:
             where = "before the row" if rows.position[b] == 0 else "inside the row"
@@ -131,15 +139,14 @@ class Padding(_Context):
 
         self.show_runs(rows, begin[~is_right], end[~is_right], note)
 
-    @property
+    @cached_property
     def _given(self) -> frozenset[int]:
         if self.setting.pad_id is not None:
             return frozenset({self.setting.pad_id})
         tokenizer = self.setting.tokenizer
         if tokenizer is None:
             return frozenset()
-        names = {tokenizer.control_name(id_): id_ for id_ in tokenizer.control_ids}
-        return frozenset(names[name] for name in PAD_NAMES if name in names)
+        return frozenset(i for i in tokenizer.control_ids if tokenizer.control_name(i) in PAD_NAMES)
 
     def _learn(self, rows: Rows) -> None:
         """Counts ids that repeat at the beginning of rows or directly before the first reply."""
@@ -157,10 +164,14 @@ class Padding(_Context):
         kept = end - begin >= (MIN_RUN if self._given else MIN_LEARNT_RUN)
         return begin[kept], end[kept]
 
-    def _first(self, rows: Rows, begin: Int64Array, end: Int64Array) -> Int64Array:
+    def extent(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
+        begin, end = self._runs(rows)
         row = rows.row_of[begin]
         is_right = (end == rows.offsets[row + 1]) & (begin > rows.offsets[row])
-        return rows.firsts(begin[~is_right], end[~is_right])
+        return begin[~is_right], end[~is_right]
+
+    def is_own(self, rows: Rows) -> BoolArray:
+        return is_one_of(rows.token_ids, self.setting.stop_ids)
 
     def conclude(self) -> Finding:
         c = self.counts
@@ -177,14 +188,8 @@ class Padding(_Context):
         return self.consistent(f"no padding in {c['rows']} rows")
 
     def repair(self, rows: Rows) -> Rows:
-        """Padding is not trained, and the tokens after it have no right log-prob here."""
-        begin, end = self._runs(rows)
-        if not len(begin):
-            return rows
-        is_pad = np.zeros(rows.num_tokens, np.bool_)
-        is_pad[indices_of(begin, end)] = True
-        rows = rows.untrained(is_pad & ~is_one_of(rows.token_ids, self.setting.stop_ids))
-        return self.without_gap_behind(rows, self._first(rows, begin, end))
+        is_pad = rows.within(*self._runs(rows))
+        return super().repair(rows.untrained(is_pad & ~self.is_own(rows)))
 
 
 class DuplicatedPrompt(_Context):
@@ -195,58 +200,46 @@ class DuplicatedPrompt(_Context):
     cause = "duplicated_prompt"
 
     def look(self, rows: Rows) -> None:
-        found = self._copies(rows)
-        certain = [(at, size) for at, size, is_certain in found if is_certain]
-        self.counts["restated_prompts"] += len(found) - len(certain)
-        for at, size in certain:
-            self.counts["duplicated_tokens"] += size
-            note = f"the {size} ids that the row begins with, again"
-            self.show(size, rows, at, at + size, note)
-        self.measure(rows, self._first(rows, certain))
+        self.measure(rows)
+        begin, end = self.extent(rows)
+        self.count(duplicated_tokens=(end - begin).sum())
+        for b, e in zip(begin.tolist(), end.tolist(), strict=True):
+            self.show(e - b, rows, b, e, f"the {e - b} ids that the row begins with, again")
 
-    def _first(self, rows: Rows, copies: list[tuple[int, int]]) -> Int64Array:
-        at, size = np.array(copies, np.int64).reshape(-1, 2).T
-        return rows.firsts(at, at + size)
-
-    def _copies(self, rows: Rows) -> list[tuple[int, int, bool]]:
-        """(index, tokens, is certain) of each copy.
-
-        In doubt is a prompt of one message that comes again as a later message: a user may say the
-        same twice.
-        """
-        ids, spans = rows.token_ids, rows.spans
+    def extent(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
+        """A prompt of one message that comes again as a later message is none: a user may say the
+        same twice."""
+        ids, spans, start = rows.token_ids, rows.spans, rows.offsets[:-1]
         prompt = np.zeros(len(rows), np.int64)
         prompt[spans.row[spans.is_first]] = rows.position[spans.begin[spans.is_first]]
-        start = rows.offsets[:-1]
         opener = np.full(len(rows), -1, np.int64)
         asked = prompt >= MIN_PROMPT
         opener[asked] = ids[start[asked]]
         at = np.flatnonzero(ids == np.repeat(opener, rows.sizes))
         row = rows.row_of[at]
         least = MIN_PROMPT // 2
-        kept = (at - start[row] >= least) & (at + least <= start[row] + rows.sizes[row])
+        kept = (at - start[row] >= least) & (at + least <= rows.offsets[row + 1])
         at, row = at[kept], row[kept]
         for step in range(1, least):
             same = ids[at + step] == ids[start[row] + step]
             at, row = at[same], row[same]
-            if not len(at):
-                break
-        out: list[tuple[int, int, bool]] = []
+        out: list[tuple[int, int]] = []
         for r, place in zip(row.tolist(), at.tolist(), strict=True):
-            begin, size = int(start[r]), int(prompt[r])
-            before = place - begin
-            length = min(size, before) if before >= size else min(before, size - before)
-            length = min(length, begin + int(rows.sizes[r]) - place)
-            whole = size if before >= size else length
+            own, size = int(start[r]), int(prompt[r])
+            before = place - own
+            whole = size if before >= size else min(before, size - before)
+            length = min(whole, int(rows.offsets[r + 1]) - place)
             if length < max(whole, least):
                 continue
-            if not np.array_equal(ids[place : place + length], ids[begin : begin + length]):
+            if not np.array_equal(ids[place : place + length], ids[own : own + length]):
                 continue
-            opening = ids[begin + size - 2 : begin + size]
+            opening = ids[own + size - 2 : own + size]
             continues = np.array_equal(ids[place - 2 : place], opening)
-            messages = int(np.count_nonzero(ids[begin : begin + length] == ids[begin]))
-            out.append((place, length, continues or messages >= 3))
-        return out
+            messages = int(np.count_nonzero(ids[own : own + length] == ids[own]))
+            if continues or messages >= 3:
+                out.append((place, place + length))
+        begin, end = np.array(out, np.int64).reshape(-1, 2).T
+        return begin, end
 
     def conclude(self) -> Finding:
         c = self.counts
@@ -255,24 +248,10 @@ class DuplicatedPrompt(_Context):
                 f"{c['rows_hit']} of {c['rows']} rows contain their prompt again, "
                 f"{c['duplicated_tokens']} tokens"
             )
-        if c["restated_prompts"]:
-            return self.information(
-                f"{c['restated_prompts']} prompts of one message come again as a later message"
-            )
         return self.consistent(f"no prompt of {c['rows']} comes again")
 
-    def repair(self, rows: Rows) -> Rows:
-        """The copy is not trained, and the tokens after it have no right log-prob here."""
-        certain = [(at, size) for at, size, is_certain in self._copies(rows) if is_certain]
-        if not certain:
-            return rows
-        mask = rows.loss_mask.copy()
-        for at, size in certain:
-            mask[at : at + size] &= rows.sampled[at : at + size]
-        return self.without_gap_behind(rows.with_(loss_mask=mask), self._first(rows, certain))
 
-
-class DroppedSeparator(_Context):
+class DroppedSeparator(_Context, TemplateCheck):
     """A stop id directly followed by the next message, where the template has a separator.
 
     The separator is the renderer's; without one, it is what follows the same id elsewhere in the
@@ -285,35 +264,30 @@ class DroppedSeparator(_Context):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._template = TemplateIds(setting)
         self._followed: dict[int, Counter[tuple[int, int]]] = {}
         self._exact = None if setting.renderer is None else separators_of(setting.renderer)
 
     def look(self, rows: Rows) -> None:
-        self._template.add(rows)
+        self.template.add(rows)
         if self._exact is None:
             self._learn(rows)
-        ends = self._ends(rows)
-        at = ends[self._is_dropped(rows, ends)]
-        self.counts["turns_followed"] += len(ends)
-        self.counts["dropped_separators"] += len(at)
-        self.measure(rows, rows.firsts(at))
-        for index in at[:64].tolist():
+        self.measure(rows)
+        at, _ = self.extent(rows)
+        self.count(turns_followed=len(self._ends(rows)), dropped_separators=len(at))
+        for index in at[:MAX_SHOWN].tolist():
             stop = int(rows.token_ids[index - 1])
             note = f"id {int(rows.token_ids[index])} directly follows the stop id {stop}"
             self.show(1.0, rows, index - 1, index + 1, note, self._separators[stop][0])
 
     def _learn(self, rows: Rows) -> None:
         """Counts which two ids follow each stop id, after turns and in observed messages."""
-        stops = self._template.stop_ids
-        at = np.flatnonzero(is_one_of(rows.token_ids, stops))
+        ids = rows.token_ids
+        at = np.flatnonzero(self.template.is_stop(rows))
         is_end = ~rows.sampled[at] | np.isin(at, rows.spans.end - 1)
         at = at[is_end & (rows.position[at] + 2 < rows.sizes[rows.row_of[at]])]
-        ids = rows.token_ids
         triples = np.stack([ids[at], ids[at + 1], ids[at + 2]], axis=1)
-        unique, num = np.unique(triples, axis=0, return_counts=True)
-        for (stop, one, two), count in zip(unique.tolist(), num.tolist(), strict=True):
-            self._followed.setdefault(stop, Counter())[one, two] += count
+        for stop, one, two in triples.tolist():
+            self._followed.setdefault(stop, Counter())[one, two] += 1
 
     @property
     def _separators(self) -> dict[int, tuple[tuple[int, ...], int]]:
@@ -331,16 +305,15 @@ class DroppedSeparator(_Context):
     def _ends(self, rows: Rows) -> Int64Array:
         """Index after each turn that ends with a stop id and is not the end of its row."""
         spans = rows.spans
-        if not len(spans):
-            return spans.end
-        is_stop = is_one_of(rows.token_ids[spans.end - 1], self._template.stop_ids)
+        is_stop = is_one_of(rows.token_ids[spans.end - 1], self.template.stop_ids)
         return spans.end[is_stop & (spans.end < rows.offsets[spans.row + 1])]
 
-    def _is_dropped(self, rows: Rows, ends: Int64Array) -> BoolArray:
-        out = np.zeros(len(ends), np.bool_)
+    def extent(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
+        ends, ids = self._ends(rows), rows.token_ids
+        is_dropped = np.zeros(len(ends), np.bool_)
         for stop, (_, opener) in self._separators.items():
-            out |= (rows.token_ids[ends - 1] == stop) & (rows.token_ids[ends] == opener)
-        return out
+            is_dropped |= (ids[ends - 1] == stop) & (ids[ends] == opener)
+        return ends[is_dropped], ends[is_dropped]
 
     def conclude(self) -> Finding:
         turns, dropped = self.counts["turns_followed"], self.counts["dropped_separators"]
@@ -352,12 +325,6 @@ class DroppedSeparator(_Context):
             )
         known = "the template has no separator" if self._exact is not None else "none is known"
         return self.consistent(f"{known} between a stop id and the next message")
-
-    def repair(self, rows: Rows) -> Rows:
-        """The tokens after a lost separator have no right log-prob here."""
-        ends = self._ends(rows)
-        at = ends[self._is_dropped(rows, ends)]
-        return self.without_gap_behind(rows, rows.firsts(at)) if len(at) else rows
 
 
 def separators_of(renderer: Renderer) -> dict[int, tuple[tuple[int, ...], int]]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.doctor.checks.base import MAX_SHOWN, Check, Setting
+from lockstep.doctor.checks.base import MAX_SHOWN, Setting
 from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.masks import misplaced
-from lockstep.doctor.checks.tokens.template_ids import TemplateIds
+from lockstep.doctor.checks.tokens.template_ids import TemplateCheck
 from lockstep.types import Int64Array
 
 MIN_STOPPED = 0.5
@@ -28,7 +28,7 @@ MAX_KEPT = 4096
 the share of all."""
 
 
-class MissingFinal(Check):
+class MissingFinal(TemplateCheck):
     """Turns without their stop id that no limit of length explains.
 
     Replies that a limit cuts off end at a common count: tokens of the turn, of the row, of the
@@ -42,48 +42,34 @@ class MissingFinal(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._template = TemplateIds(setting)
         self._kept: list[tuple[int, ...]] = []
         self._largest = np.zeros(4, np.int64)
 
     def look(self, rows: Rows) -> None:
-        self._template.add(rows)
+        self.template.add(rows)
         spans = rows.spans
         if not len(spans):
             return
         is_cut, is_answered = self._compare_with_engine(rows)
         counts = lengths_so_far(rows)
-        self.counts["turns"] += len(spans)
+        self.count(turns=len(spans))
         self._largest = np.maximum(self._largest, counts.max(axis=0))
-        stops = self._template.stop_ids
+        stops = self.template.stop_ids
         if not stops:
             return
-        is_last = spans.is_last
         follows = np.zeros(len(spans), np.bool_)  # the row's next turn begins where this one ends
-        follows[:-1] = (spans.begin[1:] == spans.end[:-1]) & ~is_last[:-1]
-        is_stop = self._template.is_stop(rows)
-        stops_before = np.concatenate([[0], np.cumsum(is_stop)])
+        follows[:-1] = (spans.begin[1:] == spans.end[:-1]) & ~spans.is_last[:-1]
+        stops_before = np.concatenate([[0], np.cumsum(self.template.is_stop(rows))])
         has_stop = stops_before[spans.end] > stops_before[spans.begin]  # else `AfterStop` has it
         # A turn that other weights continued is not open, nor one that the engine ended so.
         is_open = ~has_stop & ~follows & ~is_answered
-        has_stop_behind = np.zeros(len(spans), np.bool_)
-        has_stop_behind[~is_last] = is_stop[spans.end[~is_last]]
-        for name, chosen in (
-            ("turns_without_stop", is_open),
-            ("last_turns_without_stop", is_open & is_last),
-            ("turns_with_stop_behind", is_open & has_stop_behind),
-        ):
-            self.counts[name] += int(chosen.sum())
+        self.count(turns_without_stop=is_open)
         index = np.flatnonzero(is_open & ~is_cut)
         self._kept += map(tuple, counts[index[: MAX_KEPT - len(self._kept)]].tolist())
         for s in index[:MAX_SHOWN].tolist():
             end = int(spans.end[s])
-            turn = "the row's last turn" if is_last[s] else "a turn with others after it"
-            tail = ", its stop id comes after it and is not sampled" if has_stop_behind[s] else ""
-            note = (
-                f"{turn} ends with id {int(rows.token_ids[end - 1])} after {int(spans.size[s])} "
-                f"tokens{tail}"
-            )
+            id_, size = int(rows.token_ids[end - 1]), int(spans.size[s])
+            note = f"the turn ends with id {id_} after {size} tokens"
             weight = 1.0 - float((counts[s] == self._largest).any())
             self.show(weight, rows, end - 1, end, note, sorted(stops))
 
@@ -98,14 +84,13 @@ class MissingFinal(Check):
             for s, answer in zip(turns, answers or (), strict=False):
                 begin, size = int(spans.begin[s]), int(spans.size[s])
                 found = rows.token_ids[begin : begin + size]
-                self.counts["turns_of_engine"] += 1
+                self.count(turns_of_engine=1)
                 if size >= len(answer):
                     is_answered[s] = np.array_equal(found, answer)
                 elif np.array_equal(found, answer[:size]):
                     is_cut[s] = True
                     num_lost = len(answer) - size
-                    self.counts["turns_cut_short"] += 1
-                    self.counts["tokens_cut_off"] += num_lost
+                    self.count(turns_cut_short=1, tokens_cut_off=num_lost)
                     note = f"the engine answered {len(answer)} tokens, the row has {size}"
                     end, lost = begin + size, np.asarray(answer[size : size + 8]).tolist()
                     self.show(2.0 + num_lost, rows, end - 1, end, note, lost)
@@ -128,7 +113,7 @@ class MissingFinal(Check):
                 f"the engine answered, {c['tokens_cut_off']} tokens in all",
                 unfinished_turns=unfinished,
             )
-        template = self._template
+        template = self.template
         if not template.stop_ids:
             return self.not_checkable("stop_ids")
         stopped = c["turns"] - num_open
@@ -141,17 +126,14 @@ class MissingFinal(Check):
         is_proof = template.is_sure and (
             bool(self.setting.stop_ids) or stopped >= MIN_STOPPED * c["turns"]
         )
-        is_of_last = c["last_turns_without_stop"] > 0.8 * num_open
-        where = "most of them the last of their row" if is_of_last else "at any place in their row"
         return self.found(
             "differs" if is_proof else "information",
-            f"{unfinished} of {c['turns']} turns end with no stop id and at no limit of length, "
-            f"{where}",
+            f"{unfinished} of {c['turns']} turns end with no stop id and at no limit of length",
             unfinished_turns=unfinished,
         )
 
 
-class AfterStop(Check):
+class AfterStop(TemplateCheck):
     """Sampled or trained tokens after a stop id of the same turn.
 
     Where only the loss mask is known, trained tool replies join two turns into one run. These are
@@ -162,19 +144,16 @@ class AfterStop(Check):
     claim = "nothing is trained after the stop id of a turn"
     cause = "after_stop"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._template = TemplateIds(setting)
-        self._knows_sampled = False
-
     def look(self, rows: Rows) -> None:
-        self._template.add(rows)
-        self._knows_sampled = rows.is_sampled is not None
-        self.counts["turns"] += len(rows.spans)
-        behind = misplaced(rows, self._template).after_stop
+        self.template.add(rows)
+        behind = misplaced(rows, self.template).after_stop
         begin, end = rows.runs(behind)
-        self.counts["tokens_after_stop"] += int(behind.sum())
-        self.counts["turns_with_tokens_after_stop"] += len(begin)
+        self.count(
+            turns=len(rows.spans),
+            tokens_after_stop=behind,
+            turns_with_tokens_after_stop=len(begin),
+            rows_that_tell_turns=0 if rows.is_sampled is None else len(rows),
+        )
 
         def note(b: int, e: int) -> str:
             return f"{e - b} tokens after stop id {int(rows.token_ids[b - 1])}"
@@ -182,12 +161,12 @@ class AfterStop(Check):
         self.show_runs(rows, begin, end, note)
 
     def conclude(self) -> Finding:
-        template, c = self._template, self.counts
+        template, c = self.template, self.counts
         if not template.stop_ids:
             return self.not_checkable("stop_ids")
         if not c["tokens_after_stop"]:
             return self.consistent(f"0 of {c['turns']} turns continue after a stop id")
-        is_told = bool(template.openings) or self._knows_sampled
+        is_told = bool(template.openings) or c["rows_that_tell_turns"] > 0
         return self.found(
             "differs" if template.is_sure and is_told else "information",
             f"{c['turns_with_tokens_after_stop']} of {c['turns']} turns continue after a stop id, "
@@ -196,7 +175,7 @@ class AfterStop(Check):
 
     def repair(self, rows: Rows) -> Rows:
         """Tokens after a stop id are not trained."""
-        return rows.untrained(misplaced(rows, self._template).after_stop)
+        return rows.untrained(misplaced(rows, self.template).after_stop)
 
 
 def lengths_so_far(rows: Rows) -> Int64Array:

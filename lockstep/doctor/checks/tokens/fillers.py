@@ -9,11 +9,11 @@ from collections import Counter
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.findings import Finding
-from lockstep.doctor.checks.rows import BoolArray, Rows, indices_of
+from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.masks import misplaced
-from lockstep.doctor.checks.tokens.template_ids import TemplateIds
+from lockstep.doctor.checks.tokens.template_ids import TemplateCheck
 from lockstep.types import Int64Array
 
 MIN_DIFF = 0.1
@@ -50,7 +50,7 @@ MIN_ZERO_TURN = 8
 tokens (the end of a call) come in twos and threes."""
 
 
-class Fillers(Check):
+class Fillers(TemplateCheck):
     """Trained tokens whose rollout log-prob is exactly 0.0, or another number again and again,
     where the trainer's is far from it.
 
@@ -64,36 +64,40 @@ class Fillers(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._template = TemplateIds(setting)
         self._has_trainer = False
+        self._far: Counter[float] = Counter()
+        """Repeated values -> tokens that differ from the trainer's by MIN_DIFF."""
         self._above: Counter[float] = Counter()
-        self._below: Counter[float] = Counter()
+        """The same, where the trainer's is above the value."""
 
     def look(self, rows: Rows) -> None:
         if rows.is_sampled is None:
-            self._template.add(rows)
-        own, logprobs, c = self._own(rows), rows.rollout, self.counts
-        c["trained_tokens"] += int(np.count_nonzero(own))
-        c["turns"] += len(rows.spans)
+            self.template.add(rows)
+        own, logprobs = self._own(rows), rows.rollout
         is_zero = own & (logprobs == 0.0)
-        c["zero_logprobs"] += int(np.count_nonzero(is_zero))
         filled = own & (logprobs < LEAST_LOGPROB) & np.isfinite(logprobs)
-        c["impossible_logprobs"] += int(np.count_nonzero(filled))
+        self.count(
+            trained_tokens=own,
+            turns=len(rows.spans),
+            zero_logprobs=is_zero,
+            impossible_logprobs=filled,
+        )
         if rows.trainer_logprobs is None:
-            zero_turns = self._all_zero_turns(rows, is_zero)
-            c["turns_of_zeros"] += len(zero_turns)
-            filled |= self._tokens_of(zero_turns, rows)
+            begin, end = self._zero_turns(rows, is_zero)
+            self.count(turns_of_zeros=len(begin))
+            filled |= rows.within(begin, end)
         else:
             self._has_trainer = True
             objected = self._objected_zeros(rows, is_zero)
-            c["zero_logprobs_objected"] += int(np.count_nonzero(objected))
-            c["sure"] += int(np.count_nonzero(rows.trainer[objected] < -SURE_DIFF))
             is_near = own & (logprobs > -0.01) & (logprobs < 0.0)
-            c["near"] += int(np.count_nonzero(is_near))
-            c["near_objected"] += int(np.count_nonzero(rows.trainer[is_near] < -MIN_DIFF))
+            self.count(
+                zero_logprobs_objected=objected,
+                sure=rows.trainer[objected] < -SURE_DIFF,
+                near=is_near,
+                near_objected=rows.trainer[is_near] < -MIN_DIFF,
+            )
             self._count_repeated(rows, own)
             filled |= objected
-        c["fillers_at_turn_ends"] += int(np.count_nonzero(filled[rows.spans.end - 1]))
         begin, end = rows.runs(filled)
 
         def note(b: int, e: int) -> str:
@@ -108,7 +112,7 @@ class Fillers(Check):
         """[N] trained tokens but those of others, which are wrong in another way."""
         if rows.is_sampled is not None:
             return rows.loss_mask & rows.is_sampled
-        return rows.loss_mask & ~misplaced(rows, self._template).observed
+        return rows.loss_mask & ~misplaced(rows, self.template).observed
 
     def _objected_zeros(self, rows: Rows, is_zero: BoolArray) -> BoolArray:
         """[N] tokens of 0.0 that the trainer disagrees with, but for those that a move has left.
@@ -147,10 +151,10 @@ class Fillers(Check):
         repeated = np.flatnonzero(num >= 3)  # a value that occurs once is no filler
         repeated = repeated[np.argsort(-num[repeated], kind="stable")]
         for rank, v in enumerate(repeated.tolist()):
-            if rank < MAX_ASKED and self._is_lower_bound(rows, own, float(values[v])):
-                continue
-            self._above[float(values[v])] += int(above[v])
-            self._below[float(values[v])] += int(num[v] - above[v])
+            value = float(values[v])
+            if rank >= MAX_ASKED or not self._is_lower_bound(rows, own, value):
+                self._far[value] += int(num[v])
+                self._above[value] += int(above[v])
 
     @staticmethod
     def _is_lower_bound(rows: Rows, own: BoolArray, value: float) -> bool:
@@ -163,26 +167,19 @@ class Fillers(Check):
         below = np.count_nonzero(beside & (rows.trainer < value))
         return bool(crossed <= MAX_CROSSED * num and below >= MIN_BELOW * num)
 
-    def _all_zero_turns(self, rows: Rows, is_zero: BoolArray) -> Int64Array:
-        """Indices of turns in which every token is 0.0."""
+    def _zero_turns(self, rows: Rows, is_zero: BoolArray) -> tuple[Int64Array, Int64Array]:
+        """(begin, end) of turns in which every token is 0.0."""
         spans = rows.spans
         total = np.concatenate([[0], np.cumsum(is_zero)])
-        zeros = total[spans.end] - total[spans.begin]
-        return np.flatnonzero((zeros == spans.size) & (spans.size >= MIN_ZERO_TURN))
-
-    def _tokens_of(self, turns: Int64Array, rows: Rows) -> BoolArray:
-        out = np.zeros(rows.num_tokens, np.bool_)
-        out[indices_of(rows.spans.begin[turns], rows.spans.end[turns])] = True
-        return out
+        is_all = total[spans.end] - total[spans.begin] == spans.size
+        is_all &= spans.size >= MIN_ZERO_TURN
+        return spans.begin[is_all], spans.end[is_all]
 
     @property
     def _constant(self) -> float | None:
         """The filler other than 0.0, if there is one."""
-        total = (self._above + self._below).most_common(2)
-        if not total or total[0][1] < MIN_REPEATED:
-            return None
-        value, num = total[0]
-        if len(total) > 1 and num < MIN_LEAD * total[1][1]:
+        (value, num), (_, next_num) = [*self._far.most_common(2), (0.0, 0), (0.0, 0)][:2]
+        if num < max(MIN_REPEATED, MIN_LEAD * next_num):
             return None
         # At a lower bound of clamping, the trainer's are below it and never above.
         return value if self._above[value] >= MIN_ABOVE * num else None
@@ -203,27 +200,21 @@ class Fillers(Check):
 
     def conclude(self) -> Finding:
         c, constant = self.counts, self._constant
-        num_constant = 0 if constant is None else self._above[constant] + self._below[constant]
+        num_constant = 0 if constant is None else self._far[constant]
+        zeros = f"{c['zero_logprobs_objected']} of {c['zero_logprobs']} log-probs of exactly 0.0"
         told: list[str] = []
-        if self._zeros_are_fillers and self._has_trainer:
+        if self._zeros_are_fillers:
             told.append(
-                f"{c['zero_logprobs_objected']} of {c['zero_logprobs']} log-probs of exactly 0.0 "
-                f"are more than {MIN_DIFF} nats from the trainer's"
-            )
-        elif self._zeros_are_fillers:
-            told.append(
-                f"all log-probs of {c['turns_of_zeros']} of {c['turns']} turns are exactly 0.0"
+                f"{zeros} are more than {MIN_DIFF} nats from the trainer's"
+                if self._has_trainer
+                else f"all log-probs of {c['turns_of_zeros']} of {c['turns']} turns are exactly 0.0"
             )
         if constant is not None:
             told.append(f"{num_constant} tokens have {constant:g}, whatever the trainer says")
         elif c["impossible_logprobs"]:
             told.append(f"{c['impossible_logprobs']} sampled tokens are below {LEAST_LOGPROB:g}")
         if not told:
-            zeros = c["zero_logprobs_objected" if self._has_trainer else "turns_of_zeros"]
-            return self.consistent(
-                f"{zeros} of {c['zero_logprobs']} log-probs of exactly 0.0 are fillers",
-                repeated_logprobs=num_constant,
-            )
+            return self.consistent(f"{zeros} are fillers", repeated_logprobs=num_constant)
         is_greedy = self.setting.temperature == 0 or self.setting.top_k == 1
         return self.found(
             "information" if is_greedy else "differs",
@@ -240,7 +231,7 @@ class Fillers(Check):
         if self._zeros_are_fillers:
             is_zero = own & (logprobs == 0.0)
             if rows.trainer_logprobs is None:
-                filled |= self._tokens_of(self._all_zero_turns(rows, is_zero), rows)
+                filled |= rows.within(*self._zero_turns(rows, is_zero))
             else:
                 filled |= self._objected_zeros(rows, is_zero)
         if (constant := self._constant) is not None:

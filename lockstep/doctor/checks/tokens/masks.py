@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.checks.base import MAX_SHOWN, Check, Setting
+from lockstep.doctor.checks.base import MAX_SHOWN, Setting
 from lockstep.doctor.checks.findings import Evidence, Finding
-from lockstep.doctor.checks.rows import BoolArray, Rows, indices_of
-from lockstep.doctor.checks.tokens.template_ids import TemplateIds
+from lockstep.doctor.checks.rows import BoolArray, Rows
+from lockstep.doctor.checks.tokens.template_ids import TemplateCheck, TemplateIds
 from lockstep.types import Int32Array, Int64Array
 
 MIN_OPENED = 0.5
@@ -31,7 +31,7 @@ LOST_GAP = 0.5
 """Mean |d| above which the log-probs of a row with a moved reply are moved too."""
 
 
-class ObservationTrained(Check):
+class ObservationTrained(TemplateCheck):
     """Trained tokens that the model did not sample.
 
     If the dump says what was sampled, that decides. Else the template does: tokens between a stop
@@ -43,18 +43,16 @@ class ObservationTrained(Check):
     claim = "only sampled tokens are trained"
     cause = "observation_trained"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._template = TemplateIds(setting)
-
     def look(self, rows: Rows) -> None:
         if rows.is_sampled is None:
-            self._template.add(rows)
-        self.counts["trained_tokens"] += int(np.count_nonzero(rows.loss_mask))
-        self.counts["rows"] += len(rows)
-        begin, end = rows.runs(misplaced(rows, self._template).observed)
-        self.counts["observed_tokens_trained"] += int((end - begin).sum())
-        self.counts["rows_hit"] += len(np.unique(rows.row_of[begin]))
+            self.template.add(rows)
+        begin, end = rows.runs(misplaced(rows, self.template).observed)
+        self.count(
+            trained_tokens=rows.loss_mask,
+            observed_tokens_trained=(end - begin).sum(),
+            rows=len(rows),
+            rows_hit=len(np.unique(rows.row_of[begin])),
+        )
 
         def note(b: int, _: int) -> str:
             return "trained, but not sampled" if rows.position[b] else "the prompt is trained"
@@ -73,10 +71,10 @@ class ObservationTrained(Check):
 
     def repair(self, rows: Rows) -> Rows:
         """Tokens that were not sampled are not trained."""
-        return rows.untrained(misplaced(rows, self._template).observed)
+        return rows.untrained(misplaced(rows, self.template).observed)
 
 
-class Boundary(Check):
+class Boundary(TemplateCheck):
     """Prompt lengths, the first trained token and the engine's first answer, against each other.
 
     A border some tokens off leaves log-probs at their own tokens. A prompt's length that is
@@ -90,25 +88,24 @@ class Boundary(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._template = TemplateIds(setting)
         self._num_far = 0
 
     def look(self, rows: Rows) -> None:
         if rows.is_sampled is None:
-            self._template.add(rows)
-        found = self._borders(rows)
-        begin, _ = rows.runs(misplaced(rows, self._template).early)
-        hit = found.is_impossible | found.is_unlike | (found.moved_by != 0)
-        hit[rows.row_of[begin]] = True
-        for name, num in (
-            ("rows", len(rows)),
-            ("rows_hit", hit.sum()),
-            ("impossible_lengths", found.is_impossible.sum()),
-            ("other_lengths", found.is_unlike.sum()),
-            ("moved_from_engine", (found.moved_by != 0).sum()),
-            ("early_borders", len(begin)),
-        ):
-            self.counts[name] += int(num)
+            self.template.add(rows)
+        found, has_early = self._borders(rows), np.zeros(len(rows), np.bool_)
+        begin, _ = rows.runs(misplaced(rows, self.template).early)
+        has_early[rows.row_of[begin]] = True
+        has_moved = found.moved_by != 0
+        hit = found.is_impossible | found.is_unlike | has_moved | has_early
+        self.count(
+            rows=len(rows),
+            rows_hit=hit,
+            impossible_lengths=found.is_impossible,
+            other_lengths=found.is_unlike,
+            moved_from_engine=has_moved,
+            early_borders=len(begin),
+        )
         self._num_far += int((np.abs(found.moved_by) > MAX_BORDER).sum())
         for r in np.flatnonzero(hit)[:MAX_SHOWN].tolist():
             first, moved = int(found.first[r]), int(found.moved_by[r])
@@ -147,7 +144,7 @@ class Boundary(Check):
                 moved_by[r] = moved or 0
         if rows.is_sampled is None:
             # Trained from the middle of a message of others on.
-            observed = misplaced(rows, self._template).observed[begin]
+            observed = misplaced(rows, self.template).observed[begin]
             is_nowhere[replied] |= observed & (rows.position[begin] > 0)
         return Borders(
             first=first,
@@ -176,7 +173,7 @@ class Boundary(Check):
     def repair(self, rows: Rows) -> Rows:
         """Tokens before a reply are not trained, and its own first ones count as sampled; rows
         whose columns are of other tokens are left out."""
-        early = misplaced(rows, self._template).early
+        early = misplaced(rows, self.template).early
         found = self._borders(rows)
         is_lost = found.is_impossible | (np.abs(found.moved_by) > MAX_BORDER)
         if self.counts["impossible_lengths"] + self._num_far:
@@ -185,12 +182,11 @@ class Boundary(Check):
         mean = rows.row_means(rows.compared, np.abs(rows.gap[rows.compared]))
         is_lost |= (found.moved_by != 0) & (mean > LOST_GAP)
         is_late = (found.moved_by < 0) & ~is_lost
-        if not early.any() and not is_lost.any() and not is_late.any():
+        if not (early.any() or is_lost.any() or is_late.any()):
             return rows
         kept = ~np.repeat(is_lost, rows.sizes)
         end = rows.offsets[:-1] + found.first
-        late = np.zeros(rows.num_tokens, np.bool_)
-        late[indices_of((end + found.moved_by)[is_late], end[is_late])] = True
+        late = rows.within((end + found.moved_by)[is_late], end[is_late])
         changed: dict[str, Any] = {"loss_mask": rows.loss_mask & ~early & kept}
         if rows.is_sampled is not None:
             changed["is_sampled"] = (rows.is_sampled | late) & kept
@@ -252,15 +248,12 @@ def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
     opening, and those before the first opening if the run begins with its row. With a renderer,
     runs that begin in a message of others count too.
     """
-    observed = np.zeros(rows.num_tokens, np.bool_)
-    early, after = observed.copy(), observed.copy()
     if rows.is_sampled is not None:
         bad, ends = rows.loss_mask & ~rows.is_sampled, rows.spans.begin
-        after |= _behind_stops(rows, template)
+        behind = _behind_stops(rows, template)
     else:
         bad, ends = _observed_by_template(rows, template)
-    if not bad.any():
-        return Misplaced(observed=observed, early=early, after_stop=after)
+        behind = np.zeros(rows.num_tokens, np.bool_)
     begin, end = rows.runs(bad)
     size = end - begin
     is_first = rows.position[begin] == 0
@@ -276,13 +269,12 @@ def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
         is_after &= ~_opens_message(rows, begin, template)
         # No opening from the row's first token until the run ends: a dump of replies only.
         is_none |= is_first & ~np.isin(end, ends)
-    for where, chosen in (
-        (early, is_early),
-        (after, is_after),
-        (observed, ~is_early & ~is_after & ~is_none),
-    ):
-        where[indices_of(begin[chosen], end[chosen])] = True
-    return Misplaced(observed=observed, early=early, after_stop=after)
+    is_observed = ~is_early & ~is_after & ~is_none
+    return Misplaced(
+        observed=rows.within(begin[is_observed], end[is_observed]),
+        early=rows.within(begin[is_early], end[is_early]),
+        after_stop=behind | rows.within(begin[is_after], end[is_after]),
+    )
 
 
 def _opens_message(rows: Rows, begin: Int64Array, template: TemplateIds) -> BoolArray:
@@ -297,16 +289,12 @@ def _opens_message(rows: Rows, begin: Int64Array, template: TemplateIds) -> Bool
 
 def _behind_stops(rows: Rows, template: TemplateIds) -> BoolArray:
     """[N] True for trained tokens after a stop id of the same sampled turn."""
-    out = np.zeros(rows.num_tokens, np.bool_)
     spans = rows.spans
-    if not len(spans):
-        return out
     at = np.flatnonzero(template.is_stop(rows) & rows.sampled)
     span = np.searchsorted(spans.begin, at, side="right") - 1
     is_inner = at < spans.end[span] - 1
     span, first = np.unique(span[is_inner], return_index=True)
-    out[indices_of(at[is_inner][first] + 1, spans.end[span])] = True
-    return out & rows.loss_mask
+    return rows.within(at[is_inner][first] + 1, spans.end[span]) & rows.loss_mask
 
 
 def _observed_by_template(rows: Rows, template: TemplateIds) -> tuple[BoolArray, Int64Array]:
@@ -332,7 +320,5 @@ def _observed_by_template(rows: Rows, template: TemplateIds) -> tuple[BoolArray,
     is_observed = np.maximum.accumulate(closed)[:-1] > np.maximum.accumulate(opened)[:-1]
     bad = rows.loss_mask & is_observed
     if not is_exact:
-        in_suspect = np.zeros(rows.num_tokens, np.bool_)
-        in_suspect[indices_of(spans.begin[suspect], spans.end[suspect])] = True
-        bad &= in_suspect
+        bad &= rows.within(spans.begin[suspect], spans.end[suspect])
     return bad, ends

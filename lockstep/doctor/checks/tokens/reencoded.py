@@ -149,13 +149,11 @@ class Reencoded(ReplyCheck):
                 "one",
                 realigned=left,
             )
-        known = (
-            "the engine's ids are the rows'"
-            if c["engine_turns"]
-            else "the two sides' log-probs do not contradict that"
-            if c["compared"]
-            else "only engine_ids could tell whether they were sampled so"
-        )
+        known = "only engine_ids could tell whether they were sampled so"
+        if c["compared"]:
+            known = "the two sides' log-probs do not contradict that"
+        if c["engine_turns"]:
+            known = "the engine's ids are the rows'"
         return self.consistent(
             f"all {c['runs']} runs of text are spelt as the tokenizer spells them; {known}",
             realigned=left,

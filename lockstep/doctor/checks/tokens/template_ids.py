@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.renderers.base import Renderer
 from lockstep.types import Int32Array, Int64Array, Message
@@ -43,6 +43,14 @@ MIN_OPENING = 0.05
 MAX_OPENINGS = 4096
 """Openings that are counted at once. If each turn had another one, memory would grow with the dump;
 rarer ones are no openings."""
+
+
+class TemplateCheck(Check):
+    """Base of checks that must know which ids end and open a turn."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.template = TemplateIds(setting)
 
 
 class TemplateIds:
