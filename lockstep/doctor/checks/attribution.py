@@ -153,20 +153,18 @@ class Split:
         if not len(at):
             return
         d = rows.gap[at]
-        sums = (d, 0.5 * d * d, k3_of(d))
         cell = self._cells(rows, at)
-        size = prod(_CELLS)
-        self._sums[0] += np.bincount(cell, minlength=size)
-        for out, values in zip(self._sums[1:], sums, strict=True):
-            out += np.bincount(cell, values, minlength=size)
-        size_d = np.abs(d)
-        np.maximum.at(self._largest, cell, size_d)
-        is_apart = size_d > 0
-        self._num_equal += len(d) - int(is_apart.sum())
-        bins = np.searchsorted(HISTOGRAM_EDGES, size_d[is_apart], side="right")
-        for side, is_side in enumerate((d[is_apart] < 0, d[is_apart] > 0)):
-            self._histogram[side] += np.bincount(bins[is_side], minlength=len(HISTOGRAM_EDGES) + 1)
-        self._add_steps(rows, at, d)
+        for out, weights in zip(self._sums, (None, d, 0.5 * d * d, k3_of(d)), strict=True):
+            out += np.bincount(cell, weights, minlength=len(out))
+        np.maximum.at(self._largest, cell, np.abs(d))
+        self._num_equal += int(np.count_nonzero(d == 0))
+        bins = np.searchsorted(HISTOGRAM_EDGES, np.abs(d), side="right")
+        for out, is_side in zip(self._histogram, (d < 0, d > 0), strict=True):
+            out += np.bincount(bins[is_side], minlength=len(out))
+        if rows.steps is not None:
+            step_of = rows.steps[rows.row_of[at]]
+            for step in np.unique(step_of).tolist():
+                self.steps.setdefault(step, Gap()).add(gap_of(d[step_of == step]))
         self._add_routes(rows, at, d)
 
     def _cells(self, rows: Rows, at: Int64Array) -> Int64Array:
@@ -202,25 +200,14 @@ class Split:
     def _spellings(self) -> Spellings | None:
         return None if self.tokenizer is None else Spellings(self.tokenizer)
 
-    def _add_steps(self, rows: Rows, at: Int64Array, d: Float64Array) -> None:
-        if rows.steps is None:
-            return
-        steps, index = np.unique(rows.steps, return_inverse=True)
-        of_token = index.reshape(-1)[rows.row_of[at]]
-        for number, step in enumerate(steps.tolist()):
-            here = d if len(steps) == 1 else d[of_token == number]
-            self.steps.setdefault(int(step), Gap()).add(gap_of(here))
-
     def _add_routes(self, rows: Rows, at: Int64Array, d: Float64Array) -> None:
         """Sums by agreement. A token is predicted by the routes of the position before it."""
         if rows.routed_experts is None or rows.trainer_routed_experts is None:
             return
         inside = rows.position[at] > 0
         before, d = at[inside] - 1, d[inside]
-        one, other = (
-            np.sort(rows.routed_experts[before]),
-            np.sort(rows.trainer_routed_experts[before]),
-        )
+        routes = (rows.routed_experts, rows.trainer_routed_experts)
+        one, other = (np.sort(experts[before]) for experts in routes)
         differs = (one != other).any((1, 2))
         for total, where in zip(self.routes, (~differs, differs), strict=True):
             total.add(gap_of(d[where]))
@@ -298,11 +285,8 @@ class Spellings:
     def _spelling(self, id_: int) -> str:
         if id_ in self._tokenizer.control_ids:
             return "control"
-        try:
-            text = self._tokenizer.token_bytes(id_).decode()
-        except UnicodeDecodeError:
-            return "bytes"
-        if not text:
+        text = self._tokenizer.token_bytes(id_).decode(errors="replace")
+        if not text or "\ufffd" in text:
             return "bytes"
         if text.isspace():
             return "space"
@@ -312,21 +296,10 @@ class Spellings:
 
 
 def is_touched(rows: Rows, repaired: Rows) -> BoolArray:
-    """[R] True for rows in which a repair changed an id, the mask, a log-prob or the length."""
-    if len(rows) != len(repaired) or not np.array_equal(rows.offsets, repaired.offsets):
-        sizes = dict(zip(repaired.row_ids, repaired.sizes.tolist(), strict=True))
-        return np.array(
-            [sizes.get(i) != n for i, n in zip(rows.row_ids, rows.sizes.tolist(), strict=True)]
-        )
+    """[R] True for rows in which a repair changed an id, the mask or a log-prob."""
     changed = np.zeros(rows.num_tokens, np.bool_)
     for name in ("token_ids", "loss_mask", "rollout_logprobs", "trainer_logprobs"):
         one, other = getattr(rows, name), getattr(repaired, name)
-        if one is other or one is None or other is None:
-            continue
-        equal = one == other
-        if one.dtype.kind == "f":
-            equal |= np.isnan(one) & np.isnan(other)
-        changed |= ~equal
-    out = np.zeros(len(rows), np.bool_)
-    out[rows.row_of[changed]] = True
-    return out
+        if one is not None and other is not None:
+            changed |= (one != other) & ~(np.isnan(one) & np.isnan(other))
+    return rows.row_sums(np.flatnonzero(changed)) > 0

@@ -42,8 +42,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
     "tokens": {
         "reencoded": Cause(
             title="The sampled ids were decoded to text and encoded again.",
-            remedy="Keep the ids that the engine returned, from sampling to the loss. Text is for "
-            "people to read.",
+            remedy="Keep the engine's ids, from sampling to the loss. Text is for people to read.",
             in_trainers={
                 "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent passes "
                 "ids; rollout.multi_turn.tokenization_sanity_check_mode=strict warns about rows "
@@ -55,10 +54,8 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
             fault="retokenized_rows",
         ),
         "rerendered": Cause(
-            title="Earlier turns were rendered again from messages, and differ from the ids that "
-            "were sampled.",
-            remedy="Extend the ids turn by turn (prompt + sampled ids + encoded tool reply) "
-            "instead of applying the chat template to the whole history.",
+            title="Earlier turns were rendered from messages again: their ids were not sampled.",
+            remedy="Extend the ids turn by turn; do not apply the template to the whole history.",
             in_trainers={
                 "verl": "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent appends "
                 "ids turn by turn.",
@@ -68,10 +65,8 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
             fault="rerendered_history",
         ),
         "missing_final": Cause(
-            title="The last sampled tokens of a turn are missing from the row, so that its end is "
-            "never trained.",
-            remedy="Add the sampled ids to the row before asking the environment whether the "
-            "episode is done, and keep the stop id that the engine returned.",
+            title="The last sampled tokens of a turn, often its stop id, are not in the row.",
+            remedy="Add sampled ids, stop id included, before asking whether the episode is done.",
             in_engines={
                 "vllm": "use the ids (token_ids; over HTTP return_token_ids=true): they include "
                 "the stop id, which the text does not.",
@@ -79,17 +74,13 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
             fault="dropped_final_tokens",
         ),
         "dropped_separator": Cause(
-            title="The separator that the template puts between two turns is missing from the "
-            "rows.",
-            remedy="After a sampled stop id, add the template's separator (Qwen: a line break) as "
-            "observed ids, before the next message.",
+            title="The separator that the template puts between two turns is missing.",
+            remedy="After a sampled stop id, add the template's separator as observed ids.",
             fault="dropped_separators",
         ),
         "shifted": Cause(
-            title="Log-probs are assigned to the wrong tokens: they are off by one or more "
-            "positions.",
-            remedy="Place the rollout's log-probs by the position of their turn, and shift to "
-            "'predicts the next token' in one function only.",
+            title="Log-probs are at the wrong tokens: they are off by one or more positions.",
+            remedy="Place log-probs by the position of their turn, and shift in one function only.",
             fault="shifted_logprobs",
         ),
         "after_stop": Cause(
@@ -98,7 +89,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
             fault="tokens_after_stop",
         ),
         "observation_trained": Cause(
-            title="Tokens that the model did not sample (tool replies, user messages) are trained.",
+            title="Tokens that the model did not sample are trained, such as tool replies.",
             remedy="Mask observations: only sampled tokens belong in the loss.",
             in_trainers={
                 "verl": "AgentLoopOutput.response_mask must be 0 over tool replies.",
@@ -110,27 +101,22 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
         ),
         "boundary": Cause(
             title="The boundary between prompt and response is at the wrong position.",
-            remedy="Take the prompt's length from the prompt that was sent. Do not compute it as "
-            "the row's length minus the reply's: a negative one means that the reply is not in "
-            "the row.",
+            remedy="Take the prompt's length from the prompt that was sent, not from arithmetic.",
             fault="wrong_boundary",
         ),
         "duplicated_prompt": Cause(
             title="The prompt is in the row twice.",
-            remedy="Append only what is new since the last turn, and nothing if nothing is new: a "
-            "slice [-0:] is the whole list.",
+            remedy="Append what is new since the last turn. A slice [-0:] is the whole list.",
             fault="duplicated_prompt",
         ),
         "fillers": Cause(
             title="Trained tokens have a filler, such as 0.0, in place of a log-prob.",
-            remedy="Mask tokens that have no log-prob: a filler of 0.0 claims that the token was "
-            "certain.",
+            remedy="Mask tokens that have no log-prob: 0.0 claims that the token was certain.",
             fault="filler_logprobs",
         ),
         "padding": Cause(
             title="Padding tokens are inside of rows, or before them.",
-            remedy="Remove padding by the attention mask, and use a pad_token that is not the "
-            "stop token.",
+            remedy="Remove padding by the attention mask; do not pad with the stop token.",
             fault="padded_rows",
         ),
         "post_processed": Cause(
@@ -140,8 +126,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
         ),
         "injected_control": Cause(
             title="Text from a tool or user was encoded as control tokens.",
-            remedy="Encode text that people and tools wrote with a tokenizer that has no control "
-            "tokens.",
+            remedy="Encode text of people and tools by a tokenizer without control tokens.",
             in_engines={
                 "transformers": "split_special_tokens=True stops special tokens, but not those "
                 "that are only 'added' (<tool_call>): encode with those removed.",
@@ -151,8 +136,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
     },
     "template": {
         "thinking_dropped": Cause(
-            title="The template drops the thinking of earlier turns: sampled tokens are missing "
-            "from the row.",
+            title="The template drops the thinking of earlier turns from the row.",
             remedy="Keep thinking in the history, or make each turn a row of its own.",
             in_trainers={
                 "verl": "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=False "
@@ -164,8 +148,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
     # The numbers are not log-probs of the sampled tokens.
     "values": {
         "processed": Cause(
-            title="The rollout's log-probs are taken after temperature, top-p or top-k; the "
-            "trainer's are not.",
+            title="Only one side's log-probs are taken after temperature, top-p or top-k.",
             remedy="Divide the trainer's logits by the temperature, ask the engine for log-probs "
             "after it, and sample with top_p=1 and no top_k, or renormalise over the kept tokens.",
             in_trainers={
@@ -201,8 +184,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
             fault="nonfinite_logprobs",
         ),
         "positive": Cause(
-            title="Log-probs are above 0 or in another unit: they are probabilities, negated, or "
-            "logs to another base.",
+            title="Log-probs are no natural logs: they are probabilities, negated, log2 or log10.",
             remedy="Store the natural log of each token's probability.",
             fault="probabilities_as_logprobs",
         ),
@@ -211,8 +193,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
     "numerics": {
         "kernel_noise": Cause(
             title="The sampler's kernels round differently: every token has some noise.",
-            remedy="Correct for it (truncated importance sampling), average several scorings, or "
-            "sample with the trainer's own ops.",
+            remedy="Correct by importance sampling, or sample with the trainer's own ops.",
             in_trainers={
                 "lockstep": "contract=true-on-policy, correction=mis or correction=averaged",
                 "verl": "algorithm.rollout_correction.rollout_is=token",
@@ -264,8 +245,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
         ),
         "other_weights": Cause(
             kind="weights",
-            title="The two sides run different weights: a sync was late or failed, or a "
-            "checkpoint is the wrong one.",
+            title="The two sides run different weights: a sync was late, or a checkpoint is wrong.",
             remedy="Verify the engine's weights after each sync, and compare their versions.",
             in_trainers={
                 "lockstep": "sync.verify_every=1",
@@ -309,8 +289,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
         ),
         "unphysical": Cause(
             title="The statistics of training contradict each other.",
-            remedy="Check the tokens first: such statistics come from rows that are not what was "
-            "sampled.",
+            remedy="Check the tokens first: such statistics come from rows that were not sampled.",
         ),
     },
 }

@@ -199,22 +199,20 @@ def _divide(
     """
     gaps = [Gap() for _ in range(len(new) + 1)]
     """In order: before the first repair, and after each."""
-    back = [Gap() for _ in range(len(new) + 1)] if len(new) > 1 else gaps
+    back = [Gap() for _ in range(len(new) + 1)]
     """In reverse order: entry i is the gap with all repaired from i on."""
     for rows in chunks():
         for check in before:
             rows = _repaired(check, rows)
         gaps[0].add(gap_of_all(rows))
-        one = rows
+        back[-1].add(gap_of_all(rows))
+        one = other = rows
         for check, gap in zip(new, gaps[1:], strict=True):
             one = check.repair(one)
             gap.add(gap_of_all(one))
-        if len(new) < 2:
-            continue
-        back[-1].add(gap_of_all(rows))
         for check, gap in zip(reversed(new), reversed(back[:-1]), strict=True):
-            rows = check.repair(rows)
-            gap.add(gap_of_all(rows))
+            other = check.repair(other) if len(new) > 1 else one  # one cause has one order
+            gap.add(gap_of_all(other))
     whole = gaps[0]
     # Later stages continue with what the repairs in order leave, so shares sum to that.
     shares: dict[str, list[float]] = {}
@@ -222,18 +220,13 @@ def _divide(
         total = getattr(whole, name)
         lost = [getattr(a, name) - getattr(b, name) for a, b in pairwise(gaps)]
         other = [getattr(b, name) - getattr(a, name) for a, b in pairwise(back)]
-        if len(new) > 1 and sum(other) > 0:
+        if sum(other) > 0:
             scale = sum(lost) / sum(other)
             lost = [(one + scale * two) / 2 for one, two in zip(lost, other, strict=True)]
         shares[name] = [left[name] * value / total if total else 0.0 for value in lost]
-    for number, check in enumerate(new):
-        share = Share(
-            cause=check.cause,
-            k2=shares["k2"][number],
-            k3=shares["k3"][number],
-            before=gaps[number],
-            after=gaps[number + 1],
-        )
-        out.shares.append(share)
+    for check, k2, k3, (gap, after) in zip(
+        new, shares["k2"], shares["k3"], pairwise(gaps), strict=True
+    ):
+        out.shares.append(Share(cause=check.cause, k2=k2, k3=k3, before=gap, after=after))
     for name in left:
         left[name] -= sum(shares[name])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -102,21 +103,17 @@ class Rows(Once):
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = len(self.row_ids), len(self.token_ids)
-        sizes = {"token": num_tokens, "row": num_rows}
         if len(self.offsets) != num_rows + 1 or self.offsets[0] or self.offsets[-1] != num_tokens:
             raise AlignmentError(
                 f"{num_rows} rows of {num_tokens} tokens: offsets must be {num_rows + 1} numbers "
                 f"from 0 to {num_tokens}, found {len(self.offsets)} up to {self.offsets[-1:]}."
             )
-        for name in (f.name for f in fields(self)):
-            value = getattr(self, name)
-            if value is None or name in ("row_ids", "offsets", "token_ids"):
-                continue
-            kind = "row" if name in _OF_ROWS else "token"
-            if len(value) != sizes[kind]:
+        for name in sorted(self.has - {"row_ids", "token_ids"}):
+            kind, size = ("row", num_rows) if name in _OF_ROWS else ("token", num_tokens)
+            if len(getattr(self, name)) != size:
                 raise AlignmentError(
-                    f"{name} must have {sizes[kind]} entries, one per {kind}; found {len(value)}. "
-                    f"First row: {self.row_ids[:1]}."
+                    f"{name} must have {size} entries, one per {kind}; found "
+                    f"{len(getattr(self, name))}. First row: {self.row_ids[:1]}."
                 )
 
     def __len__(self) -> int:
@@ -186,16 +183,14 @@ class Rows(Once):
         sizes = self.sizes[index]
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         at = np.arange(offsets[-1]) + np.repeat(self.offsets[index] - offsets[:-1], sizes)
-        parts: dict[str, Any] = {}
-        for name in (f.name for f in fields(self)):
+        parts: dict[str, Any] = {"offsets": offsets}
+        for name in self.has:
             value = getattr(self, name)
-            if value is None or name == "offsets":
-                continue
             if isinstance(value, tuple):
                 parts[name] = tuple(value[i] for i in index.tolist())
             else:
                 parts[name] = value[index] if name in _OF_ROWS else value[at]
-        return Rows(**{**parts, "offsets": offsets})
+        return Rows(**parts)
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
@@ -208,14 +203,10 @@ class Rows(Once):
         """
         sizes = np.concatenate([[0], *(part.sizes for part in parts)])
         found: dict[str, Any] = {"offsets": np.cumsum(sizes, dtype=np.int64)}
-        for name in (f.name for f in fields(cls)):
+        for name in frozenset.intersection(*(part.has for part in parts)):
             values = [getattr(part, name) for part in parts]
-            if name == "offsets" or any(value is None for value in values):
-                continue
-            if isinstance(values[0], tuple):
-                found[name] = tuple(entry for value in values for entry in value)
-            else:
-                found[name] = np.concatenate(values)
+            is_tuple = isinstance(values[0], tuple)
+            found[name] = tuple(chain(*values)) if is_tuple else np.concatenate(values)
         return cls(**found)
 
     def with_(self, **changed: Any) -> Rows:

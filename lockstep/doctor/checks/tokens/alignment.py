@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.findings import Finding
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows, indices_of
 from lockstep.types import Int64Array
 
 MAX_OFFSET = 8
@@ -73,33 +73,28 @@ class Shifted(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._num_long = 0
         self._proved: Counter[int] = Counter()
         self._votes: Counter[int] = Counter()
         self._best_gain = 0.0
 
     def look(self, rows: Rows) -> None:
-        self.counts["rows"] += len(rows)
         tokens = in_question(rows)
-        if not len(tokens):
-            return
-        self.counts["rows_in_question"] += tokens.num_rows
-        self._num_long += int((np.unique(tokens.row, return_counts=True)[1] >= LONG).sum())
+        _, num = np.unique(tokens["row"], return_counts=True)
+        self.count(rows=len(rows), rows_in_question=len(num), long_rows=num >= LONG)
         for moves in aligned(tokens, WEAK_GAIN):
-            is_proved = moves.gain >= np.where(moves.is_late, MIN_GAIN + LATE_PENALTY, MIN_GAIN)
-            self._votes.update(moves.by[~moves.is_late].tolist())
-            self._proved.update(moves.by[is_proved].tolist())
-            self.counts["from_middle"] += int((is_proved & moves.is_late).sum())
-            self._best_gain = max(self._best_gain, float(moves.gain.max(initial=0.0)))
-            best = np.flatnonzero(is_proved)
-            for u in best[np.argsort(-moves.gain[best])][:NUM_SHOWN].tolist():
-                first, last = int(tokens.at[moves.begin[u]]), int(tokens.at[moves.end[u] - 1])
-                inner = "from here on, " if moves.is_late[u] else ""
+            gain, is_late = moves["gain"], moves["is_late"]
+            is_proved = gain >= MIN_GAIN + LATE_PENALTY * is_late
+            self._votes.update(moves["by"][~is_late].tolist())
+            self._proved.update(moves["by"][is_proved].tolist())
+            self.count(from_middle=is_proved & is_late)
+            self._best_gain = max(self._best_gain, float(gain.max(initial=0.0)))
+            for move in np.sort(moves[is_proved], order="gain")[::-1][:NUM_SHOWN]:
+                first, last = tokens["at"][move["begin"]], tokens["at"][move["end"] - 1]
                 note = (
-                    f"{inner}mean |d| {moves.before[u]:.2g} becomes {moves.after[u]:.2g} if the "
-                    f"sampler's log-probs are moved by {int(moves.by[u]):+d}"
+                    f"{'from here on, ' if move['is_late'] else ''}mean |d| {move['before']:.2g} "
+                    f"becomes {move['after']:.2g} if log-probs are moved by {move['by']:+d}"
                 )
-                self.show(float(moves.gain[u]), rows, first, last + 1, note)
+                self.show(float(move["gain"]), rows, int(first), int(last) + 1, note)
 
     @property
     def _offsets(self) -> frozenset[int]:
@@ -109,7 +104,7 @@ class Shifted(Check):
         found = {by for by, num in self._proved.items() if num >= least}
         if not found and self._best_gain >= ALONE_GAIN and asked <= 1 / MIN_SHARE:
             found = set(self._proved)
-        if not found and self._num_long >= MIN_VOTES:
+        if not found and self.counts["long_rows"] >= MIN_VOTES:
             return frozenset()  # long rows show no offset, so short ones have none
         first, second = [*self._votes.most_common(2), (0, 0), (0, 0)][:2]
         if first[1] >= max(MIN_VOTES, VOTES_LEAD * second[1], MIN_SHARE * asked):
@@ -140,123 +135,92 @@ class Shifted(Check):
         offsets, tokens = self._offsets, in_question(rows)
         if not offsets or not len(tokens):
             return rows
-        values = tokens.rollout.copy()
+        rollout, trainer, turn = (tokens[name] for name in ("rollout", "trainer", "turn"))
+        values = rollout.copy()
         crossed = np.zeros(len(tokens), np.bool_)
         """True for values that were moved over the border of a turn."""
         for moves in aligned(tokens, WEAK_GAIN):
-            is_weak = moves.is_late & (moves.gain < MIN_GAIN + LATE_PENALTY)
-            for u in np.flatnonzero(np.isin(moves.by, list(offsets)) & ~is_weak).tolist():
-                low, begin, end = int(moves.low[u]), int(moves.begin[u]), int(moves.end[u])
-                by = int(moves.by[u])
+            is_weak = moves["is_late"] & (moves["gain"] < MIN_GAIN + LATE_PENALTY)
+            for move in moves[np.isin(moves["by"], list(offsets)) & ~is_weak]:
+                by, low, begin, end, is_late, *_ = move.item()
                 source = np.arange(begin, end) - by
                 is_there = (source >= low) & (source < end)
                 source = np.clip(source, low, end - 1)
-                values[begin:end] = np.where(is_there, tokens.rollout[source], np.nan)
-                crossed[begin:end] = is_there & (tokens.turn[source] != tokens.turn[begin:end])
-                if moves.is_late[u]:  # the lost or duplicated value is next to the break
+                values[begin:end] = np.where(is_there, rollout[source], np.nan)
+                crossed[begin:end] = is_there & (turn[source] != turn[begin:end])
+                if is_late:  # the lost or duplicated value is next to the break
                     near = slice(max(low, begin - abs(by)), min(end, begin + abs(by)))
-                    is_off = np.abs(values[near] - tokens.trainer[near]) > MIN_GAP
+                    is_off = np.abs(values[near] - trainer[near]) > MIN_GAP
                     values[near] = np.where(is_off, np.nan, values[near])
         # If each turn was shifted by itself, values that crossed a border are of other tokens.
-        off = np.abs(values[crossed] - tokens.trainer[crossed])
-        was = np.abs(tokens.rollout[crossed] - tokens.trainer[crossed])
+        off = np.abs(values[crossed] - trainer[crossed])
+        was = np.abs(rollout[crossed] - trainer[crossed])
         if len(off) and not np.nansum(off) <= MAX_LEFT * np.nansum(was):
             values[crossed] = np.nan
         out = rows.rollout.copy()
-        out[tokens.at] = values
+        out[tokens["at"]] = values
         return rows.with_(rollout_logprobs=out)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Tokens:
-    """The trained tokens of the rows in question, end to end."""
+Records = npt.NDArray[np.void]
+TOKENS = np.dtype(
+    [("at", "i8"), ("rollout", "f8"), ("trainer", "f8"), ("row", "i8"), ("turn", "i8")]
+)
+"""A trained token of the rows in question: its index in the rows, the log-probs of both sides (NaN
+where none), and the numbers of its row and turn, which rise."""
+MOVES = np.dtype(
+    [
+        *((name, "i8") for name in ("by", "low", "begin", "end")),
+        ("is_late", "?"),
+        *((name, "f8") for name in ("gain", "before", "after")),
+    ]
+)
+"""A unit that agrees better if token i gets the sampler's log-prob of token i - `by`.
 
-    at: Int64Array
-    """[M] index in the rows."""
-    rollout: Float64Array
-    """[M] NaN where none."""
-    trainer: Float64Array
-    row: Int64Array
-    """[M] number of the row, rising."""
-    turn: Int64Array
-    """[M] number of the turn, rising."""
-
-    def __len__(self) -> int:
-        return len(self.at)
-
-    @property
-    def num_rows(self) -> int:
-        return int(np.count_nonzero(np.diff(self.row, prepend=-1)))
+Indices into the tokens: of its first token (`low`), of the one from which on the offset holds
+(`begin`; `is_late` if it is another), and after its last token (`end`). `before` and `after` are
+the mean |d| as it is and at the offset, and `gain` is n log(before / after).
+"""
 
 
-def in_question(rows: Rows) -> Tokens:
-    """The tokens of rows whose sides differ by more than kernels do."""
+def in_question(rows: Rows) -> Records:
+    """[M] TOKENS of rows whose sides differ by more than kernels do."""
     compared = rows.compared
     total = rows.row_sums(compared, np.minimum(np.abs(rows.gap[compared]), CAP))
     num = rows.row_sums(compared)
     is_asked = (total > MIN_GAP * num) & (num >= MIN_PAIRS)
-    at = (
-        np.flatnonzero(rows.loss_mask & rows.sampled & np.repeat(is_asked, rows.sizes))
-        if is_asked.any()
-        else compared[:0]
-    )
-    return Tokens(
-        at=at,
-        rollout=rows.rollout[at].astype(np.float64),
-        trainer=rows.trainer[at].astype(np.float64),
-        row=rows.row_of[at],
-        turn=np.searchsorted(rows.spans.begin, at, side="right"),
-    )
+    at = compared[:0]
+    if is_asked.any():
+        at = np.flatnonzero(rows.loss_mask & rows.sampled & np.repeat(is_asked, rows.sizes))
+    tokens = np.zeros(len(at), TOKENS)
+    tokens["at"], tokens["rollout"], tokens["trainer"] = at, rows.rollout[at], rows.trainer[at]
+    tokens["row"] = rows.row_of[at]
+    tokens["turn"] = np.searchsorted(rows.spans.begin, at, side="right")
+    return tokens
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Moves:
-    """Units that agree better at an offset, [U] each. Indices are into `Tokens`."""
-
-    by: Int64Array
-    """Offset: token i gets the sampler's log-prob of token i - by."""
-    low: Int64Array
-    """Index of the unit's first token."""
-    begin: Int64Array
-    """Index from which on the offset holds."""
-    end: Int64Array
-    """Index after the unit's last token."""
-    is_late: BoolArray
-    """True if the offset begins after the unit's first token."""
-    gain: Float64Array
-    """n log(before / after)."""
-    before: Float64Array
-    """Mean |d| as it is."""
-    after: Float64Array
-    """Mean |d| at the offset."""
-
-
-def aligned(tokens: Tokens, min_gain: float) -> list[Moves]:
-    """Moves of whole rows, and of the turns of all other rows."""
-    of_rows = best_moves(tokens, tokens.row, min_gain)
+def aligned(tokens: Records, min_gain: float) -> list[Records]:
+    """MOVES of whole rows, and of the turns of all other rows."""
+    of_rows = best_moves(tokens, tokens["row"], min_gain)
     is_explained = np.zeros(len(tokens), np.bool_)
-    for low, end in zip(of_rows.low.tolist(), of_rows.end.tolist(), strict=True):
-        is_explained[low:end] = True
+    is_explained[indices_of(of_rows["low"], of_rows["end"])] = True
     rest = np.flatnonzero(~is_explained)
-    if not len(rest):
-        return [of_rows]
-    left = Tokens(**{f.name: getattr(tokens, f.name)[rest] for f in fields(Tokens)})
-    moves = best_moves(left, left.turn, min_gain)
-    if not len(moves.by):
-        return [of_rows]
-    back = {"low": rest[moves.low], "begin": rest[moves.begin], "end": rest[moves.end - 1] + 1}
-    return [of_rows, replace(moves, **back)]
+    of_turns = best_moves(tokens[rest], tokens["turn"][rest], min_gain)
+    of_turns["end"] = rest[of_turns["end"] - 1] + 1
+    of_turns["low"], of_turns["begin"] = rest[of_turns["low"]], rest[of_turns["begin"]]
+    return [of_rows, of_turns]
 
 
-def best_moves(tokens: Tokens, unit: Int64Array, min_gain: float) -> Moves:
-    """For each unit the offset, and the token it begins at, with the largest gain; only those that
-    gain `min_gain` and leave at most MAX_LEFT of the gap.
+def best_moves(tokens: Records, unit: Int64Array, min_gain: float) -> Records:
+    """MOVES of each unit with the largest gain; only those that gain `min_gain` and leave at most
+    MAX_LEFT of the gap.
 
-    unit: [M] number of the unit of each token. Costs a few passes over the tokens per offset.
+    tokens: [M] TOKENS. unit: [M] number of the unit of each. Costs a few passes per offset.
     """
     size = len(tokens)
+    rollout, trainer = (np.ascontiguousarray(x) for x in (tokens["rollout"], tokens["trainer"]))
     first = np.flatnonzero(np.diff(unit, prepend=-1))
-    last = np.append(first[1:], size)
+    last = np.append(first[1:], size)[: len(first)]
     of = np.repeat(np.arange(len(first)), last - first)
 
     def prefix(values: Float64Array) -> Float64Array:
@@ -269,26 +233,18 @@ def best_moves(tokens: Tokens, unit: Int64Array, min_gain: float) -> Moves:
         if abs(by) < size:
             to = slice(max(by, 0), size + min(by, 0))
             source = slice(max(-by, 0), size - max(by, 0))
-            d[to] = np.abs(tokens.trainer[to] - tokens.rollout[source])
+            d[to] = np.abs(trainer[to] - rollout[source])
             d[to][of[to] != of[source]] = np.nan
         is_pair = ~np.isnan(d)
         return prefix(np.where(is_pair, np.minimum(d, CAP), 0.0)), prefix(is_pair.astype(float))
 
     base, base_num = costs(0)
-    best = Moves(
-        by=np.zeros(len(first), np.int64),
-        low=first,
-        begin=first.copy(),
-        end=last,
-        is_late=np.zeros(len(first), np.bool_),
-        gain=np.zeros(len(first)),
-        before=np.zeros(len(first)),
-        after=np.zeros(len(first)),
-    )
+    best = np.zeros(len(first), MOVES)
+    best["low"], best["begin"], best["end"] = first, first, last
     for by in (b for n in range(1, MAX_OFFSET + 1) for b in (n, -n)):
         moved, moved_num = costs(by)
         begins = [first]
-        if abs(by) <= MAX_INNER_OFFSET:
+        if abs(by) <= MAX_INNER_OFFSET and size:
             # Unmoved before the token, moved from it on: best where the sum of both costs is least.
             split = base[:-1] - moved[:-1]
             least = np.minimum.reduceat(split, first)
@@ -307,13 +263,11 @@ def best_moves(tokens: Tokens, unit: Int64Array, min_gain: float) -> Moves:
                 & (before > MIN_GAP)
                 & (after <= MAX_LEFT * before)
                 & (gain >= min_gain + LATE_PENALTY * is_late)
-                & (gain > best.gain + LATE_PENALTY * (is_late & ~best.is_late))
+                & (gain > best["gain"] + LATE_PENALTY * (is_late & ~best["is_late"]))
                 & (~is_late | (start <= MAX_LEFT * before))
             )
-            for name, value in (
-                *(("by", by), ("begin", begin), ("is_late", is_late)),
-                *(("gain", gain), ("before", before), ("after", after)),
-            ):
-                np.copyto(getattr(best, name), value, where=is_better)
-    kept = np.flatnonzero(best.by)
-    return Moves(**{f.name: getattr(best, f.name)[kept] for f in fields(Moves)})
+            values = {"by": by, "begin": begin, "is_late": is_late}
+            values |= {"gain": gain, "before": before, "after": after}
+            for name, value in values.items():
+                np.copyto(best[name], value, where=is_better)
+    return best[best["by"] != 0]

@@ -66,9 +66,9 @@ def dialogues(rows: Rows) -> list[Dialogue]:
     return out
 
 
-def first_unextended(dialogue: Dialogue, renderer: Renderer) -> tuple[int, list[int]] | None:
-    """(position, expected ids) of the first observed token that is not what the renderer writes
-    after the sampled turn before it; None if the row is its turns, extended.
+def is_extended(dialogue: Dialogue, renderer: Renderer) -> bool:
+    """True if the row is its turns, extended: between them is what the renderer writes after the
+    sampled turn. Also where it cannot write that.
 
     Only for a paired dialogue. The first prompt is not compared: it declares tools, which a row
     does not record.
@@ -79,11 +79,10 @@ def first_unextended(dialogue: Dialogue, renderer: Renderer) -> tuple[int, list[
         try:
             glue = renderer.extend(sampled.tolist(), dialogue.between(turn))
         except RendererError:
-            return None
-        found = dialogue.ids[begin:end]
-        if not np.array_equal(found, glue):
-            return begin + first_difference(found, np.asarray(glue, np.int32)), glue
-    return None
+            return True
+        if not np.array_equal(dialogue.ids[begin:end], glue):
+            return False
+    return True
 
 
 def rendered_whole(dialogue: Dialogue, renderer: Renderer) -> Int32Array | None:
@@ -100,10 +99,3 @@ def rendered_whole(dialogue: Dialogue, renderer: Renderer) -> Int32Array | None:
         return None
     prompt = dialogue.ids[: int(dialogue.begin[0])]
     return np.concatenate([prompt, np.asarray(whole[len(first) :], np.int32)])
-
-
-def first_difference(one: Int32Array, other: Int32Array) -> int:
-    """Position of the first different id, or the shorter one's length."""
-    size = min(len(one), len(other))
-    same = one[:size] == other[:size]
-    return size if same.all() else int(np.argmin(same))

@@ -172,8 +172,8 @@ class Reencoded(ReplyCheck):
             # One offset explains some rows from their beginning on, by chance or as another cause:
             # a cause would explain rows that nothing encoded again, too.
             if self._moved[False] >= MIN_MOVED and len(tokens):
-                moves = best_moves(tokens, tokens.row, MIN_GAIN)
-                first[tokens.row[moves.low[~moves.is_late]]] = -1
+                moves = best_moves(tokens, tokens["row"], MIN_GAIN)
+                first[tokens["row"][moves["low"][~moves["is_late"]]]] = -1
             at += first[first >= 0].tolist()
         return rows.cut_from(at)
 

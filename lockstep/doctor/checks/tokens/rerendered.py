@@ -15,7 +15,7 @@ from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.tokens.dialogue import (
     Dialogue,
     dialogues,
-    first_unextended,
+    is_extended,
     rendered_whole,
 )
 from lockstep.doctor.checks.tokens.reencoded import MIN_BROKEN_ROWS, first_breaks
@@ -111,8 +111,7 @@ class Rerendered(ReplyCheck):
             if len(dialogue.begin) < 2 or len(dialogue.replies) < 2:
                 continue
             is_whole_turn = self._is_whole_turn(dialogue)
-            is_extended = dialogue.is_paired and first_unextended(dialogue, self.renderer) is None
-            if is_whole_turn and is_extended:
+            if is_whole_turn and dialogue.is_paired and is_extended(dialogue, self.renderer):
                 continue
             size = self._rendered(dialogue, is_whole_turn=is_whole_turn)
             if size:

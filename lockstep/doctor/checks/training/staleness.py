@@ -56,7 +56,6 @@ class Stale(Check):
 
     def look(self, rows: Rows) -> None:
         age, gap, compared = ages(rows), rows.gap, rows.compared
-        self.counts["rows_going_back"] += len(rows_going_back(rows))
         if not age.any():
             self._by_age[0].add(gap_of_all(rows))
             return
@@ -82,13 +81,8 @@ class Stale(Check):
             over += gap.tokens * (age > self._allowed)
         k2_young, k2_old = young.means()["k2"], old.means()["k2"]
         max_age = max(self._by_age, default=0)
-        figures = {
-            "tokens_age_0": float(young.tokens),
-            "tokens_older": float(old.tokens),
-            "max_age": float(max_age),
-            "k2_age_0": k2_young,
-            "k2_older": k2_old,
-        }
+        self.count(tokens_age_0=young.tokens, tokens_older=old.tokens, max_age=max_age)
+        figures = {"k2_age_0": k2_young, "k2_older": k2_old}
         if future.tokens:
             return self.differs(
                 f"{future.tokens} tokens have a newer version than the weights that they are "
@@ -103,14 +97,10 @@ class Stale(Check):
         )
         if young.tokens:
             told += f", that of age 0 {k2_young:.1e}"
-        if going_back := self.counts["rows_going_back"]:
-            told += f"; in {going_back} rows a later turn was sampled by older weights"
         is_cause = k2_old > max(MIN_K2, MIN_RATIO * k2_young)
-        if is_cause and over:
-            return self.differs(told, **figures)
-        if is_cause:
+        if is_cause and not over:
             told += "; the run's settings allow that age"
-        return self.information(told, **figures)
+        return self.found("differs" if is_cause and over else "information", told, **figures)
 
     def repair(self, rows: Rows) -> Rows:
         """Older tokens as the trainer has them: their gap is the age's."""
@@ -128,15 +118,6 @@ def _ages(rows: Rows) -> Int64Array:
     age = rows.trainer_version[rows.row_of] - rows.policy_version
     age[rows.policy_version < 0] = 0
     return np.clip(age, -1, MAX_AGE)
-
-
-def rows_going_back(rows: Rows) -> Int64Array:
-    """Indices of rows with a token that was sampled by older weights than one before it."""
-    assert rows.policy_version is not None, "the check's needs"
-    at = np.flatnonzero(rows.policy_version >= 0)
-    row = rows.row_of[at]
-    falls = (np.diff(rows.policy_version[at]) < 0) & (row[1:] == row[:-1])
-    return np.unique(row[1:][falls])
 
 
 class AfterUpdate(Check):

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.findings import Finding
@@ -135,53 +137,29 @@ KINDS = ("", "probabilities", "negated log-probs", "log2", "log10")
 def kinds_of(rows: Rows, side: Float32Array, other: Float32Array | None) -> Int64Array:
     """[R] index into KINDS of each row. side: [N] log-probs. other: [N] those of the other side;
     it tells what positive numbers are, and units are known by it only."""
-    judged = rows.loss_mask & np.isfinite(side)
-    at = np.flatnonzero(judged)
+    at = np.flatnonzero(rows.loss_mask & np.isfinite(side))
     row, values = rows.row_of[at], side[at].astype(np.float64)
-    num_rows = len(rows)
+    truth = np.full(len(at), np.nan) if other is None else other[at].astype(np.float64)
 
     def count(what: BoolArray) -> Int64Array:
-        return np.bincount(row[what], minlength=num_rows)
+        return np.bincount(row[what], minlength=len(rows))
 
-    above = values > ROUNDING
-    has_above = count(above) > 0
-    kinds = np.zeros(num_rows, np.int64)
-    if has_above.any():
-        # A row of probabilities, or of negated logs, has no number below 0.
-        is_turned = has_above & (count(values < -ROUNDING) == 0)
-        as_prob = count(values > 1.0 + ROUNDING) == 0
-        if other is not None:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                logs = np.log(np.maximum(values, 1e-30))
-            truth = other[at].astype(np.float64)
-            known = np.isfinite(truth)
-            error = [
-                np.bincount(row[known], np.abs(guess - truth)[known], minlength=num_rows)
-                for guess in (logs, -values)
-            ]
-            as_prob &= error[0] <= error[1]
-        else:  # most tokens of most replies are likelier than e^-0.5
-            as_prob &= 2 * count(values > 0.5) >= count(values > -1.0)
-        kinds = np.where(is_turned, np.where(as_prob, 1, 2), kinds)
-        kinds = np.where(has_above & ~is_turned, 1, kinds)
-    if other is not None and _has_units(row, values, other[at], num_rows):
-        truth = other[at].astype(np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = values / truth
-        unforced = (values < UNFORCED) & (truth < UNFORCED)
-        for number, (_, factor) in enumerate(UNITS, 3):
-            fits = unforced & (np.abs(ratio * factor - 1.0) < MAX_UNIT_ERROR)
-            is_unit = (count(unforced) >= MIN_UNIT_TOKENS) & (count(fits) == count(unforced))
-            kinds = np.where(is_unit & (kinds == 0), number, kinds)
+    def error(guess: Float64Array) -> npt.NDArray[Any]:
+        return np.bincount(row, np.nan_to_num(np.abs(guess - truth)), minlength=len(rows))
+
+    has_above = count(values > ROUNDING) > 0
+    # A row of probabilities, or of negated logs, has no number below 0.
+    is_turned = has_above & (count(values < -ROUNDING) == 0)
+    if other is None:  # most tokens of most replies are likelier than e^-0.5
+        as_prob = 2 * count(values > 0.5) >= count(values > -1.0)
+    else:
+        as_prob = error(np.log(np.maximum(values, 1e-30))) <= error(-values)
+    as_prob &= count(values > 1.0 + ROUNDING) == 0
+    kinds = has_above.astype(np.int64)
+    kinds[is_turned & ~as_prob] = 2
+    unforced = (values < UNFORCED) & (truth < UNFORCED)
+    num = count(unforced)
+    for number, (_, factor) in enumerate(UNITS, 3):
+        fits = unforced & (np.abs(values * factor - truth) < MAX_UNIT_ERROR * np.abs(truth))
+        kinds[(kinds == 0) & (num >= MIN_UNIT_TOKENS) & (count(fits) == num)] = number
     return kinds
-
-
-def _has_units(row: Int64Array, values: Float64Array, other: Float32Array, num_rows: int) -> bool:
-    """True if the sums of some row have the ratio of a unit: a quick look before all tokens."""
-    known = np.isfinite(other)
-    if not known.all():
-        row, values, other = row[known], values[known], other[known]
-    sums = [np.bincount(row, x, num_rows) for x in (values, other)]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = sums[0] / sums[1]
-    return any((np.abs(ratio * factor - 1.0) < 2 * MAX_UNIT_ERROR).any() for _, factor in UNITS)

@@ -18,6 +18,7 @@ trainer's by -log(mass), never below, and by the same amount for all tokens at a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -121,7 +122,7 @@ class Processed(Check):
         if not self._samples:
             return self.consistent("there are no rows")
         sample = _Sample.of(Rows.joined(self._samples))
-        told = f"{len(sample.rollout)} tokens of {sample.num_rows} rows were read"
+        told = f"{len(sample.rollout)} tokens of {len(sample.names)} rows were read"
         if sample.is_judged.sum() < MIN_ROWS:
             return self.consistent(f"{told}: they agree, or are too few")
         fits = [_Fit.of(processing, sample) for processing in self._candidates(sample)]
@@ -131,24 +132,21 @@ class Processed(Check):
         if not best.is_proof and (slope := sample.slope_at_branches()) is not None:
             both = [Processing(slope=slope, truncated=who) for who in (1, -1)]
             best = max((_Fit.of(kind, sample) for kind in both), key=lambda fit: fit.score)
-        figures = {
-            "judged_rows": float(sample.is_judged.sum()),
-            "explained_rows": float(best.hit.sum()),
-            "explained_gap": best.share,
-            "left_of_it": best.residual,
-            "branches": float(best.pairs),
-        }
+        self.count(judged_rows=sample.is_judged, explained_rows=best.hit, branches=best.pairs)
+        figures = {"explained_gap": best.share, "left_of_it": best.residual}
         if not best.is_proof:
             return self.consistent(f"{told}: no processing explains the gap", **figures)
         self._chosen = best.processing
+        self._show(best, sample)
         told = (
-            f"in {int(best.hit.sum())} of {int(sample.is_judged.sum())} judged rows "
+            f"in {self.counts['explained_rows']} of {self.counts['judged_rows']} judged rows "
             f"{best.processing}: it leaves {best.residual:.1%} of their gap"
         )
         if best.pairs >= MIN_PAIRS:
             told += f", and {best.pair_residual:.1%} at {best.pairs} branches"
-        told += self._meaning(best, sample)
-        self._show(best, sample)
+        if best.processing.slope == 1.0:
+            kept = np.exp(-np.abs(sample.trainer - sample.rollout)[best.hit[sample.row]].max())
+            told += f"; at least {kept:.3g} of the mass was kept at each place"
         return self.differs(told, **figures, temperature_ratio=1 / best.processing.slope)
 
     def repair(self, rows: Rows) -> Rows:
@@ -202,17 +200,6 @@ class Processed(Check):
         ]
         return max(best, *around, key=lambda fit: fit.score)
 
-    def _meaning(self, best: _Fit, sample: _Sample) -> str:
-        """Further conclusions: the mass that was kept, and which side was sampled from."""
-        d = (sample.trainer - sample.rollout)[best.hit[sample.row]]
-        if best.processing.truncated and best.processing.slope == 1.0:
-            kept = float(np.exp(-np.abs(d).max()))
-            return f"; at least {kept:.3g} of the mass was kept at each place"
-        drawn = float(-d.mean()) / max(float(d.std()) / max(len(d), 1) ** 0.5, 1e-12)
-        if abs(drawn) < 3.0:  # standard errors; k1 is above 0 for draws from the sampler's
-            return ""
-        return f"; the tokens were drawn from the {'sampler' if drawn > 0 else 'trainer'}'s"
-
     def _show(self, best: _Fit, sample: _Sample) -> None:
         d = np.abs(sample.trainer - sample.rollout)
         hit = np.flatnonzero(best.hit[sample.row])
@@ -257,15 +244,11 @@ class _Sample:
             other=other[known],
         )
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.names)
-
-    @property
+    @cached_property
     def is_judged(self) -> BoolArray:
         """[R] True for rows with enough informative tokens."""
         tells = np.abs(self.trainer - self.rollout) > MIN_GAP
-        return np.bincount(self.row, tells, minlength=self.num_rows) >= MIN_TOLD
+        return np.bincount(self.row, tells, minlength=len(self.names)) >= MIN_TOLD
 
     def slope_at_branches(self, hit: BoolArray | None = None) -> float | None:
         """Median ratio of the two sides' differences at branches between rows of `hit` [R], over
@@ -304,7 +287,7 @@ class _Fit:
     def of(cls, processing: Processing, sample: _Sample) -> _Fit:
         d = sample.trainer - sample.rollout
         left = processing.left_over(sample.rollout, sample.trainer)
-        num_rows, judged = sample.num_rows, sample.is_judged
+        num_rows, judged = len(sample.names), sample.is_judged
         whole = np.bincount(sample.row, np.abs(d), minlength=num_rows)
         rest = np.bincount(sample.row, np.abs(left), minlength=num_rows)
         hit = judged & (rest <= MAX_RESIDUAL * whole)
@@ -334,23 +317,19 @@ class _Fit:
     def is_proof(self) -> bool:
         if self.hit.sum() < MIN_ROWS:
             return False
+        has_pairs = self.pairs >= MIN_PAIRS
+        is_exact = has_pairs and self.pair_residual <= MAX_PAIR_RESIDUAL_OF_SOME
         if self.processing.truncated and self.processing.slope != 1.0:
             # One edge fits much by chance; only branches prove it.
-            return (
-                self.pairs >= MIN_PAIRS
-                and self.share >= MIN_SHARE
-                and self.pair_residual <= MAX_PAIR_RESIDUAL_OF_SOME
-            )
-        if self.pairs >= MIN_PAIRS:
-            is_whole = min(self.share, self.share_of_rows) >= MIN_SHARE
-            if is_whole and self.pair_residual <= MAX_PAIR_RESIDUAL:
-                return True
-            return (
-                self.share >= MIN_SHARE_OF_SOME and self.pair_residual <= MAX_PAIR_RESIDUAL_OF_SOME
-            )
-        return (
-            min(self.share, self.share_of_rows) >= MIN_SHARE and self.residual <= MAX_LONE_RESIDUAL
+            return is_exact and self.share >= MIN_SHARE
+        if is_exact and self.share >= MIN_SHARE_OF_SOME:
+            return True
+        is_close = (
+            self.pair_residual <= MAX_PAIR_RESIDUAL
+            if has_pairs
+            else self.residual <= MAX_LONE_RESIDUAL
         )
+        return is_close and min(self.share, self.share_of_rows) >= MIN_SHARE
 
 
 def _logit(logprobs: Float64Array) -> Float64Array:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,10 @@ MIN_ROWS_SHARE = 0.05
 
 
 class Clamped(Check):
-    """A number at which many log-probs are equal, while the other side goes beyond it."""
+    """A number at which many log-probs are equal, while the other side goes beyond it.
+
+    An upper bound is looked for as a lower one, in log-probs with their signs turned.
+    """
 
     name = "values/clamped"
     claim = "log-probs are stored at any size"
@@ -60,137 +64,118 @@ class Clamped(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._bounds: dict[tuple[str, bool, float], _Bound] = {}
+        self._bounds: dict[_Bound, Counter[str]] = {}
+        """Bound -> counts of `_at_bounds`."""
+        self._shown: dict[_Bound, Evidence] = {}
 
     def look(self, rows: Rows) -> None:
-        self.counts["trained_tokens"] += int(rows.loss_mask.sum())
+        self.count(trained_tokens=rows.loss_mask)
         for who, _, side, other in rows.sides():
             assert other is not None, "the check's needs"
-            for is_low in (True, False):
-                for value, bound in _bounds_of(rows, side, other, is_low=is_low).items():
-                    self._bounds.setdefault((who, is_low, value), _Bound()).add(bound)
+            for sign in (1, -1):
+                for value, at, counts in _at_bounds(rows, side, other, sign):
+                    bound = (who, sign, value)
+                    self._bounds.setdefault(bound, Counter()).update(counts)
+                    note = f"{value:.6g} exactly, where the other side has {float(other[at]):.4f}"
+                    self._shown.setdefault(bound, evidence_at(rows, at, at + 1, note))
         if len(self._bounds) > 4 * MAX_BOUNDS:
-            best = sorted(self._bounds.items(), key=lambda item: -item[1].beyond)
+            best = sorted(self._bounds.items(), key=lambda item: -item[1]["beyond"])
             self._bounds = dict(best[:MAX_BOUNDS])
 
     def conclude(self) -> Finding:
         found = self._found()
         if not found:
             return self.consistent("no number at which one side ends")
-        (who, is_low, value), bound = max(found.items(), key=lambda item: item[1].beyond)
-        for evidence in bound.evidence:
-            self.keep(1.0, evidence)
+        bound = max(found, key=lambda bound: self._bounds[bound]["beyond"])
+        who, sign, value = bound
+        counts = self._bounds[bound]
+        self.keep(1.0, self._shown[bound])
         return self.differs(
-            f"{bound.at} of {self.counts['trained_tokens']} tokens have the {who}'s log-prob "
-            f"{value:.6g} exactly, and the other side is {'below' if is_low else 'above'} it for "
-            f"{bound.beyond} of them",
+            f"{counts['at']} of {self.counts['trained_tokens']} tokens have the {who}'s log-prob "
+            f"{value:.6g} exactly, and the other side is {'below' if sign > 0 else 'above'} it for "
+            f"{counts['beyond']} of them",
             bound=value,
-            clamped_tokens=bound.at,
+            clamped_tokens=counts["at"],
         )
 
     def repair(self, rows: Rows) -> Rows:
         """NaN: the right number is lost."""
-        changed: dict[str, Float32Array] = {}
         for who, field, side, other in rows.sides():
             assert other is not None, "the check's needs"
             cut = np.zeros(rows.num_tokens, np.bool_)
-            for of, is_low, value in self._found():
-                beyond = other < value if is_low else other > value
-                cut |= (of == who) & (side == np.float32(value)) & beyond
+            for of, sign, value in self._found():
+                cut |= (of == who) & (side == np.float32(value)) & (sign * other < sign * value)
             if cut.any():
-                changed[field] = np.where(cut, np.float32(np.nan), side)
-        return rows.with_(**changed) if changed else rows
+                rows = rows.with_(**{field: np.where(cut, np.float32(np.nan), side)})
+        return rows
 
-    def _found(self) -> dict[tuple[str, bool, float], _Bound]:
-        return {
-            key: bound
-            for key, bound in self._bounds.items()
-            if bound.different >= MIN_CUT and (bound.is_cut or bound.is_pile)
-        }
-
-
-@dataclass(slots=True)
-class _Bound:
-    """Counts of the tokens at one exact number."""
-
-    at: int = 0
-    beyond: int = 0
-    inside: int = 0
-    """Tokens at it that the other side has clearly inside of it."""
-    crossed: int = 0
-    """Tokens of the same rows that are beyond it themselves: none at a bound."""
-    different: int = 0
-    """Distinct log-probs of the other side beyond it."""
-    others: int = 0
-    """Tokens of the same rows that the other side has beyond it."""
-    close: int = 0
-    """Tokens of the same rows within PILE_WIDTH inside of it."""
-    evidence: tuple[Evidence, ...] = ()
-
-    @property
-    def is_cut(self) -> bool:
-        """True if the other side is beyond it at the same tokens."""
-        return self.beyond >= MIN_CUT_SHARE * (self.beyond + self.inside + self.crossed)
-
-    @property
-    def is_pile(self) -> bool:
-        """True if one side ends at it, with as many tokens there as the other has beyond it in the
-        same rows, if not at the same tokens (because of a shift or noise)."""
-        return (
-            self.at >= max(MIN_PILE, MIN_PILE_LEAD * self.close)
-            and self.crossed <= (1 - MIN_CUT_SHARE) * self.at
-            and self.others >= MIN_OTHERS * self.at
-        )
-
-    def add(self, more: _Bound) -> None:
-        for name in (f.name for f in fields(self)):
-            setattr(self, name, getattr(self, name) + getattr(more, name))
-        self.evidence = self.evidence[:4]
+    def _found(self) -> list[_Bound]:
+        return [
+            bound
+            for bound, counts in self._bounds.items()
+            if counts["different"] >= MIN_CUT and (_is_cut(counts) or _is_pile(counts))
+        ]
 
 
-def _bounds_of(
-    rows: Rows, side: Float32Array, other: Float32Array, *, is_low: bool
-) -> dict[float, _Bound]:
-    """Numbers that several trained tokens have on one side, and the other side is beyond."""
+_Bound = tuple[str, int, float]
+"""Side, 1 for a lower bound or -1 for an upper one, and the number."""
+
+
+def _is_cut(c: Counter[str]) -> bool:
+    """True if the other side is beyond the bound at the same tokens."""
+    return c["beyond"] >= MIN_CUT_SHARE * (c["beyond"] + c["inside"] + c["crossed"])
+
+
+def _is_pile(c: Counter[str]) -> bool:
+    """True if one side ends at the bound, with as many tokens there as the other has beyond it in
+    the same rows, if not at the same tokens (because of a shift or noise)."""
+    return (
+        c["at"] >= max(MIN_PILE, MIN_PILE_LEAD * c["close"])
+        and c["crossed"] <= (1 - MIN_CUT_SHARE) * c["at"]
+        and c["others"] >= MIN_OTHERS * c["at"]
+    )
+
+
+def _at_bounds(
+    rows: Rows, side: Float32Array, other: Float32Array, sign: int
+) -> Iterator[tuple[float, int, dict[str, int]]]:
+    """(number, index of a token, counts) of numbers that several trained tokens have on one side,
+    and the other side is beyond.
+
+    Counts: tokens `at` it; those that the other side has `beyond` it, with so many `different`
+    numbers, or clearly `inside`. Of the same rows: tokens that are beyond it themselves
+    (`crossed`), or on the other side (`others`), and those within PILE_WIDTH inside (`close`).
+    """
     judged = rows.compared
-    apart = (side[judged] - other[judged]) * np.float32(1 if is_low else -1)
+    apart = (side[judged] - other[judged]) * np.float32(sign)
     # Log-probs end at 0; a 0 where the other side is below it is a filler.
     beyond = np.flatnonzero((side[judged] < -1e-6) & (apart > CUT_MARGIN))
     if not len(beyond):
-        return {}
+        return
     grids = grids_of(rows, side)
-    at, apart = judged[beyond], apart[beyond]
-    at = at[apart > _margins(rows, side, grids, at)]
+    at = judged[beyond]
+    at = at[apart[beyond] > _margins(rows, side, grids, at)]
     values, count = np.unique(side[at], return_counts=True)
     values = values[count >= 2][np.argsort(-count[count >= 2], kind="stable")][:MAX_BOUNDS]
-    out: dict[float, _Bound] = {}
     for value in values:
         equal = at[side[at] == value]
         different = len(np.unique(np.round(other[equal] / CUT_MARGIN)))
         if different < 2:
             continue
-        has_it = np.zeros(len(rows), np.bool_)
-        has_it[rows.row_of[equal]] = True
-        beside = judged[has_it[rows.row_of[judged]]]
-        inward, inward_other = (
-            (values_of[beside] - value) * (1 if is_low else -1) for values_of in (side, other)
-        )
+        beside = judged[(rows.row_sums(equal) > 0)[rows.row_of[judged]]]
+        inward, inward_other = (sign * (x[beside] - value) for x in (side, other))
         is_at = judged[side[judged] == value]
-        margin = _margins(rows, side, grids, is_at)
-        is_inside = (other[is_at] > value + margin) if is_low else (other[is_at] < value - margin)
-        shown = int(equal[0])
-        note = f"{float(value):.6g} exactly, where the other side has {float(other[shown]):.4f}"
-        out[float(value)] = _Bound(
-            at=len(is_at),
-            beyond=len(equal),
-            inside=int(np.count_nonzero(is_inside)),
-            crossed=int(np.count_nonzero(inward < 0)),
-            different=different,
-            others=int(np.count_nonzero(inward_other < 0)),
-            close=int(np.count_nonzero((inward > 0) & (inward <= PILE_WIDTH))),
-            evidence=(evidence_at(rows, shown, shown + 1, note),),
-        )
-    return out
+        is_inside = sign * (other[is_at] - value) > _margins(rows, side, grids, is_at)
+        counts = {
+            "at": len(is_at),
+            "beyond": len(equal),
+            "inside": int(is_inside.sum()),
+            "crossed": int((inward < 0).sum()),
+            "different": different,
+            "others": int((inward_other < 0).sum()),
+            "close": int(((inward > 0) & (inward <= PILE_WIDTH)).sum()),
+        }
+        yield float(value), int(equal[0]), counts
 
 
 def _margins(
@@ -254,17 +239,19 @@ class Quantised(Check):
         self._rounded: Counter[tuple[str, Grid]] = Counter()
 
     def look(self, rows: Rows) -> None:
-        self.counts["unequal"] += int((np.abs(rows.gap) > 0).sum())
+        self.count(unequal=np.abs(rows.gap) > 0)
         for who, _, side, _ in rows.sides():
             judged = _judged(rows, side)
-            self.counts[who] += int(judged.sum())
+            self.count(**{who: judged})
             grid_of_row = grids_of(rows, side)
             for number in np.unique(grid_of_row[grid_of_row >= 0]).tolist():
                 at = np.flatnonzero(judged & (grid_of_row == number)[rows.row_of])
                 self._rounded[who, GRIDS[number]] += len(at)
                 for i in at[:4].tolist():
-                    note = f"the {who}'s log-prob is a number of {GRIDS[number].name}"
-                    self.show(float(-side[i]), rows, i, i + 1, f"{note}: {side[i]:.8g}")
+                    note = (
+                        f"the {who}'s log-prob is a number of {GRIDS[number].name}: {side[i]:.8g}"
+                    )
+                    self.show(float(-side[i]), rows, i, i + 1, note)
 
     def conclude(self) -> Finding:
         found = self._found()

@@ -71,14 +71,6 @@ def test_versions_of_the_future_differ():
     assert told.verdict == "differs" and "newer" in told.measured
 
 
-def test_versions_that_go_backwards_are_counted():
-    rows = aged([1])
-    version = rows.policy_version.copy()
-    version[SIZE - 2 : SIZE] = 3
-    told = finding(rows.with_(policy_version=version), "training/staleness")
-    assert told.figures["rows_going_back"] == 1
-
-
 def updated(strength, noise=0.0, seed=0, columns=("advantages",)) -> Rows:
     """Rows with advantages whose trainer has learned from them already."""
     rng = np.random.default_rng(seed)

@@ -65,8 +65,8 @@ def test_a_few_wild_tokens_over_little_noise_are_not_noise_that_makes_the_gap():
     contexts = contexts_of(rows)
     wild = rows.rollout_logprobs.copy()
     wild[contexts.repeated[:1]] -= 1.5
-    noise = noise_of(rows.with_(rollout_logprobs=wild))
-    assert noise.var_rollout > 0.01 > 1e-4 > noise.typical_of(noise.typical_rollout)
+    noise = noise_of(rows.with_(rollout_logprobs=wild), wild)
+    assert noise.variance > 0.01 > 1e-4 > noise.typical_variance
     told = {f.check: f for f in examined(rows.with_(rollout_logprobs=wild)).findings}
     assert told["noise/sampler"].verdict == "information"
     assert "the gap is not made by noise" in told["noise/sampler"].measured
@@ -93,20 +93,23 @@ def test_noise_between_the_engines_of_another_framework_is_information_unless_it
 
 def test_a_bias_is_told_from_noise():
     offset = np.random.default_rng(5).normal(0, 0.1, 40)
-    biased = noise_of(policy_rows(sampler=lambda z, _: z + offset))
-    assert biased.var_rollout < 1e-12 and biased.var_trainer < 1e-12
+    biased_rows = policy_rows(sampler=lambda z, _: z + offset)
+    biased, trainer = (noise_of(biased_rows, side) for _, _, side, _ in biased_rows.sides())
+    assert biased.variance < 1e-12 and trainer.variance < 1e-12
     assert biased.mean_square_bias == pytest.approx(biased.mean_square_gap, rel=1e-6)
-    both = noise_of(policy_rows(sampler=lambda z, rng: z + offset + rng.normal(0, 0.1, len(z))))
-    assert both.var_rollout + both.mean_square_bias == pytest.approx(both.mean_square_gap, rel=0.3)
+    rows = policy_rows(sampler=lambda z, rng: z + offset + rng.normal(0, 0.1, len(z)))
+    both = noise_of(rows, rows.rollout)
+    assert both.variance + both.mean_square_bias == pytest.approx(both.mean_square_gap, rel=0.3)
     assert both.mean_square_bias == pytest.approx(biased.mean_square_gap, rel=0.5)
 
 
 def test_noise_of_chunks_adds_up():
-    whole, sum_of_parts = noise_of(HEALTHY), Noise()
+    whole, sum_of_parts = noise_of(HEALTHY, HEALTHY.rollout), Noise()
     for part in (range(32), range(32, 64)):  # whole groups
-        sum_of_parts.add(noise_of(HEALTHY.take(list(part))))
+        rows = HEALTHY.take(list(part))
+        sum_of_parts.add(noise_of(rows, rows.rollout))
     assert sum_of_parts.tokens == whole.tokens
-    assert sum_of_parts.var_rollout == pytest.approx(whole.var_rollout)
+    assert sum_of_parts.variance == pytest.approx(whole.variance)
 
 
 def test_rows_of_one_prompt_each_say_that_noise_cannot_be_checked():
