@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.ledger import checked_prompt
 from lockstep.errors import EngineError
-from lockstep.types import Delta, Distribution, Int32Array, Ragged, Request
+from lockstep.types import Delta, Int32Array, Ragged, Request
 
 Reply = Callable[[Request], Sequence[int]]
 """Returns the ids that a model would sample after `request.prompt_ids`, its stop id included."""
@@ -98,7 +98,9 @@ class FakeEngine(Engine):
             for delta in self._finished[request.id]:
                 yield delta
             return
-        self._check(request)
+        if self._is_asleep:
+            raise EngineError(f"request {request.id}: the engine sleeps; wake it first.")
+        checked_prompt(request, self._capabilities)
         self.requests.append(request)
         ended = self._running[request.id] = asyncio.Event()
         self.max_running = max(self.max_running, len(self._running))
@@ -113,18 +115,13 @@ class FakeEngine(Engine):
             del self._running[request.id]
             ended.set()
 
-    def _check(self, request: Request) -> None:
-        if self._is_asleep:
-            raise EngineError(f"request {request.id}: the engine sleeps; wake it first.")
-        checked_prompt(request, self._capabilities)
-
     async def _sample(self, request: Request) -> AsyncIterator[Delta]:
         sampling, start = request.sampling, len(request.prompt_ids)
-        ids = [int(id_) for id_ in self._reply(request)]
         room = min(sampling.max_tokens, self._capabilities.max_tokens - start)
-        end = next((at + 1 for at, id_ in enumerate(ids) if id_ in sampling.stop_ids), len(ids))
-        is_stopped = bool(ids) and end <= room and ids[end - 1] in sampling.stop_ids
-        ids = ids[: min(end, room)]
+        ids = [int(id_) for id_ in self._reply(request)][:room]
+        stop = next((id_ for id_ in ids if id_ in sampling.stop_ids), None)
+        if stop is not None:
+            ids = ids[: ids.index(stop) + 1]
         step = 1 if request.stream else self._tokens_per_step or max(1, len(ids))
         sent, done, version = 0, 0, self._version
         routed = request.routes_from
@@ -132,13 +129,12 @@ class FakeEngine(Engine):
         def delta(finish: Any, stop: int | None = None) -> Delta:
             nonlocal sent, routed
             first, sent = sent, done
-            values = [self._logprob(ids[at], start + at) for at in range(first, done)]
-            kept = None
+            path = [*request.prompt_ids.tolist(), *ids]
+            places = range(start + first, start + done)
+            kept = routes = None
             if self._support and sampling.record_support and sampling.is_truncated:
-                kept = Ragged.of([self._support(ids[at], start + at) for at in range(first, done)])
-            routes = None
+                kept = Ragged.of([self._support(path[at], at) for at in places])
             if self._routes is not None and sampling.record_routes:
-                path = [*request.prompt_ids.tolist(), *ids]
                 end = start + done - 1 if done > first else routed
                 experts = [self._routes(path[at], at) for at in range(routed, end)]
                 shape = np.shape(self._routes(path[0], 0))
@@ -146,7 +142,7 @@ class FakeEngine(Engine):
                 routed = end
             return Delta(
                 token_ids=np.array(ids[first:done], np.int32),
-                logprobs=np.array(values, np.float32),
+                logprobs=np.array([self._logprob(path[at], at) for at in places], np.float32),
                 policy_version=version,
                 finish_reason=finish,
                 stop=stop,
@@ -168,18 +164,9 @@ class FakeEngine(Engine):
             done = min(len(ids), done + step)
             if request.stream and done < len(ids):
                 yield delta(None)
-        yield delta("stop" if is_stopped else "length", ids[-1] if is_stopped else None)
+        yield delta("length" if stop is None else "stop", stop)
 
-    async def score(
-        self,
-        token_ids: Int32Array,
-        *,
-        distribution: Distribution = "model",
-        temperature: float = 1.0,
-        priority: int = 0,
-        first: int = 1,
-        affinity: str = "",
-    ) -> Scores:
+    async def score(self, token_ids: Int32Array, *, first: int = 1, **how: Any) -> Scores:
         """The log-probs that `generate` would report for the same ids at the same positions."""
         values = [self._logprob(int(id_), at) for at, id_ in enumerate(token_ids)]
         values[:first] = [float("nan")] * min(first, len(values))

@@ -99,7 +99,7 @@ class NoisyDecoder(Decoder):
     def __init__(self, config: ModelConfig, noises: Sequence[Noise], offset_V: Tensor) -> None:
         super().__init__(config)
         self._noises, self._offset_V = noises, offset_V
-        self._has_bias = bool(offset_V.any())
+        self._is_biased = bool(offset_V.any())
         for block in self.layers:
             if isinstance(block.mlp, MoE):
                 block.mlp = NoisyMoE(config, block.mlp.routed_layer, *noises[1:])
@@ -111,7 +111,7 @@ class NoisyDecoder(Decoder):
 
     @property
     def _is_sound(self) -> bool:
-        return self._noises[0].std == 0 and not self._has_bias
+        return self._noises[0].std == 0 and not self._is_biased
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         logits_TV = super().logits(hidden_TD)

@@ -402,9 +402,10 @@ def test_a_reply_that_cannot_be_trained_on_fails_the_episode(name):
 
 def test_the_observation_that_an_engine_failed_on_can_be_seen():
     class FailsLater(FakeEngine):
-        def _check(self, request):
+        def generate(self, request):
             if self.requests:
                 raise EngineError("connection lost")
+            return super().generate(request)
 
     trajectory = play(FailsLater(calls_then_answers(1)), Looks("the last words"))
     assert trajectory.status == "failed"
