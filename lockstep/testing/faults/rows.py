@@ -33,8 +33,6 @@ FILLER = 0.0
 """Log-prob of a token whose own is lost: the value of an array of zeros."""
 MIN_INJECTED_TEXT = 5
 """Tokens between two control tokens that are a message's text and not its header."""
-THINKING = {"chatml": ("<think>", "</think>"), "harmony": ("<|channel|>", "<|end|>")}
-"""Renderer -> control tokens before and after thinking."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,36 +424,14 @@ class DroppedThinking(_EditFault):
     """The thinking of every turn but the last is missing, as a chat template drops it from a
     history. Tokens after it were sampled with it. Rows without thinking are not hit."""
 
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        if renderer.name not in THINKING:
-            raise ConfigError(
-                f"fault dropped_thinking: where thinking is in renderer={renderer.name} is not "
-                f"known; it is for {', '.join(THINKING)}."
-            )
-
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
         lost: list[int] = []
         for begin, end in turns(row)[:-1]:
-            first, stop = self._thinking(row.token_ids[begin:end].tolist(), renderer)
-            lost += range(begin + first, begin + stop)
+            ids = row.token_ids[begin:end].tolist()
+            bare = renderer.without_thinking(ids)
+            stop = end - _num_equal(ids[::-1], bare[::-1])
+            lost += range(stop - len(ids) + len(bare), stop)
         return without(row, lost)
-
-    def _thinking(self, ids: list[int], renderer: Renderer) -> tuple[int, int]:
-        """(begin, end) of the thinking in one turn, with its marks; (0, 0) if there is none."""
-        tokenizer = renderer.tokenizer
-        begin_id, end_id = map(tokenizer.control_id, THINKING[renderer.name])
-        if begin_id not in ids or end_id not in ids[ids.index(begin_id) :]:
-            return 0, 0
-        begin = ids.index(begin_id)
-        end = ids.index(end_id, begin) + 1
-        if renderer.name == "harmony":
-            is_thinking = tokenizer.decode(ids[begin + 1 : end]).startswith("analysis")
-            if not is_thinking or begin_id not in ids[end:]:
-                return 0, 0
-            return begin, ids.index(begin_id, end)  # behind <|start|>assistant
-        while end < len(ids) and not tokenizer.decode([ids[end]]).strip():
-            end += 1
-        return begin, end
 
 
 @dataclass(frozen=True, kw_only=True)
