@@ -42,9 +42,8 @@ class RayPlacement(PlacementConfig):
 
     TAG: ClassVar[str] = "ray"
 
-    address: str = ""
-    """Address of the cluster: auto for the one that this machine belongs to, or HOST:PORT. Empty
-    starts one on this machine, and ends it with the run."""
+    address: str = "auto"
+    """Address of the cluster: auto for the one that this machine belongs to, or HOST:PORT."""
     trainer_gpus: int = 0
     """GPUs of each training process: 1 or 0."""
     trainer_cpus: float = 1.0
@@ -91,8 +90,8 @@ class RayPlacement(PlacementConfig):
         return out
 
     def describe(self, parallel: ParallelConfig, *, num_engines: int) -> list[str]:
-        where = {"": "a Ray of this machine alone", "auto": "the Ray cluster of this machine"}
-        lines = [f"placement  {where.get(self.address, f'Ray at {self.address}')}, {self.strategy}"]
+        where = "cluster of this machine" if self.address == "auto" else f"at {self.address}"
+        lines = [f"placement  the Ray {where}, {self.strategy}"]
         for rank, place in enumerate(self.places(parallel, num_engines=num_engines)):
             what = ", ".join(f"{count:g} {name}" for name, count in place.items())
             lines.append(f"           rank {rank}{' and its engines' * bool(num_engines)}: {what}")

@@ -52,8 +52,6 @@ CARRIED = (
 """Prefixes of the environment variables that all processes get from this one, apart from
 CUDA_VISIBLE_DEVICES, which Ray decides."""
 
-OBJECT_STORE_BYTES = 80 << 20  # a run sends nothing through it; Ray's least is 75 MiB
-
 LOOK_SECONDS = 0.5
 """Interval of the checks for an interrupt."""
 
@@ -78,7 +76,7 @@ def on_ray(
         raise MissingExtraError.of("ray", extra="ray", needed_for="placement=ray") from error
     places = placement.places(parallel, num_engines=num_engines)
     with (
-        _cluster(placement, places),
+        _cluster(placement.address),
         _hosts(placement, places) as hosts,
         _passing_interrupts(hosts),
     ):
@@ -86,31 +84,19 @@ def on_ray(
 
 
 @contextlib.contextmanager
-def _cluster(placement: RayPlacement, places: Sequence[Mapping[str, float]]) -> Iterator[None]:
-    """Connects to the cluster, which ends with the block if it was started for it."""
+def _cluster(address: str) -> Iterator[None]:
+    """Connects to the cluster, unless this process has before."""
     import ray
 
     if ray.is_initialized():
         yield
         return
-    options: dict[str, Any] = {"address": placement.address}
-    if not placement.address:
-        options = {
-            "address": "local",
-            "num_cpus": sum(place["CPU"] for place in places) // 1 + 1,
-            "num_gpus": sum(place.get("GPU", 0) for place in places),
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "include_dashboard": False,
-        }
     try:
-        ray.init(
-            **options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
-        )
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"placement.address={placement.address!r}: no Ray cluster answers: {error}. Start one "
-            "with `ray start --head` there and `ray start --address=HOST:PORT` on the others, or "
-            "leave placement.address empty."
+            f"placement.address={address}: no Ray cluster answers: {error}. Start one with `ray "
+            "start --head` there and `ray start --address=HOST:PORT` on the others."
         ) from error
     try:
         yield

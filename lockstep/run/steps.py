@@ -191,7 +191,7 @@ def update(
     if not rows:
         return {}
     config, trainer, critic = run.config, run.parts.trainer, run.parts.critic
-    if run.trains_policy:
+    if run.step >= config.critic.steps_before_policy:
         metrics = trainer.update(rows, config.objective, config.chosen_correction)
     else:
         metrics = trainer.measure(rows, column="logprobs", is_checking=True).to_metrics("mismatch")

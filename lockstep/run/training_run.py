@@ -160,11 +160,6 @@ class TrainingRun:
         return self.config.max_staleness > 0 and self.publisher.form == "shared"
 
     @property
-    def trains_policy(self) -> bool:
-        """Whether the next step trains the policy, and not the critic alone."""
-        return self.step >= self.config.critic.steps_before_policy
-
-    @property
     def is_one_process(self) -> bool:
         """Whether sampler and trainer share one process, one set of ops and the weights. It decides
         which mismatch is normal, so an injected fault does not change it."""
