@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 
@@ -131,13 +131,6 @@ def check_temperature(sampling: SamplingParams) -> None:
             f"temperature={sampling.temperature:g}: vLLM would draw at {MIN_TEMPERATURE:g}. Choose "
             "0, which is greedy, or more."
         )
-
-
-def finish_reason(found: object, where: str) -> Literal["stop", "length", "abort"] | None:
-    """A server's finish reason. Raises EngineError for an unknown one."""
-    if found not in (None, "stop", "length", "abort"):
-        raise EngineError(f"{where} ended a reply with {found!r}; expected stop, length or abort.")
-    return cast(Literal["stop", "length", "abort"] | None, found)
 
 
 def check_told(told: list[int], ids: list[int], where: str) -> None:

@@ -8,7 +8,6 @@ that were sampled, and nobody would see it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from lockstep.engines.base import Capabilities, EngineContext
@@ -18,8 +17,6 @@ from lockstep.engines.http_wire import (
     HttpWire,
     check_temperature,
     connect,
-    finish_reason,
-    num_cached,
     recorded_distribution,
 )
 from lockstep.engines.served import Chunk, ServedEngine
@@ -104,27 +101,17 @@ class OpenAIWire(HttpWire):
             # its own, and the reply continues in another call.
             "stop_token_ids": list(sampling.stop_ids),
             "stream": True,
-            "stream_options": {"include_usage": True},
             **ASKS_FOR_IDS,
         }
         if sampling.temperature > 0:
             body |= {"seed": request.seed} | ({"top_k": sampling.top_k} if sampling.top_k else {})
-        last: Chunk | None = None
         async for event in self._client.stream(COMPLETIONS, body):
             if event.get("choices"):
-                chunk = self._chunk(_choice(event))
-                if chunk.finish_reason is None:
-                    yield chunk
-                else:
-                    last = chunk
-            elif last is not None:  # the event after the last, with the counts
-                last = replace(last, num_cached_tokens=num_cached(event))
-        if last is not None:
-            yield last
+                yield self._chunk(_choice(event))
 
     def _chunk(self, choice: Mapping[str, Any]) -> Chunk:
         ids, logprobs = self._tokens(choice)
-        reason = finish_reason(choice.get("finish_reason"), self._where)
+        reason = choice.get("finish_reason")
         stop = choice.get("stop_reason", choice.get("matched_stop"))
         if reason == "stop" and stop is None and ids:
             stop = ids[-1]  # servers do not name ends of their own

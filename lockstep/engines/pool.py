@@ -436,8 +436,11 @@ class Pool(Engine):
         deadline = _now() + self._config.wait_seconds
         while True:
             self._ledger.check_open()
-            oldest = -1 if at_least is None else at_least
-            ready = [r for r in self._replicas if r.state == "ready" and r.version >= oldest]
+            ready = [
+                r
+                for r in self._replicas
+                if r.state == "ready" and (at_least is None or r.version >= at_least)
+            ]
             if ready:
                 others = [r for r in ready if r not in tries.replicas]
                 return self._pick(others or ready, tries.affinity)

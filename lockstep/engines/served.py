@@ -80,8 +80,9 @@ class Chunk:
     logprobs: Sequence[float]
     """Log-prob of each of `token_ids`, under a distribution that the request may be answered with
     (`equal_distributions`)."""
-    finish_reason: Literal["stop", "length", "abort"] | None = None
-    """Set on the last chunk of a call only. abort: the server was told to end the call."""
+    finish_reason: str | None = None
+    """Set on the last chunk of a call only: stop, length, or abort if the server was told to end
+    the call."""
     stop: int | str | None = None
     """Id or string at which the server says it stopped; None if it does not say."""
     prompt_ids: Sequence[int] | None = None
@@ -169,8 +170,6 @@ class Wire(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Entry(Entry):
-    limit: int
-    """Tokens to sample."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: list[Sequence[int]] | None = None
@@ -189,10 +188,10 @@ class _Entry(Entry):
 class ServedEngine(Engine):
     """`Engine` over a `Wire`."""
 
-    def __init__(self, wire: Wire, *, version: int = 0, lease: Lease | None = None) -> None:
+    def __init__(self, wire: Wire, *, lease: Lease | None = None) -> None:
         """lease: the run's claim to the server; kept if the wire keeps labels."""
         self.wire = wire
-        self._version = version
+        self._version = 0
         self._lease = lease if wire.keeps_labels else None
         self._ledger: Ledger[_Entry] = Ledger()
         self._calls: dict[asyncio.Task[Any], _Entry | None] = {}
@@ -384,7 +383,6 @@ class ServedEngine(Engine):
         sampling = request.sampling
         reply = _Entry(
             request=request,
-            limit=limit_of(request, self.capabilities),
             num_routed=request.routes_from,
             support=[] if sampling.record_support and sampling.is_truncated else None,
         )
@@ -495,8 +493,9 @@ class ServedEngine(Engine):
             raise self._fault(where, f"sent {len(ids)} ids and {len(chunk.logprobs)} log-probs")
         values = np.asarray(chunk.logprobs, np.float32)
         self._check_logprobs(where, ids, values, "sampled token", at)
-        if at + len(ids) > reply.limit:
-            raise self._fault(where, f"sampled {at + len(ids)} tokens of {reply.limit}")
+        limit = limit_of(reply.request, found)
+        if at + len(ids) > limit:
+            raise self._fault(where, f"sampled {at + len(ids)} tokens of {limit}")
         path = [*reply.token_ids, *ids.tolist()]
         for index in range(max(0, at - 1), len(path) - 1):
             if path[index] in reply.request.sampling.stop_ids:
@@ -534,8 +533,12 @@ class ServedEngine(Engine):
             )
         elif reason == "length":
             raise self._fault(
-                reply.where, f"ended after {len(ids)} of {reply.limit} tokens for want of room"
+                reply.where,
+                f"ended after {len(ids)} of {limit_of(reply.request, self.capabilities)} tokens "
+                "for want of room",
             )
+        elif reason not in ("abort", "stop"):
+            raise self._fault(reply.where, f"ended with {reason!r}, not stop, length or abort")
         elif reason == "stop":
             found = "without saying where" if chunk.stop is None else f"at {chunk.stop!r}"
             last = f"ends in {ids[-1]}" if ids else "is empty"

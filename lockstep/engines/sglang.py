@@ -21,7 +21,6 @@ from lockstep.engines.http_wire import (
     check_same_config,
     check_told,
     connect,
-    finish_reason,
     is_adapter,
     labels_of,
     recorded_distribution,
@@ -169,7 +168,7 @@ class SGLangWire(HttpWire):
         ids, logprobs = answer["output_ids"], _entries(about, "output_token_logprobs")
         check_told(logprobs[0], list(ids), self.url)
         reason = about["finish_reason"] or {}
-        kind = finish_reason(reason.get("type"), self.url)
+        kind = reason.get("type")
         if kind == "abort" and reason.get("status_code"):
             raise ServerRefusedError(
                 f"{self.url} refused a request: {reason.get('message')}",

@@ -75,13 +75,12 @@ class EmbeddedEngine(Engine):
         config: EmbeddedConfig,
         *,
         token_bytes: Seq[bytes] | None = None,
-        version: int = 0,
         is_shared: bool = True,
     ) -> None:
         shape = model.config
         self._model = model
         self._shared = model if is_shared else None
-        self._config, self._token_bytes, self._version = config, token_bytes, version
+        self._config, self._token_bytes, self._version = config, token_bytes, 0
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_tokens = min(shape.max_positions, num_pages * config.page_size)
         self._cache = PagedCache(

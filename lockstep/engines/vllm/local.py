@@ -21,7 +21,7 @@ import torch
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import VllmConfig
-from lockstep.engines.http_wire import finish_reason, is_adapter
+from lockstep.engines.http_wire import is_adapter
 from lockstep.engines.served import Chunk, Wire, WireScores
 from lockstep.engines.vllm.checkpoint import check_readable
 from lockstep.engines.vllm.started import engine_arguments
@@ -338,14 +338,13 @@ class _Call:
 def _chunk(output: Any, sampling: SamplingParams) -> Chunk:
     found = output.outputs[0]
     ids = list(found.token_ids)
-    reason = finish_reason(found.finish_reason, "vLLM")
     routes = None
     if sampling.record_routes and output.finished:
         routes = np.asarray(found.routed_experts)
     return Chunk(
         token_ids=ids,
         logprobs=[at[id_].logprob for at, id_ in zip(found.logprobs or (), ids, strict=True)],
-        finish_reason=reason,
+        finish_reason=found.finish_reason,
         stop=found.stop_reason,
         prompt_ids=output.prompt_token_ids,
         num_cached_tokens=output.num_cached_tokens or 0,

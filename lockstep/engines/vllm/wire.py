@@ -31,7 +31,6 @@ from lockstep.engines.http_wire import (
     check_temperature,
     check_told,
     connect,
-    finish_reason,
     is_adapter,
     labels_of,
     num_cached,
@@ -271,11 +270,10 @@ class VllmWire(HttpWire):
         content = (choice["logprobs"] or {}).get("content") or []
         check_told([entry["token_id"] for entry in content], ids, self.url)
         routes = choice.get("routed_experts")
-        reason = finish_reason(choice["finish_reason"] if has_ended else None, self.url)
         return Chunk(
             token_ids=ids,
             logprobs=[_finite(entry["logprob"]) for entry in content],
-            finish_reason=reason,
+            finish_reason=choice["finish_reason"] if has_ended else None,
             stop=choice.get("stop_reason"),
             prompt_ids=answer.get("prompt_token_ids"),
             num_cached_tokens=num_cached(answer),
