@@ -275,22 +275,12 @@ class Chunk:
         return self.stop == self.sequence.num_to_compute
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Inputs:
-    """Arguments of the decoder in a step: rows first, then the chunks one after another."""
-
-    ids: Tensor
-    positions: Tensor
-    context: PagedContext
-    chunks: list[Chunk]
-    """Chunks in the order of their tokens."""
-
-
 def build_inputs(
     rows: Rows, chunks: Seq[Chunk], cache: PagedCache, resident: ResidentCache | None
-) -> Inputs:
-    """Index tensors of a step over the current rows and `chunks`. Loads the resident cache, so
-    pending copies between pages must run before."""
+) -> tuple[Tensor, Tensor, PagedContext, list[Chunk]]:
+    """(ids, positions, context) for the decoder in a step: rows first, then the chunks one after
+    another, and the chunks in that order. Loads the resident cache, so pending copies between pages
+    must run before."""
     n, size, device = rows.num, rows.page_size, cache.keys.device
     ids, positions = rows.last_ids[:n], rows.positions[:n]
     page, offset = np.divmod(positions, size)
@@ -325,12 +315,8 @@ def build_inputs(
     context = PagedContext(
         cache.keys, cache.values, _tensor(write_index, device), *layout.finish(len(ids))
     )
-    return Inputs(
-        _tensor(ids.astype(np.int64, copy=False), device),
-        _tensor(positions, device),
-        context,
-        ordered,
-    )
+    ids = _tensor(ids.astype(np.int64, copy=False), device)
+    return ids, _tensor(positions, device), context, ordered
 
 
 class _Layout:
@@ -418,8 +404,6 @@ class _Layout:
 
 def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
     """Groups chunks into padded blocks of attention: similar ones, while padding is cheap."""
-    if len(chunks) == 1:
-        return [[0]]
     queries = [c.stop - c.start for c in chunks]
     keys = [-(-c.stop // page_size) * page_size for c in chunks]
     groups: list[list[int]] = []

@@ -335,20 +335,19 @@ class EmbeddedEngine(Engine):
                 "no request can run although pages are free: a defect of the scheduler."
             )
         cache.run_copies()
-        inputs = build_inputs(rows, planned, cache, self._resident)
-        chunks = inputs.chunks
+        ids, positions, context, chunks = build_inputs(rows, planned, cache, self._resident)
         last_places = self._finish_prefill(chunks)
         with torch.inference_mode():
             routing = None if cache.routes is None else Routing()
-            hidden = self._model(inputs.ids, inputs.positions, inputs.context, routing)
+            hidden = self._model(ids, positions, context, routing)
             if routing is not None:
-                cache.write_routes(inputs.context.write_index, routing.stacked())
+                cache.write_routes(context.write_index, routing.stacked())
             broken = self._score_chunks(chunks, hidden) if chunks else []
             if rows.num:
                 if chunks:
                     places = np.concatenate([np.arange(num_fed), np.array(last_places, np.int64)])
                     hidden = hidden[torch.from_numpy(places).to(hidden.device)]
-                ids, logprobs, support = rows.sample(self._model.logits(hidden), self._model.ops)
+                sampled = rows.sample(self._model.logits(hidden), self._model.ops)
         for chunk in chunks:
             if chunk.sequence in broken:
                 self._fail_unfinite(
@@ -357,7 +356,7 @@ class EmbeddedEngine(Engine):
             else:
                 self._after_chunk(chunk)
         if rows.num:
-            self._after_sampling(ids, logprobs, support)
+            self._after_sampling(*sampled)
         self.stats.steps += 1
 
     def _finish_prefill(self, chunks: Seq[Chunk]) -> list[int]:

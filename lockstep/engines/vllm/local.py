@@ -73,15 +73,20 @@ class LocalWire(Wire):
         self._is_cpu = current_platform.is_cpu()
         if config.deterministic:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        from lockstep.engines.vllm import weights
         from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
 
         widen_narrow_heads()
+        self._weights: Any = weights
         self._adapter: Any = None
         self._calls: dict[str, _Call] = {}
         self._is_paused = False
         self._driver: asyncio.Task[None] | None = None
         self._engine: Any = self._start(context.directory)
-        self._why_not_in_place = self._ask_in_place()
+        reasons = self._engine.apply_model(
+            lambda model: weights.why_not_in_place(model, self._engine.vllm_config)
+        )
+        self._why_not_in_place: str = next(filter(None, reasons), "")
         self.capabilities = self._capabilities()
 
     # -- the engine -----------------------------------------------------------------------------
@@ -92,8 +97,6 @@ class LocalWire(Wire):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
-
-        from lockstep.engines.vllm.weights import lacks_tied_head, read_checkpoint
 
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         arguments = engine_arguments(
@@ -122,22 +125,13 @@ class LocalWire(Wire):
         finally:
             torch.set_num_threads = set_threads
             torch.set_num_threads(threads)
-        if lacks_tied_head(engine.vllm_config):
-            self._update(engine, read_checkpoint(directory))
+        if self._weights.lacks_tied_head(engine.vllm_config):
+            self._update(engine, self._weights.read_checkpoint(directory))
         return engine
 
     def _update(self, engine: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        from lockstep.engines.vllm.weights import update_weights
-
-        engine.apply_model(lambda model: update_weights(model, engine.vllm_config, weights))
-
-    def _ask_in_place(self) -> str:
-        from lockstep.engines.vllm.weights import why_not_in_place
-
-        found = self._engine.apply_model(
-            lambda model: why_not_in_place(model, self._engine.vllm_config)
-        )
-        return next(filter(None, found), "")
+        update = self._weights.update_weights
+        engine.apply_model(lambda model: update(model, engine.vllm_config, weights))
 
     def _capabilities(self) -> Capabilities:
         config, model = self._config, self._engine.vllm_config.model_config
@@ -264,14 +258,13 @@ class LocalWire(Wire):
         self._drive()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        from lockstep.engines.vllm.weights import read_checkpoint
-
         if isinstance(source, str) and is_adapter(Path(source)):
             self._take_adapter(source, version)
         elif not self._why_not_in_place:
             assert source is not None, "this engine shares no weights: `capabilities` says so"
-            weights = source.items() if isinstance(source, Mapping) else read_checkpoint(source)
-            self._update(self._engine, weights)
+            is_directory = isinstance(source, str)
+            read = self._weights.read_checkpoint
+            self._update(self._engine, read(source) if is_directory else source.items())
         elif isinstance(source, str):
             self._context.on_wait(f"vLLM is started again: {self._why_not_in_place}")
             self._shut_down()
