@@ -211,8 +211,7 @@ class MontySandbox(Sandbox):
             return self._timed("", "timeout", "", began)
         except monty.MontyCrashedError as error:
             # A timeout that the interpreter did not notice is a timeout to the model, not a crash.
-            late = error.timed_out or time.monotonic() - began >= self._limits.seconds
-            if late:
+            if error.timed_out or time.monotonic() - began >= self._limits.seconds:
                 return self._timed("", "timeout", "", began)
             return self._timed("", "crashed", "error: the sandbox crashed", began)
         except monty.MontyError as error:
@@ -221,60 +220,49 @@ class MontySandbox(Sandbox):
 
     async def _feed(self, feed: Any, code: str, began: float) -> ProgramResult:
         """Runs `code` and prints its last value, if it has one."""
+        monty = self._monty
         shown, spans_lines = show_value(code)
-        if shown and (not spans_lines or await self._can_be_parsed(feed, code)):
-            result = await self._feed_once(feed, shown, began)
-            if result is not None:
-                return result
+        if spans_lines and not await self._can_be_parsed(feed, code):
+            shown = ""
         # A last None, so that no value leaves as an object.
-        result = await self._feed_once(feed, code + "\n\nNone", began, is_last=True)
-        assert result is not None, "only the first attempt can be taken back"
-        return result
+        for program in (shown, code + "\n\nNone"):
+            if not program:
+                continue
+            printed = monty.CollectString(max_bytes=self._max_printed_bytes)
+            asked: list[str] = []
+
+            def refuse(*, name: str, asked: list[str] = asked, **_: Any) -> Any:
+                asked.append(name)
+                return monty.NOT_HANDLED
+
+            try:
+                await feed.feed_run(program, print_callback=printed, os=refuse)
+            except monty.MontySyntaxError as error:
+                # One that was raised at run time (by `eval`) has a frame with a name.
+                if program is shown and all(f.function_name is None for f in error.traceback()):
+                    continue  # it could not be parsed, so nothing ran
+                return self._timed(printed.output, "error", _traceback(error), began)
+            except monty.MontyRuntimeError as error:
+                return self._failure(printed.output, error, asked, began)
+            return self._timed(printed.output, "ok", "", began)
+        raise AssertionError("the last program has a result")
 
     async def _can_be_parsed(self, feed: Any, code: str) -> bool:
         """Whether `code` is a program without our brackets, within which a wrongly indented line
         would be an argument."""
         try:
             await feed.feed_run("assert False\n" + code)
-        except self._monty.MontyCrashedError:
-            raise
-        except self._monty.MontyError as error:
+        except (self._monty.MontySyntaxError, self._monty.MontyRuntimeError) as error:
             return error.display("type-msg").startswith("AssertionError")
         return False
-
-    async def _feed_once(
-        self, feed: Any, code: str, began: float, *, is_last: bool = False
-    ) -> ProgramResult | None:
-        """None if `code` could not be parsed, so that nothing ran, unless it `is_last`."""
-        monty = self._monty
-        printed = monty.CollectString(max_bytes=self._max_printed_bytes)
-        asked: list[str] = []
-
-        def refuse(*, name: str, **_: Any) -> Any:
-            asked.append(name)
-            return monty.NOT_HANDLED
-
-        try:
-            await feed.feed_run(code, print_callback=printed, os=refuse)
-        except monty.MontyCrashedError:
-            raise
-        except monty.MontySyntaxError as error:
-            # A SyntaxError that was raised at run time (by `eval`) has a frame with a name.
-            if not is_last and all(frame.function_name is None for frame in error.traceback()):
-                return None
-            return self._timed(printed.output, "error", _traceback(error), began)
-        except monty.MontyRuntimeError as error:
-            return self._failure(printed.output, error, asked, began)
-        return self._timed(printed.output, "ok", "", began)
 
     def _failure(self, printed: str, error: Any, asked: list[str], began: float) -> ProgramResult:
         kind, _, text = error.display("type-msg").partition(":")
         if kind == "TimeoutError" and "time limit exceeded" in text:
             return self._timed(printed, "timeout", "", began)
         if kind == "MemoryError" and text.endswith(f"> {self._max_printed_bytes} bytes"):
-            if time.monotonic() - began >= self._limits.seconds:  # it hides the other error
-                return self._timed(printed, "timeout", "", began)
-            return self._timed(printed, "ok", "", began)
+            is_late = time.monotonic() - began >= self._limits.seconds  # hidden by this error
+            return self._timed(printed, "timeout" if is_late else "ok", "", began)
         if kind == "MemoryError":
             return self._timed(printed, "memory", "", began)
         missing = text.strip().removeprefix("No module named ").strip("'")
