@@ -159,23 +159,19 @@ def _form_problem(schema: Any, root: Any, at: str, depth: int) -> str:
         return f"{at} is nested too deep"
     parts: list[tuple[str, Any]] = []
     for name, value in schema.items():
-        place, expected = f"{at}/{name}", ""
+        place, expected, is_list = f"{at}/{name}", "", isinstance(value, list)
         if name == "type" and not (_listed(value) and all(t in _TYPES for t in _listed(value))):
             expected = "one or several of " + ", ".join(_TYPES)
-        elif name == "required" and not (
-            isinstance(value, list) and all(isinstance(each, str) for each in value)
-        ):
+        elif name == "required" and not (is_list and all(isinstance(v, str) for v in value)):
             expected = "a list of names"
-        elif name in _SEVERAL or name == "enum":
-            if not isinstance(value, list) or not value:
-                expected = "a list with a value"
-            elif name != "enum":
-                parts += [(f"{place}/{i}", each) for i, each in enumerate(value)]
+        elif name in (*_SEVERAL, "enum") and not (is_list and value):
+            expected = "a list with a value"
+        elif name in _NAMED and not isinstance(value, Mapping):
+            expected = "schemas by name"
+        elif name in _SEVERAL:
+            parts += [(f"{place}/{i}", each) for i, each in enumerate(value)]
         elif name in _NAMED:
-            if not isinstance(value, Mapping):
-                expected = "schemas by name"
-            else:
-                parts += [(f"{place}/{key}", each) for key, each in value.items()]
+            parts += [(f"{place}/{key}", each) for key, each in value.items()]
         elif name in _ONE:
             parts.append((place, value))
         elif name == "$ref":

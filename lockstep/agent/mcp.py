@@ -124,8 +124,7 @@ class ToolServer:
 
         Raises ToolServerError if it cannot be started or offers something unusable.
         """
-        connection = await asyncio.wrap_future(_in_background(self._connected({})))
-        return self._with_calls(connection, call_seconds)
+        return self._with_calls(await _from_background(self._connected({})), call_seconds)
 
     def tools_now(self) -> tuple[Tool, ...]:
         """`tools`, for a caller that cannot await."""
@@ -145,7 +144,7 @@ class ToolServer:
 
     async def close(self) -> None:
         """Ends the connection, and the process if it was started here."""
-        await asyncio.wrap_future(_in_background(self._disconnect()))
+        await _from_background(self._disconnect())
 
     def close_now(self) -> None:
         """`close`, for a caller that cannot await."""
@@ -154,8 +153,7 @@ class ToolServer:
     # -- in the background loop -------------------------------------------------------------------
 
     async def _call(self, _name: str, _seconds: float, /, **arguments: Any) -> ToolOutput:
-        call = self._call_there(_name, _seconds, arguments)
-        return await asyncio.wrap_future(_in_background(call))
+        return await _from_background(self._call_there(_name, _seconds, arguments))
 
     async def _call_there(self, name: str, seconds: float, arguments: dict[str, Any]) -> ToolOutput:
         counters: dict[str, float] = {}
@@ -230,10 +228,8 @@ class ToolServer:
     def _check_same(self, offered: Offered) -> None:
         before = self._expected = offered if self._expected is None else self._expected
         if before != offered:
-            is_renamed = before.keys() != offered.keys()
-            names = f"{sorted(before)} then, {sorted(offered)} now"
-            text = f"{self.address} offers other tools than at the start: "
-            raise ToolServerError(f"{text}{names if is_renamed else 'their schemas differ'}.")
+            names = f"{sorted(before)} then, {sorted(offered)} now, or with other schemas"
+            raise ToolServerError(f"{self.address} offers other tools than at the start: {names}.")
 
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -433,3 +429,7 @@ def _background_loop() -> asyncio.AbstractEventLoop:
 
 def _in_background(work: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(work, _background_loop())
+
+
+async def _from_background(work: Coroutine[Any, Any, T]) -> T:
+    return await asyncio.wrap_future(_in_background(work))

@@ -63,7 +63,15 @@ class Rescorer:
         if trajectory.rescorings is None:
             trajectory.rescorings = Rescorings()
         self._num_left[trajectory.id] += 1
-        self._put_back(_Turn.ending_with(leaf, trajectory, trajectory.rescorings))
+        segments, path = trajectory.segments, trajectory.path(leaf)
+        ends = np.cumsum([len(segments[i]) for i in path]).tolist()
+        spans = [
+            (i, end - len(segments[i]), end)
+            for i, end in zip(path, ends, strict=True)
+            if segments[i].is_sampled and segments[i].turn == segments[leaf].turn
+        ]
+        turn = _Turn(trajectory, trajectory.rescorings, trajectory.path_ids(leaf), spans)
+        self._put_back(turn)
 
     def drop(self, trajectory: Trajectory) -> None:
         """Drops the turns of a failed episode: waiting ones are not scored, results of running ones
@@ -154,17 +162,6 @@ class _Turn:
     spans: list[tuple[int, int, int]]
     """(segment, first id, last id + 1) on the path: more than one if weights changed within it."""
     num_tried: int = 0
-
-    @classmethod
-    def ending_with(cls, leaf: int, trajectory: Trajectory, rescorings: Rescorings) -> _Turn:
-        segments, path = trajectory.segments, trajectory.path(leaf)
-        ends = np.cumsum([len(segments[i]) for i in path]).tolist()
-        spans = [
-            (i, end - len(segments[i]), end)
-            for i, end in zip(path, ends, strict=True)
-            if segments[i].is_sampled and segments[i].turn == segments[leaf].turn
-        ]
-        return cls(trajectory, rescorings, trajectory.path_ids(leaf), spans)
 
     def __lt__(self, other: _Turn) -> bool:  # ties of the heap
         return self.spans < other.spans

@@ -419,14 +419,11 @@ class ToolEnvironment(Environment):
         replies, counters = await self.runner.run(message.tool_calls)
         return Observation(messages=replies, metrics=counters)
 
-    @property
+    @functools.cached_property
     def runner(self) -> ToolRunner:
         """The runner of this episode. It is made on first use, so that `__init__` or `reset` can
         set `tools`."""
-        runner = self.__dict__.get("_runner")
-        if runner is None:
-            runner = self.__dict__["_runner"] = ToolRunner(self.tools, self.limits)
-        return runner
+        return ToolRunner(self.tools, self.limits)
 
 
 def unreadable(message: Message) -> Message:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
@@ -48,12 +49,7 @@ class Field:
 Fields = Mapping[str, Field]
 
 
-def honoured(about: str = "") -> Field:
-    return Field("honoured", about)
-
-
-def accepted(about: str = "") -> Field:
-    return Field("accepted", about)
+honoured, accepted = partial(Field, "honoured"), partial(Field, "accepted")
 
 
 def ignored(about: str, *neutral: Any) -> Field:
@@ -294,10 +290,10 @@ class Value:
         refused, or in no table."""
         found: list[str] = []
         for name, raw in self.object().items():
-            known = fields.get(name)
-            if raw is None or (known is not None and raw in known.neutral):
+            known, value = fields.get(name), self[name]
+            plain = _without_nulls(raw)
+            if plain is None or (known is not None and plain in known.neutral):
                 continue
-            value = self[name]
             if known is None:
                 near = difflib.get_close_matches(name, fields, 1)
                 hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."
@@ -309,6 +305,11 @@ class Value:
             if known.treatment == "ignored":
                 found.append(value.where)
         return found
+
+
+def _without_nulls(value: Any) -> Any:
+    is_object = isinstance(value, dict)
+    return {key: v for key, v in value.items() if v is not None} if is_object else value
 
 
 def shown(value: Any) -> str:

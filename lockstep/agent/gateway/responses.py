@@ -52,12 +52,7 @@ FIELDS = {
     "include": honoured(f"{LOGPROBS}; {ENCRYPTED}, which is plain text in base64"),
     "text": honoured("verbosity is ignored; a format is refused"),
     "reasoning": ignored(
-        "How long the model thinks is a setting of the renderer, the same for all requests.",
-        {},
-        {"effort": None, "summary": None},
-        {"summary": None},
-        {"effort": None},
-        {"summary": "auto"},
+        "How long the model thinks is a setting of the renderer.", {}, {"summary": "auto"}
     ),
     "truncation": refused("A dialogue that is too long is refused, not cut.", "disabled"),
     "background": refused("Every turn is waited for.", False),

@@ -139,9 +139,7 @@ class Worker:
         try:
             process = await asyncio.create_subprocess_exec(
                 *launch.argv,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
+                **dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE),
                 env=launch.env,
                 pass_fds=launch.pass_fds,
                 start_new_session=True,  # Ctrl-C at the terminal must not reach it
@@ -180,8 +178,6 @@ class Worker:
         self._printed.clear()
         self._marked.clear()
         request = {"code": code, "mark": self._mark.decode(), "is_last": is_last}
-        report: dict[str, Any] | None = {}
-        is_late = False
         try:
             async with asyncio.timeout(seconds):
                 with contextlib.suppress(OSError):  # it died: there will be no report
@@ -192,17 +188,15 @@ class Worker:
                 if report is None:  # it ended, or only closed its output
                     await self._process.wait()
         except TimeoutError:
-            is_late = True
-        if report and not is_late:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(MARK_SECONDS):
-                    await self._marked.wait()
-        elif report is None and not is_late:
+            return "timeout", self._text(), ""
+        if report is None:
             await self._gone()
-        printed = bytes(self._printed).partition(b"\0END " + self._mark)[0]
-        text = printed.decode("utf-8", "replace")
-        if is_late or self._is_flooded:
-            return "timeout" if is_late else "output", text, ""
+        elif report:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._marked.wait(), MARK_SECONDS)
+        text = self._text()
+        if self._is_flooded:
+            return "output", text, ""
         if report is None:
             ending, error = _end_of(self._process.returncode or 0)
             return ending, text, error
@@ -210,6 +204,11 @@ class Worker:
         if ending not in ENDINGS or not isinstance(error, str):
             return "crashed", text, "error: the sandbox gave a malformed answer"
         return ending, text, "" if ending == "memory" else error
+
+    def _text(self) -> str:
+        """Text that the program printed."""
+        printed = bytes(self._printed).partition(b"\0END " + self._mark)[0]
+        return printed.decode("utf-8", "replace")
 
     async def end(self) -> None:
         """Kills it with everything that it started. Returns when it is gone."""
