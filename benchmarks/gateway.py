@@ -43,7 +43,7 @@ from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.server import GatewayServer
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.agent.turns import Budget
+from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.models.locate import locate_model
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -117,15 +117,14 @@ def make_server(*, seconds: float) -> GatewayServer:
     numbers = itertools.count()
 
     def make(task: Task | None) -> GatewaySession:
-        return GatewaySession(
+        sampler = TurnSampler(
             engine,
             renderer,
             Trajectory(id=str(next(numbers))),
-            seed=0,
             sampling=SamplingParams(max_tokens=2048),
             budget=Budget(max_tokens=1 << 20, max_turns=1 << 30),
-            rule="client",
         )
+        return GatewaySession(sampler, seed=0, rule="client")
 
     sessions = SessionRegistry(make)
     return GatewayServer(sessions, renderer=renderer, model=MODEL, config=GatewayConfig())

@@ -332,16 +332,14 @@ def _session(
     served: Served, model_files: ModelFiles, engine: Engine, task: Task | None
 ) -> GatewaySession:
     from lockstep.agent.gateway.session import GatewaySession
-    from lockstep.agent.turns import Budget
+    from lockstep.agent.turns import Budget, TurnSampler
 
     config = served.config
     id_ = secrets.token_hex(8)
-    return GatewaySession(
+    sampler = TurnSampler(
         engine,
         model_files.renderer,
         Trajectory(id=id_, task_id=task.id if task else ""),
-        id=id_,
-        seed=derive_seed(config.seed, id_),
         sampling=SamplingParams(
             max_tokens=config.max_turn_tokens,
             temperature=config.temperature,
@@ -355,5 +353,5 @@ def _session(
             max_seconds=config.turn_seconds,
             continue_cut_turns=True,
         ),
-        rule="client",
     )
+    return GatewaySession(sampler, id=id_, seed=derive_seed(config.seed, id_), rule="client")

@@ -17,7 +17,7 @@ from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.server import GatewayServer
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.agent.turns import Budget
+from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.testing.engines import FakeEngine, fake_logprob
@@ -92,15 +92,14 @@ class Gateway:
         return self.renderer.render_reply(said)
 
     def _make(self, task: Task | None) -> GatewaySession:
-        return GatewaySession(
+        sampler = TurnSampler(
             self.engine,
             self.renderer,
             Trajectory(id=secrets.token_hex(4), task_id=task.id if task else ""),
-            seed=1,
             sampling=SamplingParams(max_tokens=1024),
             budget=Budget(max_tokens=self._max_tokens, max_turns=1000),
-            rule="client",
         )
+        return GatewaySession(sampler, seed=1, rule="client")
 
     def check_exact(self, session_id: str, *, num_turns: int) -> None:
         """The session is one path of so many turns, and what the engine was sent and sampled

@@ -269,14 +269,9 @@ class _Episode:
         gateway = await self.gateway()
         limit = harness.wait_seconds + budget.max_seconds
         session = self.session = GatewaySession(
-            self.sampler.engine,
-            self.sampler.renderer,
-            trajectory,
+            self.sampler,
             seed=self.seed,
-            sampling=self.sampler.sampling,
-            budget=budget,
             deadline=time.monotonic() + limit,
-            priority=self.sampler.priority,
             on_turn=self._rescore,
         )
         gateway.sessions.add(session)

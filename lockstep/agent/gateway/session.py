@@ -40,7 +40,6 @@ from lockstep.agent.gateway.tree import (
 from lockstep.agent.guard import described, number_problem, numbers_problem
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import (
-    Budget,
     Observed,
     OutOfTime,
     TurnSampler,
@@ -49,10 +48,8 @@ from lockstep.agent.turns import (
     turn_ids,
     turn_segments,
 )
-from lockstep.engines.base import Engine
 from lockstep.errors import ConfigError, EngineDownError, EngineError, RendererError
-from lockstep.renderers.base import Renderer
-from lockstep.types import Int32Array, Message, SamplingParams, Trajectory
+from lockstep.types import Int32Array, Message, SamplingParams
 
 SamplingRule = Literal["run", "client"]
 """Source of temperature, top-p, top-k and seed: the run's settings, for tokens that are trained, or
@@ -62,8 +59,9 @@ the client's request. A request's `max_tokens` and stop strings hold in either c
 class GatewaySession:
     """An episode in the making: `reply` for each turn, `set_reward`, then `finish`.
 
-    >>> session = GatewaySession(engine, renderer, Trajectory(id="s1"), seed=1,     # doctest: +SKIP
+    >>> sampler = TurnSampler(engine, renderer, Trajectory(id="s1"),                # doctest: +SKIP
     ...     sampling=SamplingParams(max_tokens=512), budget=Budget(max_tokens=8192))
+    >>> session = GatewaySession(sampler, seed=1)                                   # doctest: +SKIP
     >>> user = Message(role="user", content="What is 2 + 3?")                       # doctest: +SKIP
     >>> reply = await session.reply(TurnRequest(messages=(user,)))                  # doctest: +SKIP
     >>> await session.set_reward(1.0, parts={})                                     # doctest: +SKIP
@@ -72,31 +70,23 @@ class GatewaySession:
 
     def __init__(
         self,
-        engine: Engine,
-        renderer: Renderer,
-        trajectory: Trajectory,
+        sampler: TurnSampler,
         *,
         seed: int,
-        sampling: SamplingParams,
-        budget: Budget,
         rule: SamplingRule = "run",
         id: str = "",
-        key: str = "",
         deadline: float = math.inf,
-        priority: Callable[[], int] = lambda: 0,
         on_turn: Callable[[int], None] = lambda leaf: None,
     ) -> None:
-        """sampling: a template, see `TurnSampler`. budget: `max_seconds` applies to one turn.
-        deadline: of the whole session, by `time.monotonic`. id, key: drawn if empty. on_turn:
-        called with the last segment of each recorded turn."""
-        self._engine, self._renderer, self.trajectory = engine, renderer, trajectory
-        self._sampler = TurnSampler(
-            engine, renderer, trajectory, sampling=sampling, budget=budget, priority=priority
-        )
-        self._seed, self._budget, self._rule, self._deadline = seed, budget, rule, deadline
+        """sampler: its budget's `max_seconds` applies to one turn. deadline: of the whole session,
+        by `time.monotonic`. id: drawn if empty. on_turn: called with the last segment of each
+        recorded turn."""
+        self._sampler, self.trajectory = sampler, sampler.trajectory
+        self._engine, self._renderer = sampler.engine, sampler.renderer
+        self._seed, self._rule, self._deadline = seed, rule, deadline
         self._on_turn = on_turn
         self.id = id or secrets.token_hex(8)
-        self.key = key or f"sk-{secrets.token_urlsafe(24)}"
+        self.key = f"sk-{secrets.token_urlsafe(24)}"
         self._tree = Tree()
         self._running: dict[asyncio.Task[Answer], str] = {}
         """Requests in progress, with their keys."""
@@ -344,7 +334,7 @@ class GatewaySession:
                 record_prompt=record_prompt,
                 name=f"{digest}-{num_asked}-{self._seed:x}",
                 seed=seed,
-                deadline=min(self._deadline, time.monotonic() + self._budget.max_seconds),
+                deadline=min(self._deadline, time.monotonic() + self._sampler.budget.max_seconds),
                 sampling=sampling,
                 at=enter,
             )
@@ -449,7 +439,7 @@ class GatewaySession:
         return Refusal(410, "session_finished", text)
 
     def _check_budget(self) -> None:
-        limit = self._budget.max_turns
+        limit = self._sampler.budget.max_turns
         if time.monotonic() >= self._deadline:
             raise self._exhaust("max_seconds", "the session's time is over")
         if len(self._tree.answers) + len(self._running) > limit:

@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.agent.gateway.exchange import TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.agent.turns import Budget
+from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.testing.engines import FakeEngine
@@ -52,15 +52,14 @@ def turns(*messages: Message | list[int], renderer=RENDERER):
 
 
 def make_session(engine, *, renderer=RENDERER, max_tokens=1 << 18, max_turns=256, **options):
-    return GatewaySession(
+    sampler = TurnSampler(
         engine,
         renderer,
         Trajectory(id="s"),
-        seed=1,
         sampling=options.pop("sampling", SamplingParams(max_tokens=4096)),
         budget=Budget(max_tokens=max_tokens, max_turns=max_turns, max_turn_tokens=4096),
-        **options,
     )
+    return GatewaySession(sampler, seed=1, **options)
 
 
 class Agent:
