@@ -292,7 +292,6 @@ def _ladder(options: argparse.Namespace) -> int:
     ladder = climb(
         resolve(config, settings),
         weights=weights,
-        on_rung=lambda text: None if options.json else print(f"{text} ...", file=sys.stderr),
     )
     _print(options, ladder.to_json(), ladder.summary())
     return EXIT_CODES["differs" if ladder.culprits else "consistent"]

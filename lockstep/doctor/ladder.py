@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,12 +137,11 @@ def climb(
     *,
     weights: Path | None = None,
     num_episodes: int = NUM_EPISODES,
-    on_rung: Callable[[str], None] = lambda _: None,
 ) -> Ladder:
     """Plays every rung with the model, template, engine and tasks of `config`.
 
-    weights: a checkpoint in place of the model's own. on_rung: told which rung is played. Raises
-    ConfigError or DataError before a model is loaded.
+    weights: a checkpoint in place of the model's own. Raises ConfigError or DataError before a
+    model is loaded.
     """
     if num_episodes < 1:
         raise DataError(f"{num_episodes} episodes show nothing; expected at least 1.")
@@ -154,14 +153,13 @@ def climb(
             f"task={tag(type(config.task))} is played by an agent that asks over HTTP, and the "
             "ladder plays environments. Climb with another task, or look at a run of it."
         )
-    on_rung("loading the model")
     config, parts = rebuild(config, weights)
     climber = _Climber(config, parts, tasks)
 
     async def play() -> tuple[Rung, ...]:
         async with running(parts):
             try:
-                return await climber.rungs(on_rung)
+                return await climber.rungs()
             finally:
                 await config.task.close()
 
@@ -188,14 +186,10 @@ class _Climber:
             record_routes=config.trainer.routing_replay == "rollout",
         )
 
-    async def rungs(self, on_rung: Callable[[str], None]) -> tuple[Rung, ...]:
-        on_rung("plain text")
+    async def rungs(self) -> tuple[Rung, ...]:
         text = await asyncio.gather(*map(self._continued, self.tasks), return_exceptions=True)
-        on_rung("one turn")
         turn = await self._play("one-turn", replace(self.budget, max_turns=1))
-        on_rung("several turns")
         turns = await self._play("several-turns", self.budget)
-        on_rung("the training path")
         return (
             self._sampled("plain text", "kernels, precision or weights of the two sides", text),
             self._sampled("one turn", "the template's prompt and its control tokens", turn),

@@ -93,7 +93,7 @@ class RowsDump(Dump):
         self.has = frozenset(known | ({"is_sampled"} if "turn" in names else set()))
         self.lacks = {
             column.field: f"there is no column {column.name}: "
-            f"{HOW_TO_GET[column.field]}.{_hint(column.name, names)}"
+            f"{HOW_TO_GET.get(column.field, 'log it')}.{_hint(column.name, names)}"
             for column in COLUMNS
             if column.field not in self.has and column.name != "id"
         }

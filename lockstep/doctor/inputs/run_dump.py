@@ -32,12 +32,7 @@ class RunDump(RowDump):
 
     format: ClassVar[str] = "lockstep"
     no_row: ClassVar[str] = ": no stored episode has a reward (record.keep), or no step ended."
-    why: ClassVar[Mapping[str, str]] = {
-        "trainer_routed_experts": "a run does not store the trainer's routes",
-        "texts": "a run keeps ids and messages, no other text",
-        "routed_experts": "trainer.routing_replay=rollout records them",
-        "trainer_version": "metrics.jsonl lacks staleness/version",
-    }
+    why: ClassVar[Mapping[str, str]] = {"trainer_version": "metrics.jsonl lacks staleness/version"}
 
     def __init__(self, path: Path) -> None:
         self._run: Run = load_run(path)

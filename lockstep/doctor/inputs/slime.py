@@ -48,11 +48,8 @@ class SlimeDump(FileDump):
         "must set them from meta_info.output_token_logprobs.",
         "trainer_logprobs": "the trainer's log-probs are in the files of --save-debug-train-data, "
         "unless --use-rollout-logprobs leaves them out.",
-        "advantages": "they are in the files of --save-debug-train-data.",
-        "routed_experts": "--use-rollout-routing-replay records the sampler's experts.",
         "policy_version": "weight_versions are in the files of --save-debug-rollout-data; tokens "
         "get them only if each turn has one, or all are the same number.",
-        "texts": "the response as text is in the files of --save-debug-rollout-data.",
     }
 
     @classmethod

@@ -33,7 +33,6 @@ class TinkerDump(LineDump):
     why: ClassVar[Mapping[str, str]] = {
         "trainer_logprobs": "write train_step's return value beside each datum, as "
         "training_logprobs (docs/doctor-dumps.md).",
-        "rewards": "a datum has advantages; rewards are in train_rollout_summaries.jsonl.",
     }
 
     def rows_of(

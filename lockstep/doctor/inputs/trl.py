@@ -50,7 +50,6 @@ class TrlDump(FileDump):
         "vllm_importance_sampling_correction=True, or where a generation is trained more than once "
         "(num_iterations > 1).",
         "policy_version": "TRL samples with the weights of the step that trains.",
-        "rewards": "the batch has advantages; rewards are in the log of completions.",
     }
 
     @classmethod

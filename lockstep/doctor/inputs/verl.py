@@ -66,9 +66,6 @@ class VerlDump(FileDump):
         "rollout_logprobs": "set actor_rollout_ref.rollout.calculate_log_probs=true.",
         "trainer_logprobs": "skip.rollout keeps a batch as it was sampled; for the trainer's "
         "log-probs save it later: batch.save_to_disk(PATH) in fit(), after compute_advantage.",
-        "advantages": "save the batch after compute_advantage: batch.save_to_disk(PATH).",
-        "routed_experts": "actor_rollout_ref.rollout.enable_rollout_routing_replay=true records "
-        "the sampler's experts.",
         "policy_version": "min_global_steps and max_global_steps are in batches of the agent loop; "
         "where they differ, no token is known to be of either.",
     }

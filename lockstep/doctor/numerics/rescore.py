@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Chunks, Stage
-from lockstep.doctor.checks.rows import Float32Array, Float64Array, Rows
+from lockstep.doctor.checks.rows import Float32Array, Float64Array, Once, Rows
 from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.compare import (
@@ -57,7 +57,7 @@ _CAUSES = {
 
 
 @dataclass(kw_only=True)
-class Rescoring:
+class Rescoring(Once):
     """The model at hand, as checks see it: `Setting.model`."""
 
     weights: WeightsAtHand
@@ -74,9 +74,6 @@ class Rescoring:
     """k2 per token of each side against the model, as the sample has it before any repair."""
     _sample: Rows | None = None
     _scorer: Scorer | None = None
-    _scored: dict[bytes, Evidence] = field(default_factory=dict[bytes, Evidence])
-    _compared: dict[bytes, Comparison] = field(default_factory=dict[bytes, Comparison])
-    _router_noises: dict[bytes, tuple[Float64Array, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = self.weights.config
@@ -123,7 +120,7 @@ class Rescoring:
         judged = np.flatnonzero(compare(evidence).is_judged)
         if 0 < len(judged) < len(drawn):
             evidence = evidence.take(judged)
-        self._scored[_digest(evidence.rows)] = evidence
+        self.once(f"evidence {_digest(evidence.rows)}", lambda: evidence)
         self._sample = self._filled(evidence.rows)
         for side in ("sampler", "trainer"):
             d = evidence.side(side) - evidence.reference
@@ -178,17 +175,13 @@ class Rescoring:
 
     def evidence(self, rows: Rows) -> Evidence:
         """Scores of these rows by the model. Computed once for rows of the same ids."""
-        key = _digest(rows)
-        if key not in self._scored:
-            self._scored[key] = self._score(rows)
-        return replace(self._scored[key], rows=rows)
+        known = self.once(f"evidence {_digest(rows)}", lambda: self._score(rows))
+        return replace(known, rows=rows)
 
     def compare(self, rows: Rows) -> Comparison:
         """Both sides of these rows, as they are, against the model."""
         key = _digest(rows, rows.rollout_logprobs, rows.trainer_logprobs)
-        if key not in self._compared:
-            self._compared[key] = compare(self.evidence(rows))
-        return self._compared[key]
+        return self.once(f"comparison {key}", lambda: compare(self.evidence(rows)))
 
     @property
     def scorer(self) -> Scorer:
@@ -317,17 +310,15 @@ class Rescoring:
     def router_noises(self, rows: Rows) -> tuple[Float64Array, ...]:
         """Variances that noisy routers would cause, under the weights of most of these rows.
         Computed on demand, by some more forwards."""
-        key, own = _digest(rows), self._own(rows)
-        if key not in self._router_noises:
-            number = int(np.bincount(own[own >= 0]).argmax()) if (own >= 0).any() else -1
-            weights, chosen = self.weights.all[number], np.flatnonzero(own == number)
-            is_known = number >= 0 and not weights.is_fallback
-            self._router_noises[key] = (
-                self.scorer.router_variances(weights, rows, chosen, seed=self.seed)
-                if is_known
-                else ()
-            )
-        return self._router_noises[key]
+        own = self._own(rows)
+        number = int(np.bincount(own[own >= 0]).argmax()) if (own >= 0).any() else -1
+        weights, chosen = self.weights.all[number], np.flatnonzero(own == number)
+        if number < 0 or weights.is_fallback:
+            return ()
+        return self.once(
+            f"router noises {_digest(rows)}",
+            lambda: self.scorer.router_variances(weights, rows, chosen, seed=self.seed),
+        )
 
 
 def open_model(
@@ -368,12 +359,12 @@ def open_model(
     return rescoring
 
 
-def _digest(rows: Rows, *more: Float32Array | None) -> bytes:
+def _digest(rows: Rows, *more: Float32Array | None) -> str:
     """Digest of the ids, of the bounds and masks of the rows, and of other arrays."""
     digest = blake2b(digest_size=16)
     for values in (rows.token_ids, rows.offsets, rows.loss_mask, *more):
         digest.update(b"" if values is None else np.ascontiguousarray(values).tobytes())
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def rescoring_of(setting: Setting) -> Rescoring:
