@@ -196,9 +196,6 @@ def row_document(
         "group": None if rows.groups is None else int(rows.groups[0]),
         "reward": None if rows.rewards is None else encode_number(float(rows.rewards[0])),
         "cut": "" if is_whole else f"tokens {first} to {last - 1} of {rows.num_tokens}",
-        "first_token": first,
-        "last_token": last - 1,
-        "num_row_tokens": rows.num_tokens,
         "first_divergence": int(apart[0]) if len(apart) else None,
         "evidence": list(evidence),
     }

@@ -11,9 +11,9 @@ from typing import Any
 
 from lockstep.config import choices, from_dict, tag
 from lockstep.doctor.inputs.base import Facts
-from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.models.config import ModelConfig
-from lockstep.models.locate import locate_model, shipped_models
+from lockstep.models.locate import fetch, locate_model, shipped_models
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.config import JinjaConfig, RendererConfig
 from lockstep.renderers.jinja.source import has_template
@@ -95,29 +95,13 @@ def _locate(named: str, *, may_fetch: bool) -> Path:
     if named in shipped_models():
         return locate_model(named)
     if named.count("/") == 1 and not named.startswith((".", "/", "~")) and not path.exists():
-        return _from_hub(named, may_fetch=may_fetch)
+        place = fetch(named, files=_FILES, may_download=may_fetch, option="--tokenizer")
+        if (place / "tokenizer.json").is_file():
+            return place
     raise ConfigError(
         f"--tokenizer {named}: expected a directory with a tokenizer.json, such a file, a shipped "
         f"model ({', '.join(shipped_models())}), or ORGANISATION/NAME on the Hugging Face hub."
     )
-
-
-def _from_hub(named: str, *, may_fetch: bool) -> Path:
-    """The directory of the small files. may_fetch: False takes them from the local cache only."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        place = Path(
-            snapshot_download(named, allow_patterns=list(_FILES), local_files_only=not may_fetch)
-        )
-    except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
-        raise CheckpointError(
-            f"--tokenizer {named}: no such directory, and the Hugging Face hub gave no answer "
-            f"({type(error).__name__}: {error})."
-        ) from error
-    if not (place / "tokenizer.json").is_file():
-        raise CheckpointError(f"--tokenizer {named} has no tokenizer.json.")
-    return place
 
 
 def _renderer_config(named: str, directory: Path) -> RendererConfig:

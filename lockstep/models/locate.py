@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import did_you_mean
@@ -37,24 +38,31 @@ def locate_model(name: str) -> Path:
             raise ConfigError(f"model={name} is a directory without a config.json.")
         return path
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _from_hub(name)
+        return fetch(name)
     raise ConfigError(
         f"model={name!r} is neither a shipped model nor a directory."
         f"{did_you_mean(name, shipped_models())}"
     )
 
 
-def _from_hub(name: str) -> Path:
+def fetch(
+    name: str, *, files: Sequence[str] = HUB_FILES, may_download: bool = True, option: str = "model"
+) -> Path:
+    """The directory of the hub's files. may_download: False takes them from the local cache alone.
+    option: the user's setting, for errors. Raises CheckpointError if they cannot be had."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(
-                name, allow_patterns=list(HUB_FILES), ignore_patterns=list(NOT_HUB_FILES)
+                name,
+                allow_patterns=list(files),
+                ignore_patterns=list(NOT_HUB_FILES),
+                local_files_only=not may_download,
             )
         )
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
         raise CheckpointError(
-            f"model={name}: no such directory, and the download from the Hugging Face hub failed "
+            f"{option}={name}: no such directory, and no download from the Hugging Face hub "
             f"({type(error).__name__}: {error})."
         ) from error

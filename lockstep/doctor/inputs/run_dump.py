@@ -134,9 +134,4 @@ class RunDump(RowDump):
                 f"while it trained, causes were found in rows of its steps ({told}); as they were "
                 f"trained: lockstep doctor {self.path / MONITOR}"
             )
-        for fault in self._run.environment.get("faults", []):
-            out.append(
-                f"the fault {fault['type']} was injected; a run stores sampled rows, without the "
-                "changes of a fault on their way to the trainer"
-            )
         return out

@@ -103,15 +103,12 @@ class Scored:
     logprobs: dict[Distribution, Float32Array]
     spread: Float64Array
     """Variance of the log-prob under unit noise on every logit: (1 - p)^2 plus all other p^2."""
-    routes_differ: BoolArray
-    """In a replay: the router would have chosen other experts at the predicting token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """Log-probs that a defect would cause."""
 
-    name: str
     cause: str
     text: str
     """The model with the defect: "without its sinks"."""
@@ -135,7 +132,6 @@ class Evidence:
     """[N] as in `Scored`."""
     replayed: Float64Array | None = None
     """[N] with the sampler's recorded experts; None without any."""
-    routes_differ: BoolArray | None = None
     distribution: str = ""
     """Processing of the logits of the reference, in words."""
     is_replayed: bool = False
@@ -265,11 +261,6 @@ class Comparison:
         for side in self.sides.values():
             out |= side.is_known | (side.hit >= 0)
         return out
-
-    @property
-    def num_known(self) -> int:
-        """Rows that were compared with the model itself."""
-        return max((int(side.is_known.sum()) for side in self.sides.values()), default=0)
 
 
 def compare(evidence: Evidence) -> Comparison:

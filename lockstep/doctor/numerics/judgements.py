@@ -145,7 +145,7 @@ class Reproduced(_Compared):
 
     def judge(self) -> Finding:
         comparison = self.comparison
-        tried = {v.name: v for v in comparison.evidence.variants if v.cause == self.cause}
+        tried = [v.text for v in comparison.evidence.variants if v.cause == self.cause]
         if not tried:
             return self._untried()
         figures: dict[str, float] = {"bfloat16_k2": comparison.floor}
@@ -171,7 +171,7 @@ class Reproduced(_Compared):
             }
             self.show_worst(side, is_hit, f"it {variant.text}", variant.logprobs)
         if not texts:
-            names = ", ".join(v.text for v in tried.values())
+            names = ", ".join(tried)
             return self.found(
                 "consistent", f"neither side has what the model gives {names}", **figures
             )
@@ -262,7 +262,7 @@ class OtherWeights(Reproduced):
                 "with, and more of them by --against DIR",
                 foreign_rows=float(comparison.is_foreign.sum()),
             )
-        if not comparison.num_known:
+        if not any(side.is_known.any() for side in self.sides):
             return self.unable(
                 "no row was trained by weights that are at hand: give the checkpoint by --model DIR"
             )
@@ -384,15 +384,11 @@ class RoutingFlips(_Noise):
         return self.is_of_routes(side)
 
     def describe(self, side: Side, within: float) -> str:
-        evidence = self.comparison.evidence
-        if side.name == "sampler" and evidence.routes_differ is not None:
-            is_known = np.isfinite(self.comparison.deviation(side))
-            flipped = float(evidence.routes_differ[is_known].mean())
+        if side.name == "sampler" and self.comparison.evidence.replayed is not None:
             share = self.comparison.replayed_share(side)
             return (
-                f"the model's router would have sent {flipped:.1%} of the tokens elsewhere than "
-                f"the sampler's did; replaying its routes removes {share:.0%} of the sampler's "
-                f"deviation (k2 {side.noise:.1e})"
+                f"replaying the sampler's routes removes {share:.0%} of its deviation from the "
+                f"model (k2 {side.noise:.1e})"
             )
         return (
             f"the {side.name} deviates (k2 {side.noise:.1e}) where a little noise on the routers "

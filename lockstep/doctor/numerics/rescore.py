@@ -228,29 +228,26 @@ class Rescoring(Once):
         chosen, dtype = self._reference(rows, logprobs, distributions)
         plain, reference = logprobs("all", chosen), logprobs(dtype, chosen)
         found = [
-            (name, cause, text, logprobs(name, chosen))
+            (cause, text, logprobs(name, chosen))
             for name, (cause, text) in _CAUSES.items()
             if name in names
         ]
         for number, weights in enumerate(self.weights.all):
             values = scored[number]["all"].logprobs[chosen].astype(np.float64)
             values[own[rows.row_of] == number] = np.nan
-            text = f"with the weights {weights.name}"
-            found.append((f"weights {weights.name}", "other_weights", text, values))
+            found.append(("other_weights", f"with the weights {weights.name}", values))
         for other in (d for d in distributions if d != chosen):
-            text = f"after {other.describe()}"
-            found.append((other.describe(), "processed", text, logprobs("all", other)))
+            found.append(("processed", f"after {other.describe()}", logprobs("all", other)))
         variants = [
-            Variant(name=name, cause=cause, text=text, logprobs=values, plain=plain)
-            for name, cause, text, values in found
+            Variant(cause=cause, text=text, logprobs=values, plain=plain)
+            for cause, text, values in found
         ]
         name, other_dtype = ("all", "float32") if dtype == "bfloat16" else ("bfloat16", "bfloat16")
         values, text = logprobs(name, chosen), f"in {other_dtype}"
-        variants.append(Variant(name=name, cause="precision", text=text, logprobs=values))
-        replayed = routes_differ = None
+        variants.append(Variant(cause="precision", text=text, logprobs=values))
+        replayed = None
         if "replayed" in names and dtype != "replayed":
             replayed = logprobs("replayed", chosen)
-            routes_differ = of_own("replayed", lambda found: found.routes_differ) > 0
         return Evidence(
             rows=rows,
             reference=reference,
@@ -258,7 +255,6 @@ class Rescoring(Once):
             bfloat16=logprobs("bfloat16", chosen) - plain + reference,
             spread=of_own("all", lambda found: found.spread),
             replayed=replayed,
-            routes_differ=routes_differ,
             is_replayed=dtype == "replayed",
             distribution=chosen.describe(),
             is_scored={"sampler": self.has_rollout, "trainer": self.has_trainer},

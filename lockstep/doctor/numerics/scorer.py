@@ -142,7 +142,6 @@ class Scorer:
         out = Scored(
             logprobs={d: np.full(N, np.nan, np.float32) for d in distributions},
             spread=np.full(N, np.nan),
-            routes_differ=np.zeros(N, np.bool_),
         )
         chosen = np.asarray(chosen, np.int64)
         longest_first = chosen[np.argsort(-rows.sizes[chosen], kind="stable")].tolist()
@@ -188,11 +187,6 @@ class Scorer:
                     own = p.gather(1, targets_P[part, None])[:, 0].double()
                     square = p.double().square().sum(-1)
                     out.spread[place[part]] = (1 - 2 * own + square).clamp_min(0).cpu().numpy()
-            if routing is not None and routing.differing:
-                is_other = torch.stack(list(routing.differing.values())).any(0)
-                if routing.is_known_T is not None:
-                    is_other &= routing.is_known_T
-                out.routes_differ[place] = is_other.index_select(0, predictors_P).cpu().numpy()
         return out
 
     def _routing(self, rows: Rows, at: Int64Array) -> Routing | None:

@@ -198,7 +198,10 @@ def test_recorded_routes_tell_what_replay_would_remove():
     )
     found = diagnose(dump, model=MOE)
     assert causes(found) == ["routing_flips"]
-    assert "replaying its routes removes 100%" in finding(found, "numerics/routing_flips").measured
+    assert (
+        "replaying the sampler's routes removes 100%"
+        in finding(found, "numerics/routing_flips").measured
+    )
     assert found.examination.shares[0].k2 > 0.99
 
 
