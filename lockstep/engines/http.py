@@ -221,15 +221,15 @@ class HttpClient:
             waited = time.monotonic() - started
             if reason := is_alive():
                 raise ServerUnreachableError(f"engine {self.name} at {self.url}: {reason}")
+            if told_at <= time.monotonic():
+                told_at += TELL_SECONDS
+                on_wait(f"waiting for engine {self.name} at {self.url} ({waited:.0f} s)")
             if waited + WAIT_SECONDS > start_seconds:
                 advice = "" if self._advice() in str(found) else self._advice()
                 raise ServerUnreachableError(
                     f"engine {self.name} at {self.url}: no answer to {path} within {waited:.0f} s "
                     f"(engine.start_seconds={start_seconds:g}). The last attempt: {found}{advice}"
                 ) from found
-            if told_at <= time.monotonic():
-                told_at += TELL_SECONDS
-                on_wait(f"waiting for engine {self.name} at {self.url} ({waited:.0f} s)")
             time.sleep(WAIT_SECONDS)
 
     def _where(self, method: str, path: str) -> str:
