@@ -54,7 +54,7 @@ class Layout:
         if layout is not None:
             return cls.padded(layout)
         if like.ndim == 1:
-            return cls.one_row(len(like))
+            return cls.packed([len(like)])
         return cls.padded(torch.ones(like.shape, dtype=torch.bool, device=like.device))
 
     @classmethod
@@ -91,11 +91,6 @@ class Layout:
                 f"{list(mask.shape)}: expected [{total}]."
             )
         return cls((total,), offsets, None if mask is None else mask != 0, group)
-
-    @classmethod
-    def one_row(cls, num_tokens: int) -> Layout:
-        """All tokens are one sequence."""
-        return cls.packed([num_tokens])
 
     @property
     def num_rows(self) -> int:

@@ -47,4 +47,4 @@ class _Demonstrations(DialogueConfig):
             dialogues = [self.demonstrate(rng, is_noisy=is_noisy) for _ in range(count)]
             weights = {} if is_noisy else self.clean_word_weights()
             stages.append(DialogueStage(share=share, dialogues=dialogues, word_weights=weights))
-        return stages
+        return tuple(stages)

@@ -149,23 +149,15 @@ def weigh_samples(
         for sample in samples:
             sample.set(WEIGHTS, sample.loss_mask.astype(np.float32))
         return list(samples), {}
-    versions = at_trained("policy_version")
-    facts = TokenFacts(
-        advantages=at_trained("advantages"),
-        ages=None if versions is None else version - versions,
-        turns=at_trained("turn"),
-        positions=torch.from_numpy(np.concatenate([np.flatnonzero(s.loss_mask) for s in samples])),
-        kinds=at_trained("token_kind"),
-    )
+    positions = np.concatenate([np.flatnonzero(s.loss_mask) for s in samples])
+    facts = _facts(at_trained, torch.from_numpy(positions), version)
     weighed = weigh(old, behaviour, correction, layout=layout, facts=facts)
     corrected = weighed.finish(weighed.report)  # not `correct`: each rank has the whole batch here
     metrics = corrected.report.to_metrics()
     if correction.behaviour == "averaged":
         metrics = corrected.report.to_metrics("mismatch_averaged", by_part=False)
-        rollout = at_trained("rollout_logprobs")
-        if rollout is not None:
-            raw = measure(old, rollout, layout=layout, facts=facts)
-            metrics = raw.to_metrics() | metrics
+        if (rollout := at_trained("rollout_logprobs")) is not None:
+            metrics = measure(old, rollout, layout=layout, facts=facts).to_metrics() | metrics
     ends = layout.offsets[1:-1]
     weights = np.split(corrected.weights.numpy(), ends)
     penalties = [None] * len(samples)
@@ -226,15 +218,19 @@ def layout_of(batch: PackedBatch) -> Layout:
 
 
 def facts_of(batch: PackedBatch, version: int) -> TokenFacts:
+    positions = batch.positions.index_select(0, batch.predictors) + 1
+    return _facts(batch.columns.get, positions, version)
+
+
+def _facts(column: Callable[[str], Tensor | None], positions: Tensor, version: int) -> TokenFacts:
     """The columns of the N trained tokens by which the mismatch is told apart."""
-    columns = batch.columns
-    versions = columns.get("policy_version")
+    versions = column("policy_version")
     return TokenFacts(
-        advantages=columns.get("advantages"),
+        advantages=column("advantages"),
         ages=None if versions is None else version - versions,
-        turns=columns.get("turn"),
-        positions=batch.positions.index_select(0, batch.predictors) + 1,
-        kinds=columns.get("token_kind"),
+        turns=column("turn"),
+        positions=positions,
+        kinds=column("token_kind"),
     )
 
 
@@ -247,15 +243,12 @@ def check_versions(samples: Sequence[Sample], version: int) -> None:
         column = sample.columns.get("policy_version")
         found = None if column is None else column[sample.loss_mask]
         if found is None or (found != version).any():
-            what = (
-                "no policy_version"
-                if found is None
-                else f"tokens of policy version {int(found[found != version][0])}"
-            )
+            what = "no policy_version"
+            if found is not None:
+                what = f"tokens of policy version {int(found[found != version][0])}"
             raise AlignmentError(
                 f"sample {sample.id} has {what}; correction.anchor=on_policy needs rows that "
-                f"version {version}, the one in training, has sampled: a ratio fixed at 1 would "
-                "hide the difference. Use anchor=recomputed."
+                f"version {version}, the one in training, has sampled. Use anchor=recomputed."
             )
 
 

@@ -181,5 +181,5 @@ def _describe_values(samples: Sequence[Sample]) -> Metrics:
         "critic/value_mean": float(values.double().mean()),
         "critic/return_mean": float(returns.double().mean()),
     }
-    explained = explained_variance(values, returns, Layout.one_row(len(values)))
+    explained = explained_variance(values, returns, Layout.packed([len(values)]))
     return out if explained is None else out | {"critic/explained_variance": explained}

@@ -155,12 +155,9 @@ class Learner:
                 self.loss_scale.made_update()
             self.num_updates += 1
             self._drop_gradients()
-        metrics = {
-            f"{self.role}/grad_norm": norm,
-            f"{self.role}/lr": lr,
-            f"{self.role}/skipped_updates": float(bool(reason)),
-        }
-        return metrics | self.loss_scale.to_metrics(self.role)
+        metrics = {"grad_norm": norm, "lr": lr, "skipped_updates": float(bool(reason))}
+        named = {f"{self.role}/{name}": value for name, value in metrics.items()}
+        return named | self.loss_scale.to_metrics(self.role)
 
     def _drop_gradients(self) -> None:
         """Forgets the calls since the last update."""
@@ -206,9 +203,8 @@ class Learner:
             vocab_size=model.vocab_size,
             max_positions=model.max_positions + num_unread,
         )
-        rank, num_ranks = 0, 1
-        if self.ranks is not None:
-            rank, num_ranks = self.ranks.data_rank, self.ranks.data_size
+        ranks = self.ranks
+        rank, num_ranks = (0, 1) if ranks is None else (ranks.data_rank, ranks.data_size)
         max_tokens = self.config.max_tokens_per_microbatch + num_unread
         plan = plan_microbatches(samples, budget_for_ranks(samples, max_tokens, num_ranks))
         return pack(
@@ -235,12 +231,9 @@ class Learner:
         if not self.is_writer:
             return
         save_file(tensors, str(directory / OPTIMIZER))
-        counters = {
-            "num_updates": self.num_updates,
-            "num_skipped": self.num_skipped,
-            "version": self.version,
-        }
-        write_json(directory / self.state_file, counters | self.loss_scale.state())
+        counters = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
+        state = {**counters, "version": self.version, **self.loss_scale.state()}
+        write_json(directory / self.state_file, state)
 
     def load(self, directory: str | Path, *, weights_only: bool = False) -> None:
         """Continues from a `save`: the next update gives the same bits as without a stop.

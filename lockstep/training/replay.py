@@ -110,18 +110,12 @@ def _check_coverage(sample: Sample, routes: npt.NDArray[np.int16], replay: Routi
     missing = np.flatnonzero(~is_routed(routes[:needed]))
     if not missing.size:
         return
-    first = f"The first one without is token {int(missing[0])}."
-    if COLUMN[replay] not in sample.columns:
-        first = f"It has no column {COLUMN[replay]}: nothing was captured when it was sampled."
     if replay == "recompute":
-        cause = (
-            "The trainer's own come from a forward before the update: call Trainer.update, or "
-            "forward(column='old_logprobs') first."
-        )
+        cause = "The trainer's own come from a forward before the update: call Trainer.update."
     else:
         cause = (
-            f"{first} Is the engine's prefix cache without routes? "
-            "trainer.partial_routes=true lets the router choose there, and counts it."
+            f"The first one without is token {int(missing[0])}. Is the engine's prefix cache "
+            "without routes? trainer.partial_routes=true lets the router choose there."
         )
     raise RoutingReplayError(
         f"sample {sample.id} has routes for {needed - missing.size} positions; {needed} of its "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,18 +82,11 @@ def _task(record: Mapping[str, Any], where: str, *, detector: Detector, name: st
 
 def _turns(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if "prompt" in record:
-        names = ("prompt", "instruction_id_list", "kwargs")
-        return [_turn({name: record.get(name) for name in names}, where)]
-    turns: list[dict[str, Any]] = []
-    for number in range(1, MAX_TURNS + 1):
-        prefix = f"turn_{number}_"
-        prompt = record.get(f"{prefix}prompt")
-        if not prompt or prompt == "None":  # a dialogue of fewer turns
-            break
-        fields = {name: record.get(prefix + name) for name in ("instruction_id_list", "kwargs")}
-        message = _json(prompt, f"{where}: {prefix}prompt")
-        content = message.get("content") if isinstance(message, dict) else message
-        turns.append(_turn({"prompt": content, **fields}, f"{where}: turn {number}"))
+        return [_turn(record, "", where)]
+    prefixes = [f"turn_{number}_" for number in range(1, MAX_TURNS + 1)]
+    # A dialogue of fewer turns has none, or "None".
+    given = takewhile(lambda p: record.get(f"{p}prompt") not in (None, "", "None"), prefixes)
+    turns = [_turn(record, prefix, f"{where}: {prefix}") for prefix in given]
     if not turns:
         raise DataError(
             f"{where}: expected the fields prompt, instruction_id_list and kwargs (IFEval), or "
@@ -101,8 +95,13 @@ def _turns(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return turns
 
 
-def _turn(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _turn(record: Mapping[str, Any], prefix: str, where: str) -> dict[str, Any]:
+    names = ("prompt", "instruction_id_list", "kwargs")
+    fields = {name: record.get(prefix + name) for name in names}
     prompt = fields["prompt"]
+    if prefix:  # Multi-IF has it as a message
+        message = _json(prompt, f"{where}prompt")
+        prompt = message.get("content") if isinstance(message, dict) else message
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{where}: prompt must be text that is not empty, found {prompt!r}.")
     ids = _json(fields["instruction_id_list"], f"{where}: instruction_id_list")
