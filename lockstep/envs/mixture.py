@@ -54,16 +54,13 @@ class MixtureConfig(TaskConfig):
             if isinstance(part, MixtureConfig):
                 raise ConfigError(f"mixture: the part {name!r} is a mixture itself.")
         for name, weight in self.weights.items():
+            place = f"mixture: weights.{name}"
             if name not in self.parts:
-                raise ConfigError(
-                    f"mixture: weights.{name} belongs to no part.{did_you_mean(name, self.parts)} "
-                    f"weights.{name}=none takes it out."
-                )
+                hint = f"{did_you_mean(name, self.parts)} weights.{name}=none takes it out."
+                raise ConfigError(f"{place} belongs to no part.{hint}")
             if not 0 < weight < math.inf:
-                raise ConfigError(
-                    f"mixture: weights.{name}={weight} must be above 0 and finite. To leave a part "
-                    f"out, set parts.{name}=none."
-                )
+                hint = f"To leave a part out, set parts.{name}=none."
+                raise ConfigError(f"{place}={weight} must be above 0 and finite. {hint}")
 
     def check(self) -> None:
         for name, part in self.parts.items():

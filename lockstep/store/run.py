@@ -396,24 +396,20 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _check_is_run(path: Path) -> None:
-    if (path / "config.json").is_file() and (path / "environment.json").is_file():
-        environment = _read_json(path / "environment.json")
-        if missing := [k for k in ("format_version", "resumes") if k not in environment]:
-            raise RunError(
-                f"{path / 'environment.json'} lacks {' and '.join(missing)}: it was damaged, or is "
-                "of another program. Restore the file to continue or read the run."
-            )
-        version = environment["format_version"]
-        if version > FORMAT_VERSION:
-            raise RunError(
-                f"{path} was written in format {version}; this version of Lockstep reads up to "
-                f"{FORMAT_VERSION}. Use the version that wrote it."
-            )
-        return
-    nearby = [p.parent.name for p in sorted(path.glob("*/config.json"))]
-    hint = f" Did you mean one of the runs in it: {', '.join(nearby[-3:])}?" if nearby else ""
-    found = "has no config.json" if path.is_dir() else "does not exist"
-    raise RunError(f"{path} is not a run directory: it {found}.{hint}")
+    file = path / "environment.json"
+    if not ((path / "config.json").is_file() and file.is_file()):
+        nearby = [p.parent.name for p in sorted(path.glob("*/config.json"))]
+        hint = f" Did you mean one of the runs in it: {', '.join(nearby[-3:])}?" if nearby else ""
+        found = "has no config.json" if path.is_dir() else "does not exist"
+        raise RunError(f"{path} is not a run directory: it {found}.{hint}")
+    environment = _read_json(file)
+    if missing := [k for k in ("format_version", "resumes") if k not in environment]:
+        raise RunError(f"{file} lacks {' and '.join(missing)}: it was damaged. Restore the file.")
+    if (version := environment["format_version"]) > FORMAT_VERSION:
+        raise RunError(
+            f"{path} was written in format {version}; this version of Lockstep reads up to "
+            f"{FORMAT_VERSION}. Use the version that wrote it."
+        )
 
 
 def _holds_something(path: Path) -> bool:

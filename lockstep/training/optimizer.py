@@ -117,16 +117,16 @@ class Optimizer:
         meshes = {n: mesh for n, p in self.parameters.items() if (mesh := mesh_of(p)) is not None}
         self._sharded = list(meshes)
         self._sharded_over = next(iter(meshes.values()), None)
-        decay = {True: config.weight_decay, False: 0.0}
-        groups = [
-            {
-                "params": [m for n, m in self.masters.items() if is_decayed(n) == decays],
-                "weight_decay": decay[decays],
-            }
-            for decays in decay
-        ]
+        decayed = [m for n, m in self.masters.items() if is_decayed(n)]
+        others = [m for n, m in self.masters.items() if not is_decayed(n)]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW(
-            groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+            groups,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
 
     def collect_gradients(self) -> None:

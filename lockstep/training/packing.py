@@ -154,23 +154,22 @@ def share_beginnings(
 def check_readable(samples: Sequence[Sample], *, vocab_size: int, max_positions: int) -> None:
     """Raises TokenError naming the first row that a model of this size cannot read."""
     for sample in samples:
-        if len(sample) > max_positions:
+        where, size = f"sample {sample.id}", len(sample)
+        if size > max_positions:
             raise TokenError(
-                f"sample {sample.id} has {len(sample)} tokens, the model's positions end at "
-                f"{max_positions}. Lower the tokens of an episode."
+                f"{where} has {size} tokens, the model's positions end at {max_positions}. Lower "
+                "the tokens of an episode."
             )
-        if len(sample) and int(sample.token_ids.max()) >= vocab_size:
-            at = int(np.argmax(sample.token_ids >= vocab_size))
-            raise TokenError(
-                f"sample {sample.id}: token {at} has the id {int(sample.token_ids[at])}, the "
-                f"model's vocabulary ends at {vocab_size - 1}. Another model's tokenizer?"
-            )
-        support = sample.ragged.get("support")
-        if support is not None and (support.values >= vocab_size).any():
-            raise TokenError(
-                f"sample {sample.id}: a support has the id {int(support.values.max())}, the "
-                f"model's vocabulary ends at {vocab_size - 1}. Another model's sampler?"
-            )
+        ids = [("token", sample.token_ids)]
+        if (support := sample.ragged.get("support")) is not None:
+            ids.append(("support entry", support.values))
+        for name, values in ids:
+            if (is_beyond := values >= vocab_size).any():
+                at = int(np.argmax(is_beyond))
+                raise TokenError(
+                    f"{where}: {name} {at} has the id {int(values[at])}, the model's vocabulary "
+                    f"ends at {vocab_size - 1}. Another model's tokenizer?"
+                )
 
 
 def plan_microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:

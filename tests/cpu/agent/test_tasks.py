@@ -111,12 +111,6 @@ def test_a_mixture_ends_with_its_last_component():
     assert sorted(ids(drawn)) == sorted(ids(tasks_of(3, "a") + tasks_of(8, "b")))
 
 
-@pytest.mark.parametrize("weights", [{"a": 0.0}, {"a": -1.0}, {"a": float("inf")}, {"b": 1.0}, {}])
-def test_mixture_weights_that_make_no_sense_are_refused(weights):
-    with pytest.raises(ConfigError, match="mixture"):
-        MixtureSource({"a": GeneratedSource(make)}, weights=weights)
-
-
 @pytest.mark.parametrize(
     ("saved", "other"),
     [

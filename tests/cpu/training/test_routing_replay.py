@@ -279,7 +279,7 @@ def test_one_update_by_recomputed_routes_is_the_update_without(tmp_path):
 
 def test_an_update_without_recomputed_routes_says_where_they_come_from(tmp_path):
     trainer, rows = make_routed(tmp_path, replay="recompute")
-    with pytest.raises(RoutingReplayError, match=r"a forward before the update: call Trainer\.update"):
+    with pytest.raises(RoutingReplayError, match=r"before the update: call Trainer\.update"):
         trainer.forward_backward(rows, LOSS)
     trainer.forward(rows)
     assert trainer.forward_backward(rows, LOSS)["routing/replayed_share"] == 1
