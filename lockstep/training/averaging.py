@@ -34,11 +34,8 @@ def average_rows(
         for i, tokens in row.segments.items():
             scorings = [] if rescorings is None else rescorings.logprobs.get(i, [])
             by_count.setdefault(len(scorings), []).append((row, tokens, scorings))
-    if (
-        by_count
-        and not any(by_count)
-        and (error := next(filter(None, (r.error for r in found)), ""))
-    ):
+    error = next(filter(None, (r.error for r in found)), "")
+    if error and by_count and not any(by_count):
         raise EngineError(
             f"not one of {len(by_count[0])} sampled segments could be scored again, which "
             f"correction.behaviour=averaged needs. The first reason: {error}"
@@ -52,11 +49,9 @@ def average_rows(
         num_tokens += sum(sizes)
         num_scored += count * sum(sizes)
         if count:
+            by_pass = zip(*(scorings for _, _, scorings in pieces), strict=True)
             averaged = average_logprobs(
-                [
-                    torch.from_numpy(np.concatenate([s[k] for _, _, s in pieces]))
-                    for k in range(count)
-                ],
+                [torch.from_numpy(np.concatenate(of_pass)) for of_pass in by_pass],
                 rollout_logprobs=torch.from_numpy(np.concatenate(values)),
                 average_sampling_pass=average_sampling_pass,
             )

@@ -68,7 +68,8 @@ def rows_for_training(
         for trajectory in group.trajectories
         if trajectory.status != "failed" and trajectory.rewards
     ]
-    rewards = [_finite_rewards(trajectory) for _, trajectory in scored]
+    for _, trajectory in scored:
+        _check_rewards(trajectory)
     control = np.array(sorted(control_ids), np.int32)
     rows: list[tuple[int, Sample]] = []
     """(number of the trajectory among `scored`, its row)"""
@@ -82,9 +83,9 @@ def rows_for_training(
     if isinstance(advantage, GAE):
         if critic is None:
             raise ConfigError("advantage=gae needs a critic: rows_for_training(critic=...).")
-        _fill_by_values(rows, [t for _, t in scored], rewards, advantage, critic)
+        _fill_by_values(rows, [t for _, t in scored], advantage, critic)
     else:
-        _fill_by_leaves(rows, scored, rewards, advantage)
+        _fill_by_leaves(rows, scored, advantage)
     return [sample for _, sample in rows]
 
 
@@ -131,13 +132,12 @@ def _fill(rows: Sequence[tuple[int, Sample]], name: str, of_segment: Sequence[By
 def _fill_by_leaves(
     rows: Sequence[tuple[int, Sample]],
     scored: Sequence[tuple[int, Trajectory]],
-    rewards: Sequence[Mapping[int, float]],
     advantage: AdvantageConfig,
 ) -> None:
     leaves = [
         (number, index, leaf, reward)
-        for number, (index, _) in enumerate(scored)
-        for leaf, reward in rewards[number].items()
+        for number, (index, trajectory) in enumerate(scored)
+        for leaf, reward in trajectory.rewards.items()
     ]
     numbers, indices, _, values = (np.array(x) for x in zip(*leaves, strict=True))
     advantages = leaf_advantages(
@@ -194,7 +194,6 @@ class _Path:
 def _fill_by_values(
     rows: Sequence[tuple[int, Sample]],
     trajectories: Sequence[Trajectory],
-    rewards: Sequence[Mapping[int, float]],
     advantage: GAE,
     critic: Critic,
 ) -> None:
@@ -207,7 +206,7 @@ def _fill_by_values(
     paths = [
         _Path.of(number, trajectory, leaf, reward)
         for number, trajectory in enumerate(trajectories)
-        for leaf, reward in rewards[number].items()
+        for leaf, reward in trajectory.rewards.items()
     ]
     paths = [path for path in paths if path.sizes]
     values = {
@@ -273,8 +272,8 @@ def _means_over_paths(
     return out
 
 
-def _finite_rewards(trajectory: Trajectory) -> dict[int, float]:
-    """The rewards by path. Raises DataError if one, or a segment's own, is not finite."""
+def _check_rewards(trajectory: Trajectory) -> None:
+    """Raises DataError if a leaf's reward, or a segment's own, is not finite."""
     given = [(f"leaf {leaf}", reward) for leaf, reward in trajectory.rewards.items()]
     given += [
         (f"segment {i}", segment.reward)
@@ -287,4 +286,3 @@ def _finite_rewards(trajectory: Trajectory) -> dict[int, float]:
                 f"trajectory {trajectory.id}, {where}: the reward is {reward}; a reward must "
                 "be finite. An episode that could not be scored has status 'failed'."
             )
-    return trajectory.rewards

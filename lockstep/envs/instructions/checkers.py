@@ -486,11 +486,7 @@ class Verdict:
     @classmethod
     def of(cls, instructions: Sequence[Instruction], text: str) -> Verdict:
         strict = tuple(each.follows(text) for each in instructions)
-        loose = tuple(
-            followed or each.follows_loosely(text)
-            for each, followed in zip(instructions, strict, strict=True)
-        )
-        return cls(strict, loose)
+        return cls(strict, tuple(each.follows_loosely(text) for each in instructions))
 
     def scores(self) -> dict[str, float]:
         """prompt_strict, prompt_loose: 1 if all are followed, else 0. instruction_strict,

@@ -111,5 +111,7 @@ def test_a_support_of_another_vocabulary_is_named(tmp_path):
     entries = [ids.tolist() for ids in rows[1].ragged["support"]]
     entries[-1].append(VOCAB + 7)
     rows[1].set("support", Ragged.of(entries))
-    with pytest.raises(TokenError, match=r"t1/0: support entry 60 has the id 68, .*vocabulary ends at 60"):
+    with pytest.raises(
+        TokenError, match=r"support entry 60 has the id 68, .*vocabulary ends at 60"
+    ):
         make_trainer(tmp_path).pack(rows)
