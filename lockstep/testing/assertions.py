@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.agent.gateway.splicing import num_common
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Stage, examine
@@ -125,7 +126,7 @@ def assert_prefix(shorter_ids: Any, longer_ids: Any, *, tokenizer: Tokenizer | N
     >>> assert_prefix([1, 2], [1, 2, 3])
     """
     one, other = _ids(shorter_ids), _ids(longer_ids)
-    at = _num_equal(one, other)
+    at = num_common(one.tolist(), other.tolist())
     if at < len(one):
         there = f"{_token(other, at, tokenizer)} at position {at}" if at < len(other) else "nothing"
         raise AssertionError(
@@ -245,16 +246,10 @@ def _ragged(values: Any) -> list[npt.NDArray[Any]]:
 # -- where they differ -----------------------------------------------------------------------------
 
 
-def _num_equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(one[:size] != other[:size])
-    return int(differs[0]) if len(differs) else size
-
-
 def _find(ids: npt.NDArray[np.int32], turn: npt.NDArray[np.int32], begin: int) -> tuple[int, int]:
     """(position in `ids` from `begin` on with the longest prefix of `turn`, its length)."""
     places = np.flatnonzero(ids[begin:] == turn[0]) + begin if len(turn) else []
-    found = [(int(at), _num_equal(turn, ids[at:])) for at in places]
+    found = [(int(at), num_common(turn.tolist(), ids[at:].tolist())) for at in places]
     return max(found, key=lambda place: place[1], default=(begin, 0))
 
 

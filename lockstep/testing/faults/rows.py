@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.agent.gateway.splicing import num_common
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import tag
 from lockstep.errors import ConfigError
@@ -140,19 +141,13 @@ class RerenderedHistory(_EditFault):
         user = Message(role="user", content="x")
         before, two = renderer.render([user]), renderer.render([user, user])
         whole = renderer.render([user, message, user])
-        begin = _num_equal(before, whole)
-        tail = len(two) - _num_equal(before, two)
+        begin = num_common(before, whole)
+        tail = len(two) - num_common(before, two)
         # What is left ends with the token that opens the next message, and maybe a line break.
         body = whole[len(before) : len(whole) - tail - 1]
         while body and body[-1] not in renderer.tokenizer.control_ids:
             body.pop()
         return whole[begin : len(before)], body
-
-
-def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
-    return int(differs[0]) if differs.size else size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,7 +424,7 @@ class DroppedThinking(_EditFault):
         for begin, end in turns(row)[:-1]:
             ids = row.token_ids[begin:end].tolist()
             bare = renderer.without_thinking(ids)
-            stop = end - _num_equal(ids[::-1], bare[::-1])
+            stop = end - num_common(ids[::-1], bare[::-1])
             lost += range(stop - len(ids) + len(bare), stop)
         return without(row, lost)
 

@@ -3,13 +3,12 @@ trainer's."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import tag
+from lockstep.config import check_numbers, tag
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
@@ -254,6 +253,8 @@ class ProcessedLogprobs(_SamplerFault):
     or SGLang's log-probs after temperature, with a trainer that ignores both."""
 
     shares_weights: ClassVar = False
+    shares: ClassVar = ("top_p",)
+    least: ClassVar = {"top_k": 0}
 
     temperature: float = 1.0
     """Divisor of the sampler's logits, besides the requested one."""
@@ -263,12 +264,8 @@ class ProcessedLogprobs(_SamplerFault):
     """0 is off."""
 
     def __post_init__(self) -> None:
-        is_known = 0 < self.temperature < math.inf and 0 < self.top_p <= 1 and self.top_k >= 0
-        if not is_known:
-            raise ConfigError(
-                f"temperature={self.temperature} must be above 0, top_p={self.top_p} in (0, 1], "
-                f"top_k={self.top_k} at least 0."
-            )
+        super().__post_init__()
+        check_numbers(self, "", "temperature")
         if (self.temperature, self.top_p, self.top_k) == (1.0, 1.0, 0):
             raise ConfigError(
                 "processed_logprobs processes nothing: set its temperature, top_p or top_k."

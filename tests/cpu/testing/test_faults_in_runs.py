@@ -69,7 +69,7 @@ def test_log_probs_that_are_taken_after_the_update_are_what_is_recorded(tmp_path
             "a log-prob above 0 is refused where it is sampled",
         ),
         (("--fault=processed_logprobs",), "processes nothing: set its temperature"),
-        (("--fault=processed_logprobs,top_p=2",), r"top_p=2.0 in \(0, 1\]"),
+        (("--fault=processed_logprobs,top_p=2",), r"top_p=2.0 must lie in \(0, 1\]"),
         (("--fault=active_dropout,prob=1",), r"prob=1.0 must lie in \(0, 1\)"),
         (("--fault=clamped_logprobs,lowest=1",), "lowest=1.0 must be a finite number below"),
         (("--fault=quantised_logprobs,decimals=9",), "decimals=9 must lie in 0 to 7"),
