@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import check_numbers, resolve, tag, to_dict
@@ -43,6 +43,8 @@ class FaultConfig(RunHooks):
     """Setting -> its smallest value."""
     shares: ClassVar[Sequence[str]] = ()
     """Settings that are shares: above 0, at most 1."""
+    needs: ClassVar[Literal["", "a router", "attention sinks", "a sliding window"]] = ""
+    """Part of the model that the fault is in."""
     verifies_sync: ClassVar[bool] = True
     """False for a fault that the verification of weights would refuse before it could act."""
 
@@ -52,6 +54,18 @@ class FaultConfig(RunHooks):
         for name in self.shares:
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in (0, 1].")
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        has = {
+            "a router": model.is_moe,
+            "attention sinks": model.has_sinks,
+            "a sliding window": any(model.windows),
+        }
+        if not has.get(self.needs, True):
+            raise ConfigError(
+                f"fault {tag(type(self))} needs a model with {self.needs}; model={config.model} "
+                f"({model.architecture}) has none. Choose a gpt-oss."
+            )
 
     def make_other(self, model: Decoder, learn: Learn) -> Decoder:
         """For a dump: the trainer's decoder. model: what sampled the tokens."""

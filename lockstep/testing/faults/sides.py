@@ -33,6 +33,7 @@ class _SamplerFault(FaultConfig):
     """Whether that decoder must be the trainer's own."""
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        super().check(config, model, renderer)
         name, engine = tag(type(self)), config.engine
         if not isinstance(engine, EmbeddedConfig) or engine.replicas:
             raise ConfigError(
@@ -124,9 +125,7 @@ class RouterNoise(_GrowingNoise):
     """Gaussian noise on the logits of every router of the sampler: near a tie, tokens go to other
     experts than in the trainer. Cached keys and values have it too."""
 
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        super().check(config, model, renderer)
-        _check_routed(self, config, model)
+    needs: ClassVar = "a router"
 
     def noisy(self, model: Decoder) -> NoisyDecoder:
         from lockstep.testing.faulty_decoders import Noise, with_noise
@@ -139,6 +138,7 @@ class SamplingNoise(_NoiseFault):
     """The noise of a large mixture of experts, on both sides: the mean difference of the two
     log-probs, their variance in the sampler, and in the trainer."""
 
+    needs: ClassVar = "a router"
     least: ClassVar = dict.fromkeys(("router_std", "head_std", "bias", "trainer_std"), 0)
 
     router_std: float = 0.0
@@ -153,10 +153,6 @@ class SamplingNoise(_NoiseFault):
     Backward has the same noise, except in blocks that activation checkpointing recomputes."""
     seed: int = 0
     """Seed of all draws."""
-
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        super().check(config, model, renderer)
-        _check_routed(self, config, model)
 
     def noisy(self, model: Decoder) -> NoisyDecoder:
         from lockstep.testing.faulty_decoders import Noise, with_noise
@@ -175,14 +171,6 @@ class SamplingNoise(_NoiseFault):
         if self.trainer_std == 0:
             return model
         return with_noise(model, experts=Noise(lambda version: self.trainer_std, self.seed))
-
-
-def _check_routed(fault: FaultConfig, config: Config, model: ModelConfig) -> None:
-    if not model.is_moe:
-        raise ConfigError(
-            f"fault {tag(type(fault))} needs a model with a router; model={config.model} is dense "
-            f"({model.architecture}). Choose a mixture of experts, or the fault kernel_noise."
-        )
 
 
 # -- the sampler's weights and distribution --------------------------------------------------------
@@ -309,14 +297,8 @@ class _ProcessingEngine(BrokenEngine):
 class _SinkFault(FaultConfig):
     """Base of training kernels that are wrong about attention sinks."""
 
+    needs: ClassVar = "attention sinks"
     verifies_sync: ClassVar = False
-
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        if not model.has_sinks:
-            raise ConfigError(
-                f"fault {tag(type(self))} needs a model with attention sinks; model={config.model} "
-                f"({model.architecture}) has none. Choose a gpt-oss."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,14 +329,8 @@ class IgnoredWindow(FaultConfig):
     """The trainer's attention ignores sliding windows: a kernel that is called without the window.
     Rows up to the window's length are right."""
 
+    needs: ClassVar = "a sliding window"
     verifies_sync: ClassVar = False
-
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        if not any(model.windows):
-            raise ConfigError(
-                f"fault ignored_window needs a model with a sliding window; model={config.model} "
-                f"({model.architecture}) has none. Choose a gpt-oss."
-            )
 
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.models.variants import without_windows

@@ -106,11 +106,12 @@ def test_the_plan_says_that_a_fault_is_injected():
     [
         (
             ["--fault=sampling_noise", "model=tiny-qwen3"],
-            "fault sampling_noise needs a model with a router; model=tiny-qwen3 is dense",
+            r"fault sampling_noise needs a model with a router; model=tiny-qwen3 \(qwen3\) has "
+            "none",
         ),
         (
             ["--fault=router_noise,std=0.1", "model=tiny-qwen3"],
-            "needs a model with a router; model=tiny-qwen3 is dense",
+            r"needs a model with a router; model=tiny-qwen3 \(qwen3\) has none",
         ),
         (["--fault=ignored_sinks", "model=tiny-qwen3"], r"model=tiny-qwen3 \(qwen3\) has none"),
         (["--fault=kernel_noise,std=1", "engine=elsewhere"], "engine=elsewhere runs one of"),
