@@ -73,8 +73,6 @@ class _Stream:
     """One request in one replica."""
 
     clock: asyncio.Timeout
-    versions: set[int]
-    """Policy versions that the replica may have sampled the request with."""
     is_done: bool = False
 
     def hurry(self, when: float) -> None:
@@ -90,9 +88,9 @@ class _Replica:
     name: str
     engine: Engine
     version: int
+    versions: set[int]
+    """Policy versions that it was given."""
     state: Literal["ready", "loading", "out"] = "ready"
-    incoming: int | None = None
-    """Version that it is loading."""
     streams: set[_Stream] = field(default_factory=set)
     num_served: int = 0
     heard_at: float = 0.0
@@ -105,10 +103,6 @@ class _Replica:
     probe: asyncio.Task[bool] | None = None
     revival: asyncio.Task[None] | None = None
     num_probes: int = 0
-
-    @property
-    def versions(self) -> set[int]:
-        return {self.version} if self.incoming is None else {self.version, self.incoming}
 
     def hear(self) -> None:
         self.heard_at = _now()
@@ -151,7 +145,7 @@ class Pool(Engine):
         self._config, self._on_event = config, on_event
         self._capabilities = _common([engine.capabilities for engine in engines], names)
         self._replicas = [
-            _Replica(name, engine, engine.version)
+            _Replica(name, engine, engine.version, {engine.version})
             for name, engine in zip(names, engines, strict=True)
         ]
         self._version = min(engine.version for engine in engines)
@@ -197,10 +191,10 @@ class Pool(Engine):
                 self._note_failure(tries, replica, error)
 
     async def _score(self, replica: _Replica, token_ids: Int32Array, **how: Any) -> Scores:
-        async with self._serving(replica) as stream:
+        async with self._serving(replica):
             found = await replica.engine.score(token_ids, **how)
             replica.hear()
-            self._check_version(stream, found.policy_version)
+            self._check_version(replica, found.policy_version)
         return found
 
     async def score_by_each(self, token_ids: Int32Array, **how: Any) -> dict[str, Scores]:
@@ -362,6 +356,7 @@ class Pool(Engine):
                 async for delta in deltas:
                     replica.hear()
                     stream.hurry(_now() + self._config.reply_seconds)
+                    self._check_version(replica, delta.policy_version)
                     self._take(stream, reply, delta, base)
             finally:
                 if (close := getattr(deltas, "aclose", None)) is not None:
@@ -383,7 +378,6 @@ class Pool(Engine):
 
     def _take(self, stream: _Stream, reply: _Entry, delta: Delta, base: int) -> None:
         """Hands a delta to the readers. base: tokens that came before this replica was asked."""
-        self._check_version(stream, delta.policy_version)
         if delta.finish_reason == "abort" and not (reply.is_aborted or reply.is_done):
             raise EngineDownError(f"request {reply.request.id} was aborted, by nobody here")
         if delta.first is not None and base:
@@ -391,13 +385,12 @@ class Pool(Engine):
         self._ledger.deliver(reply, delta)
         stream.is_done = reply.is_done
 
-    def _check_version(self, stream: _Stream, version: int) -> None:
-        if version not in stream.versions:
+    def _check_version(self, replica: _Replica, version: int) -> None:
+        if version not in replica.versions:
             self._ledger.stats.wrong_versions += 1
-            known = ", ".join(map(str, sorted(stream.versions)))
             raise EngineDownError(
-                f"it samples with weights that it calls version {version}; this run gave it "
-                f"{known}. Another trainer on it, or a server that was started again?"
+                f"it samples with weights that it calls version {version}, which this run has not "
+                "given it. Another trainer on it, or a server that was started again?"
             )
 
     def _end(self, reply: _Entry, reason: FinishReason, stop: int | None = None) -> None:
@@ -412,7 +405,7 @@ class Pool(Engine):
         """A request's time in a replica: counted there, and cut off when the replica is lost."""
         if not replica.streams:
             replica.hear()
-        stream = _Stream(asyncio.timeout(self._config.reply_seconds), replica.versions)
+        stream = _Stream(asyncio.timeout(self._config.reply_seconds))
         replica.streams.add(stream)
         replica.num_served += 1
         try:
@@ -627,9 +620,7 @@ class Pool(Engine):
         was_out = replica.state == "out"
         if not was_out:
             replica.state = "loading"
-        replica.incoming = version
-        for stream in replica.streams:
-            stream.versions.add(version)
+        replica.versions.add(version)
         try:
             async with asyncio.timeout(self._config.load_seconds):
                 await engine.load_weights(source, version=version)
@@ -641,8 +632,6 @@ class Pool(Engine):
         except _FAILURES as error:
             self._lose(replica, f"weights of version {version}: {_text(error)}")
             return False
-        finally:
-            replica.incoming = None
         replica.version = version
         replica.hear()
         if not was_out and replica.state == "loading":

@@ -233,6 +233,7 @@ def test_a_reply_that_goes_on_under_newer_weights_is_two_segments():
         pool = make_pool(old, new)
         await new.load_weights(None, version=1)
         pool._replicas[1].version = 1  # as in the middle of a rolling update
+        pool._replicas[1].versions.add(1)
         return await deltas_of(pool, request("r", [1], stop_ids=(2,)))
 
     deltas = run(main())
