@@ -69,19 +69,6 @@ _GONE = (EngineDownError, OSError, EOFError)
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
-    """One request in one replica."""
-
-    clock: asyncio.Timeout
-    is_done: bool = False
-
-    def hurry(self, when: float) -> None:
-        """Cuts the request off at `when`, unless it is ending."""
-        if not self.clock.expired():
-            self.clock.reschedule(when)
-
-
-@dataclass(slots=True, eq=False)
 class _Replica:
     """One engine, and the state that it is known to be in."""
 
@@ -91,7 +78,8 @@ class _Replica:
     versions: set[int]
     """Policy versions that it was given."""
     state: Literal["ready", "loading", "out"] = "ready"
-    streams: set[_Stream] = field(default_factory=set)
+    streams: set[asyncio.Timeout] = field(default_factory=set)
+    """Limits of the requests in it."""
     num_served: int = 0
     heard_at: float = 0.0
     """Time at which something last came from it, or the first request was sent to it."""
@@ -310,6 +298,8 @@ class Pool(Engine):
                 try:
                     await self._stream(replica, reply, len(tries.failures))
                 except _FAILURES as error:
+                    if reply.is_done:  # only the end of the iterator was missing
+                        return
                     await self._suspect(replica, error)
                     reply.at = None
                     self._continue(reply, tries, replica, error)
@@ -350,14 +340,14 @@ class Pool(Engine):
         asked = self._asked(reply, num_failed)
         reply.at = (replica, asked.id)
         base = reply.num_sent
-        async with self._serving(replica) as stream:
+        async with self._serving(replica) as limit:
             deltas = replica.engine.generate(asked)
             try:
                 async for delta in deltas:
                     replica.hear()
-                    stream.hurry(_now() + self._config.reply_seconds)
+                    _set(limit, _now() + self._config.reply_seconds)
                     self._check_version(replica, delta.policy_version)
-                    self._take(stream, reply, delta, base)
+                    self._take(reply, delta, base)
             finally:
                 if (close := getattr(deltas, "aclose", None)) is not None:
                     await close()
@@ -376,14 +366,13 @@ class Pool(Engine):
             asked = replace(asked, routes_from=len(asked.prompt_ids) - 1)
         return asked
 
-    def _take(self, stream: _Stream, reply: _Entry, delta: Delta, base: int) -> None:
+    def _take(self, reply: _Entry, delta: Delta, base: int) -> None:
         """Hands a delta to the readers. base: tokens that came before this replica was asked."""
         if delta.finish_reason == "abort" and not (reply.is_aborted or reply.is_done):
             raise EngineDownError(f"request {reply.request.id} was aborted, by nobody here")
         if delta.first is not None and base:
             delta = replace(delta, first=base + delta.first)
         self._ledger.deliver(reply, delta)
-        stream.is_done = reply.is_done
 
     def _check_version(self, replica: _Replica, version: int) -> None:
         if version not in replica.versions:
@@ -401,24 +390,23 @@ class Pool(Engine):
     # -- which replica serves it --------------------------------------------------------------
 
     @asynccontextmanager
-    async def _serving(self, replica: _Replica) -> AsyncIterator[_Stream]:
+    async def _serving(self, replica: _Replica) -> AsyncIterator[asyncio.Timeout]:
         """A request's time in a replica: counted there, and cut off when the replica is lost."""
         if not replica.streams:
             replica.hear()
-        stream = _Stream(asyncio.timeout(self._config.reply_seconds))
-        replica.streams.add(stream)
+        limit = asyncio.timeout(self._config.reply_seconds)
+        replica.streams.add(limit)
         replica.num_served += 1
         try:
-            async with stream.clock:
-                yield stream
+            async with limit:
+                yield limit
         except TimeoutError as error:
-            if not stream.clock.expired():
+            if not limit.expired():
                 raise
-            if not stream.is_done:  # else only the end of the iterator was missing
-                why = replica.last_words if replica.state == "out" else ""
-                raise TimeoutError(why or "no sign of it, while others were served") from error
+            why = replica.last_words if replica.state == "out" else ""
+            raise TimeoutError(why or "no sign of it, while others were served") from error
         finally:
-            replica.streams.discard(stream)
+            replica.streams.discard(limit)
 
     async def _choose(self, tries: _Tries, *, at_least: int | None = None) -> _Replica:
         """A ready replica, other than those that have failed if there is one; waits if none is
@@ -522,8 +510,8 @@ class Pool(Engine):
         self._ledger.stats.frozen_replicas += is_frozen
         left = sum(r.state != "out" for r in self._replicas)
         self._on_event(f"{replica.name} is out: {reason}. Replicas left: {left}.")
-        for stream in replica.streams:
-            stream.hurry(_now())
+        for limit in replica.streams:
+            _set(limit, _now())
         self._ledger.wake()  # whoever waits may see that nobody is left
         self._watch()
 
@@ -686,6 +674,12 @@ def _common(found: Sequence[Capabilities], names: Sequence[str]) -> Capabilities
                 )
     name = first.name if len(found) == 1 else f"{first.name} x{len(found)}"
     return replace(first, name=name, max_tokens=min(f.max_tokens for f in found))
+
+
+def _set(limit: asyncio.Timeout, when: float) -> None:
+    """Cuts a request off at `when`, unless it is ending."""
+    if not limit.expired():
+        limit.reschedule(when)
 
 
 def _now() -> float:
