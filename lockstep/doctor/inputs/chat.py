@@ -37,12 +37,9 @@ class ChatDump(LineDump):
     """A JSONL file of dialogues with ids, or a directory of them."""
 
     format: ClassVar[str] = "chat"
+    trainer: ClassVar[str] = ""
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json")
     keys: ClassVar[frozenset[str]] = frozenset()
-    no_row: ClassVar[str] = (
-        ": no reply with ids is in it. Expected assistant messages (or choices) with "
-        f"{' or '.join(_IDS)}, as vLLM gives them with return_token_ids=true."
-    )
     why: ClassVar[Mapping[str, str]] = {
         "rollout_logprobs": "ask the engine for them: logprobs=true.",
         "trainer_logprobs": "an engine's answers have the sampler's log-probs only; write the "

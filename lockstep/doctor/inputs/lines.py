@@ -26,10 +26,10 @@ _LINE_PIECE = 1 << 20
 class RowDump(Dump):
     """A format that yields one `Row` after another."""
 
-    trainer: ClassVar[str] = ""
-    """`Facts.trainer`."""
-    no_row: ClassVar[str] = " has no row of this format."
-    """Error of a dump without rows; follows the path."""
+    trainer: ClassVar[str | None] = None
+    """`Facts.trainer`; None is the name of the format."""
+    no_row: ClassVar[str] = "see docs/doctor-dumps.md for the files that it reads."
+    """What to do about a dump without rows."""
     why: ClassVar[Mapping[str, str]] = {}
     """Field of `Rows` -> why a dump may lack it, and how to get it."""
 
@@ -37,11 +37,12 @@ class RowDump(Dump):
         super().__init__(path)
         head = list(islice(self.rows(), HEAD_ROWS))
         if not head:
-            raise DataError(f"{path}{self.no_row}")
+            raise DataError(f"{path} has no row of the format {self.format}: {self.no_row}")
         always = frozenset({"row_ids", "token_ids", "loss_mask"})
         self.has = always.union(*(row.columns for row in head))
         has_routes = "routed_experts" in self.has
-        self.facts = Facts(trainer=self.trainer, is_moe=True if has_routes else None)
+        trainer = self.format if self.trainer is None else self.trainer
+        self.facts = Facts(trainer=trainer, is_moe=True if has_routes else None)
         self.lacks = {name: reason for name, reason in self.why.items() if name not in self.has}
 
     @abstractmethod
@@ -96,8 +97,6 @@ class LineDump(FileDump):
 
     keys: ClassVar[frozenset[str]]
     """Keys of every line."""
-    kind: ClassVar[str]
-    """Kind of line, for an error: "a datum"."""
 
     @classmethod
     def is_own(cls, path: Path) -> bool:
@@ -116,7 +115,7 @@ class LineDump(FileDump):
             where = f"{path}:{number}"
             line = json_line(text, where)
             if missing := sorted(self.keys - line.keys()):
-                raise DataError(f"{where}: {', '.join(missing)} of {self.kind} is missing.")
+                raise DataError(f"{where}: {', '.join(missing)} is missing.")
             yield from self.rows_of(line, path, number, where)
 
     @abstractmethod

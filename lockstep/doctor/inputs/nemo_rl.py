@@ -25,15 +25,9 @@ class NemoRlDump(LineDump):
     """`train_data_step*.jsonl` of a run's log directory, or one such file."""
 
     format: ClassVar[str] = "nemo-rl"
-    trainer: ClassVar[str] = "nemo-rl"
     patterns: ClassVar[tuple[str, ...]] = ("train_data_step*.jsonl",)
     keys: ClassVar[frozenset[str]] = frozenset(  # earlier versions logged texts without ids
         {"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs", "input_lengths"}
-    )
-    kind: ClassVar[str] = "NeMo-RL's training rows"
-    no_row: ClassVar[str] = (
-        " has no line of NeMo-RL's train_data_step*.jsonl. Give the log directory of the run "
-        "(logger.log_dir/exp_NNN)."
     )
     why: ClassVar[Mapping[str, str]] = {
         "trainer_logprobs": "all of prev_logprobs are 0.0: with loss_fn.force_on_policy_ratio "

@@ -26,7 +26,6 @@ class PrimeRlDump(LineDump):
     """A file of the token export, a directory of steps, or the output directory of a run."""
 
     format: ClassVar[str] = "prime-rl"
-    trainer: ClassVar[str] = "prime-rl"
     patterns: ClassVar[tuple[str, ...]] = (
         "rank_*.jsonl",
         "step_*/rank_*.jsonl",
@@ -35,11 +34,6 @@ class PrimeRlDump(LineDump):
     )
     keys: ClassVar[frozenset[str]] = frozenset(
         {"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}
-    )
-    kind: ClassVar[str] = "prime-rl's token export"
-    no_row: ClassVar[str] = (
-        " has no line of prime-rl's token export. Set trainer.enable_token_export = true, which "
-        "writes to OUTPUT/token_exports."
     )
 
     def rows_of(

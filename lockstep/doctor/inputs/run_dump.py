@@ -31,7 +31,7 @@ class RunDump(RowDump):
     """
 
     format: ClassVar[str] = "lockstep"
-    no_row: ClassVar[str] = ": no stored episode has a reward (record.keep), or no step ended."
+    no_row: ClassVar[str] = "no stored episode has a reward (record.keep), or no step ended."
     why: ClassVar[Mapping[str, str]] = {"trainer_version": "metrics.jsonl lacks staleness/version"}
 
     def __init__(self, path: Path) -> None:

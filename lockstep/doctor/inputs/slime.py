@@ -36,13 +36,8 @@ class SlimeDump(FileDump):
     """
 
     format: ClassVar[str] = "slime"
-    trainer: ClassVar[str] = "slime"
     patterns: ClassVar[tuple[str, ...]] = ("*.pt",)
     suffixes: ClassVar[tuple[str, ...]] = (".pt", ".pth")
-    no_row: ClassVar[str] = (
-        " has 0 samples of a training rollout (.pt). Give a file or directory that "
-        "--save-debug-rollout-data or --save-debug-train-data of slime or miles wrote."
-    )
     why: ClassVar[Mapping[str, str]] = {
         "rollout_logprobs": "the samples have no rollout_log_probs: a custom generate function "
         "must set them from meta_info.output_token_logprobs.",

@@ -26,10 +26,7 @@ class TinkerDump(LineDump):
     """
 
     format: ClassVar[str] = "tinker"
-    trainer: ClassVar[str] = "tinker"
     keys: ClassVar[frozenset[str]] = frozenset({"model_input", "target_tokens", "logprobs", "mask"})
-    kind: ClassVar[str] = "a datum"
-    no_row: ClassVar[str] = " has no line of a datum (docs/doctor-dumps.md)."
     why: ClassVar[Mapping[str, str]] = {
         "trainer_logprobs": "write train_step's return value beside each datum, as "
         "training_logprobs (docs/doctor-dumps.md).",

@@ -39,10 +39,8 @@ class TrlDump(FileDump):
     """
 
     format: ClassVar[str] = "trl"
-    trainer: ClassVar[str] = "trl"
     patterns: ClassVar[tuple[str, ...]] = ("*.pt",)
     suffixes: ClassVar[tuple[str, ...]] = (".pt",)
-    no_row: ClassVar[str] = " has no row of a batch of a GRPOTrainer (.pt)."
     why: ClassVar[Mapping[str, str]] = {
         "rollout_logprobs": "sampling_per_token_logps are kept with use_vllm=True, or where a "
         "rollout_func returns logprobs.",

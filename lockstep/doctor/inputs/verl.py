@@ -55,13 +55,8 @@ class VerlDump(FileDump):
     """
 
     format: ClassVar[str] = "verl"
-    trainer: ClassVar[str] = "verl"
     patterns: ClassVar[tuple[str, ...]] = ("*.dp", *(f"**/{name}" for name in _BATCHES))
     suffixes: ClassVar[tuple[str, ...]] = ("",)
-    no_row: ClassVar[str] = (
-        f" has 0 rows of a batch of verl. Give skip.rollout.dump_dir ({' or '.join(_BATCHES)}), or "
-        "a file of DataProto.save_to_disk."
-    )
     why: ClassVar[Mapping[str, str]] = {
         "rollout_logprobs": "set actor_rollout_ref.rollout.calculate_log_probs=true.",
         "trainer_logprobs": "skip.rollout keeps a batch as it was sampled; for the trainer's "

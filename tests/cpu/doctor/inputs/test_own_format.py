@@ -18,9 +18,7 @@ class AcmeDump(LineDump):
     """One JSON object per rollout, as acme-rl writes them."""
 
     format = "acme"
-    trainer = "acme"
     keys = frozenset({"prompt", "reply", "sampler_lp"})
-    kind = "acme-rl's rollouts"
     why = {"trainer_logprobs": "acme-rl writes them with --trainer-lp."}
 
     def rows_of(self, line, path, number, where):

@@ -205,7 +205,7 @@ def test_files_of_a_directory_come_in_order_and_evaluations_are_left_out(tmp_pat
     [
         ({"state": torch.zeros(2)}, "without `samples`"),
         ([1, 2], "without `samples`"),
-        ({"rollout_id": 1, "samples": []}, "0 samples"),
+        ({"rollout_id": 1, "samples": []}, "no row of the format slime"),
         ({"samples": [{"text": "a"}]}, "sample 0: expected a dict with `tokens`"),
         ({"samples": [sample(0, tokens=["a"])]}, "sample 0: tokens: expected a list of token ids"),
         ({"samples": [sample(0, tokens=[1 << 40] * 7)]}, "beyond 32 bits"),

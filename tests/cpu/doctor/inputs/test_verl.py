@@ -202,7 +202,7 @@ def test_zeros_that_stand_for_no_experts_are_not_taken_for_expert_zero(save):
             "row 0: old_log_probs: expected 4 numbers.* 4 x 1 entries",
         ),
         ({"prompts": torch.zeros(2, 3)}, "prompts: expected a list of token ids"),
-        ({"responses": torch.zeros(0, 4, dtype=torch.int64)}, "0 rows"),
+        ({"responses": torch.zeros(0, 4, dtype=torch.int64)}, "no row of the format verl"),
     ],
 )
 def test_what_contradicts_itself_is_named_with_its_row(save, changed, message):
