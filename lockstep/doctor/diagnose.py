@@ -58,9 +58,7 @@ def diagnose(
     _check_names(only, [*stages, numerics])
 
     if isinstance(model, Rescoring) or model:
-        opened = open_model(
-            dump, dump.read, facts, model=model, adapter=adapter, against=against, seed=setting.seed
-        )
+        opened = open_model(dump, facts, model=model, adapter=adapter, against=against)
         setting = replace(setting, model=opened)
         if isinstance(opened, Rescoring):
             stages = opened.stages(stages)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -120,12 +120,8 @@ side computed a column of log-probs, and whether it covers the whole row."""
 
 def facts_to_dict(facts: Facts) -> dict[str, Any]:
     """The JSON form, without unknown facts."""
-    out: dict[str, Any] = {"version": VERSION}
-    for f in fields(facts):
-        value = getattr(facts, f.name)
-        if value not in (None, "", frozenset()):
-            out[f.name] = sorted(value) if isinstance(value, frozenset) else value
-    return out
+    known = {n: value for n, value in asdict(facts).items() if value not in (None, "", frozenset())}
+    return {"version": VERSION, **known} | {"stop_ids": sorted(facts.stop_ids)}
 
 
 def facts_from_dict(source: object, where: str) -> Facts:

@@ -127,7 +127,8 @@ def _row(sample: Mapping[str, Any], step: int | None, name: Any, where: str) -> 
     length = whole(sample.get("response_length", sample.get("response_lengths")))
     if length is None or length < 0:
         raise DataError(f"{where}: response_length must be a whole number from 0.")
-    values = Values(source=sample, where=where, size=size, kept=np.ones(length, np.bool_))
+    kept = np.broadcast_to(np.True_, (length,))  # takes no memory, however long it is said to be
+    values = Values(source=sample, where=where, size=size, kept=kept)
     mask = values.mask("loss_mask", "loss_masks")
     if mask is None:  # slime trains the whole response then
         mask = np.arange(size) >= size - length

@@ -319,13 +319,11 @@ class Rescoring(Once):
 
 def open_model(
     dump: Dump,
-    chunks: Chunks,
     facts: Facts,
     *,
     model: str | Path | Rescoring,
     adapter: str | Path = "",
     against: Sequence[str | Path] = (),
-    seed: int = 0,
 ) -> Rescoring | str:
     """The model at hand with its sample of the dump scored, or why it cannot be used: too large for
     this machine, torn, of another vocabulary. Reads the dump once.
@@ -337,22 +335,19 @@ def open_model(
     if not {"rollout_logprobs", "trainer_logprobs"} & dump.has:
         return "the rows have log-probs of neither side: nothing to compare"
     try:
-        if isinstance(model, Rescoring):
-            model.prepare(chunks)
-            return model
-        rescoring = Rescoring(
-            weights=weights_at_hand(dump, model, adapter=adapter, against=against),
-            temperature=facts.temperature,
-            top_p=facts.top_p,
-            top_k=facts.top_k,
-            has_rollout="rollout_logprobs" in dump.has,
-            has_trainer="trainer_logprobs" in dump.has,
-            seed=seed,
-        )
-        rescoring.prepare(chunks)
+        if not isinstance(model, Rescoring):
+            model = Rescoring(
+                weights=weights_at_hand(dump, model, adapter=adapter, against=against),
+                temperature=facts.temperature,
+                top_p=facts.top_p,
+                top_k=facts.top_k,
+                has_rollout="rollout_logprobs" in dump.has,
+                has_trainer="trainer_logprobs" in dump.has,
+            )
+        model.prepare(dump.read)
     except (CheckpointError, MissingExtraError) as error:
         return str(error)
-    return rescoring
+    return model
 
 
 def _digest(rows: Rows, *more: Float32Array | None) -> str:
