@@ -18,7 +18,7 @@ from lockstep.children import Child
 from lockstep.config import check_numbers, require
 from lockstep.envs.data_files import split_tasks
 from lockstep.envs.math.grading import Form, grade_reply, math_verify_child
-from lockstep.envs.math.problem_sets import PUBLIC, Problem, files_of, locate, read_problems
+from lockstep.envs.math.problem_sets import PUBLIC, Problem, files_of, read_problems
 from lockstep.envs.math.problems import Kind, make_problem
 from lockstep.errors import DataError
 from lockstep.types import Message, Task
@@ -176,7 +176,7 @@ class MathConfig(TaskConfig):
         return {"train": self._without(train, held_out), "eval": held_out}
 
     def _read(self, source: Source, path: str, split: Split) -> list[Problem]:
-        files = files_of(source, locate(source, path), split)
+        files = files_of(source, path, split)
         return read_problems(source, files, bad_rows=self.bad_rows) if files else []
 
     def _without(self, train: list[Problem], held_out: list[Problem]) -> list[Problem]:

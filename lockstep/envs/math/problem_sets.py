@@ -133,9 +133,10 @@ PUBLIC: dict[str, PublicSource] = {
 """Sources by the setting `task.source`."""
 
 
-def locate(source: str, path: str) -> Path:
-    """The file or folder that `path` names, downloaded if it is a data set of the hub. "" is the
-    data set that the source was published as."""
+def files_of(source: str, path: str, split: Literal["train", "eval"]) -> list[Path]:
+    """The files of a split in the file or folder that `path` names, downloaded if it is a data set
+    of the hub; [] if there are none. A single file is the training split. path: "" is the data set
+    that the source was published as."""
     public = PUBLIC[source]
     name = path or public.repository
     if not name:
@@ -143,14 +144,9 @@ def locate(source: str, path: str) -> Path:
             f"task.source={source} needs task.path: a .jsonl or .parquet file, or a folder with "
             "train and test files."
         )
-    return locate_data(name, patterns=[*public.train, *public.eval])
-
-
-def files_of(source: str, root: Path, split: Literal["train", "eval"]) -> list[Path]:
-    """The files of a split, [] if it has none. A single file is the training split."""
+    root = locate_data(name, patterns=[*public.train, *public.eval])
     if root.is_file():
         return [root] if split == "train" else []
-    public = PUBLIC[source]
     for pattern in public.train if split == "train" else public.eval:
         if files := sorted(root.glob(pattern)):
             return files

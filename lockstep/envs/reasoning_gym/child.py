@@ -205,12 +205,8 @@ def draw(
         entry = _entry(dataset, json.dumps(settings), level, own_seed)[1]
         question = entry["question"]
         if is_held_out(eval_share, dataset, question) == (split == "eval"):
-            answer = entry["answer"]
-            return {
-                "seed": own_seed,
-                "question": question,
-                "answer": answer if answer is None else str(answer),
-            }
+            answer = None if entry["answer"] is None else str(entry["answer"])
+            return {"seed": own_seed, "question": question, "answer": answer}
     raise DataError(
         f"dataset={dataset}: none of {MAX_DRAWS} questions belongs to the split {split!r}: with "
         "these settings there are too few different ones. Make it harder (settings, level), or "
