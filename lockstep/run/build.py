@@ -223,35 +223,24 @@ def choose_numerics(config: Config, model: Decoder) -> Numerics:
 
     Raises ConfigError if it is named and cannot be kept; `auto` then takes stock ops and says why.
     """
-    from lockstep.ops.base import Ops
     from lockstep.ops.selftest import fingerprint, prove
 
-    model.ops = Ops()
     if config.contract == "none":
-        return _stock(model, " (contract=none)")
-    weight = model.embedding
+        return _stock(model, "contract=none")
     reason = why_no_contract(config)
     if not reason:
         proof = prove(model)
-        model.ops, reason = proof.ops, proof.failure
         if proof.is_kept:
-            found = fingerprint(model.ops, weight.dtype, weight.device)
+            model.ops = proof.ops
+            found = fingerprint(model.ops, model.embedding.dtype, model.embedding.device)
             line = (
                 f"{TRUE_ON_POLICY}: {found.ops} ops, rows filled to {found.row_quantum}, keys in "
                 f"blocks of {found.key_block}; {proof.num_checks} checks on the model's shapes in "
                 f"{proof.seconds:.1f} s. Every token is checked"
             )
             return Numerics(found, True, line)
-        if weight.device.type == "cpu" and proof.num_checks:  # an op was tried and broke
-            reason += (
-                ". Its result depends on the batch here; a fresh process, one thread or "
-                "MKL_CBWR=AUTO,STRICT in the environment may change that"
-            )
-    if config.contract == TRUE_ON_POLICY:
-        raise ConfigError(
-            f"contract={TRUE_ON_POLICY} cannot be kept: {reason}. contract=auto goes on without."
-        )
-    return _stock(model, f". No contract: {reason}")
+        reason = proof.failure
+    return _stock(model, reason, is_refused=config.contract == TRUE_ON_POLICY)
 
 
 def _with_engine(
@@ -266,28 +255,29 @@ def _with_engine(
     Raises ConfigError where the contract is named and the engine cannot keep it, and for an engine
     of this library that should; `auto` goes on without.
     """
-    from lockstep.ops.base import Ops
-
     found = engine.capabilities
     reason = why_not_same(numerics.fingerprint, found.fingerprint)
     if not found.shares_weights and model_files.lora is not None:
         reason = "its weights are its own, with the adapter merged into them: equal to rounding"
     if not reason:
         return numerics
-    if found.fingerprint or config.contract == TRUE_ON_POLICY:
-        raise ConfigError(
-            f"contract={TRUE_ON_POLICY}: engine {found.name} cannot keep it: {reason}. Or set "
-            "contract=none: the gap is then measured and corrected."
-        )
-    model.ops = Ops()
-    return _stock(model, f". No contract: engine {found.name} cannot keep it: {reason}")
+    is_refused = bool(found.fingerprint) or config.contract == TRUE_ON_POLICY
+    reason = f"engine {found.name} cannot keep it: {reason}"
+    return _stock(model, reason, is_refused=is_refused)
 
 
-def _stock(model: Decoder, reason: str) -> Numerics:
+def _stock(model: Decoder, reason: str, *, is_refused: bool = False) -> Numerics:
+    """Gives the model stock ops, for this reason. is_refused: raises ConfigError in place of it."""
+    from lockstep.ops.base import Ops
     from lockstep.ops.selftest import fingerprint
 
-    weight = model.embedding
-    line = f"stock ops; sampler and trainer agree to rounding{reason}"
+    if is_refused:
+        raise ConfigError(
+            f"contract={TRUE_ON_POLICY} cannot be kept: {reason}. With contract=none the gap is "
+            "measured and corrected."
+        )
+    model.ops, weight = Ops(), model.embedding
+    line = f"stock ops; sampler and trainer agree to rounding. No contract: {reason}"
     return Numerics(fingerprint(model.ops, weight.dtype, weight.device), False, line)
 
 
