@@ -276,6 +276,10 @@ class SupervisedConfig(ModelChoice):
             raise ConfigError(
                 "give the dialogues once: sft.path=FILE.jsonl, or data=KIND for generated ones."
             )
+        if self.create and self.renderer is None:
+            raise ConfigError(
+                f"create={self.create} makes a tokenizer for one renderer: set renderer=KIND."
+            )
         if self.create and self.lora is not None:
             raise ConfigError(
                 f"create={self.create} begins with random weights, and lora freezes them: leave "

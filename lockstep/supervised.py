@@ -51,6 +51,7 @@ def train_supervised(
         if config.create:
             from lockstep.models.tiny import create_tiny_model
 
+            assert config.renderer is not None, "checked with the settings"
             created = Path(scratch) / "created"
             stages = config.data.stages(config.seed) if config.data else ()
             dialogues = [d for stage in stages for d in stage.dialogues]

@@ -183,7 +183,8 @@ def _run(hosts: Sequence[Any], payload: bytes, *, has_gpus: bool) -> Any:
     ended: dict[int, Event] = {}
     deadline = math.inf
     while len(ended) < len(hosts) and time.monotonic() < deadline:
-        for stream in ray.wait(list(running), timeout=LOOK_SECONDS)[0]:
+        ready: list[Any] = ray.wait(list(running), timeout=LOOK_SECONDS)[0]
+        for stream in ready:
             rank = running[stream]
             try:
                 events: Sequence[Event] = ray.get(next(stream))

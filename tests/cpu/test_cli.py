@@ -303,6 +303,11 @@ BAD = {
     "a step in words": (["train", "from=x@last"], "whole number"),
     "a missing plugin": (["train", "quickstart", "--plugin", "no_such_module"], "no_such_module"),
     "sft without data": (["sft"], "dialogues.jsonl does not exist"),
+    "a new model without a renderer": (["sft", "create=qwen3"], "set renderer=KIND"),
+    "a new model with an adapter": (
+        ["sft", "create=qwen3", "renderer=chatml", "lora.rank=4"],
+        "begins with random weights, and lora freezes them",
+    ),
 }
 
 
