@@ -26,7 +26,7 @@ class Lease:
     >>> lease = Lease("docs", server="http://10.0.0.1:8000", process="3f")
     >>> lease.label(7)
     'lockstep/docs/3f/7'
-    >>> lease.check_free("lockstep/other/77/12")                 # doctest: +IGNORE_EXCEPTION_DETAIL
+    >>> lease.claim("lockstep/other/77/12")                 # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
     lockstep.errors.LeaseError: ... is in use by the run 'other' ...
     """
@@ -48,12 +48,21 @@ class Lease:
         return self.held is not None and self.violation is None
 
     def claim(self, found: str) -> None:
-        """Raises LeaseError if a load would replace the weights of somebody else."""
-        if self.held is None:
-            self.check_free(found)
-        else:
+        """Raises LeaseError if the label is another run's, before a load replaces its weights.
+
+        The label of an earlier process of this run is taken over: the run is resumed.
+        """
+        holder = _holder(found)
+        if self.held is not None:
             with contextlib.suppress(EngineDownError):  # a restarted server gets its weights now
                 self.check_held(found)
+        elif holder is not None and holder[0] != self.run and not self.take_over:
+            raise LeaseError(
+                f"engine at {self.server} is in use by the run {holder[0]!r}, which has loaded "
+                f"version {holder[2]}; this one is {self.run!r}. Two trainers on one engine would "
+                "each train on the other's policy. Give each an engine of its own. If that run has "
+                "crashed, or should stop, set engine.take_over=true."
+            )
 
     def take(self, version: int) -> str:
         """The label to write after a load."""
@@ -63,21 +72,6 @@ class Lease:
     def label(self, version: int) -> str:
         """The label for the weights of this version."""
         return f"{_PREFIX}/{self.run}/{self.process}/{version}"
-
-    def check_free(self, found: str) -> None:
-        """Raises LeaseError if the label is another run's, before this one loads anything.
-
-        The label of an earlier process of this run is taken over: the run is resumed.
-        """
-        holder = _holder(found)
-        if holder is None or holder[0] == self.run or self.take_over:
-            return
-        raise LeaseError(
-            f"engine at {self.server} is in use by the run {holder[0]!r}, which has loaded version "
-            f"{holder[2]}; this one is {self.run!r}. Two trainers on one engine would each train "
-            "on the other's policy. Give each an engine of its own. If that run has crashed, or "
-            "should stop, set engine.take_over=true."
-        )
 
     def check_held(self, found: str) -> None:
         """Raises LeaseError unless the label is that of this process's last load, and

@@ -59,8 +59,6 @@ class SGLangWire(HttpWire):
         cannot be used."""
         super().__init__(client, context)
         info = client.call_now("/server_info")
-        if info.get("is_embedding"):
-            raise CapabilityError(f"engine sglang at {client.url} serves embeddings, not tokens.")
         is_deterministic = bool(info.get("enable_deterministic_inference"))
         if must_be_deterministic and not is_deterministic:
             raise CapabilityError(

@@ -330,10 +330,7 @@ class EmbeddedEngine(Engine):
         rows, cache = self._rows, self._cache
         planned = self._scheduler.plan()
         num_fed = rows.num
-        if not num_fed and not planned:
-            raise EngineError(
-                "no request can run although pages are free: a defect of the scheduler."
-            )
+        assert num_fed or planned, "a request can run whenever there is one"
         cache.run_copies()
         ids, positions, context, chunks = build_inputs(rows, planned, cache, self._resident)
         last_places = self._finish_prefill(chunks)

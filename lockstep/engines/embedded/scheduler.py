@@ -7,7 +7,7 @@ pages, and any request fits into all pages, so there is always progress.
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 
 import numpy as np
 
@@ -23,7 +23,8 @@ class Scheduler:
     def __init__(self, config: EmbeddedConfig, rows: Rows, cache: PagedCache, stats: Stats) -> None:
         self.rows, self.cache, self.stats = rows, cache, stats
         self.max_sequences, self.max_tokens = config.max_num_sequences, config.max_step_tokens
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._waiting: list[Sequence] = []
+        """In order of rank."""
         self.prefilling: list[Sequence] = []
 
     @property
@@ -37,19 +38,18 @@ class Scheduler:
 
     def sequences(self) -> list[Sequence]:
         """Every request, running ones first."""
-        return [*self.rows.sequences, *self.prefilling, *(s for _, s in sorted(self._waiting))]
+        return [*self.rows.sequences, *self.prefilling, *self._waiting]
 
     def add(self, sequence: Sequence) -> None:
         """Queues a request."""
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        insort(self._waiting, sequence, key=lambda waiting: waiting.rank)
 
     def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Removes a request in any state; keeps what it computed in the cache if `keep`."""
-        if sequence.lease is None:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
-            heapq.heapify(self._waiting)
-            return
-        self._vacate(sequence, keep=keep)
+        if sequence.lease is not None:
+            self._vacate(sequence, keep=keep)
+        elif sequence in self._waiting:  # a score that was given up may have ended
+            self._waiting.remove(sequence)
 
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Takes a request's pages and queues it; it is computed again from what is cached by
@@ -121,13 +121,12 @@ class Scheduler:
         return max([*self.rows.sequences, *self.prefilling], key=lambda s: s.rank)
 
     def _admit(self) -> None:
-        deferred = []
+        at = 0
         pending = sum(s.num_to_compute - s.num_computed for s in self.prefilling)
-        while self._waiting and pending + self.rows.num < self.max_tokens:
-            entry = self._waiting[0]
-            sequence = entry[1]
+        while at < len(self._waiting) and pending + self.rows.num < self.max_tokens:
+            sequence = self._waiting[at]
             if self._awaits_prefix(sequence):
-                deferred.append(heapq.heappop(self._waiting))
+                at += 1
                 continue
             lease = None
             if self.num_running < self.max_sequences:
@@ -142,7 +141,7 @@ class Scheduler:
                 self.preempt(victim)
                 self.stats.preemptions += 1
                 continue
-            heapq.heappop(self._waiting)
+            del self._waiting[at]
             sequence.lease = lease
             sequence.num_computed = lease.num_cached
             self.stats.cached_tokens += lease.num_cached
@@ -155,8 +154,6 @@ class Scheduler:
             else:
                 self.prefilling.append(sequence)
                 pending += remaining
-        for entry in deferred:
-            heapq.heappush(self._waiting, entry)
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Whether a request in prefill computes at least half of what this one would compute, so
