@@ -302,7 +302,7 @@ BAD = {
     "a missing run": (["eval", "no-such-run"], "no-such-run"),
     "a step in words": (["train", "from=x@last"], "whole number"),
     "a missing plugin": (["train", "quickstart", "--plugin", "no_such_module"], "no_such_module"),
-    "sft without data": (["sft"], "dialogues.jsonl does not exist"),
+    "sft without data": (["sft"], "dialogues.jsonl: cannot be read: No such file"),
     "a new model without a renderer": (["sft", "create=qwen3"], "set renderer=KIND"),
     "a new model with an adapter": (
         ["sft", "create=qwen3", "renderer=chatml", "lora.rank=4"],
