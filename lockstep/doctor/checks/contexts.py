@@ -48,7 +48,8 @@ def _contexts_of(rows: Rows) -> Contexts:
             at = at[np.isfinite(side[at])]
     weights = _weights_keys(rows, at)
     context = rows.prefix_keys[at - 1] + weights
-    is_shared = _occurs_again(context)
+    _, of, num = np.unique(context, return_inverse=True, return_counts=True)
+    is_shared = num[of] > 1
     at, weights, context = at[is_shared], weights[is_shared], context[is_shared]
     key = rows.prefix_keys[at] + weights
     order = np.argsort(key, kind="stable")
@@ -65,16 +66,6 @@ def _contexts_of(rows: Rows) -> Contexts:
         one=at[different[:-1][is_pair]],
         other=at[different[1:][is_pair]],
     )
-
-
-def _occurs_again(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """True for each number that is not the only one of its value."""
-    order = np.argsort(keys)
-    same = np.zeros(len(keys) + 1, np.bool_)
-    same[1:-1] = keys[order][1:] == keys[order][:-1]
-    out = np.empty(len(keys), np.bool_)
-    out[order] = same[:-1] | same[1:]
-    return out
 
 
 def _weights_keys(rows: Rows, at: Int64Array) -> npt.NDArray[np.uint64]:

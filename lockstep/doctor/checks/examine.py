@@ -128,8 +128,7 @@ def examine(
                 on_rows(rows)
             if not number or is_without_gap:
                 out.before.add(rows)
-            for cause in found:
-                rows = _repaired(cause, rows)
+            rows = _without(found, rows)
             for check in made:
                 check.look(rows)
         concluded = [(check, check.conclude()) for check in made]
@@ -149,9 +148,7 @@ def examine(
     if found:
         out.after = Split(tokenizer=setting.tokenizer)
         for rows in rows_left():
-            for cause in found:
-                rows = _repaired(cause, rows)
-            out.after.add(rows)
+            out.after.add(_without(found, rows))
     return out
 
 
@@ -166,8 +163,7 @@ def _without_symptoms(
         return list(concluded)
     again = {check.name: type(check)(check.setting) for check in new}
     for rows in chunks():
-        for check in before:
-            rows = _repaired(check, rows)
+        rows = _without(before, rows)
         for check in new:
             again[check.name].look(rows)
             rows = check.repair(rows)
@@ -178,11 +174,13 @@ def _without_symptoms(
     return out
 
 
-def _repaired(check: Check, rows: Rows) -> Rows:
-    """The rows without the check's cause; as they are if they lack what the check needs, which only
-    a sample that was scored again has."""
-    lacks = any(getattr(rows, name, True) is None for name in check.needs)
-    return rows if lacks else check.repair(rows)
+def _without(causes: Iterable[Check], rows: Rows) -> Rows:
+    """The rows without these causes, but for those of checks that need what the rows lack: only a
+    sample that was scored again has it."""
+    for check in causes:
+        if all(getattr(rows, name, True) is not None for name in check.needs):
+            rows = check.repair(rows)
+    return rows
 
 
 def _divide(
@@ -202,8 +200,7 @@ def _divide(
     back = [Gap() for _ in range(len(new) + 1)]
     """In reverse order: entry i is the gap with all repaired from i on."""
     for rows in chunks():
-        for check in before:
-            rows = _repaired(check, rows)
+        rows = _without(before, rows)
         gaps[0].add(gap_of_all(rows))
         back[-1].add(gap_of_all(rows))
         one = other = rows

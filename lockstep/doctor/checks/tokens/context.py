@@ -18,7 +18,6 @@ from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.template_ids import (
     MIN_FOLLOWED,
     TemplateCheck,
-    is_one_of,
     opening_of,
 )
 from lockstep.renderers.base import Renderer
@@ -160,7 +159,7 @@ class Padding(_Context):
 
     def _runs(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
         learnt = (id_ for id_, num in self._learnt.items() if num >= MIN_PADDED_ROWS)
-        begin, end = rows.runs(is_one_of(rows.token_ids, self._given or frozenset(learnt)))
+        begin, end = rows.runs(np.isin(rows.token_ids, list(self._given or learnt)))
         kept = end - begin >= (MIN_RUN if self._given else MIN_LEARNT_RUN)
         return begin[kept], end[kept]
 
@@ -171,15 +170,14 @@ class Padding(_Context):
         return begin[~is_right], end[~is_right]
 
     def is_own(self, rows: Rows) -> BoolArray:
-        return is_one_of(rows.token_ids, self.setting.stop_ids)
+        return np.isin(rows.token_ids, list(self.setting.stop_ids))
 
     def conclude(self) -> Finding:
         c = self.counts
         if c["pads_inside"] or c["pads_before"]:
             return self.differs(
                 f"{c['pads_inside']} padding tokens inside of rows and {c['pads_before']} before "
-                f"them, in {c['rows_hit']} of {c['rows']} rows; {c['pads_trained']} of them are "
-                "trained"
+                f"them, in {c['rows_hit']} of {c['rows']} rows"
             )
         if c["pads_behind"]:
             return self.information(
@@ -305,7 +303,7 @@ class DroppedSeparator(_Context, TemplateCheck):
     def _ends(self, rows: Rows) -> Int64Array:
         """Index after each turn that ends with a stop id and is not the end of its row."""
         spans = rows.spans
-        is_stop = is_one_of(rows.token_ids[spans.end - 1], self.template.stop_ids)
+        is_stop = np.isin(rows.token_ids[spans.end - 1], list(self.template.stop_ids))
         return spans.end[is_stop & (spans.end < rows.offsets[spans.row + 1])]
 
     def extent(self, rows: Rows) -> tuple[Int64Array, Int64Array]:

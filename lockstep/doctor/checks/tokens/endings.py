@@ -118,11 +118,8 @@ class MissingFinal(TemplateCheck):
             return self.not_checkable("stop_ids")
         stopped = c["turns"] - num_open
         if unfinished < max(MIN_UNFINISHED, MIN_UNFINISHED_SHARE * c["turns"]):
-            return self.consistent(
-                f"{stopped} of {c['turns']} turns end with a stop id, {num_open - unfinished} at a "
-                "limit",
-                unfinished_turns=unfinished,
-            )
+            told = f"{stopped} of {c['turns']} turns end with a stop id, the others at a limit"
+            return self.consistent(told, unfinished_turns=unfinished)
         is_proof = template.is_sure and (
             bool(self.setting.stop_ids) or stopped >= MIN_STOPPED * c["turns"]
         )

@@ -64,7 +64,6 @@ class Fillers(TemplateCheck):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._has_trainer = False
         self._far: Counter[float] = Counter()
         """Repeated values -> tokens that differ from the trainer's by MIN_DIFF."""
         self._above: Counter[float] = Counter()
@@ -87,10 +86,10 @@ class Fillers(TemplateCheck):
             self.count(turns_of_zeros=len(begin))
             filled |= rows.within(begin, end)
         else:
-            self._has_trainer = True
             objected = self._objected_zeros(rows, is_zero)
             is_near = own & (logprobs > -0.01) & (logprobs < 0.0)
             self.count(
+                compared_tokens=len(rows.compared),
                 zero_logprobs_objected=objected,
                 sure=rows.trainer[objected] < -SURE_DIFF,
                 near=is_near,
@@ -187,7 +186,7 @@ class Fillers(TemplateCheck):
     @property
     def _zeros_are_fillers(self) -> bool:
         c = self.counts
-        if not self._has_trainer:
+        if not c["compared_tokens"]:
             return c["turns_of_zeros"] >= MIN_TOKENS
         objected = c["zero_logprobs_objected"]
         rate = objected / max(c["zero_logprobs"], 1)
@@ -206,7 +205,7 @@ class Fillers(TemplateCheck):
         if self._zeros_are_fillers:
             told.append(
                 f"{zeros} are more than {MIN_DIFF} nats from the trainer's"
-                if self._has_trainer
+                if c["compared_tokens"]
                 else f"all log-probs of {c['turns_of_zeros']} of {c['turns']} turns are exactly 0.0"
             )
         if constant is not None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.checks.base import MAX_SHOWN, Setting
+from lockstep.doctor.checks.base import MAX_SHOWN
 from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows
-from lockstep.doctor.checks.tokens.template_ids import TemplateCheck, TemplateIds
+from lockstep.doctor.checks.tokens.template_ids import TemplateCheck, TemplateIds, first_of
 from lockstep.types import Int32Array, Int64Array
 
 MIN_OPENED = 0.5
@@ -86,14 +86,10 @@ class Boundary(TemplateCheck):
     claim = "the first reply of a row begins where its prompt ends"
     cause = "boundary"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._num_far = 0
-
     def look(self, rows: Rows) -> None:
         if rows.is_sampled is None:
             self.template.add(rows)
-        found, has_early = self._borders(rows), np.zeros(len(rows), np.bool_)
+        found, has_early = Borders(rows, self.template), np.zeros(len(rows), np.bool_)
         begin, _ = rows.runs(misplaced(rows, self.template).early)
         has_early[rows.row_of[begin]] = True
         has_moved = found.moved_by != 0
@@ -104,9 +100,9 @@ class Boundary(TemplateCheck):
             impossible_lengths=found.is_impossible,
             other_lengths=found.is_unlike,
             moved_from_engine=has_moved,
+            moved_far=np.abs(found.moved_by) > MAX_BORDER,
             early_borders=len(begin),
         )
-        self._num_far += int((np.abs(found.moved_by) > MAX_BORDER).sum())
         for r in np.flatnonzero(hit)[:MAX_SHOWN].tolist():
             first, moved = int(found.first[r]), int(found.moved_by[r])
             note = f"the first reply begins at {first}"
@@ -117,42 +113,6 @@ class Boundary(TemplateCheck):
             end = min(first + 1, int(rows.sizes[r]))
             shown = Evidence(row=rows.row_ids[r], begin=max(first - 1, 0), end=end, note=note)
             self.keep(2.0 if found.is_impossible[r] else 1.0, shown)
-
-    def _borders(self, rows: Rows) -> Borders:
-        num, spans = len(rows), rows.spans
-        replied, begin = spans.row[spans.is_first], spans.begin[spans.is_first]
-        first = rows.sizes.copy()
-        first[replied] = rows.position[begin]
-        has_reply = np.zeros(num, np.bool_)
-        has_reply[replied] = True
-        is_impossible, is_unlike = np.zeros(num, np.bool_), np.zeros(num, np.bool_)
-        if rows.prompt_lengths is not None:
-            said = rows.prompt_lengths
-            is_impossible = (said < 0) | (has_reply & (said > rows.sizes))
-            off = said != first
-            if rows.is_sampled is None:
-                # A mask may leave out a reply's first tokens, and a trained prompt is another
-                # matter.
-                off = (said > first) & (said <= first + MAX_BORDER)
-            is_unlike = has_reply & off & ~is_impossible
-        moved_by, is_nowhere = np.zeros(num, np.int64), np.zeros(num, np.bool_)
-        for r, answers in enumerate(rows.engine_ids or ()):
-            if answers and has_reply[r] and len(answers[0]) >= MIN_ANSWER:
-                ids = rows.token_ids[int(rows.offsets[r]) : int(rows.offsets[r + 1])]
-                moved = moved_to(ids, int(first[r]), answers[0])
-                is_nowhere[r] = moved is None
-                moved_by[r] = moved or 0
-        if rows.is_sampled is None:
-            # Trained from the middle of a message of others on.
-            observed = misplaced(rows, self.template).observed[begin]
-            is_nowhere[replied] |= observed & (rows.position[begin] > 0)
-        return Borders(
-            first=first,
-            is_impossible=is_impossible,
-            is_unlike=is_unlike,
-            moved_by=moved_by,
-            is_nowhere=is_nowhere,
-        )
 
     def conclude(self) -> Finding:
         c = self.counts
@@ -174,9 +134,9 @@ class Boundary(TemplateCheck):
         """Tokens before a reply are not trained, and its own first ones count as sampled; rows
         whose columns are of other tokens are left out."""
         early = misplaced(rows, self.template).early
-        found = self._borders(rows)
+        found = Borders(rows, self.template)
         is_lost = found.is_impossible | (np.abs(found.moved_by) > MAX_BORDER)
-        if self.counts["impossible_lengths"] + self._num_far:
+        if self.counts["impossible_lengths"] + self.counts["moved_far"]:
             # Some rows are cut beyond doubt, so those that cannot be found are too.
             is_lost |= found.is_nowhere
         mean = rows.row_means(rows.compared, np.abs(rows.gap[rows.compared]))
@@ -197,20 +157,44 @@ class Boundary(TemplateCheck):
         return rows.with_(**changed)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Borders:
-    """Where the first reply of each row begins. [R] each."""
+    """Where the first reply of each row begins."""
 
-    first: Int64Array
-    """Position of the first reply; the row's size without one."""
-    is_impossible: BoolArray
-    """True if the prompt's length is negative or beyond the row."""
-    is_unlike: BoolArray
-    """True if it is possible, but not where the reply begins."""
-    moved_by: Int64Array
-    """Offset from there to the engine's first answer in the row; 0 if it is there, or nowhere."""
-    is_nowhere: BoolArray
-    """True if neither the engine's first answer nor something like it is in the row."""
+    def __init__(self, rows: Rows, template: TemplateIds) -> None:
+        num, spans = len(rows), rows.spans
+        replied, begin = spans.row[spans.is_first], spans.begin[spans.is_first]
+        self.first = rows.sizes.copy()
+        """[R] position of the first reply; the row's size without one."""
+        self.first[replied] = rows.position[begin]
+        self.is_impossible = np.zeros(num, np.bool_)
+        """[R] True if the prompt's length is negative or beyond the row."""
+        self.is_unlike = np.zeros(num, np.bool_)
+        """[R] True if it is possible, but not where the reply begins."""
+        self.moved_by = np.zeros(num, np.int64)
+        """[R] offset from there to the engine's first answer; 0 if it is there, or nowhere."""
+        self.is_nowhere = np.zeros(num, np.bool_)
+        """[R] True if neither the engine's first answer nor something like it is in the row."""
+        has_reply = np.zeros(num, np.bool_)
+        has_reply[replied] = True
+        if rows.prompt_lengths is not None:
+            said = rows.prompt_lengths
+            self.is_impossible = (said < 0) | (has_reply & (said > rows.sizes))
+            off = said != self.first
+            if rows.is_sampled is None:
+                # A mask may leave out a reply's first tokens, and a trained prompt is another
+                # matter.
+                off = (said > self.first) & (said <= self.first + MAX_BORDER)
+            self.is_unlike = has_reply & off & ~self.is_impossible
+        for r, answers in enumerate(rows.engine_ids or ()):
+            if answers and has_reply[r] and len(answers[0]) >= MIN_ANSWER:
+                ids = rows.token_ids[int(rows.offsets[r]) : int(rows.offsets[r + 1])]
+                moved = moved_to(ids, int(self.first[r]), answers[0])
+                self.is_nowhere[r] = moved is None
+                self.moved_by[r] = moved or 0
+        if rows.is_sampled is None:
+            # Trained from the middle of a message of others on.
+            observed = misplaced(rows, template).observed[begin]
+            self.is_nowhere[replied] |= observed & (rows.position[begin] > 0)
 
 
 def moved_to(ids: Int32Array, first: int, answer: Int32Array) -> int | None:
@@ -221,12 +205,10 @@ def moved_to(ids: Int32Array, first: int, answer: Int32Array) -> int | None:
     alike = float((head == answer[: len(head)]).mean())
     if alike == 1.0:
         return 0
-    at = np.flatnonzero(ids[: max(len(ids) - len(answer) + 1, 0)] == answer[0])
-    for step in range(1, len(answer)):
-        at = at[ids[at + step] == answer[step]]
-        if not len(at):
-            return 0 if alike >= MIN_ALIKE else None
-    return int(at[np.argmin(np.abs(at - first))]) - first if len(at) else None
+    at = first_of(answer.tolist(), ids)
+    if not len(at):
+        return 0 if alike >= MIN_ALIKE else None
+    return int(at[np.argmin(np.abs(at - first))]) - first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.tokens.dialogue import dialogues
@@ -37,10 +36,8 @@ class PostProcessed(ReplyCheck):
     cause = change = "post_processed"
     needs = ("tokenizer",)
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._by_ends = False
-        self._what = ""
+    _by_ends = False
+    _what = ""
 
     def look(self, rows: Rows) -> None:
         self.look_at_replies(rows)

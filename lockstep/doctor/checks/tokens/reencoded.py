@@ -11,6 +11,8 @@ spelt canonically.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lockstep.doctor.checks.base import Setting, evidence_at
@@ -18,7 +20,7 @@ from lockstep.doctor.checks.findings import MAX_EVIDENCE, Evidence, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.tokens.alignment import MIN_GAIN, best_moves, in_question
 from lockstep.doctor.checks.tokens.replies import ReplyCheck
-from lockstep.types import Int64Array
+from lockstep.types import Int32Array, Int64Array
 
 BREAK = 0.5
 """Nats from which a token disagrees: the kernels of one model differ by less on nearly all tokens,
@@ -67,25 +69,24 @@ class Reencoded(ReplyCheck):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._moved = {True: 0, False: 0}
-        """Rows that one offset explains from their beginning on, by whether they are canonical."""
         self._cost = self._realigned_cost = 0.0
         self._healthy: list[Evidence] = []
         self._by_logprobs = False
 
     def look(self, rows: Rows) -> None:
-        runs = self.speller.runs(rows)
-        respelt = [u for u, ids in enumerate(runs.respelt) if ids is not None]
-        is_canonical = np.ones(len(rows), np.bool_)
-        is_canonical[rows.row_of[runs.begin[respelt]]] = False
+        begin, end, again = self.speller.runs(rows)
+        respelt = [
+            (b, e, ids)
+            for b, e, ids in zip(begin.tolist(), end.tolist(), again, strict=True)
+            if ids is not None
+        ]
+        is_canonical = canonical_rows(rows, begin, again)
         self.count(
-            rows=len(rows), runs=len(runs), respelt_runs=len(respelt), respelt_rows=~is_canonical
+            rows=len(rows), runs=len(begin), respelt_runs=len(respelt), respelt_rows=~is_canonical
         )
-        for u in respelt[: MAX_EVIDENCE - len(self._healthy)]:
-            note, ids = "a spelling that the tokenizer would not have chosen", runs.respelt[u]
-            assert ids is not None
-            place = (int(runs.begin[u]), int(runs.end[u]))
-            self._healthy.append(evidence_at(rows, *place, note, ids.tolist()))
+        note = "a spelling that the tokenizer would not have chosen"
+        for b, e, ids in respelt[: MAX_EVIDENCE - len(self._healthy)]:
+            self._healthy.append(evidence_at(rows, b, e, note, ids.tolist()))
         self.look_at_replies(rows)
         if rows.rollout_logprobs is not None and rows.trainer_logprobs is not None:
             self._look_at_logprobs(rows, is_canonical)
@@ -99,7 +100,7 @@ class Reencoded(ReplyCheck):
             at = int(first[r])
             cost, realigned, is_moved = realign(rows, r, at)
             if is_moved:  # one offset from the row's beginning: another check's cause
-                self._moved[bool(is_canonical[r])] += 1
+                c["moved_canonical_rows" if is_canonical[r] else "moved_other_rows"] += 1
                 continue
             c["aligned"] += 1
             self._cost += cost
@@ -120,7 +121,7 @@ class Reencoded(ReplyCheck):
                 "decoded and encoded again",
                 realigned=left,
             )
-        broken, moved = canonical + other, sum(self._moved.values())
+        broken, moved = canonical + other, c["moved_canonical_rows"] + c["moved_other_rows"]
         share = c["respelt_rows"] / max(c["rows"], 1)
         rate = (c["respelt_rows"] - other) / max(c["rows"] - broken, 1)
         chance = max(1 - rate, 0.0) ** canonical
@@ -134,9 +135,8 @@ class Reencoded(ReplyCheck):
             self._by_logprobs = True
             tried = " (no more were tried)" if c["aligned"] >= MAX_ALIGNED_ROWS else ""
             return self.differs(
-                f"{canonical} rows{tried} agree up to some token and then have log-probs of other "
-                f"positions, and {canonical} of {broken} such rows are spelt as the tokenizer "
-                f"spells them; of all rows {1 - share:.0%} are",
+                f"{canonical} of {broken} rows{tried} that agree up to some token and then do not "
+                f"are spelt as the tokenizer spells them; of all rows {1 - share:.0%} are",
                 realigned=left,
             )
         self._evidence.clear()
@@ -145,8 +145,7 @@ class Reencoded(ReplyCheck):
         if share:
             return self.information(
                 f"a program that decodes and encodes would change {share:.1%} of the rows "
-                f"({c['respelt_runs']} of {c['runs']} runs of text); these did not pass through "
-                "one",
+                f"({c['respelt_runs']} of {c['runs']} runs of text)",
                 realigned=left,
             )
         known = "only engine_ids could tell whether they were sampled so"
@@ -165,17 +164,22 @@ class Reencoded(ReplyCheck):
         at = [reply.first for reply in self.changed(rows)]
         if self._by_logprobs and rows.trainer_logprobs is not None:
             first = first_breaks(rows, has_clean_start=False)
-            runs = self.speller.runs(rows)
-            respelt = [u for u, ids in enumerate(runs.respelt) if ids is not None]
-            first[rows.row_of[runs.begin[respelt]]] = -1
+            begin, _, again = self.speller.runs(rows)
+            first[~canonical_rows(rows, begin, again)] = -1
             tokens = in_question(rows)
             # One offset explains some rows from their beginning on, by chance or as another cause:
             # a cause would explain rows that nothing encoded again, too.
-            if self._moved[False] >= MIN_MOVED and len(tokens):
+            if self.counts["moved_other_rows"] >= MIN_MOVED and len(tokens):
                 moves = best_moves(tokens, tokens["row"], MIN_GAIN)
                 first[tokens["row"][moves["low"][~moves["is_late"]]]] = -1
             at += first[first >= 0].tolist()
         return rows.cut_from(at)
+
+
+def canonical_rows(rows: Rows, begin: Int64Array, again: Sequence[Int32Array | None]) -> BoolArray:
+    """[R] True for rows whose text is all spelt as the tokenizer spells it. Both of `runs`."""
+    is_respelt = np.array([ids is not None for ids in again], np.bool_)
+    return rows.row_sums(begin[is_respelt]) == 0
 
 
 def first_breaks(
@@ -190,13 +194,9 @@ def first_breaks(
     if not has_clean_start:
         return first
     is_before = compared < first[rows.row_of[compared]]
-
-    def mean(chosen: Int64Array) -> Float64Array:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return rows.row_sums(chosen, gap[chosen]) / rows.row_sums(chosen)
-
-    is_clean = mean(compared[is_before]) <= MAX_START * mean(compared[~is_before])
-    first[~is_clean] = -1  # also if nothing is before it
+    before, after = compared[is_before], compared[~is_before]
+    is_clean = rows.row_means(before, gap[before]) <= MAX_START * rows.row_means(after, gap[after])
+    first[~is_clean | (rows.row_sums(before) == 0)] = -1
     return first
 
 

@@ -143,9 +143,8 @@ class Rerendered(ReplyCheck):
         except RendererError:
             return 0
         for form, _ in renderings(np.asarray(sampled, np.int32), self.renderer):
-            if len(form) >= MIN_FORM_TOKENS and np.array_equal(
-                dialogue.ids[begin : begin + len(form)], form
-            ):
+            is_there = np.array_equal(dialogue.ids[begin : begin + len(form)], form)
+            if is_there and len(form) >= MIN_FORM_TOKENS:
                 return len(form)
         return 0
 
@@ -163,9 +162,7 @@ class Rerendered(ReplyCheck):
             "writes them, not as extended sampled turns"
         )
         if c["harmed_rows"] >= max(MIN_BROKEN_ROWS, MIN_HARMED * c["rerendered_rows"]):
-            return self.differs(
-                f"{told}; in {c['harmed_rows']} of them the two sides disagree from there on"
-            )
+            return self.differs(f"{told}; in {c['harmed_rows']} the two sides disagree there")
         low, num, last_low, last_num = self._early_rates.tolist()
         is_last_own = last_low * num <= MAX_LAST * low * max(last_num, 1.0)
         if c["improbable_rows"] >= MIN_BROKEN_ROWS and is_last_own:

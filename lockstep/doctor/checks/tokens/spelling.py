@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,21 +17,6 @@ from lockstep.types import Int32Array, Int64Array
 
 MAX_KNOWN_TOKENS = 1 << 20
 """Tokens of runs whose spelling is cached: 10 MB, for a dump of any size."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Runs:
-    """Runs of sampled text without control tokens, and their spelling by the tokenizer."""
-
-    begin: Int64Array
-    """[U] index of the first token."""
-    end: Int64Array
-    """[U]"""
-    respelt: Sequence[Int32Array | None]
-    """[U] ids that the text is encoded to; None if they are the same."""
-
-    def __len__(self) -> int:
-        return len(self.begin)
 
 
 def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
@@ -67,8 +51,9 @@ class Speller:
         index = np.where((ids < 0) | (ids >= len(self._is_text)), len(self._is_text) - 1, ids)
         return self._is_text[index]
 
-    def runs(self, rows: Rows) -> Runs:
-        """All runs of sampled text in `rows`. A run ends at a control token and with its turn."""
+    def runs(self, rows: Rows) -> tuple[Int64Array, Int64Array, list[Int32Array | None]]:
+        """(begin, end, ids that their text is encoded to again or None if they are the same) of all
+        runs of sampled text in `rows`. A run ends at a control token and with its turn."""
         is_text = rows.sampled & self.is_text(rows.token_ids)
         number = np.full(rows.num_tokens, -1, np.int64)
         spans = rows.spans
@@ -80,7 +65,7 @@ class Speller:
         begin, end = np.flatnonzero(begins), np.flatnonzero(ends) + 1
         ids = np.ascontiguousarray(rows.token_ids)
         parts = [ids[b:e] for b, e in zip(begin.tolist(), end.tolist(), strict=True)]
-        return Runs(begin=begin, end=end, respelt=self.respelt(parts))
+        return begin, end, self.respelt(parts)
 
     def respelt(self, runs: Sequence[Int32Array]) -> list[Int32Array | None]:
         """The ids that each run of text is encoded to again; None if they are the same."""

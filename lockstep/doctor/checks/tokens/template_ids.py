@@ -73,7 +73,7 @@ class TemplateIds:
         if not self._setting.stop_ids:
             self._num_turns += len(spans)
             self._max_id = max(self._max_id, int(ids.max()))
-            self._ends.update(counted(ids[spans.end - 1]))
+            self._ends.update(ids[spans.end - 1].tolist())
             for candidate in self._candidates():
                 at = np.flatnonzero(ids == candidate)
                 is_sampled = rows.sampled[at]
@@ -81,7 +81,7 @@ class TemplateIds:
                 at = at[~is_sampled]
                 at = at[at + 1 < rows.num_tokens]
                 at = at[rows.row_of[at + 1] == rows.row_of[at]]
-                self._followers.setdefault(candidate, Counter()).update(counted(ids[at + 1]))
+                self._followers.setdefault(candidate, Counter()).update(ids[at + 1].tolist())
             self.__dict__.pop("stop_ids", None)
         if self._setting.renderer is None:
             self._openings.update(openings_before(rows))
@@ -139,14 +139,12 @@ class TemplateIds:
 
     def is_stop(self, rows: Rows) -> BoolArray:
         """[N] True for stop ids."""
-        return is_one_of(rows.token_ids, self.stop_ids)
+        return np.isin(rows.token_ids, list(self.stop_ids))
 
     def opening_ends(self, rows: Rows) -> Int64Array:
         """[X] index after each opening, in order."""
-        found = [np.empty(0, np.int64)]
-        for opening in self.openings:
-            found.append(ends_of(opening, rows))
-        return np.unique(np.concatenate(found))
+        found = [ends_of(opening, rows) for opening in self.openings]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
 
 
 def openings_before(rows: Rows) -> Counter[tuple[int, ...]]:
@@ -161,9 +159,7 @@ def openings_before(rows: Rows) -> Counter[tuple[int, ...]]:
     for back in np.unique(size[size > 0]).tolist():
         of = begin[size == back]
         tuples = np.stack([ids[of - step] for step in range(back, 0, -1)], axis=1)
-        unique, num = np.unique(tuples, axis=0, return_counts=True)
-        for opening, count in zip(unique.tolist(), num.tolist(), strict=True):
-            out[tuple(opening)] += count
+        out.update(map(tuple, tuples.tolist()))
     return out
 
 
@@ -185,23 +181,13 @@ def opening_of(renderer: Renderer) -> tuple[int, ...]:
 
 def ends_of(sequence: Sequence[int], rows: Rows) -> Int64Array:
     """[X] index after each occurrence of `sequence` inside one row."""
-    ids, size = rows.token_ids, len(sequence)
-    at = np.flatnonzero(ids == sequence[0])
-    at = at[at + size <= rows.num_tokens]
-    for step, id_ in enumerate(sequence[1:], start=1):
+    at, size = first_of(sequence, rows.token_ids), len(sequence)
+    return at[rows.row_of[at] == rows.row_of[at + size - 1]] + size
+
+
+def first_of(sequence: Sequence[int], ids: Int32Array) -> Int64Array:
+    """[X] index of each occurrence of `sequence` in `ids`."""
+    at = np.flatnonzero(ids[: max(len(ids) - len(sequence) + 1, 0)] == sequence[0])
+    for step, id_ in enumerate(sequence):
         at = at[ids[at + step] == id_]
-    at = at[rows.row_of[at] == rows.row_of[at + size - 1]] if len(at) else at
-    return at + size
-
-
-def is_one_of(ids: Int32Array, wanted: frozenset[int]) -> BoolArray:
-    """[N] True for the wanted ids, of which there should be few."""
-    out = np.zeros(len(ids), np.bool_)
-    for id_ in wanted:
-        out |= ids == id_
-    return out
-
-
-def counted(values: Int32Array) -> dict[int, int]:
-    unique, num = np.unique(values, return_counts=True)
-    return dict(zip(unique.tolist(), num.tolist(), strict=True))
+    return at

@@ -62,33 +62,26 @@ class Stale(Check):
         age = age[compared]
         for number in np.unique(age).tolist():
             self._by_age[number].add(gap_of(gap[compared[age == number]]))
-        old = compared[(age > self._allowed) | (age < 0)]
+        old = compared[(age > (self.setting.max_staleness or 0)) | (age < 0)]
         for at in old[np.argsort(-np.abs(gap[old]), kind="stable")][:NUM_SHOWN].tolist():
             assert rows.policy_version is not None and rows.trainer_version is not None, "needs"
             trained = int(rows.trainer_version[rows.row_of[at]])
             note = f"sampled by version {rows.policy_version[at]}, trained on by version {trained}"
             self.show(abs(float(gap[at])), rows, at, at + 1, note)
 
-    @property
-    def _allowed(self) -> int:
-        return self.setting.max_staleness or 0
-
     def conclude(self) -> Finding:
         young, old, future = Gap(), Gap(), Gap()
         over = 0
         for age, gap in self._by_age.items():
             (young if age == 0 else old if age > 0 else future).add(gap)
-            over += gap.tokens * (age > self._allowed)
+            over += gap.tokens * (age > (self.setting.max_staleness or 0))
         k2_young, k2_old = young.means()["k2"], old.means()["k2"]
         max_age = max(self._by_age, default=0)
         self.count(tokens_age_0=young.tokens, tokens_older=old.tokens, max_age=max_age)
         figures = {"k2_age_0": k2_young, "k2_older": k2_old}
         if future.tokens:
-            return self.differs(
-                f"{future.tokens} tokens have a newer version than the weights that they are "
-                "trained on",
-                **figures,
-            )
+            told = f"{future.tokens} tokens are of newer weights than those that train on them"
+            return self.differs(told, **figures)
         if not old.tokens:
             return self.consistent(f"all of {young.tokens} tokens are of age 0", **figures)
         told = (
@@ -109,11 +102,7 @@ class Stale(Check):
 
 def ages(rows: Rows) -> Int64Array:
     """[N] updates from the weights that sampled a token to those that it is trained on; 0 where not
-    sampled. Must not be changed."""
-    return rows.once("ages", lambda: _ages(rows))
-
-
-def _ages(rows: Rows) -> Int64Array:
+    sampled."""
     assert rows.policy_version is not None and rows.trainer_version is not None, "the check's needs"
     age = rows.trainer_version[rows.row_of] - rows.policy_version
     age[rows.policy_version < 0] = 0
@@ -154,31 +143,29 @@ class AfterUpdate(Check):
             self.show(float(d[i] * sign[i]), rows, int(at[i]), int(at[i]) + 1, note)
 
     def conclude(self) -> Finding:
-        if min(sums[0] for sums in self._rows.values()) < MIN_ROWS:
+        num, total, square = np.array([self._rows[1], self._rows[-1]]).T
+        if num.min() < MIN_ROWS:
             return self.not_checkable("advantages, or rewards by group, of both signs")
-        mean, error = {}, {}
-        for s, (num, total, square) in self._rows.items():
-            mean[s] = total / num
-            error[s] = (max(square / num - mean[s] ** 2, 0.0) / max(num - 1, 1)) ** 0.5
-        apart = (mean[1] - mean[-1]) / max((error[1] ** 2 + error[-1] ** 2) ** 0.5, 1e-300)
+        mean = total / num
+        error = np.sqrt(np.maximum(square / num - mean**2, 0.0) / np.maximum(num - 1, 1))
+        apart = float((mean[0] - mean[1]) / max(np.hypot(*error), 1e-300))
         directed = self._directed / max(self._whole, 1e-300)
         told = (
-            f"trainer - sampler is {mean[1]:+.1e} where the advantage is above 0 and "
-            f"{mean[-1]:+.1e} where it is below, {apart:.1f} standard errors apart; "
+            f"trainer - sampler is {mean[0]:+.1e} where the advantage is above 0 and "
+            f"{mean[1]:+.1e} where it is below, {apart:.1f} standard errors apart; "
             f"{directed:.0%} of the gap has the sign of the advantage"
         )
         follows = (
             apart >= MIN_ERRORS
-            and mean[1] >= MIN_ERRORS_OF_EACH * error[1]
-            and -mean[-1] >= MIN_ERRORS_OF_EACH * error[-1]
+            and (mean * [1, -1] >= MIN_ERRORS_OF_EACH * error).all()
             and directed >= MIN_DIRECTED
         )
         return self.found(
             "differs" if follows else "consistent",
             told,
-            mean_where_positive=float(mean[1]),
-            mean_where_negative=float(mean[-1]),
-            standard_errors=float(apart),
+            mean_where_positive=float(mean[0]),
+            mean_where_negative=float(mean[1]),
+            standard_errors=apart,
             directed=directed,
         )
 

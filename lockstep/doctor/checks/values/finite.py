@@ -91,18 +91,17 @@ class Positive(Check):
         self._kinds: Counter[str] = Counter()
 
     def look(self, rows: Rows) -> None:
-        self.counts["rows"] += len(rows)
+        self.count(rows=len(rows))
         for who, _, side, other in rows.sides():
             kinds = kinds_of(rows, side, other)
             for kind in np.unique(kinds[kinds > 0]).tolist():
                 told = f"{who}: {KINDS[kind]}"
                 hit = np.flatnonzero(kinds == kind)
                 self._kinds[told] += len(hit)
-                self.counts["tokens"] += int(rows.loss_mask[(kinds == kind)[rows.row_of]].sum())
+                self.count(tokens=rows.loss_mask & (kinds == kind)[rows.row_of])
                 for r in hit[:NUM_SHOWN].tolist():
-                    tokens = np.arange(int(rows.offsets[r]), int(rows.offsets[r + 1]))
-                    tokens = tokens[rows.loss_mask[tokens] & np.isfinite(side[tokens])]
-                    at = int(tokens[np.argmax(side[tokens])])
+                    is_own = rows.loss_mask & np.isfinite(side) & (rows.row_of == r)
+                    at = int(np.argmax(np.where(is_own, side, -np.inf)))
                     self.show(float(abs(side[at])), rows, at, at + 1, f"{told}: {side[at]:.4f}")
 
     def conclude(self) -> Finding:

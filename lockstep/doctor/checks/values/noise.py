@@ -60,8 +60,6 @@ class Noise:
     typical_freedom: int = 0
     square_gap: float = 0.0
     """Sum of d^2; NaN without the trainer's log-probs."""
-    square_bias: float = 0.0
-    """Sum, over tokens, of the squared mean d of their group, less what noise adds to it."""
 
     def add(self, other: Noise) -> None:
         for name in self.__slots__:
@@ -83,14 +81,8 @@ class Noise:
 
     @property
     def mean_square_gap(self) -> float:
-        """Mean of d^2 over these tokens: the variances of both sides + mean_square_bias, where the
-        noises of the two sides are independent."""
+        """Mean of d^2 over these tokens."""
         return self.square_gap / max(self.tokens, 1)
-
-    @property
-    def mean_square_bias(self) -> float:
-        """`mean_square_gap` without noise; an unbiased estimate, so it may be below 0."""
-        return self.square_bias / max(self.tokens, 1)
 
 
 def noise_of(rows: Rows, side: Float32Array) -> Noise:
@@ -111,13 +103,11 @@ def noise_of(rows: Rows, side: Float32Array) -> Noise:
         typical_freedom=int((size[least] - 1).sum()),
     )
     if rows.trainer_logprobs is None:
-        out.square_gap = out.square_bias = np.nan
+        out.square_gap = np.nan
         return out
     d = rows.trainer_logprobs[contexts.repeated].astype(np.float64) - rollout
     square = np.bincount(contexts.group, d * d, minlength=len(contexts.size))
     out.square_gap = float(square[unforced].sum())
-    of_noise = _within(contexts, d)[unforced] / (size - 1)
-    out.square_bias = float((size * _mean(contexts, d)[unforced] ** 2 - of_noise).sum())
     return out
 
 
@@ -178,7 +168,6 @@ class _Repeated(Check):
             "different_tokens": float(noise.groups),
             "variance": variance,
             "mean_square_gap": gap,
-            "mean_square_bias": noise.mean_square_bias,
             "share": share,
         }
         told = (
@@ -197,21 +186,14 @@ class _Repeated(Check):
             reasons.append(". As much noise on every token is a small part of the whole gap")
         if bits := self._marks.name(min_share=MIN_SHARE_NOISY):
             reasons.append(f". Its logits are rounded to {bits}, which makes as much")
-        elif self._is_between_engines and variance / 2 < self._normal_k2:
-            reasons.append(". That is normal between two engines")
+        # A dump that does not name its trainer is not Lockstep's: two engines made it.
+        elif self.setting.is_one_process is False or self.setting.trainer != "lockstep":
+            _, normal_k2 = MOE_BAND if self.setting.is_moe else DENSE_BAND
+            if variance / 2 < normal_k2:
+                reasons.append(". That is normal between two engines")
         is_small = share < MIN_SHARE or bool(reasons)
         told += "".join(reasons)
         return self.found("information" if is_small else "differs", told, **figures)
-
-    @property
-    def _is_between_engines(self) -> bool:
-        """True if some noise is normal: between two engines, not in one process with one set of
-        ops. A dump that does not name its trainer is not Lockstep's."""
-        return self.setting.is_one_process is False or self.setting.trainer != "lockstep"
-
-    @property
-    def _normal_k2(self) -> float:
-        return (MOE_BAND if self.setting.is_moe else DENSE_BAND)[1]
 
     def repair(self, rows: Rows) -> Rows:
         """Noise is everywhere: the gap of every token that is within its size is explained."""

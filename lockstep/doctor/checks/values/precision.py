@@ -9,7 +9,7 @@ logits: if logits were rounded to 16 bits, it is a multiple of a power of two, u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
 import numpy as np
 
@@ -33,13 +33,12 @@ MIN_SHARE_NOISY = 0.1
 normaliser."""
 
 
-@dataclass(slots=True)
 class Marks:
-    """Number of a side's branches on the grid of each 16-bit type."""
+    """Number of a side's branches, and of those on the grid of each 16-bit type."""
 
-    pairs: int = 0
-    bfloat16: int = 0
-    float16: int = 0
+    def __init__(self) -> None:
+        self.pairs = 0
+        self.on_grid: Counter[str] = Counter()
 
     def add(self, rows: Rows, side: Float32Array, *, temperature: float | None) -> None:
         """Counts a chunk. side: [N] log-probs. temperature: divisor of the logits."""
@@ -52,13 +51,13 @@ class Marks:
             for scale in {1.0, temperature or 1.0}:
                 steps = apart * (scale / step)
                 on_grid |= np.abs(steps - np.round(steps)) * step < TOLERANCE
-            setattr(self, name, getattr(self, name) + int(on_grid.sum()))
+            self.on_grid[name] += int(on_grid.sum())
 
     def name(self, *, min_share: float = MIN_SHARE) -> str:
         """bfloat16 or float16; empty if the type has more bits, or is unknown."""
         if self.pairs < MIN_PAIRS:
             return ""
-        return next((n for n, _ in GRIDS if getattr(self, n) >= min_share * self.pairs), "")
+        return next((n for n, _ in GRIDS if self.on_grid[n] >= min_share * self.pairs), "")
 
 
 class Precision(Check):
@@ -82,13 +81,13 @@ class Precision(Check):
         rollout, trainer = self._rollout, self._trainer
         if min(rollout.pairs, trainer.pairs) < MIN_PAIRS:
             return self.not_checkable("several rows of one prompt in one step")
-        figures: dict[str, float] = {"branches": rollout.pairs}
+        self.count(branches=rollout.pairs)
         for side, marks in (("rollout", rollout), ("trainer", trainer)):
-            figures |= {f"{side}_on_{name}": getattr(marks, name) for name, _ in GRIDS}
+            self.count(**{f"{side}_on_{name}": num for name, num in marks.on_grid.items()})
         named = [marks.name() or "more than 16 bits" for marks in (rollout, trainer)]
         told = (
             f"at {rollout.pairs} branches the sampler's logits are in {named[0]}, the trainer's in "
             f"{named[1]}"
         )
         verdict = "consistent" if rollout.name() == trainer.name() else "information"
-        return self.found(verdict, told, **figures)
+        return self.found(verdict, told)

@@ -18,15 +18,15 @@ trainer's by -log(mass), never below, and by the same amount for all tokens at a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.contexts import contexts_of
 from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
-from lockstep.types import Int64Array
 
 SAMPLE_TOKENS = 4096
 """Tokens of a chunk that are read; the whole dump would tell no more."""
@@ -121,17 +121,17 @@ class Processed(Check):
     def conclude(self) -> Finding:
         if not self._samples:
             return self.consistent("there are no rows")
-        sample = _Sample.of(Rows.joined(self._samples))
+        sample = _Sample(Rows.joined(self._samples))
         told = f"{len(sample.rollout)} tokens of {len(sample.names)} rows were read"
         if sample.is_judged.sum() < MIN_ROWS:
             return self.consistent(f"{told}: they agree, or are too few")
-        fits = [_Fit.of(processing, sample) for processing in self._candidates(sample)]
+        fits = [_Fit(processing, sample) for processing in self._candidates(sample)]
         best = max(fits, key=lambda fit: fit.score)
         if best.processing.slope != 1.0:
             best = self._refined(best, sample)
         if not best.is_proof and (slope := sample.slope_at_branches()) is not None:
             both = [Processing(slope=slope, truncated=who) for who in (1, -1)]
-            best = max((_Fit.of(kind, sample) for kind in both), key=lambda fit: fit.score)
+            best = max((_Fit(kind, sample) for kind in both), key=lambda fit: fit.score)
         self.count(judged_rows=sample.is_judged, explained_rows=best.hit, branches=best.pairs)
         figures = {"explained_gap": best.share, "left_of_it": best.residual}
         if not best.is_proof:
@@ -145,7 +145,7 @@ class Processed(Check):
         if best.pairs >= MIN_PAIRS:
             told += f", and {best.pair_residual:.1%} at {best.pairs} branches"
         if best.processing.slope == 1.0:
-            kept = np.exp(-np.abs(sample.trainer - sample.rollout)[best.hit[sample.row]].max())
+            kept = np.exp(-np.abs(sample.d)[best.hit[sample.row]].max())
             told += f"; at least {kept:.3g} of the mass was kept at each place"
         return self.differs(told, **figures, temperature_ratio=1 / best.processing.slope)
 
@@ -193,15 +193,15 @@ class Processed(Check):
             slope = sample.slope_at_branches(best.hit)
             if slope is None:
                 return best
-            return _Fit.of(Processing(slope=slope, truncated=truncated), sample)
+            return _Fit(Processing(slope=slope, truncated=truncated), sample)
         around = [
-            _Fit.of(Processing(slope=1 / (1 / best.processing.slope + step)), sample)
+            _Fit(Processing(slope=1 / (1 / best.processing.slope + step)), sample)
             for step in (-0.04, -0.03, -0.02, -0.01, 0.01, 0.02, 0.03, 0.04)
         ]
         return max(best, *around, key=lambda fit: fit.score)
 
     def _show(self, best: _Fit, sample: _Sample) -> None:
-        d = np.abs(sample.trainer - sample.rollout)
+        d = np.abs(sample.d)
         hit = np.flatnonzero(best.hit[sample.row])
         for i in hit[np.argsort(-d[hit])][:NUM_SHOWN].tolist():
             row, begin = sample.names[int(sample.row[i])], int(sample.place[i])
@@ -209,46 +209,31 @@ class Processed(Check):
             self.keep(float(d[i]), Evidence(row=row, begin=begin, end=begin + 1, note=note))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _Sample:
     """The compared tokens of some whole rows."""
 
-    names: tuple[str, ...]
-    """[R]"""
-    row: Int64Array
-    """[N]"""
-    place: Int64Array
-    """[N] position in the row."""
-    rollout: Float64Array
-    """[N] at most 0."""
-    trainer: Float64Array
-    one: Int64Array
-    """[B] index of a token at a branch, ..."""
-    other: Int64Array
-    """[B] ... and of a different token there."""
-
-    @classmethod
-    def of(cls, rows: Rows) -> _Sample:
+    def __init__(self, rows: Rows) -> None:
         at, contexts = rows.compared, contexts_of(rows)
+        self.names = rows.row_ids
+        self.row = rows.row_of[at]
+        """[N]"""
+        self.place = rows.position[at]
+        """[N] position in the row."""
+        self.rollout = np.minimum(rows.rollout[at].astype(np.float64), 0.0)
+        """[N]"""
+        self.trainer = np.minimum(rows.trainer[at].astype(np.float64), 0.0)
+        self.d = self.trainer - self.rollout
         to = np.full(rows.num_tokens, -1, np.int64)
         to[at] = np.arange(len(at))
-        one, other = to[contexts.one], to[contexts.other]
-        known = (one >= 0) & (other >= 0)
-        return cls(
-            names=rows.row_ids,
-            row=rows.row_of[at],
-            place=rows.position[at],
-            rollout=np.minimum(rows.rollout[at].astype(np.float64), 0.0),
-            trainer=np.minimum(rows.trainer[at].astype(np.float64), 0.0),
-            one=one[known],
-            other=other[known],
-        )
-
-    @cached_property
-    def is_judged(self) -> BoolArray:
+        pairs = np.stack([to[contexts.one], to[contexts.other]])
+        self.one, self.other = pairs[:, (pairs >= 0).all(axis=0)]
+        """[B] indices of two different tokens at a branch."""
+        self.is_judged = self.sums(np.abs(self.d) > MIN_GAP) >= MIN_TOLD
         """[R] True for rows with enough informative tokens."""
-        tells = np.abs(self.trainer - self.rollout) > MIN_GAP
-        return np.bincount(self.row, tells, minlength=len(self.names)) >= MIN_TOLD
+
+    def sums(self, values: npt.NDArray[Any]) -> Float64Array:
+        """[R] sum of `values` [N] over the tokens of each row."""
+        return np.bincount(self.row, values, minlength=len(self.names)).astype(np.float64)
 
     def slope_at_branches(self, hit: BoolArray | None = None) -> float | None:
         """Median ratio of the two sides' differences at branches between rows of `hit` [R], over
@@ -266,52 +251,37 @@ class _Sample:
         return slope if 0.2 < slope < 5.0 else None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _Fit:
     """How much of a sample one processing explains."""
 
-    processing: Processing
-    hit: BoolArray
-    """[R] True for rows that it explains."""
-    share: float
-    """Share of the judged rows' sum of |d| that is in explained rows."""
-    share_of_rows: float
-    residual: float
-    """Share of the explained rows' sum of |d| that is left."""
-    score: float
-    pairs: int
-    """Branches between explained rows."""
-    pair_residual: float
-
-    @classmethod
-    def of(cls, processing: Processing, sample: _Sample) -> _Fit:
-        d = sample.trainer - sample.rollout
+    def __init__(self, processing: Processing, sample: _Sample) -> None:
+        self.processing = processing
+        d, judged = sample.d, sample.is_judged
         left = processing.left_over(sample.rollout, sample.trainer)
-        num_rows, judged = len(sample.names), sample.is_judged
-        whole = np.bincount(sample.row, np.abs(d), minlength=num_rows)
-        rest = np.bincount(sample.row, np.abs(left), minlength=num_rows)
-        hit = judged & (rest <= MAX_RESIDUAL * whole)
-        explained, unexplained = float(whole[hit].sum()), float(rest[hit].sum())
-        one, other = sample.one, sample.other
-        both = hit[sample.row[one]] & hit[sample.row[other]]
-        one, other = one[both], other[both]
+        whole, rest = sample.sums(np.abs(d)), sample.sums(np.abs(left))
+        self.hit = judged & (rest <= MAX_RESIDUAL * whole)
+        """[R] True for rows that it explains."""
+        explained, unexplained = float(whole[self.hit].sum()), float(rest[self.hit].sum())
+        self.share = explained / max(float(whole[judged].sum()), 1e-300)
+        """Share of the judged rows' sum of |d| that is in explained rows."""
+        self.share_of_rows = float(self.hit.sum()) / max(float(judged.sum()), 1.0)
+        self.residual = unexplained / max(explained, 1e-300)
+        """Share of the explained rows' sum of |d| that is left."""
+        self.score = explained - 5.0 * unexplained
+        """A close temperature explains the same rows worse."""
+        both = self.hit[sample.row[sample.one]] & self.hit[sample.row[sample.other]]
+        one, other = sample.one[both], sample.other[both]
+        self.pairs = len(one)
+        """Branches between explained rows."""
         if processing.slope == 1.0:
             apart = d[one] - d[other]
             base = d[one] ** 2 + d[other] ** 2
         else:
             of_trainer = sample.trainer[one] - sample.trainer[other]
-            apart = sample.rollout[one] - sample.rollout[other] - processing.slope * of_trainer
-            base = (sample.rollout[one] - sample.rollout[other] - of_trainer) ** 2
-        return cls(
-            processing=processing,
-            hit=hit,
-            share=explained / max(float(whole[judged].sum()), 1e-300),
-            share_of_rows=float(hit.sum()) / max(float(judged.sum()), 1.0),
-            residual=unexplained / max(explained, 1e-300),
-            score=explained - 5.0 * unexplained,  # a close temperature explains the same rows worse
-            pairs=len(one),
-            pair_residual=float((apart**2).sum() / max(float(base.sum()), 1e-300)),
-        )
+            of_rollout = sample.rollout[one] - sample.rollout[other]
+            apart = of_rollout - processing.slope * of_trainer
+            base = (of_rollout - of_trainer) ** 2
+        self.pair_residual = float((apart**2).sum() / max(float(base.sum()), 1e-300))
 
     @property
     def is_proof(self) -> bool:

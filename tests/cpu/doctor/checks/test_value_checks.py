@@ -91,16 +91,11 @@ def test_noise_between_the_engines_of_another_framework_is_information_unless_it
         assert {f.check: f.verdict for f in found}["noise/sampler"] == verdict
 
 
-def test_a_bias_is_told_from_noise():
+def test_a_bias_is_no_noise():
     offset = np.random.default_rng(5).normal(0, 0.1, 40)
-    biased_rows = policy_rows(sampler=lambda z, _: z + offset)
-    biased, trainer = (noise_of(biased_rows, side) for _, _, side, _ in biased_rows.sides())
-    assert biased.variance < 1e-12 and trainer.variance < 1e-12
-    assert biased.mean_square_bias == pytest.approx(biased.mean_square_gap, rel=1e-6)
-    rows = policy_rows(sampler=lambda z, rng: z + offset + rng.normal(0, 0.1, len(z)))
-    both = noise_of(rows, rows.rollout)
-    assert both.variance + both.mean_square_bias == pytest.approx(both.mean_square_gap, rel=0.3)
-    assert both.mean_square_bias == pytest.approx(biased.mean_square_gap, rel=0.5)
+    rows = policy_rows(sampler=lambda z, _: z + offset)
+    biased, trainer = (noise_of(rows, side) for _, _, side, _ in rows.sides())
+    assert biased.variance < 1e-12 and trainer.variance < 1e-12 < biased.mean_square_gap
 
 
 def test_noise_of_chunks_adds_up():
