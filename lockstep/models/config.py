@@ -321,9 +321,7 @@ def _read_common(reading: _Reading, defaults: Mapping[str, Any]) -> dict[str, An
                 "read, only mxfp4 of gpt_oss. Use the checkpoint that they were quantised from"
             )
     hidden, heads = r.count("hidden_size"), r.count("num_attention_heads")
-    head_dim = r.get("head_dim")
-    if head_dim is None and "head_dim" not in r.source:
-        head_dim = defaults.get("head_dim")
+    head_dim = r.source.get("head_dim", defaults.get("head_dim"))
     if head_dim is None:
         head_dim = hidden // heads
         if hidden % heads:

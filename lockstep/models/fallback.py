@@ -191,16 +191,15 @@ def load_fallback(
             f"{directory}: transformers cannot load {config.architecture} ({error})."
         ) from error
     inner, found = loaded
-    misfits = {
-        kind.removesuffix("_keys"): sorted(map(str, found[kind]))
+    misfits = [
+        f"{kind.removesuffix('_keys')} ({len(names)}): {', '.join(sorted(map(str, names)))}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-        if found.get(kind)
-    }
+        if (names := found.get(kind))
+    ]
     if misfits:
-        listed = "; ".join(
-            f"{k} ({len(names)}): {', '.join(names)}" for k, names in misfits.items()
+        raise CheckpointError(
+            f"{directory} does not fit {config.architecture}: {'; '.join(misfits)}."
         )
-        raise CheckpointError(f"{directory} does not fit {config.architecture}: {listed}.")
     return FallbackModel(inner.to(device), config)
 
 

@@ -93,10 +93,11 @@ def load_checkpoint(
     return model
 
 
-def weight_files(directory: str | Path) -> tuple[list[str], dict[str, str] | None]:
-    """(weight files, tensor name -> file if there is an index) of a checkpoint.
+def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
+    """name -> tensor in its file, over one file or the shards of an index.
 
-    Raises CheckpointError if there are no weights, or two sets of them.
+    Raises CheckpointError if there are no weights, or two sets of them, and one that lists every
+    missing or torn file, and every tensor that is not in the file that the index names.
     """
     root = Path(directory)
     has_index, has_file = (root / INDEX).is_file(), (root / WEIGHTS).is_file()
@@ -104,28 +105,18 @@ def weight_files(directory: str | Path) -> tuple[list[str], dict[str, str] | Non
         raise CheckpointError(
             f"{root} holds {WEIGHTS} and {INDEX}: two sets of weights. Remove the one that is old."
         )
-    if has_file:
-        return [WEIGHTS], None
-    if not has_index:
+    if not has_index and not has_file:
         others = sorted(p.name for p in root.glob("pytorch_model*.bin"))
         raise CheckpointError(
             f"{root} holds neither {WEIGHTS} nor {INDEX}."
             + (f" It has {others[0]}: convert it to safetensors with transformers." * bool(others))
         )
-    placed = read_json(root / INDEX).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
-        raise CheckpointError(f"{root / INDEX} has no weight_map. A torn copy?")
-    return sorted(set(placed.values())), placed
-
-
-def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
-    """name -> tensor in its file, over one file or the shards of an index.
-
-    Raises CheckpointError that lists every missing or torn file, and every tensor that is not in
-    the file that the index names.
-    """
-    root = Path(directory)
-    files, placed = weight_files(root)
+    files, placed = [WEIGHTS], None
+    if has_index:
+        placed = read_json(root / INDEX).get("weight_map")
+        if not isinstance(placed, dict) or not placed:
+            raise CheckpointError(f"{root / INDEX} has no weight_map. A torn copy?")
+        files = sorted(set(placed.values()))
     problems: list[str] = []
     out: dict[str, StoredTensor] = {}
     for file in files:
@@ -174,8 +165,7 @@ def check_tensors(
                     misfits["misshapen"].append(
                         f"{name} (expected {list(shape)}, found {list(found.shape)})"
                     )
-                is_packed = name != piece.name
-                readable = ("U8",) if is_packed else _FLOATS
+                readable = _FLOATS if name == piece.name else ("U8",)
                 if _dtype_name(found) not in readable:
                     misfits["unreadable"].append(
                         f"{name} (expected {' or '.join(readable)}, found {_dtype_name(found)}; "

@@ -51,7 +51,7 @@ class LowRank(nn.Module):
         self.sizes = list(sizes)
         self.rank, self.scale, self.is_on = shape.rank, shape.scale, True
         self.A = nn.Parameter(torch.empty(len(parts) * shape.rank, parts[0][0].inputs))
-        self.B = nn.ParameterList(torch.empty(s.outputs, shape.rank) for s, _ in parts)
+        self.B = nn.ParameterList(torch.zeros(s.outputs, shape.rank) for s, _ in parts)
 
     def forward(self, x_TK: Tensor, out_TN: Tensor, ops: Ops) -> Tensor:
         if not self.is_on:
@@ -85,7 +85,7 @@ class ExpertLowRank(nn.Module):
         E, R = site.num_experts, shape.rank
         self.rank, self.scale, self.is_on = R, shape.scale, True
         self.A = nn.Parameter(torch.empty(E, R, site.inputs))
-        self.B = nn.Parameter(torch.empty(E, site.outputs, R))
+        self.B = nn.Parameter(torch.zeros(E, site.outputs, R))
 
     def factors(self) -> ExpertFactors | None:
         """Factors for `experts.mix_experts`, which computes the gradients of A and B too; None
@@ -124,8 +124,6 @@ def add_adapter(model: nn.Module, shape: LoraShape, *, seed: int) -> None:
         bound = 1 / math.sqrt(sites[0].inputs)
         with torch.no_grad():
             adapter.A.uniform_(-bound, bound, generator=generator)
-            for factor in [adapter.B] if isinstance(adapter, ExpertLowRank) else adapter.B:
-                factor.zero_()
         setattr(owner, attribute, adapter.to(weight.device, weight.dtype))
     model.lora = shape  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 

@@ -317,7 +317,12 @@ def _same(left: list[Tensor], right: list[Tensor]) -> bool:
 def fingerprint(ops: Ops, dtype: torch.dtype, device: torch.device) -> Fingerprint:
     """Describes what `ops` compute with in this process."""
     name = str(dtype).removeprefix("torch.")
-    found = Fingerprint(
+    settings: dict[str, Any] = {} if type(ops) is Ops else {"key_block": KEY_BLOCK}
+    if isinstance(ops, InvariantOps):
+        settings["row_quantum"] = ops.rules.row_quantum
+        settings["head_quantum"] = ops.rules.head_quantum
+        settings["gemm"] = "float32" if is_widened(dtype) else "native"
+    return Fingerprint(
         ops=ops.name,
         dtype=name,
         device=_device_name(device),
@@ -325,19 +330,8 @@ def fingerprint(ops: Ops, dtype: torch.dtype, device: torch.device) -> Fingerpri
         isa=_isa(device),
         libraries=_libraries(device),
         probe=_probe(ops, dtype, device),
+        **settings,
     )
-    if type(ops) is Ops:
-        return found
-    found = replace(found, key_block=KEY_BLOCK)
-    if isinstance(ops, InvariantOps):
-        rules = ops.rules
-        found = replace(
-            found,
-            row_quantum=rules.row_quantum,
-            head_quantum=rules.head_quantum,
-            gemm="float32" if is_widened(dtype) else "native",
-        )
-    return found
 
 
 def _device_name(device: torch.device) -> str:

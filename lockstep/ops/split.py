@@ -93,27 +93,16 @@ def split_attention(
         k_PGK, v_PGK = (x.repeat_interleave(copies, 1) for x in (k_PGK, v_PGK))
     h, g = H // S, k_PGK.shape[1] // S
     parts = [q_PHK.reshape(P, S, h, K), k_PGK.reshape(P, S, g, K), v_PGK.reshape(P, S, g, K)]
-    qkv = _to_heads(torch.cat(parts, 2), context)[:T]
+    by_rank = torch.cat(parts, 2).transpose(0, 1).flatten(0, 1)
+    qkv = _Exchange.apply(by_rank, context, True)[:T]
     q_ThK, k_TgK, v_TgK = qkv.split([h, g, g], 1)
     if sinks is not None:
         sinks = sinks[h * context.rank : h * (context.rank + 1)]
     out_ThK = attend(q_ThK, k_TgK, v_TgK, sinks=sinks, context=context.packed)
     if (num_doubled := sum(context.sizes) - T) > 0:
         out_ThK = torch.cat([out_ThK, out_ThK.new_zeros(num_doubled, h, K)])
-    return _to_tokens(out_ThK, context).reshape(P, H, K)
-
-
-def _to_heads(x_PShK: Tensor, context: SplitContext) -> Tensor:
-    """[P, S, h, K], this rank's tokens and all heads -> [sum of P, h, K], all tokens and its
-    heads."""
-    return _Exchange.apply(x_PShK.transpose(0, 1).flatten(0, 1), context, True)
-
-
-def _to_tokens(x_ThK: Tensor, context: SplitContext) -> Tensor:
-    """The inverse of `_to_heads`: [sum of P, h, K] -> [P, S, h, K]."""
-    own = context.sizes[context.rank]
-    flat = _Exchange.apply(x_ThK, context, False)
-    return flat.view(len(context.sizes), own, *flat.shape[1:]).transpose(0, 1)
+    back = _Exchange.apply(out_ThK, context, False)
+    return back.view(S, P, h, K).transpose(0, 1).reshape(P, H, K)
 
 
 class _Exchange(torch.autograd.Function):

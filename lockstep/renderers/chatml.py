@@ -67,9 +67,8 @@ class ChatMLRenderer(TurnRenderer):
         """Raises RendererError, which lists the missing control tokens."""
         self.config = config or ChatMLConfig()
         self._thinks = self.config.variant != "qwen2.5"
-        ids = list(
-            tokenizer.require((*CHATML_TOKENS, *(THINKING_TOKENS if self._thinks else ()))).values()
-        )
+        names = CHATML_TOKENS + (THINKING_TOKENS if self._thinks else ())
+        ids = list(tokenizer.require(names).values())
         self._start, self._end, self._call, self._call_end = ids[:4]
         self._think = self._think_end = -1  # no id: never written, never sampled
         self._reply: Piece = "<tool_response>"
@@ -143,7 +142,8 @@ class ChatMLRenderer(TurnRenderer):
         """Writes whole messages, each with the line break after it. Consecutive tool replies share
         one user turn."""
         pieces: list[Piece] = []
-        last_query = _last_query_index(messages)
+        queries = [at for at, message in enumerate(messages) if _is_query(message)]
+        last_query = queries[-1] if queries else len(messages) - 1
         for at, message in enumerate(messages):
             match message.role:
                 case "tool":
@@ -283,15 +283,8 @@ def _block_end(parts: Sequence[Piece], at: int, closer: int) -> int:
     return len(parts)
 
 
-def _last_query_index(messages: Sequence[Message]) -> int:
-    """Returns the index of the last user message that is not a wrapped tool reply."""
-    for at in range(len(messages) - 1, -1, -1):
-        if _is_query(messages[at]):
-            return at
-    return len(messages) - 1
-
-
 def _is_query(message: Message) -> bool:
+    """Whether a user speaks; tool replies may be wrapped in a user's message."""
     text = message.content
     is_reply = text.startswith("<tool_response>") and text.endswith("</tool_response>")
     return message.role == "user" and not is_reply

@@ -153,8 +153,4 @@ def _observed(
 
 
 def _origin(message: Message) -> Origin:
-    match message.role:
-        case "system" | "developer":
-            return "system"
-        case role:
-            return role
+    return "system" if message.role in ("system", "developer") else message.role

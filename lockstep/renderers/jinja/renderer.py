@@ -361,15 +361,13 @@ class JinjaRenderer:
         """Returns (rendered text, the mark in it). Messages in `before` are ours and get no
         marks."""
         shape = self.shape
-        dicts = [message_dict(m, shape) for m in (*before, *messages)]
+        ours = [message_dict(m, shape) for m in before]
+        theirs = [message_dict(m, shape) for m in messages]
         declared = [function_json(tool) for tool in tools]
         mark = self._marks.choose(
-            [json.dumps([dicts, declared], ensure_ascii=False), self._template.source]
+            [json.dumps([ours, theirs, declared], ensure_ascii=False), self._template.source]
         )
-        marked = [
-            *dicts[: len(before)],
-            *(self._marks.marked(message, mark) for message in dicts[len(before) :]),
-        ]
+        marked = [*ours, *self._marks.marked(theirs, mark)]
         if shape.thinking is not None and shape.thinking.key == "content":
             marked = [with_inline(message, shape.thinking) for message in marked]
         return self._run(marked, self._marks.marked(declared, mark), has_opening), mark
