@@ -79,6 +79,21 @@ class LogProbs(torch.autograd.Function):
         has_entropy_grad = bool((grad_entropy != 0).any())
         if not has_entropy_grad:
             grad_entropy = None
+
+        def gradient(logp: Tensor, here: slice, columns: slice, choices: Tensor | None) -> Tensor:
+            """dL/dlogits of some rows and columns, from their log-probs. A row's token may be one
+            outside of the columns, of another tile."""
+            grad, upstream = _probs(logp, choices), grad_logprobs[here, None]
+            if grad_entropy is None:
+                grad.mul_(-upstream)
+            else:  # dH/dlogit_j = -p_j (log p_j + H)
+                through = logp.add(entropy[here, None]).mul_(grad_entropy[here, None])
+                grad.mul_(through.add_(upstream)).neg_()
+            at = ids[here] - columns.start
+            row = ((at >= 0) & (at < logp.shape[1])).nonzero()[:, 0]
+            grad[row, at[row]] += grad_logprobs[here][row]
+            return grad if temperature == 1.0 else grad.div_(temperature)
+
         wide_hidden = hidden.to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(dtype)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -104,15 +119,7 @@ class LogProbs(torch.autograd.Function):
                             logp.div_(temperature)
                         logp.sub_(log_sums[here, None])
                     mask = None if choices is None else choices[block]
-                    tile[block] = _gradient(
-                        logp,
-                        grad_logprobs[here],
-                        None if grad_entropy is None else grad_entropy[here],
-                        entropy[here],
-                        ids[here] - columns.start,
-                        mask,
-                        temperature,
-                    )
+                    tile[block] = gradient(logp, here, columns, mask)
                 tile = tile.to(dtype)
                 if grad_hidden is not None:
                     _add_product(grad_hidden[part], tile, wide_weight)
@@ -127,29 +134,6 @@ class LogProbs(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, *[None] * 4
-
-
-def _gradient(
-    logp: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    entropy: Tensor,
-    ids: Tensor,
-    choices: Tensor | None,
-    temperature: float,
-) -> Tensor:
-    """dL/dlogits of some rows and columns, from their log-probs. ids: each row's token, counted
-    from the first column; one outside the columns belongs to another tile."""
-    grad = _probs(logp, choices)
-    upstream = grad_logprobs[:, None]
-    if grad_entropy is None:
-        grad.mul_(-upstream)
-    else:  # dH/dlogit_j = -p_j (log p_j + H)
-        through = logp.add(entropy[:, None]).mul_(grad_entropy[:, None]).add_(upstream)
-        grad.mul_(through).neg_()
-    row = ((ids >= 0) & (ids < logp.shape[1])).nonzero()[:, 0]
-    grad[row, ids[row]] += grad_logprobs[row]
-    return grad if temperature == 1.0 else grad.div_(temperature)
 
 
 def _steps(size: int, step: int) -> Iterator[slice]:

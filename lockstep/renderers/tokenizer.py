@@ -98,9 +98,9 @@ class Tokenizer:
         extra: dict[int, Mapping[str, Any]] = {}
         config_file = file.with_name("tokenizer_config.json")
         if config_file.is_file():
-            declared = _read_json(config_file).get("added_tokens_decoder") or {}
+            declared = read_json(config_file).get("added_tokens_decoder") or {}
             extra = {int(id_): token for id_, token in declared.items()}
-        return cls._from_spec(_read_json(file), where=str(file), extra=extra)
+        return cls._from_spec(read_json(file), where=str(file), extra=extra)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "tokenizer") -> Tokenizer:
@@ -266,7 +266,8 @@ def _merge(
     return pieces
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Raises RendererError if the file does not hold a JSON object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

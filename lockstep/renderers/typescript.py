@@ -46,10 +46,13 @@ def _lines(text: str) -> list[str]:
 
 def _type_text(schema: Mapping[str, Any], indent: str) -> str:
     """Writes a JSON schema as a TypeScript type, with descriptions and defaults as comments."""
-    if variants := _variants(schema):
-        return "".join(
-            f"\n{indent} | {_variant_text(v, indent, _notes(v, quoted=True))}" for v in variants
-        )
+    if variants := schema.get("oneOf"):
+        lines: list[str] = []
+        for variant in variants:
+            description = [variant["description"]] if "description" in variant else []
+            notes = [*description, *_default_note(variant, quoted=True)]
+            lines.append(f"\n{indent} | {_variant_text(variant, indent, notes)}")
+        return "".join(lines)
     kind = schema.get("type")
     if isinstance(kind, list):
         names = cast("list[str]", kind)
@@ -84,7 +87,7 @@ def _property_text(key: str, schema: Mapping[str, Any], indent: str) -> str:
     comments: list[str] = []
     if "title" in schema:
         comments += [f"// {schema['title']}", "//"]
-    variants = _variants(schema)
+    variants = schema.get("oneOf")
     description = schema.get("description")
     is_above = description is not None and not (
         variants and variants[0].get("description") == description
@@ -113,10 +116,6 @@ def _property_text(key: str, schema: Mapping[str, Any], indent: str) -> str:
     return f"{out}{indent},\n"
 
 
-def _variants(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return schema.get("oneOf") or ()
-
-
 def _variant_text(schema: Mapping[str, Any], indent: str, notes: Sequence[str]) -> str:
     comment = f" // {' '.join(notes)}" if notes else ""
     return _nullable_text(schema, indent + "   ") + comment
@@ -125,11 +124,6 @@ def _variant_text(schema: Mapping[str, Any], indent: str, notes: Sequence[str]) 
 def _nullable_text(schema: Mapping[str, Any], indent: str) -> str:
     text = _type_text(schema, indent)
     return f"{text} | null" if schema.get("nullable") is True and "null" not in text else text
-
-
-def _notes(schema: Mapping[str, Any], *, quoted: bool) -> list[str]:
-    description = [schema["description"]] if "description" in schema else []
-    return [*description, *_default_note(schema, quoted=quoted)]
 
 
 def _default_note(schema: Mapping[str, Any], *, quoted: bool = False) -> list[str]:

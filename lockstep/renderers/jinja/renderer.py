@@ -73,12 +73,8 @@ class JinjaRenderer:
         self._variables = {**found.special_tokens, **self.config.variables}
         self._marks = Marks(tokenizer)
         self._texts: TextParameters = {}
-        self.shape = ShapeFinder(
-            self._run,
-            self._marks,
-            source=found.text,
-            where=found.where,
-        ).find()
+        finder = ShapeFinder(run=self._run, marks=self._marks, source=found.text, where=found.where)
+        self.shape = finder.find()
         self._set_stops(self.shape.stop, self.shape.call_stop)
         self.thinking_opening: tuple[int, ...] = self._thinking_opening()
         self.proof: Proof | None = None

@@ -75,55 +75,50 @@ class Shape:
     """"tools" -> reason why the template can make no call."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class ShapeFinder:
     """Finds the shape of one template."""
 
-    def __init__(
-        self,
-        run: Callable[[list[Any], list[Any], bool], str],
-        marks: Marks,
-        *,
-        source: str,
-        where: str,
-    ) -> None:
-        """run: renders messages and tools, with or without the generation prompt."""
-        self._run, self._marks = run, marks
-        self._source, self._where = source, where
+    run: Callable[[list[Any], list[Any], bool], str]
+    """Renders messages and tools, with or without the generation prompt."""
+    marks: Marks
+    source: str
+    where: str
 
     def find(self) -> Shape:
-        base = self._run(_dicts(HELLO), [], False)
-        asked = self._run(_dicts(HELLO), [], True)
+        base = self.run(_dicts(HELLO), [], False)
+        asked = self.run(_dicts(HELLO), [], True)
         if not asked.startswith(base):
             raise RendererError(
-                f"{self._where}: with add_generation_prompt the template does not only "
+                f"{self.where}: with add_generation_prompt the template does not only "
                 f"add to a history, it writes another one. Without: {base[-80:]!r}; with: "
                 f"{asked[-80:]!r}."
             )
         opening = asked[len(base) :]
-        plain = self._run(_dicts(HELLO, Message(role="assistant", content=WORDS), HELLO), [], False)
+        plain = self.run(_dicts(HELLO, Message(role="assistant", content=WORDS), HELLO), [], False)
         if WORDS not in plain or not plain.startswith(base):
             raise RendererError(
-                f"{self._where}: the template does not write an assistant's words behind "
+                f"{self.where}: the template does not write an assistant's words behind "
                 f"the user's. It wrote {plain[:200]!r}."
             )
         text = plain[len(base) :]
-        header = "".join(common(units(opening, self._marks), units(text, self._marks)))
+        header = "".join(common(units(opening, self.marks), units(text, self.marks)))
         lead, _, rest = text[len(header) :].partition(WORDS)
-        names = self._marks.names(rest)
+        names = self.marks.names(rest)
         if not names:
             raise RendererError(
-                f"{self._where}: no control token ends an assistant's words. The template "
+                f"{self.where}: no control token ends an assistant's words. The template "
                 f"writes {rest[:80]!r} behind them; an engine would never stop."
             )
         at, stop = names[0]
-        last = self._run(_dicts(HELLO, Message(role="assistant", content=WORDS)), [], False)
+        last = self.run(_dicts(HELLO, Message(role="assistant", content=WORDS)), [], False)
         shape = Shape(
             opening=opening,
             header=header,
             lead=lead,
             words_end=rest[: at + len(stop)],
             stop=stop,
-            is_ended_by_next=not self._marks.names(last.partition(WORDS)[2]),
+            is_ended_by_next=not self.marks.names(last.partition(WORDS)[2]),
         )
         shape = replace(shape, thinking=self._find_thinking(base, shape))
         return self._with_calls(base, shape)
@@ -132,13 +127,13 @@ class ShapeFinder:
         rest = shape.opening[len(shape.header) :]
         is_closed = rest.count("<") > 1  # an empty block: the model is not to think
         for key in ("reasoning_content", "reasoning", "thinking", "content"):
-            if key == "content" and "</think>" not in self._source:
+            if key == "content" and "</think>" not in self.source:
                 continue
             message: dict[str, Any] = {"role": "assistant", "content": WORDS, key: THOUGHT}
             if key == "content":
                 message["content"] = f"<think>\n{THOUGHT}\n</think>\n\n{WORDS}"
             try:
-                text = self._run([*_dicts(HELLO), message], [], False)
+                text = self.run([*_dicts(HELLO), message], [], False)
             except RendererError:
                 continue
             text = text[len(base) :] if text.startswith(base) else ""
@@ -181,22 +176,22 @@ class ShapeFinder:
         return replace(shape, problems={"tools": problem})
 
     def _with_format(self, base: str, shape: Shape, one: str, two: str) -> Shape:
-        names = [name for _, name in self._marks.names(_behind(one, 0))]
+        names = [name for _, name in self.marks.names(_behind(one, 0))]
         if shape.stop in names:
             stop = shape.stop
         else:
             last = _behind(
-                self._run([message_dict(m, shape) for m in (HELLO, _calling(1))], [], False), 0
+                self.run([message_dict(m, shape) for m in (HELLO, _calling(1))], [], False), 0
             )
-            stops = [name for _, name in self._marks.names(last)][-1:]
+            stops = [name for _, name in self.marks.names(last)][-1:]
             if shape.is_ended_by_next:
-                stops = [name for at, name in self._marks.names(_behind(one, 0)) if at >= len(last)]
+                stops = [name for at, name in self.marks.names(_behind(one, 0)) if at >= len(last)]
             stop = (stops or [""])[0]
         if not stop:
             return replace(shape, problems={"tools": "no control token ends a turn that calls"})
         one = one[: one.find(stop, len(one) - len(_behind(one, 0)))]
         two = two[: max(two.find(stop, len(two) - len(_behind(two, 1))), 0)]
-        found = derive_format(one, two, CALLS[:2], self._marks)
+        found = derive_format(one, two, CALLS[:2], self.marks)
         if found is None:
             why = f"no known format of calls is in what it writes: {one[:160]!r}"
             return replace(shape, call_stop=stop, problems={"tools": why})
@@ -206,7 +201,7 @@ class ShapeFinder:
         """Adds the text that the template writes between content and a call."""
         turn = replace(_calling(1), content=WORDS)
         try:
-            text = self._run([message_dict(m, shape) for m in (HELLO, turn)], [], False)
+            text = self.run([message_dict(m, shape) for m in (HELLO, turn)], [], False)
         except RendererError:
             return found
         gap, begins, _ = text.partition(WORDS)[2].partition(found.head or found.open or "{")
@@ -216,7 +211,7 @@ class ShapeFinder:
         """Returns the template's text for `count` calls, up to the first tool's reply."""
         replies = [replace(_REPLY, name=call.name) for call in CALLS[:count]]
         dicts = [message_dict(m, shape) for m in (HELLO, _calling(count), *replies)]
-        text = self._run(dicts, [], False)
+        text = self.run(dicts, [], False)
         if not text.startswith(base) or _REPLY.content not in text:
             raise RendererError(f"the template writes no tool's reply: {text[-80:]!r}")
         text = text[len(base) :].partition(_REPLY.content)[0].removeprefix(shape.header)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, cast
 
 from lockstep.errors import RendererError
 from lockstep.renderers.config import JinjaConfig
-from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.renderers.tokenizer import Tokenizer, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +31,13 @@ def read_template(tokenizer: Tokenizer, config: JinjaConfig) -> TemplateSource:
     """Reads the template. Raises RendererError if there is none."""
     directory = Path(tokenizer.where).parent if Path(tokenizer.where).is_file() else None
     fields: Mapping[str, Any] = {} if directory is None else _tokenizer_config(directory)
-    special = {name: _content(token) for name, token in fields.items() if name.endswith("_token")}
-    found = _text(directory, fields, config)
-    return TemplateSource(
-        text=found[0],
-        where=found[1],
-        special_tokens={name: text for name, text in special.items() if text is not None},
-    )
+    special = {
+        name: text
+        for name, token in fields.items()
+        if name.endswith("_token") and (text := _content(token)) is not None
+    }
+    text, where = _text(directory, fields, config)
+    return TemplateSource(text=text, where=where, special_tokens=special)
 
 
 def _text(
@@ -68,13 +67,7 @@ def _text(
 
 def _tokenizer_config(directory: Path) -> Mapping[str, Any]:
     path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RendererError(f"{path} is not JSON: {error}.") from None
-    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _content(token: Any) -> str | None:

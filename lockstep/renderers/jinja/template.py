@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,17 @@ class ChatTemplate:
             name="the process that renders the chat template",
             opening={"source": source, "date": date},
         )
-        self._ask({}, opening=True)
+        self._ask(self._child.open)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Returns the rendered text. Raises TemplateRefusal if the template refuses the dialogue,
         RendererError if it fails, breaks out of its sandbox or takes too long."""
-        return self._ask({"variables": dict(variables)})
+        request = {"variables": dict(variables)}
+        return self._ask(lambda: self._child.ask(request, seconds=RENDER_SECONDS))
 
-    def _ask(self, request: Mapping[str, Any], *, opening: bool = False) -> str:
+    def _ask(self, send: Callable[[], Mapping[str, Any]]) -> str:
         try:
-            if opening:
-                return self._child.open()["text"]
-            return self._child.ask(request, seconds=RENDER_SECONDS)["text"]
+            return send()["text"]
         except ChildRefusal as error:
             if error.kind == "refused":
                 raise TemplateRefusal(f"the chat template refuses the dialogue: {error}") from None

@@ -50,7 +50,7 @@ def test_tensors_are_read_whole_by_rows_and_into_any_view(tensors, path):
     assert stored.keys() == tensors.keys()
     for name, wanted in tensors.items():
         assert torch.equal(stored[name].read(), wanted)
-        assert torch.equal(stored[name].rows(slice(1, 3)), wanted[1:3])
+        assert torch.equal(stored[name].read(slice(1, 3)), wanted[1:3])
         for out in (
             torch.zeros_like(wanted),
             torch.zeros(2, *wanted.shape, dtype=torch.float64)[1],
@@ -74,5 +74,5 @@ def test_a_header_that_contradicts_itself_is_refused(path):
     header["b.weight"]["shape"] = [7, 6]
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
-    with pytest.raises(CheckpointError, match=r"b\.weight has 140 bytes, its shape 168"):
+    with pytest.raises(CheckpointError, match=r"safetensors cannot be read .*invalid shape"):
         read_header(path)
