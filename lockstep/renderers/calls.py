@@ -61,12 +61,31 @@ def read_whole_call(
     return found if begins_as_call and found == _NOT_JSON else None
 
 
-def json_extent(text: str, begin: int) -> int:
-    """Returns the end of the JSON value that begins at `begin`, or -1 if there is none."""
-    try:
-        return json.JSONDecoder().raw_decode(text, begin)[1]
-    except (ValueError, RecursionError):
-        return -1
+def read_call_list(
+    text: str,
+    *,
+    separator: str = "",
+    arguments_key: str = "arguments",
+    ignored_keys: Collection[str] = (),
+) -> list[ToolCall] | str:
+    """Reads JSON calls that follow one another. Returns the reason, as text, if there are none.
+
+    separator: text that must stand between two calls; empty allows blanks, commas and semicolons.
+    """
+    calls: list[ToolCall] = []
+    while text := text.strip(" \r\n\t,;"):
+        try:
+            end = json.JSONDecoder().raw_decode(text)[1]
+        except (ValueError, RecursionError):
+            return _NOT_JSON
+        call = read_call(text[:end], arguments_key=arguments_key, ignored_keys=ignored_keys)
+        if isinstance(call, str):
+            return call
+        calls.append(call)
+        text = text[end:].strip()
+        if text and not text.startswith(separator):
+            return f"something stands between calls that is not {separator}"
+    return calls or "a call is missing"
 
 
 def call_text(call: ToolCall, *, arguments_key: str = "arguments") -> str:

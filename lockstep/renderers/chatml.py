@@ -29,7 +29,7 @@ from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
 from lockstep.renderers.calls import call_text, function_json, read_call
 from lockstep.renderers.config import ChatMLConfig
-from lockstep.renderers.pieces import Piece, cut_front, encode_pieces, split_turn, text_of
+from lockstep.renderers.pieces import Piece, cut_prefix, encode_pieces, split_turn, text_of
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.renderers.turn_renderer import TurnRenderer
 from lockstep.types import Message, ToolCall, ToolSchema
@@ -116,14 +116,10 @@ class ChatMLRenderer(TurnRenderer):
         if not self._thinks or not ids or ids[0] != self._think:
             return ids
         control = self.tokenizer.control_ids
-        borders = [at for at, id_ in enumerate(ids) if id_ in control] + [len(ids)] * 2
-        closed, end = borders[1:3]
+        closed = next((at for at in range(1, len(ids)) if ids[at] in control), len(ids))
         if closed == len(ids) or ids[closed] != self._think_end:
             return ids[-1:] if ids[-1] == self._end else []
-        run = ids[closed + 1 : end]
-        has_empty_line = self.tokenizer.decode_bytes(run[:2]).startswith(b"\n\n")
-        text = cut_front(self.tokenizer, run, 2) if has_empty_line else run
-        return [*text, *ids[end:]]
+        return cut_prefix(self.tokenizer, ids[closed + 1 :], b"\n\n")
 
     def _body(self, message: Message) -> list[Piece]:
         """Raises RendererError for thinking if the opening already closed the thinking block."""

@@ -36,8 +36,7 @@ from lockstep.renderers.base import TokenIds
 from lockstep.renderers.calls import (
     call_text,
     function_json,
-    json_extent,
-    read_call,
+    read_call_list,
     read_whole_call,
 )
 from lockstep.renderers.config import Llama3Config
@@ -199,7 +198,12 @@ class Llama3Renderer(TurnRenderer):
         control = [part for part in parts if not isinstance(part, str)]
         if control == [self._python]:
             at = parts.index(self._python)
-            found = _read_calls(text_of(self.tokenizer, parts[at + 1 :]))
+            found = read_call_list(
+                text_of(self.tokenizer, parts[at + 1 :]),
+                separator=";",
+                arguments_key=_KEY,
+                ignored_keys=_IGNORED,
+            )
             if isinstance(found, str):
                 error = error or found
             else:
@@ -216,26 +220,6 @@ class Llama3Renderer(TurnRenderer):
         if not calls and not error and sampled_ids[-1] == self._handover:
             error = "<|eom_id|> ends a turn that calls nothing"
         return Message(role="assistant", content=words, tool_calls=tuple(calls), parse_error=error)
-
-
-def _read_calls(text: str) -> list[ToolCall] | str:
-    """Returns the calls after <|python_tag|>, separated by semicolons, or the reason why there are
-    none."""
-    calls: list[ToolCall] = []
-    rest = text.strip()
-    while rest:
-        end = json_extent(rest, 0)
-        if end < 0:
-            return "what stands behind <|python_tag|> is not a call"
-        call = read_call(rest[:end], arguments_key=_KEY, ignored_keys=_IGNORED)
-        if isinstance(call, str):
-            return call
-        calls.append(call)
-        rest = rest[end:].lstrip()
-        if rest and not rest.startswith(";"):
-            return "something stands between calls that is not a semicolon"
-        rest = rest[1:].lstrip()
-    return calls or "nothing stands behind <|python_tag|>"
 
 
 def _tool_json(tool: ToolSchema) -> str:

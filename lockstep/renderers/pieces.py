@@ -101,6 +101,16 @@ def cut_front(tokenizer: Tokenizer, ids: Sequence[int], num_bytes: int) -> list[
     return []
 
 
+def cut_prefix(tokenizer: Tokenizer, ids: Sequence[int], prefix: bytes) -> list[int]:
+    """Returns `ids` without `prefix`, if the text before their first control token begins with
+    it."""
+    end = next((at for at, id_ in enumerate(ids) if id_ in tokenizer.control_ids), len(ids))
+    run = ids[:end]
+    if tokenizer.decode_bytes(run[: len(prefix)]).startswith(prefix):
+        run = cut_front(tokenizer, run, len(prefix))
+    return [*run, *ids[end:]]
+
+
 def first_difference(ids: Sequence[int], others: Sequence[int]) -> int:
     """Returns the index of the first id that differs; the shorter length if one list begins with
     the other."""

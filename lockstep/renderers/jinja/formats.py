@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from lockstep.renderers.calls import json_extent, read_call
+from lockstep.renderers.calls import read_call, read_call_list
 from lockstep.renderers.jinja.marks import Marks, unmarked
 from lockstep.renderers.xml_calls import DIALECTS, TextParameters, read_xml_call
 from lockstep.types import ToolCall
@@ -192,11 +192,9 @@ def read_calls(
     """Reads text and calls of a turn. In `text`, control tokens appear by name, and names that the
     model spelled contain `mark`. Text that makes no call is kept in `texts`."""
     turn = ReadTurn([], [])
-    if format is None:
-        turn.texts.append(text)
-    elif format.open or format.kind == "xml":
+    if format is not None and (format.open or format.kind == "xml"):
         _read_blocks(text, format, parameters, mark, turn)
-    elif format.kind == "json":
+    elif format is not None and format.kind == "json":
         _read_list(text, format, mark, turn)
     else:
         turn.texts.append(text)
@@ -278,24 +276,10 @@ def _read_list(text: str, format: CallFormat, mark: str, turn: ReadTurn) -> None
     rest = whole = unmarked(calls, mark).strip()
     if head and rest.startswith("[") and rest.endswith("]"):
         rest = rest[1:-1]
-    read: ToolCall | str = "a call is missing"
-    made: list[ToolCall] = []
-    while rest := rest.strip(" \r\n\t,;"):
-        end = json_extent(rest, 0)
-        read = (
-            "a call is not JSON"
-            if end < 0
-            else read_call(
-                rest[:end], arguments_key=format.arguments_key, ignored_keys=format.other_keys
-            )
-        )
-        if isinstance(read, str):
-            break
-        made.append(read)
-        rest = rest[end:]
-    if isinstance(read, ToolCall):
+    read = read_call_list(rest, arguments_key=format.arguments_key, ignored_keys=format.other_keys)
+    if isinstance(read, list):
         turn.texts += [words] if words.strip() else []
-        turn.calls += made
+        turn.calls += read
     elif head or re.match(r'\{\s*"name"', whole):
         turn.fail(read, text)
     else:

@@ -41,6 +41,7 @@ from lockstep.renderers.jinja.template import ChatTemplate
 from lockstep.renderers.pieces import (
     Piece,
     cut_front,
+    cut_prefix,
     encode_pieces,
     refuse_replies,
     require_reply,
@@ -226,11 +227,7 @@ class JinjaRenderer:
                 return None
             rest = [*cut_front(self.tokenizer, ids[:first], found + len(tag)), *ids[first:]]
         blanks = how.close[len(how.close.rstrip()) :].encode()
-        end = next((at for at, id_ in enumerate(rest) if id_ in control), len(rest))
-        run = rest[:end]
-        if self.tokenizer.decode_bytes(run[: len(blanks)]).startswith(blanks):
-            run = cut_front(self.tokenizer, run, len(blanks))
-        return [*run, *rest[end:]]
+        return cut_prefix(self.tokenizer, rest, blanks)
 
     def _ids(self, text: str) -> list[int]:
         """Encodes the template's own text."""

@@ -13,6 +13,7 @@ The protocol is that of `lockstep.children`. Request 0 has `source` and `date`, 
 import json
 import sys
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 MEMORY_BYTES = 1 << 30
@@ -42,26 +43,11 @@ def main() -> None:
     def refuse(message: object) -> None:
         raise Refusal(str(message))
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
     # Settings as in transformers, utils/chat_template_utils.py.
     environment: Any = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
 
     def answer(kind: str, error: BaseException) -> dict[str, str]:
