@@ -76,13 +76,10 @@ def load_value_model(
     """
     with torch.device("meta"):
         model = ValueModel(ModelConfig.from_directory(directory), ops=ops)
-    model = model.to(dtype)
+    model.body.to(dtype)  # the head stays float32
     if mesh is not None:
         shard(model.body, mesh)
     model = model.to_empty(device=device)
-    model.value_head = nn.Parameter(
-        torch.zeros(model.value_head.shape, dtype=torch.float32, device=device)
-    )
     load_value_weights(model, directory)
     return model
 

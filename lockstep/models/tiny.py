@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -66,23 +67,19 @@ def create_tiny_model(
     dialogues: rendered by `renderer`, they are the text that the tokenizer is trained on.
     Deterministic.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(architecture, dialogues, renderer)
-    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=False))
     end = tokenizer.token_to_id(END_TOKEN[architecture])
     hf = hf_config(architecture, tokenizer.get_vocab_size(), end)
-    (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     model = Decoder(ModelConfig.from_hf(hf))
     model.init_weights(std=hf["initializer_range"], seed=seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
                 parameter.fill_(SINK_LOGIT)
-    filled = directory.with_name(directory.name + "-filled")
-    save_checkpoint(model, filled, like=directory)
-    for file in filled.iterdir():
-        file.replace(directory / file.name)
-    filled.rmdir()
+    with TemporaryDirectory() as like:
+        (Path(like) / "tokenizer.json").write_text(tokenizer.to_str(pretty=False))
+        (Path(like) / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+        save_checkpoint(model, directory, like=like)
 
 
 def hf_config(

@@ -263,8 +263,7 @@ class _PackedAttention(torch.autograd.Function):
                 grad_places[places].view(*shape, *q.shape[1:]),
                 lse_TH[index],
                 through_places[places].view(*shape, -1),
-                ctx.spec.window,
-                ctx.spec.scale,
+                ctx.spec,
             )
             for grad, part in zip(grads, parts, strict=True):
                 # Rows may share tokens. On CUDA this sorts, then sums in one order, without
@@ -294,13 +293,11 @@ def _block_gradients(
     grad_out: Tensor,
     lse: Tensor,
     through: Tensor,
-    window: int | None,
-    scale: float,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ [B, L, H, D], dK, dV [B, L, G, D]), float32. q, grad_out [B, L, H, D], k, v [B, L, G, D],
     lse and through (dO . O) [B, L, H] float32."""
-    B, L, H, D = q.shape
-    G = k.shape[2]
+    (B, L, H, D), G, window, scale = q.shape, k.shape[2], spec.window, spec.scale
     q, grad_out = (x.view(B, L, G, -1, D).permute(0, 2, 3, 1, 4) for x in (q, grad_out))
     lse, through = (x.view(B, L, G, -1, 1).permute(0, 2, 3, 1, 4) for x in (lse, through))
     k, v = (x.transpose(1, 2).reshape(B * G, L, D) for x in (k, v))

@@ -124,10 +124,9 @@ def _sink_column(sinks_H: Tensor, block: PagedBlock, groups: int, rows: int, ext
     sinks = sinks.reshape(groups, -1)
     if extra:
         sinks = F.pad(sinks, (0, extra))
-    is_resident = block.resident is not None
-    sinks = sinks[None, :] if is_resident else sinks[:, None]
-    shape = (B, groups, -1) if is_resident else (groups, B, -1)
-    return sinks.expand(*shape).reshape(B * groups, -1, 1)
+    by_head = sinks[:, None].expand(-1, B, -1)
+    by_head = by_head if block.resident is None else by_head.transpose(0, 1)
+    return by_head.reshape(B * groups, -1, 1)
 
 
 def _resident_rows(

@@ -322,35 +322,30 @@ def fingerprint(ops: Ops, dtype: torch.dtype, device: torch.device) -> Fingerpri
         settings["row_quantum"] = ops.rules.row_quantum
         settings["head_quantum"] = ops.rules.head_quantum
         settings["gemm"] = "float32" if is_widened(dtype) else "native"
+    machine, isa, libraries = _machine(device)
     return Fingerprint(
         ops=ops.name,
         dtype=name,
-        device=_device_name(device),
+        device=machine,
         kv_dtype=name,
-        isa=_isa(device),
-        libraries=_libraries(device),
+        isa=isa,
+        libraries=libraries,
         probe=_probe(ops, dtype, device),
         **settings,
     )
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _isa(device: torch.device) -> str:
+def _machine(device: torch.device) -> tuple[str, str, str]:
+    """(device, instruction set or compute capability, libraries)."""
+    libraries = f"torch {torch.__version__}"
     if device.type == "cuda":
-        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    return torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else ""
-
-
-def _libraries(device: torch.device) -> str:
-    found = [f"torch {torch.__version__}"]
-    if device.type == "cuda":
-        found += [f"cuda {torch.version.cuda}", f"triton {version('triton')}"]
-    elif match := re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show()):
-        found.append(f"mkl {match[1]}")
-    return ", ".join(found)
+        isa = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        libraries += f", cuda {torch.version.cuda}, triton {version('triton')}"
+        return torch.cuda.get_device_name(device), isa, libraries
+    if match := re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show()):
+        libraries += f", mkl {match[1]}"
+    isa = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else ""
+    return device.type, isa, libraries
 
 
 def _probe(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:

@@ -372,14 +372,14 @@ def _without_dropped_thinking(messages: Sequence[Message], policy: str) -> Itera
 
 
 def _system_text(config: HarmonyConfig, *, has_tools: bool) -> str:
-    top = [config.identity] if config.identity else []
-    if config.knowledge_cutoff:
-        top.append(f"Knowledge cutoff: {config.knowledge_cutoff}")
-    if config.current_date:
-        top.append(f"Current date: {config.current_date}")
+    top = [
+        config.identity,
+        config.knowledge_cutoff and f"Knowledge cutoff: {config.knowledge_cutoff}",
+        config.current_date and f"Current date: {config.current_date}",
+    ]
     channels = f"# Valid channels: {', '.join(_CHANNELS)}. "
     channels += "Channel must be included for every message."
     if has_tools:
         channels += "\nCalls to these tools must go to the commentary channel: 'functions'."
-    sections = ["\n".join(top), f"Reasoning: {config.reasoning_effort}", channels]
+    sections = ["\n".join(filter(None, top)), f"Reasoning: {config.reasoning_effort}", channels]
     return "\n\n".join(section for section in sections if section)

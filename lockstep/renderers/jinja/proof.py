@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 from lockstep.errors import RendererError
@@ -136,18 +137,14 @@ def _hold(renderer: TemplateRenderer, messages: Sequence[Message], *, is_cut: bo
             replace(m, thinking=m.thinking or "Hm.") if m.role == "assistant" else m
             for m in messages
         ]
-    first = next(at for at, m in enumerate(messages) if m.role == "assistant")
-    path: list[tuple[list[int], bool]] = [(renderer.render_whole(messages[:first], tools), False)]
-    at = first
-    while at < len(messages):
-        end = at + 1
-        while end < len(messages) and messages[end].role != "assistant":
-            end += 1
+    turns = [at for at, m in enumerate(messages) if m.role == "assistant"]
+    path = [(renderer.render_whole(messages[: turns[0]], tools), False)]
+    for at, end in pairwise([*turns, len(messages)]):
         after = messages[at + 1 : end]
         is_forgotten = renderer.template_forgets(after)
         sampled = renderer.reply_ids(messages[at], () if is_forgotten else after)
         read = renderer.parse(sampled)
-        if read != messages[at] and not _is_same(read, messages[at]):
+        if not _is_same(read, messages[at]):
             raise RendererError(
                 f"the reply {renderer.tokenizer.decode(sampled)!r} is read as "
                 f"{read}, and was written for {messages[at]}."
@@ -158,9 +155,15 @@ def _hold(renderer: TemplateRenderer, messages: Sequence[Message], *, is_cut: bo
         if is_forgotten:
             path = forgotten(renderer, path)
         path.append((renderer.extend(path[-1][0], after), False))
-        at = end
     ids = [id_ for piece, _ in path for id_ in piece]
-    _compare(renderer, ids, renderer.render_whole(messages, tools))
+    whole, show = renderer.render_whole(messages, tools), renderer.tokenizer.decode
+    if ids != whole:
+        at = first_difference(ids, whole)
+        raise RendererError(
+            f"the ids differ from place {at} on, behind {show(whole[max(at - 12, 0) : at])!r}. "
+            f"Extended: {show(ids[at : at + 16])!r}; the template over the whole: "
+            f"{show(whole[at : at + 16])!r}."
+        )
 
 
 def forgotten(
@@ -185,15 +188,3 @@ def _is_same(read: Message, message: Message) -> bool:
     right = [(call.name, arguments_of(call)) for call in message.tool_calls]
     same = (read.content, read.thinking) == (message.content, message.thinking)
     return same and left == right and not read.parse_error
-
-
-def _compare(renderer: TemplateRenderer, ids: list[int], whole: list[int]) -> None:
-    if ids == whole:
-        return
-    at = first_difference(ids, whole)
-    show = renderer.tokenizer.decode
-    raise RendererError(
-        f"the ids differ from place {at} on, behind "
-        f"{show(whole[max(at - 12, 0) : at])!r}. Extended: {show(ids[at : at + 16])!r}; the "
-        f"template over the whole: {show(whole[at : at + 16])!r}."
-    )

@@ -401,7 +401,8 @@ class JinjaRenderer:
                 f"{text[: len(base)]!r} then, and with {base!r} without it."
             )
         text = text[len(base) :]
-        if not after and not self._has_end(message, text):
+        stop = shape.call_stop if message.tool_calls else shape.stop
+        if not after and all(name != stop for _, name in self._marks.names(text)):
             # GLM-4.5 ends a turn with the token of the next role, Apriel the last one with nothing.
             text += shape.call_stop if message.tool_calls else shape.words_end
         text = text[: self._end_of(message, text)]
@@ -429,11 +430,6 @@ class JinjaRenderer:
                     f"the chat template leaves out words of the {message.role}'s message: "
                     f"{message.content.strip()[:80]!r}."
                 )
-
-    def _has_end(self, turn: Message, text: str) -> bool:
-        """Whether the template ends `turn`, the last message, with its stop token."""
-        stop = self.shape.call_stop if turn.tool_calls else self.shape.stop
-        return any(name == stop for _, name in self._marks.names(text))
 
     def _end_of(self, turn: Message, text: str) -> int:
         """Returns the end of a turn in rendered text, after its stop token."""

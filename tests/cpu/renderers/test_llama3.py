@@ -118,7 +118,7 @@ BAD = {
     '{"name": "f", "parameters": {<|eot_id|>': "a call is not JSON",
     "<|python_tag|>print(1)<|eom_id|>": "a call is not JSON",
     "x<|python_tag|><|eom_id|>": "a call is missing",
-    f"<|python_tag|>{CALL_TEXT} {CALL_TEXT}<|eom_id|>": "something stands between calls that is not ;",
+    f"<|python_tag|>{CALL_TEXT} {CALL_TEXT}<|eom_id|>": "stands between calls that is not ;",
     '<|python_tag|>{"name": 1, "parameters": {}}<|eom_id|>': "name is not a printable text",
     "<|python_tag|>[]<|eom_id|>": 'not an object of "name" and "parameters"',
     "a<|python_tag|>b<|python_tag|>c<|eom_id|>": "<|python_tag|> is out of place",
