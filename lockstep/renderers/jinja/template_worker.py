@@ -69,11 +69,9 @@ def main() -> None:
             return answer("unsafe", error)
         except (MemoryError, RecursionError, OverflowError) as error:
             return answer("memory", error)
-        except TypeError as error:  # Jinja has no exception of its own for this
-            if "no loader for this environment" in str(error):
-                return answer("loader", error)
-            return {"error": "failed", "text": f"TypeError: {error}"[:2000]}
         except Exception as error:  # any exception is the template's failure
+            if "no loader for this environment" in str(error):  # Jinja has no exception for this
+                return answer("loader", error)
             return {"error": "failed", "text": f"{type(error).__name__}: {error}"[:2000]}
 
     def reply(fields: dict[str, str], *, number: int) -> None:
