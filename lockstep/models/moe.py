@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from lockstep.errors import AlignmentError
 from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertProjection, mix_experts
 from lockstep.models.lora import ExpertLowRank, Projection
@@ -46,10 +45,6 @@ class Routing:
     """Routed layer -> [T, A] int64: experts that were used."""
     differing: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Routed layer -> [T] bool: in a replay, whether the router would have chosen other experts."""
-
-    def __post_init__(self) -> None:
-        if self.is_known_T is not None and self.replay_TLA is None:
-            raise AlignmentError("Routing: is_known_T is given, and replay_TLA is not.")
 
     def stacked(self) -> Tensor:
         """[T, L, A] int64 of all routed layers, after the forward."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 from lockstep.errors import RendererError
-from lockstep.renderers.base import Renderer
-from lockstep.renderers.config import JinjaConfig
-from lockstep.renderers.jinja.shape import Shape
 from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.xml_calls import arguments_of
 from lockstep.types import Message, ToolCall, ToolSchema
@@ -61,19 +58,6 @@ DIALOGUES: Mapping[str, tuple[str, tuple[Message, ...]]] = {
 words. The model's turns in "truncated" lack their stop token."""
 
 
-class TemplateRenderer(Renderer, Protocol):
-    """A renderer that can also write with the template itself, for comparison."""
-
-    config: JinjaConfig
-    shape: Shape
-
-    def render_whole(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
-    ) -> list[int]: ...
-    def reply_ids(self, message: Message, after: Sequence[Message] = ()) -> list[int]: ...
-    def template_forgets(self, messages: Sequence[Message]) -> bool: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """Result of the check."""
@@ -95,9 +79,10 @@ class Proof:
         return out
 
 
-def prove(renderer: TemplateRenderer) -> Proof:
+def prove(renderer: Any) -> Proof:
     """Extends each dialogue and compares the ids with the template's rendering of the whole.
 
+    renderer: a `JinjaRenderer`, which can also write with the template itself.
     Raises RendererError, with the dialogue's name and the first difference, if a plain dialogue
     differs, or if thinking is to be dropped and differs.
     """
@@ -129,7 +114,7 @@ def prove(renderer: TemplateRenderer) -> Proof:
     return Proof(held=tuple(held), num_asked=num_asked, unsupported=unsupported)
 
 
-def _hold(renderer: TemplateRenderer, messages: Sequence[Message], *, is_cut: bool) -> None:
+def _hold(renderer: Any, messages: Sequence[Message], *, is_cut: bool) -> None:
     """Raises RendererError if the extended dialogue differs from the template's ids."""
     tools = (TOOL,) if any(m.tool_calls for m in messages) else ()
     if renderer.shape.thinking is not None and renderer.thinking_opening:
@@ -167,7 +152,7 @@ def _hold(renderer: TemplateRenderer, messages: Sequence[Message], *, is_cut: bo
 
 
 def forgotten(
-    renderer: TemplateRenderer, path: Sequence[tuple[list[int], bool]]
+    renderer: Any, path: Sequence[tuple[list[int], bool]]
 ) -> list[tuple[list[int], bool]]:
     """Returns a path of (ids, is_sampled) with its thinking dropped: each sampled turn loses its
     thinking, and the opening before it the ids that begin thinking."""

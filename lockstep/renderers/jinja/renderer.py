@@ -435,7 +435,7 @@ class JinjaRenderer:
         """Returns the end of a turn in rendered text, after its stop token."""
         stop = self.shape.call_stop if turn.tool_calls else self.shape.stop
         begin = 0
-        is_ours = turn.content == WORDS or (turn.tool_calls and turn.tool_calls[0] is CALLS[0])
+        is_ours = turn.content == WORDS or (turn.tool_calls and turn.tool_calls[0] == CALLS[0])
         if is_ours:  # behind the dialogue's beginning, which may end with the same token
             marker = value_of(turn.tool_calls[-1]) if turn.tool_calls else WORDS
             begin = text.find(marker) + len(marker)

@@ -27,10 +27,17 @@ HELLO = Message(role="user", content="Hello.")
 _REPLY = Message(role="tool", name="qz7_call_0", content="Qz7reply")
 WORDS = "Qz7words"
 THOUGHT = "Qz7thought"
-CALLS = tuple(
-    ToolCall(name=f"qz7_call_{n}", arguments=json.dumps({"qz7_key": f"Qz7value{n}"}))
-    for n in range(64)
-)
+
+
+def calls_of(count: int) -> tuple[ToolCall, ...]:
+    """Returns as many probe calls as there are tool replies."""
+    return tuple(
+        ToolCall(name=f"qz7_call_{n}", arguments=json.dumps({"qz7_key": f"Qz7value{n}"}))
+        for n in range(count)
+    )
+
+
+CALLS = calls_of(2)
 """Calls of the probe dialogues. No template and no control token contains such words."""
 
 
@@ -237,13 +244,6 @@ def _dicts(*messages: Message) -> list[dict[str, Any]]:
 
 def value_of(call: ToolCall) -> str:
     return json.loads(call.arguments)["qz7_key"]
-
-
-def calls_of(count: int) -> tuple[ToolCall, ...]:
-    """Returns as many probe calls as there are tool replies."""
-    if count > len(CALLS):
-        raise RendererError(f"{count} tool replies follow one turn; at most {len(CALLS)} may.")
-    return CALLS[:count]
 
 
 def message_dict(message: Message, shape: Shape | None) -> dict[str, Any]:
