@@ -38,6 +38,11 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return F.embedding(index, x.flatten(1)).view(*index.shape, *x.shape[1:])
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of numbers of this dtype are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Support:
     """The ids that each of N tokens was drawn from, where top-k or top-p cut the vocabulary.

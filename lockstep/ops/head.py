@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from lockstep.ops.context import sum_dtype
+
 Tensor = torch.Tensor
 
 CHUNK_BYTES = 128 << 20  # logits that live at once, forward and backward
@@ -95,7 +97,7 @@ class LogProbs(torch.autograd.Function):
             return grad if temperature == 1.0 else grad.div_(temperature)
 
         wide_hidden = hidden.to(dtype)
-        grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(dtype)) if needs_hidden else None
+        grad_hidden = torch.zeros_like(hidden, dtype=sum_dtype(dtype)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         tile_rows = min(max(T, 1), TILE_ROWS)
         tile_columns = max(1, CHUNK_BYTES // (4 * tile_rows))
@@ -125,7 +127,7 @@ class LogProbs(torch.autograd.Function):
                     _add_product(grad_hidden[part], tile, wide_weight)
                 if grad_weight is not None:
                     if total is None:
-                        total = torch.mm(tile.t(), wide_hidden[part]).to(_sum_dtype(dtype))
+                        total = torch.mm(tile.t(), wide_hidden[part]).to(sum_dtype(dtype))
                     else:
                         _add_product(total, tile.t(), wide_hidden[part])
                 del tile
@@ -146,10 +148,6 @@ def _blocks(x: Tensor) -> Iterator[slice]:
         return _steps(len(x), max(len(x), 1))
     rows = max(1, BLOCK_BYTES // (4 * x.shape[1])) * torch.get_num_threads()
     return _steps(len(x), rows)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

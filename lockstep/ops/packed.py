@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops.context import AttentionSpec, PackedContext
+from lockstep.ops.context import AttentionSpec, PackedContext, sum_dtype
 
 Tensor = torch.Tensor
 
@@ -212,7 +212,7 @@ def attend(
     """(out [T, H, D], L [T, H]: log-sum over keys and sink, float32, or float64 for float64)."""
     layout, sinks_H = layout_of(context, spec.window), spec.sinks
     out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    lse = q_THD.new_empty(q_THD.shape[:2], dtype=_sum_dtype(q_THD))
+    lse = q_THD.new_empty(q_THD.shape[:2], dtype=sum_dtype(q_THD.dtype))
     for piece in layout.pieces:
         mask = _mask_of(piece, layout, q_THD.dtype)
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -254,7 +254,7 @@ def attend_backward(
     grad_q = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     # Several bands, or rows, add to one key: in bfloat16 the small ones would be lost.
     totals = [
-        torch.zeros_like(x, dtype=_sum_dtype(x), memory_format=torch.contiguous_format)
+        torch.zeros_like(x, dtype=sum_dtype(x.dtype), memory_format=torch.contiguous_format)
         for x in (k_TGD, v_TGD)
     ]
     bands: list[Tensor] = []
@@ -311,10 +311,6 @@ class SinkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         return *attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings), None, None
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _mask_of(piece: Piece, layout: Layout, dtype: torch.dtype) -> Tensor | None:

@@ -141,16 +141,13 @@ def _observed(
         is_control = id_ in tokenizer.control_ids
         number = -1 if is_control else max(owner[begin : begin + size], default=-1)
         begin += size
+        role = "template" if number < 0 else messages[number].role
         out.append(
             OriginatedToken(
                 id=id_,
-                origin="template" if number < 0 else _origin(messages[number]),
+                origin="system" if role == "developer" else role,
                 is_control=is_control,
                 message=-1 if number < 0 else first + number,
             )
         )
     return out
-
-
-def _origin(message: Message) -> Origin:
-    return "system" if message.role in ("system", "developer") else message.role

@@ -33,15 +33,11 @@ def tools_text(tools: Sequence[ToolSchema]) -> str:
     """
     lines: list[str] = []
     for tool in tools:
-        lines += [f"// {line.removesuffix(chr(13))}" for line in _lines(tool.description)]
+        words = tool.description.removesuffix("\n").split("\n") if tool.description else []
+        lines += [f"// {line.removesuffix(chr(13))}" for line in words]
         lines.append(f"type {tool.name} = (_: {_type_text(tool.parameters, '')}) => any;\n")
     body = "\n".join(["## functions\n", "namespace functions {\n", *lines])
     return f"# Tools\n\n{body}\n}} // namespace functions"
-
-
-def _lines(text: str) -> list[str]:
-    lines = text.split("\n")
-    return lines[:-1] if lines[-1] == "" else lines
 
 
 def _type_text(schema: Mapping[str, Any], indent: str) -> str:

@@ -198,7 +198,9 @@ class JinjaRenderer:
         tag = how.open.strip()
         blanks = self._ids(how.open.partition(tag)[0]) if tag else []
         at = len(blanks) if ids[: len(blanks)] == blanks else 0
-        if tag and not self._starts_with(ids[at:], tag):
+        opened = self._control(tag)
+        begun = self.tokenizer.decode_bytes(ids[at : at + len(tag)]).startswith(tag.encode())
+        if not (begun if opened is None else ids[at : at + 1] == [opened]):
             return ids
         is_ended = bool(ids) and ids[-1] in self.stop_ids
         lead = self._ids(self.shape.lead)
@@ -232,12 +234,6 @@ class JinjaRenderer:
     def _ids(self, text: str) -> list[int]:
         """Encodes the template's own text."""
         return encode_pieces(self.tokenizer, self._marks.pieces(text, ""))
-
-    def _starts_with(self, ids: list[int], tag: str) -> bool:
-        control = self._control(tag)
-        if control is not None:
-            return ids[:1] == [control]
-        return self.tokenizer.decode_bytes(ids[: len(tag)]).startswith(tag.encode())
 
     def _control(self, name: str) -> int | None:
         pieces = self._marks.pieces(name, "")
