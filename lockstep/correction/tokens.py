@@ -11,7 +11,7 @@ neighbouring tokens of one row and one cell of the report.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
 import numpy as np
@@ -53,6 +53,10 @@ class TokenFacts:
     """int: the token's place in its row; None counts from the row's first token in the layout."""
     kinds: Tensor | None = None
     """int: index into TOKEN_KINDS."""
+
+    def columns(self) -> dict[str, Tensor | None]:
+        """The columns by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,13 +186,7 @@ class Batch:
         def flat(values: Tensor | None) -> Tensor | None:
             return None if values is None else values.cpu().reshape(-1)
 
-        host = TokenFacts(
-            advantages=flat(facts.advantages),
-            ages=flat(facts.ages),
-            turns=flat(facts.turns),
-            positions=flat(facts.positions),
-            kinds=flat(facts.kinds),
-        )
+        host = TokenFacts(**{name: flat(values) for name, values in facts.columns().items()})
         new, old = logprobs.cpu().reshape(-1), rollout.cpu().reshape(-1)
         return cls(new, old, layout, flat(layout.mask), host)
 

@@ -497,15 +497,7 @@ def _check(
     layout: Layout,
     facts: TokenFacts,
 ) -> None:
-    layout.check(
-        logprobs=logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=facts.advantages,
-        ages=facts.ages,
-        turns=facts.turns,
-        positions=facts.positions,
-        kinds=facts.kinds,
-    )
+    layout.check(logprobs=logprobs, rollout_logprobs=rollout_logprobs, **facts.columns())
     for name, values in (("logprobs", logprobs), ("rollout_logprobs", rollout_logprobs)):
         if values.requires_grad:
             raise AlignmentError(
