@@ -167,7 +167,8 @@ def build(
         )
     critic = None
     if is_training and config.advantage.needs_critic:
-        directory = _critic_directory(config, model_files)
+        name = config.critic.model
+        directory = locate_model(name) if name else model_files.directory
         critic = Critic(
             load_value_model(
                 directory,
@@ -211,11 +212,6 @@ def _engine_gpus(config: Config, rank: int, world: int, device: torch.device) ->
         gpus=visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))],
         is_shared=engine.share_device,
     )
-
-
-def _critic_directory(config: Config, model_files: ModelFiles) -> Path:
-    name = config.critic.model
-    return locate_model(name) if name else model_files.directory
 
 
 def choose_numerics(config: Config, model: Decoder) -> Numerics:

@@ -79,7 +79,8 @@ async def _steps(run: TrainingRun) -> Status:
     if run.step == 0 and run.tested_at is None and config.evaluation.at_start:
         run.log({"step": -1, **await run.test(), **run.engine_metrics()})
     while run.step < config.steps:
-        if run.is_stop_asked():
+        # One process alone is interrupted where it is.
+        if run.ranks is not None and run.ranks.is_stop_asked():
             run.save()
             return "interrupted"
         row = await one_step(run)

@@ -224,11 +224,6 @@ class TrainingRun:
         alarm = mismatch_alarm(row, family, is_one_process=is_one_process)
         return alarm.level == "critical" or row.get("doctor/causes", 0) > 0
 
-    def is_stop_asked(self) -> bool:
-        """Whether any of several processes was told to end. One process alone is interrupted where
-        it is."""
-        return self.ranks is not None and self.ranks.is_stop_asked()
-
     # -- checkpoints ----------------------------------------------------------------------------
 
     def advance(self) -> None:
