@@ -137,7 +137,6 @@ class HttpClient:
             needed_for = f"engine {self.name}"
             raise MissingExtraError.of("aiohttp", extra="http", needed_for=needed_for) from None
         where = self._where(method, path)
-        sent = {} if body is None else {"json": body}
         limits = aiohttp.ClientTimeout(
             total=None, sock_connect=CONNECT_SECONDS, sock_read=self.request_seconds
         )
@@ -148,7 +147,7 @@ class HttpClient:
                 aiohttp.ClientSession(
                     timeout=limits, headers=self._headers, json_serialize=_compact
                 ) as session,
-                session.request(method, self.url + path, **sent) as answer,
+                session.request(method, self.url + path, json=body) as answer,
             ):
                 if answer.status >= 300:
                     raise _refusal(where, answer.status, await answer.read())

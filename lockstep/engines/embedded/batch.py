@@ -81,6 +81,12 @@ class Sequence(Entry):
     """Prompt tokens that were cached at the first admission; -1 before."""
 
     @property
+    def held(self) -> Lease:
+        """The lease of a request that runs or is prefilled."""
+        assert self.lease is not None, "it waits, and holds no pages"
+        return self.lease
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Order of requests: the smallest runs first and is preempted last."""
         return (self.request.priority, self.order)
@@ -122,9 +128,8 @@ class Rows:
 
     def append(self, sequence: Sequence) -> None:
         """Adds a request whose tokens, except for the last, are computed or are in this step."""
-        assert sequence.lease is not None, "a running request holds pages"
         row, request = self.num, sequence.request
-        sampling, pages = request.sampling, sequence.lease.pages
+        sampling, pages = request.sampling, sequence.held.pages
         self.last_ids[row] = sequence.ids[-1]
         self.positions[row] = len(sequence.ids) - 1
         self.pages[row, : len(pages)] = pages
@@ -297,7 +302,7 @@ def build_inputs(
         lengths = stops - starts
         table = np.full((len(ordered), -(-int(stops.max()) // size)), ZERO_PAGE, np.int64)
         for row, chunk in enumerate(ordered):
-            pages = _lease(chunk).pages[: table.shape[1]]
+            pages = chunk.sequence.held.pages[: table.shape[1]]
             table[row, : len(pages)] = pages
         before = np.cumsum(lengths) - lengths
         for chunk, first in zip(ordered, (n + before).tolist(), strict=True):
@@ -447,11 +452,6 @@ def _ids_of(kept: Tensor) -> list[Int32Array]:
     ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()
     parts = np.split(ids, np.cumsum(sizes)[:-1])
     return [part if len(part) < vocab_size else part[:0] for part in parts]
-
-
-def _lease(chunk: Chunk) -> Lease:
-    assert chunk.sequence.lease is not None, "a request that is prefilled holds pages"
-    return chunk.sequence.lease
 
 
 def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:

@@ -344,7 +344,7 @@ class EmbeddedEngine(Engine):
                 if chunks:
                     places = np.concatenate([np.arange(num_fed), np.array(last_places, np.int64)])
                     hidden = hidden[torch.from_numpy(places).to(hidden.device)]
-                sampled = rows.sample(self._model.logits(hidden), self._model.ops)
+                drawn, logprobs, support = rows.sample(self._model.logits(hidden), self._model.ops)
         for chunk in chunks:
             if chunk.sequence in broken:
                 self._fail_unfinite(
@@ -353,7 +353,7 @@ class EmbeddedEngine(Engine):
             else:
                 self._after_chunk(chunk)
         if rows.num:
-            self._after_sampling(*sampled)
+            self._after_sampling(drawn, logprobs, support)
         self.stats.steps += 1
 
     def _finish_prefill(self, chunks: Seq[Chunk]) -> list[int]:
@@ -404,11 +404,10 @@ class EmbeddedEngine(Engine):
 
     def _after_chunk(self, chunk: Chunk) -> None:
         sequence, scoring = chunk.sequence, chunk.sequence.scoring
-        assert sequence.lease is not None, "a request that is prefilled holds pages"
         sequence.num_computed = chunk.stop
         if scoring is None:
             self.stats.prefilled_tokens += chunk.stop - chunk.start
-            self._cache.commit(sequence.lease, sequence.ids[: chunk.stop])
+            self._cache.commit(sequence.held, sequence.ids[: chunk.stop])
             return
         self.stats.scored_tokens += chunk.stop - chunk.start
         if chunk.is_last:

@@ -61,17 +61,15 @@ class Scheduler:
             sequence.sampled_logprobs = rows.logprobs[row, :count].copy()
             if sequence.routes is not None and count > sequence.num_sent:
                 # Save the routes that were sampled with; computed again, some may differ.
-                assert sequence.lease is not None, "a running request holds pages"
                 stop = int(rows.positions[row])
-                routes = self.cache.read_routes(sequence.lease.pages, sequence.num_routed, stop)
+                routes = self.cache.read_routes(sequence.held.pages, sequence.num_routed, stop)
                 sequence.routes.append(routes)
                 sequence.num_routed = stop
         self._vacate(sequence, keep=keep)
         self.add(sequence)
 
     def _vacate(self, sequence: Sequence, *, keep: bool) -> None:
-        lease, row = sequence.lease, sequence.row
-        assert lease is not None, "only a request with pages can be vacated"
+        lease, row = sequence.held, sequence.row
         if row >= 0:
             rows = self.rows
             known = len(sequence.ids)
@@ -109,8 +107,7 @@ class Scheduler:
         needy = self.rows.full_rows()
         for sequence in sorted(needy, key=lambda s: s.rank):
             while sequence.row >= 0:
-                assert sequence.lease is not None, "a running request holds pages"
-                page = self.cache.grow(sequence.lease)
+                page = self.cache.grow(sequence.held)
                 if page is not None:
                     self.rows.add_page(sequence.row, page)
                     break
