@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 from loopback import LoopbackServer
 
+from lockstep.agent.config import AgentConfig
 from lockstep.agent.judge import JudgeScorer, grade_in, quoted
 from lockstep.envs.questions import QuestionsConfig
 from lockstep.errors import (
@@ -125,7 +126,7 @@ def test_what_the_server_will_say_again_is_not_asked_again():
 def test_a_failed_judge_fails_the_episode_and_not_the_run():
     with JudgeServer(500) as server:
         config = QuestionsConfig(scorer=judge(server, retries=0))
-        environment = config.environment(TASK, None)
+        environment = config.environment(TASK, AgentConfig())
         asyncio.run(environment.reset())
         with pytest.raises(JudgeError):
             asyncio.run(environment.step(DIALOGUE[1]))
