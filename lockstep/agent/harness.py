@@ -14,11 +14,8 @@ class Endpoint:
     """Address and key of one episode's model: a session of the gateway."""
 
     base_url: str
-    """`http:
-
-    HOST:PORT/s/SESSION`. An Anthropic client takes it as it is; an OpenAI client needs `/v1` after
-    it.
-    """
+    """`http://HOST:PORT/s/SESSION`. An Anthropic client takes it as it is; an OpenAI client needs
+    `/v1` after it."""
     api_key: str
     """Key of this session alone. A client that knows only the server's address finds the session by
     this key."""
@@ -26,10 +23,7 @@ class Endpoint:
     """Name of the model at the endpoint."""
     session_id: str
     session_url: str
-    """`http:
-
-    HOST:PORT/sessions/SESSION`; rewards are posted to `/reward` below it.
-    """
+    """`http://HOST:PORT/sessions/SESSION`; rewards are posted to `/reward` below it."""
     offer: Callable[[], Awaitable[None]]
     """Hands the episode to an agent that claims one over HTTP (`POST /claim`), and returns when
     that has finished the session. TimeoutError if none does within `Harness.wait_seconds`."""
