@@ -236,6 +236,8 @@ def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
     else:
         bad, ends = _observed_by_template(rows, template)
         behind = np.zeros(rows.num_tokens, np.bool_)
+    if not bad.any():
+        return Misplaced(observed=bad, early=bad, after_stop=behind)
     begin, end = rows.runs(bad)
     size = end - begin
     is_first = rows.position[begin] == 0

@@ -149,13 +149,14 @@ def kinds_of(rows: Rows, side: Float32Array, other: Float32Array | None) -> Int6
     has_above = count(values > ROUNDING) > 0
     # A row of probabilities, or of negated logs, has no number below 0.
     is_turned = has_above & (count(values < -ROUNDING) == 0)
-    if other is None:  # most tokens of most replies are likelier than e^-0.5
-        as_prob = 2 * count(values > 0.5) >= count(values > -1.0)
-    else:
-        as_prob = error(np.log(np.maximum(values, 1e-30))) <= error(-values)
-    as_prob &= count(values > 1.0 + ROUNDING) == 0
     kinds = has_above.astype(np.int64)
-    kinds[is_turned & ~as_prob] = 2
+    if is_turned.any():
+        as_prob = count(values > 1.0 + ROUNDING) == 0
+        if other is None:  # most tokens of most replies are likelier than e^-0.5
+            as_prob &= 2 * count(values > 0.5) >= count(values > -1.0)
+        else:
+            as_prob &= error(np.log(np.maximum(values, 1e-30))) <= error(-values)
+        kinds[is_turned & ~as_prob] = 2
     unforced = (values < UNFORCED) & (truth < UNFORCED)
     num = count(unforced)
     for number, (_, factor) in enumerate(UNITS, 3):
