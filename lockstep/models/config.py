@@ -213,37 +213,11 @@ _DEFAULTS: dict[Architecture, dict[str, Any]] = {
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu", "swish"),
-    "hidden_activation": (None, "silu", "swish"),
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "logits_scaling": (None, 1),
-    "logit_scale": (None, 1),
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "clip_qkv": (None,),
-    "attention_chunk_size": (None,),
-    "attn_temperature_tuning": (None, False),
-    "no_rope_layers": (None, []),
-    "no_rope_layer_interval": (None,),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "is_causal": (None, True),
-    "use_bidirectional_attention": (None, False),
-    "add_cross_attention": (None, False),
-    "n_shared_experts": (None, 0),
-    "num_shared_experts": (None, 0),
-    "shared_expert_intermediate_size": (None, 0),
-    "routed_scaling_factor": (None, 1),
-    "scoring_func": (None, "softmax"),
-    "n_group": (None, 0, 1),
     "swiglu_alpha": (None, 1.702),
 }
-"""Keys that change the numbers of some architecture -> values with which they do not. Also checked
-where transformers would not read them, since a config that sets one means another model."""
+"""Keys that change the numbers of one of the architectures -> values with which they do not."""
 
 _SCALINGS: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,

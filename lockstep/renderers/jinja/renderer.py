@@ -69,12 +69,12 @@ class JinjaRenderer:
         """
         self.tokenizer = tokenizer
         self.config = config or JinjaConfig()
-        found = read_template(tokenizer, self.config)
-        self._template = ChatTemplate(found.text, where=found.where, date=self.config.date)
-        self._variables = {**found.special_tokens, **self.config.variables}
+        text, where, special_tokens = read_template(tokenizer, self.config)
+        self._template = ChatTemplate(text, where=where, date=self.config.date)
+        self._variables = {**special_tokens, **self.config.variables}
         self._marks = Marks(tokenizer)
         self._texts: TextParameters = {}
-        finder = ShapeFinder(run=self._run, marks=self._marks, source=found.text, where=found.where)
+        finder = ShapeFinder(run=self._run, marks=self._marks, source=text, where=where)
         self.shape = finder.find()
         self._set_stops(self.shape.stop, self.shape.call_stop)
         self.thinking_opening: tuple[int, ...] = self._thinking_opening()

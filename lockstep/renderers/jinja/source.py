@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from lockstep.errors import RendererError
 from lockstep.renderers.config import JinjaConfig
 from lockstep.renderers.tokenizer import Tokenizer, read_json
-
-
-@dataclass(frozen=True, kw_only=True)
-class TemplateSource:
-    text: str
-    where: str
-    special_tokens: Mapping[str, str]
-    """Special tokens that templates write, by name: bos_token, eos_token, ..."""
 
 
 def has_template(directory: Path) -> bool:
@@ -27,8 +18,9 @@ def has_template(directory: Path) -> bool:
     return bool(_tokenizer_config(directory).get("chat_template"))
 
 
-def read_template(tokenizer: Tokenizer, config: JinjaConfig) -> TemplateSource:
-    """Reads the template. Raises RendererError if there is none."""
+def read_template(tokenizer: Tokenizer, config: JinjaConfig) -> tuple[str, str, dict[str, str]]:
+    """Reads the template: (text, its place, the special tokens that templates write, such as
+    bos_token, by name). Raises RendererError if there is none."""
     directory = Path(tokenizer.where).parent if Path(tokenizer.where).is_file() else None
     fields: Mapping[str, Any] = {} if directory is None else _tokenizer_config(directory)
     special = {
@@ -36,8 +28,7 @@ def read_template(tokenizer: Tokenizer, config: JinjaConfig) -> TemplateSource:
         for name, token in fields.items()
         if name.endswith("_token") and (text := _content(token)) is not None
     }
-    text, where = _text(directory, fields, config)
-    return TemplateSource(text=text, where=where, special_tokens=special)
+    return *_text(directory, fields, config), special
 
 
 def _text(

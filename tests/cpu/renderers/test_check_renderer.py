@@ -32,11 +32,11 @@ class LeakyTokenizer(Tokenizer):
 
 
 class NoStop(ChatMLRenderer):
-    stop_ids = ()
+    stop_ids = property(lambda self: (), lambda self, ids: None)
 
 
 class TextStop(ChatMLRenderer):
-    stop_ids = (97,)
+    stop_ids = property(lambda self: (97,), lambda self, ids: None)
 
 
 class LosesReplies(ChatMLRenderer):
