@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -235,6 +236,8 @@ def _serve(options: argparse.Namespace) -> int:
     key = options.key or os.environ.get("LOCKSTEP_KEY", "")
     with contextlib.suppress(KeyboardInterrupt):
         serve(served, key=key, out=options.out, is_json=options.json)
+    # Everything is stored; a late Ctrl-C would end the interpreter as if it had been killed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return OK
 
 

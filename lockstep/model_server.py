@@ -273,16 +273,17 @@ def _access(
 def _stop_on_sigint(note: Callable[[str], None]) -> asyncio.Event:
     """Returns an event that the first Ctrl-C sets. Sessions are then ended and stored; the second
     one warns, and only the third one interrupts that."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def hear() -> None:
+    def hear(*_: object) -> None:
         if stop.is_set():
-            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             note("sessions are being ended and stored; Ctrl-C once more gives them up.")
-        stop.set()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: everything is stored
+            loop.call_soon_threadsafe(stop.set)
 
-    loop.add_signal_handler(signal.SIGINT, hear)
+    # Not loop.add_signal_handler, which ends with the loop: a late Ctrl-C would end the process.
+    signal.signal(signal.SIGINT, hear)
     return stop
 
 

@@ -104,12 +104,10 @@ def describe_memory(
 def _trained(config: Config, model_files: ModelFiles) -> str:
     """The part of the model that is trained; empty for the whole model."""
     lora, frozen = model_files.lora, config.trainer.freeze
-    said = "the whole model"
-    if lora is not None:
-        said = f"LoRA, {lora.describe()}; {lora.num_parameters:,} parameters"
+    said = "the whole model" if lora is None else f"LoRA, {lora.describe()}"
     if frozen:
         return f"{said}; frozen: {', '.join(frozen)}"
-    return said if lora is not None else ""
+    return "" if lora is None else f"{said}; {lora.num_parameters:,} parameters"
 
 
 def _overlap(config: Config) -> str:
