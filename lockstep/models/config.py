@@ -398,12 +398,6 @@ def _windows(
 
 def _same_windows(reading: _Reading, window: int | None) -> dict[str, tuple[int | None, ...]]:
     """One window for all layers, in an architecture that does not read layer_types."""
-    kind = "full_attention" if window is None else "sliding_attention"
-    if others := {*reading.get("layer_types", default=[])} - {kind}:
-        reading.problems.append(
-            f"layer_types names {', '.join(sorted(others))}, where model_type "
-            f"{reading.get('model_type')!r} has {kind} in every layer"
-        )
     return {"windows": (window,) * _num_layers(reading)}
 
 

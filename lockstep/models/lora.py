@@ -145,17 +145,19 @@ def adapter_at(model: nn.Module, projection: str) -> Adapter | None:
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
-    """In the block, `model` computes without its adapter, as the reference policy does."""
+def adapter_scaled(model: nn.Module, factor: float) -> Iterator[None]:
+    """In the block, the adapter of `model` is scaled by `factor`. With 0 the model computes without
+    it, as the reference policy does; 2 is an adapter that was merged into weights which contained
+    it already."""
     adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
-    before = [adapter.is_on for adapter in adapters]
+    before = [(adapter.is_on, adapter.scale) for adapter in adapters]
     try:
         for adapter in adapters:
-            adapter.is_on = False
+            adapter.is_on, adapter.scale = factor != 0, adapter.scale * factor
         yield
     finally:
-        for adapter, was_on in zip(adapters, before, strict=True):
-            adapter.is_on = was_on
+        for adapter, (was_on, scale) in zip(adapters, before, strict=True):
+            adapter.is_on, adapter.scale = was_on, scale
 
 
 def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:

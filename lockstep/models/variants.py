@@ -8,8 +8,7 @@ faults of a run are built from them (`testing.faulty_decoders`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -18,7 +17,7 @@ import torch
 
 from lockstep.models.attention import Attention
 from lockstep.models.decoder import Decoder
-from lockstep.models.lora import ExpertLowRank, LowRank, add_adapter
+from lockstep.models.lora import add_adapter
 from lockstep.models.moe import MoE
 from lockstep.ops.base import Context, Ops
 
@@ -114,18 +113,3 @@ def with_perturbed_routers(model: Decoder, std: float, *, seed: int) -> Decoder:
                     model.config, routed_layer, std=std, generator=generator
                 )
     return sharing(twin, model)
-
-
-@contextmanager
-def adapter_scaled(model: Decoder, factor: float) -> Iterator[None]:
-    """In the block, the adapter of `model` is scaled by `factor`. 2 is an adapter that was merged
-    into weights which contained it already."""
-    adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
-    before = [adapter.scale for adapter in adapters]
-    try:
-        for adapter in adapters:
-            adapter.scale *= factor
-        yield
-    finally:
-        for adapter, scale in zip(adapters, before, strict=True):
-            adapter.scale = scale

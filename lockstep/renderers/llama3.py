@@ -174,12 +174,8 @@ class Llama3Renderer(TurnRenderer):
         ids = super().render_reply(message)
         read = self.parse(ids)
         if read.parse_error or len(read.tool_calls) != len(message.tool_calls):
-            reason = read.parse_error or (
-                f"a turn with {len(read.tool_calls)} calls, written for one with "
-                f"{len(message.tool_calls)}"
-            )
             raise RendererError(
-                f"a reply would be read back as another message ({reason}): "
+                "a reply would be read back as another message: "
                 f"{self.tokenizer.decode(ids)!r}. Calls are text: give arguments that are JSON, "
                 "and words that are no call."
             )

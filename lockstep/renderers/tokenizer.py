@@ -79,8 +79,7 @@ class Tokenizer:
         if self.decode_bytes(probe_ids) != _PROBE.encode():
             raise RendererError(
                 f"{where}: encoding {_PROBE!r} and decoding it gave {self.decode(probe_ids)!r}. "
-                "The tokenizer changes text (lower-casing, stripping, a prefix space), or is not "
-                "byte-level; token-exact rendering needs a byte-level BPE that keeps every byte."
+                "The tokenizer changes text; token-exact rendering needs one that keeps every byte."
             )
 
     # -- loading ------------------------------------------------------------------------------
@@ -153,12 +152,9 @@ class Tokenizer:
         names = list(names)
         missing = [name for name in names if name not in self._control_tokens]
         if missing:
-            shown = sorted(self._control_tokens)
-            more = f" and {len(shown) - 20} more" if len(shown) > 20 else ""
             raise RendererError(
-                f"{self.where} lacks the control tokens {', '.join(missing)}. It has "
-                f"{', '.join(shown[:20]) or 'none'}{more}. Choose the renderer that this model was "
-                "trained with, or add the tokens to the tokenizer and train their embeddings."
+                f"{self.where} lacks the control tokens {', '.join(missing)}. Choose the renderer "
+                "that this model was trained with, or add the tokens and train their embeddings."
             )
         return {name: self._control_tokens[name] for name in names}
 

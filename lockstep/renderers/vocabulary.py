@@ -126,10 +126,8 @@ def _kind(spec: Mapping[str, Any], where: str) -> Kind:
         if model.get("byte_fallback"):
             return "sentencepiece"
     raise RendererError(
-        f"{where}: found the model {model.get('type')} with the decoder "
-        f"{decoder.get('type')}; expected byte-level BPE (gpt-oss, Qwen, "
-        "Llama 3, DeepSeek) or SentencePiece's BPE with byte fallback (Gemma), the kinds whose "
-        "tokens are exact runs of bytes."
+        f"{where}: found the model {model.get('type')} with the decoder {decoder.get('type')}; "
+        "expected byte-level BPE, or SentencePiece's BPE with byte fallback: exact runs of bytes."
     )
 
 
@@ -165,10 +163,9 @@ def _sentencepiece_bytes(vocab: Mapping[str, int], where: str) -> dict[int, byte
     byte_of = {f"<0x{byte:02X}>": byte for byte in range(256)}
     missing = [name for name in byte_of if name not in vocab]
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise RendererError(
-            f"{where}: the vocabulary lacks the byte tokens {', '.join(missing[:5])}{more}; "
-            "without all 256 there is text that it cannot write."
+            f"{where}: the vocabulary lacks {len(missing)} of the 256 byte tokens, such as "
+            f"{missing[0]}: there is text that it cannot write."
         )
     return {
         id_: bytes([byte_of[piece]]) if piece in byte_of else piece.replace(SPACE, " ").encode()

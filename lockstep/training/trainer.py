@@ -23,7 +23,7 @@ from lockstep.correction.config import Correction
 from lockstep.correction.metrics import MismatchReport
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.models.decoder import Decoder
-from lockstep.models.lora import adapter_off
+from lockstep.models.lora import adapter_scaled
 from lockstep.models.moe import Routing
 from lockstep.models.peft_io import check_policy, load_policy, save_policy
 from lockstep.models.sharding import let_go
@@ -300,7 +300,7 @@ class Trainer(Learner):
         if self.reference is not None:
             self.forward(samples, column="reference_logprobs", model=self.reference)
         elif self.model.lora is not None:
-            with adapter_off(self.model):
+            with adapter_scaled(self.model, 0):
                 self.forward(samples, column="reference_logprobs", model=self.model)
         else:
             raise ConfigError(

@@ -8,7 +8,7 @@ from test_decoder_parity import make_hf, our_logits
 
 from lockstep.errors import CheckpointError
 from lockstep.models.hf_io import load_checkpoint
-from lockstep.models.lora import adapter_off, add_adapter
+from lockstep.models.lora import adapter_scaled, add_adapter
 from lockstep.models.lora_config import LoraConfig
 from lockstep.models.peft_format import CONFIG, WEIGHTS, read_shape, resolve_shape
 from lockstep.models.peft_io import load_adapter, peft_tensors, save_adapter
@@ -63,7 +63,7 @@ def their_logits(model):
 def test_peft_loads_our_adapter_and_gives_our_logits_and_gradients(pair):
     theirs, ours, _ = pair
     found, wanted = our_logits(ours, LENGTHS, ids()), their_logits(theirs)
-    with adapter_off(ours), theirs.disable_adapter():
+    with adapter_scaled(ours, 0), theirs.disable_adapter():
         base = their_logits(theirs)
         off = our_logits(ours, LENGTHS, ids())
     scale = wanted.abs().max()

@@ -20,12 +20,11 @@ from lockstep.doctor.numerics.weights import Weights
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import load_fallback
 from lockstep.models.hf_io import load_checkpoint
-from lockstep.models.lora import adapter_off, add_adapter
+from lockstep.models.lora import adapter_scaled, add_adapter
 from lockstep.models.moe import Routing
 from lockstep.models.peft_format import read_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.models.variants import (
-    adapter_scaled,
     with_perturbed_routers,
     without_sinks,
     without_windows,
@@ -76,7 +75,7 @@ class Scorer:
         elif name == "without_windows":
             yield without_windows(model)
         elif name == "without_adapter":
-            with adapter_off(model):
+            with adapter_scaled(model, 0):
                 yield model
         elif name == "adapter_twice":
             with adapter_scaled(model, 2.0):

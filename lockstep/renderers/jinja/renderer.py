@@ -46,6 +46,7 @@ from lockstep.renderers.pieces import (
     refuse_replies,
     require_reply,
     split_ids,
+    split_turn,
     text_of,
 )
 from lockstep.renderers.tokenizer import Tokenizer
@@ -149,10 +150,8 @@ class JinjaRenderer:
         ids = self.reply_ids(message)
         stops = [at for at, id_ in enumerate(ids) if id_ in self.stop_ids]
         if stops != [len(ids) - 1]:
-            raise RendererError(
-                "the template writes a stop token inside of this reply: "
-                f"{self.tokenizer.decode(ids)!r}. A model cannot sample it in one turn."
-            )
+            shown = self.tokenizer.decode(ids)
+            raise RendererError(f"a stop token stands inside of this reply: {shown!r}.")
         if len(self.parse(ids).tool_calls) != len(message.tool_calls):
             raise RendererError(
                 "the calls of this reply could not be read back as the template writes them: "
@@ -271,12 +270,7 @@ class JinjaRenderer:
         tags with one parameter each become JSON. Malformed parts stay in `content`, control tokens
         by name, and `parse_error` says why.
         """
-        parts = split_ids(self.tokenizer, sampled_ids)
-        error = ""
-        if parts and parts[-1] in self.stop_ids:
-            parts.pop()
-        else:
-            error = "the turn was cut off" if parts else "the turn is empty"
+        parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
         mark = self._marks.choose(part for part in parts if isinstance(part, str))
         thinking, text, is_open = self._split_thinking(self._shown(parts, mark))
         if text.strip() and (self.shape.thinking is None or not self.shape.lead.strip()):

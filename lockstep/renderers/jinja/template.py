@@ -20,9 +20,6 @@ from lockstep.errors import (
 RENDER_SECONDS = 10.0  # a long dialogue takes about 10 ms
 _WORKER = Path(__file__).with_name("template_worker.py")
 _REASONS = {
-    "syntax": "it is not valid Jinja: {}",
-    "unsafe": "it uses something that the sandbox forbids: {}",
-    "loader": "it includes or imports another file, and templates may not read files",
     "memory": "it takes more memory than a template may, or calls itself without end ({})",
     "failed": "it fails: {}",
 }

@@ -7,7 +7,7 @@ open a file, and the parent kills it when it takes too long.
 
 The protocol is that of `lockstep.children`. Request 0 has `source` and `date`, later ones have
 `variables`; a reply has `text`. Kinds of errors: "refused" (the template called raise_exception),
-"syntax", "unsafe", "loader", "memory", "failed".
+"memory", and "failed".
 """
 
 import json
@@ -50,8 +50,13 @@ def main() -> None:
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
 
-    def answer(kind: str, error: BaseException) -> dict[str, str]:
-        return {"error": kind, "text": f"{error}"[:2000] or type(error).__name__}
+    def answer(error: Exception) -> dict[str, str]:
+        if isinstance(error, Refusal):
+            return {"error": "refused", "text": f"{error}"[:2000]}
+        is_memory = isinstance(error, (MemoryError, RecursionError, OverflowError))
+        place = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        text = f"{type(error).__name__}{place}: {error}"[:2000]
+        return {"error": "memory" if is_memory else "failed", "text": text}
 
     def render(request: dict[str, Any]) -> dict[str, str]:
         try:
@@ -63,16 +68,8 @@ def main() -> None:
                     raise MemoryError
                 parts.append(part)
             return {"text": "".join(parts)}
-        except Refusal as error:
-            return answer("refused", error)
-        except jinja2.exceptions.SecurityError as error:
-            return answer("unsafe", error)
-        except (MemoryError, RecursionError, OverflowError) as error:
-            return answer("memory", error)
         except Exception as error:  # any exception is the template's failure
-            if "no loader for this environment" in str(error):  # Jinja has no exception for this
-                return answer("loader", error)
-            return {"error": "failed", "text": f"{type(error).__name__}: {error}"[:2000]}
+            return answer(error)
 
     def reply(fields: dict[str, str], *, number: int) -> None:
         sys.stdout.buffer.write(json.dumps({**fields, "id": number}).encode() + b"\n")
@@ -88,11 +85,8 @@ def main() -> None:
     environment.globals["strftime_now"] = date.strftime
     try:
         template = environment.from_string(first["source"])
-    except jinja2.exceptions.TemplateSyntaxError as error:
-        reply({"error": "syntax", "text": f"line {error.lineno}: {error.message}"}, number=0)
-        return
-    except (MemoryError, RecursionError, OverflowError) as error:
-        reply(answer("memory", error), number=0)
+    except Exception as error:
+        reply(answer(error), number=0)
         return
     reply({"text": ""}, number=0)
     for line in sys.stdin.buffer:

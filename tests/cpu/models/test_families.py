@@ -288,7 +288,6 @@ def test_both_spellings_of_rope_read_alike():
         ),
         ("Qwen3-8B", {"layer_types": ["full_attention"] * 35}, "must name 36 of"),
         ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "sliding_window is null"),
-        ("Mistral-7B-v0.1", {"layer_types": ["full_attention"] * 32}, "names full_attention"),
         ("Qwen3-8B", {"num_key_value_heads": 5}, "32 is not a multiple of num_key_value_heads=5"),
         ("Qwen3-8B", {"hidden_size": "4096"}, r'hidden_size="4096" must be a whole number'),
     ],

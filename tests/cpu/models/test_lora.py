@@ -8,7 +8,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.lora import ExpertLowRank, LowRank, adapter_off, add_adapter, merged
+from lockstep.models.lora import ExpertLowRank, LowRank, adapter_scaled, add_adapter, merged
 from lockstep.models.lora_config import LoraConfig, lora_shape, lora_sites
 from lockstep.models.variants import without_sinks
 from lockstep.ops.context import PackedContext
@@ -91,7 +91,7 @@ def test_the_merged_model_computes_what_the_adapted_one_does(kind):
     plain = Decoder(model.config)
     plain.load_state_dict(own)
     found, wanted = run(plain), run(model)
-    with adapter_off(model):
+    with adapter_scaled(model, 0):
         moved = (run(model) - wanted).abs().max()
     assert moved > 0.1
     # Two orders of summing some 48 products of size about 1, in float32.
@@ -104,12 +104,12 @@ def test_switched_off_it_is_the_base_also_after_an_error():
     base = Decoder(model.config)
     own = {n: p for n, p in model.named_parameters() if "lora" not in n}
     base.load_state_dict(own)
-    with adapter_off(model):
+    with adapter_scaled(model, 0):
         assert torch.equal(run(model), run(base))
-        with adapter_off(model):
+        with adapter_scaled(model, 0):
             pass
         assert torch.equal(run(model), run(base))
-    with pytest.raises(KeyboardInterrupt), adapter_off(model):
+    with pytest.raises(KeyboardInterrupt), adapter_scaled(model, 0):
         raise KeyboardInterrupt
     assert torch.equal(run(model), adapted)
 

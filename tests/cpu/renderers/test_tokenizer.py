@@ -144,11 +144,9 @@ def test_every_control_and_added_token_has_an_id_by_name():
 
 def test_missing_control_tokens_are_named_all_at_once():
     tokenizer = byte_tokenizer(control_tokens=["<|start|>"])
-    with pytest.raises(
-        RendererError, match=r"byte_tokenizer lacks .* <\|a\|>, <\|b\|>.*has <\|start"
-    ):
+    with pytest.raises(RendererError, match=r"byte_tokenizer lacks .* <\|a\|>, <\|b\|>\."):
         tokenizer.require(["<|start|>", "<|a|>", "<|b|>"])
-    with pytest.raises(RendererError, match="It has none"):
+    with pytest.raises(RendererError, match=r"lacks the control tokens <\|a\|>"):
         byte_tokenizer(control_tokens=[]).control_id("<|a|>")
 
 
@@ -257,7 +255,7 @@ def prefixed(scheme):
 
 
 WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-PREFIX = "changes text .*a prefix space"
+PREFIX = "changes text"
 REFUSED = {
     "Llama 2's prefix": (
         sentencepiece(
@@ -273,7 +271,7 @@ REFUSED = {
         sentencepiece(
             model={"type": "BPE", "vocab": {"a": 0}, "merges": [], "byte_fallback": True}
         ),
-        "lacks the byte tokens <0x00>, <0x01>, .* and 251 more",
+        "lacks 256 of the 256 byte tokens, such as <0x00>",
     ),
     "no file": (None, "no tokenizer at .*tokenizer.json"),
     "no JSON": ("{", "is not JSON"),
