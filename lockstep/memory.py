@@ -10,9 +10,8 @@ as long as the settings allow. tests/cpu/test_memory.py compares the bytes that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
-from lockstep.training.config import TrainerConfig
+from lockstep.training.config import TrainerConfig, frozen_names
 
 Device = Literal["cpu", "cuda"]
 
@@ -174,8 +173,9 @@ class PlanFacts:
 
     def trained(self) -> Shapes:
         """The policy's parameters that have a gradient."""
-        shapes = adapter_shapes(self.lora) if self.lora else decoder_shapes(self.model)
-        return _unfrozen(shapes, self.trainer.freeze)
+        shapes = decoder_shapes(self.model)
+        trainable = adapter_shapes(self.lora) if self.lora else shapes
+        return _unfrozen(trainable, self.trainer.freeze, "trainer.freeze", others=shapes)
 
 
 def plan_memory(facts: PlanFacts) -> MemoryPlan:
@@ -190,7 +190,10 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     if facts.critic is not None:
         critic = decoder_shapes(replace(facts.critic, tie_embeddings=True))
         device["critic's weights"] = facts.weight_bytes(critic)
-        trained = _unfrozen(critic, facts.critic_freeze, prefix="body.")
+        head = {"value_head": (1, facts.critic.hidden_size)}
+        whole_critic = head | {f"body.{name}": shape for name, shape in critic.items()}
+        trained = _unfrozen(whole_critic, facts.critic_freeze, "critic.freeze")
+        trained.pop("value_head", None)  # too small to count
         _add_optimizer(facts, trained, "critic's ", device, host)
     whole = num_elements(shapes) * facts.a
     if facts.has_reference and facts.lora is None:
@@ -228,12 +231,13 @@ def _add_optimizer(
         parts[f"{whose}gradients"] = size
 
 
-def _unfrozen(shapes: Shapes, patterns: tuple[str, ...], *, prefix: str = "") -> Shapes:
-    return {
-        name: shape
-        for name, shape in shapes.items()
-        if not any(fnmatchcase(prefix + name, pattern) for pattern in patterns)
-    }
+def _unfrozen(
+    shapes: Shapes, patterns: tuple[str, ...], setting: str, *, others: Iterable[str] = ()
+) -> Shapes:
+    """others: names of parameters that are not trained anyway."""
+    names = list(dict.fromkeys([*others, *shapes]))
+    frozen = frozen_names(names, patterns, trainable=shapes, setting=setting)
+    return {name: shape for name, shape in shapes.items() if name not in frozen}
 
 
 def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from lockstep.config import check_choices, check_numbers, require
@@ -59,6 +62,30 @@ class LearnerConfig:
             min_lr_share=(0 <= self.min_lr_share <= 1, "in [0, 1]"),
             loss_scale=(is_power, "a power of two, or 0"),
         )
+
+
+def frozen_names(
+    names: Sequence[str], patterns: Sequence[str], *, trainable: Collection[str], setting: str
+) -> set[str]:
+    """The names that a pattern of `setting` matches (`*`, `?`, `[ab]`).
+
+    Raises ConfigError for a pattern that matches none and if nothing trainable is left.
+    """
+    idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if idle:
+        # One name of each kind: the layers repeat them.
+        kinds = {re.sub(r"\.\d+(?=\.|$)", ".*", name): name for name in reversed(names)}
+        examples = sorted(kinds.values(), key=list(names).index)
+        raise ConfigError(
+            f"{setting}={','.join(idle)} matches no parameter. A pattern is compared with the "
+            f"whole name; names are {', '.join(examples)}."
+        )
+    frozen = {name for name in names if any(fnmatchcase(name, p) for p in patterns)}
+    if frozen and frozen.issuperset(trainable):
+        raise ConfigError(
+            f"{setting}={','.join(patterns)} leaves nothing to train of {len(names)} parameters."
+        )
+    return frozen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +12,7 @@ import torch.distributed as dist
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.sharding import local_part, mesh_of, part_like, whole_like
-from lockstep.training.config import TrainerConfig
+from lockstep.training.config import TrainerConfig, frozen_names
 
 if TYPE_CHECKING:
     from lockstep.launch.ranks import Ranks
@@ -67,30 +65,9 @@ def freeze(
     anything is changed.
     """
     parameters = dict(named_parameters)
-    check_freeze(list(parameters), patterns, setting=setting)
-    frozen = {n for n in parameters if any(fnmatchcase(n, p) for p in patterns)}
-    if frozen and not any(p.requires_grad for n, p in parameters.items() if n not in frozen):
-        raise ConfigError(
-            f"{setting}={','.join(patterns)} leaves nothing to train of "
-            f"{len(parameters)} parameters."
-        )
-    for name in frozen:
+    trainable = {name for name, p in parameters.items() if p.requires_grad}
+    for name in frozen_names(list(parameters), patterns, trainable=trainable, setting=setting):
         parameters[name].requires_grad_(False)
-
-
-def check_freeze(
-    names: Sequence[str], patterns: Sequence[str], *, setting: str = "trainer.freeze"
-) -> None:
-    """Raises ConfigError for the patterns of `setting` that match no parameter."""
-    idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
-    if idle:
-        # One name of each kind: the layers repeat them.
-        kinds = {re.sub(r"\.\d+(?=\.|$)", ".*", name): name for name in reversed(names)}
-        examples = sorted(kinds.values(), key=list(names).index)
-        raise ConfigError(
-            f"{setting}={','.join(idle)} matches no parameter. A pattern is compared with the "
-            f"whole name; names are {', '.join(examples)}."
-        )
 
 
 class Optimizer:

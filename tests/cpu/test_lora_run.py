@@ -183,6 +183,15 @@ def test_bad_settings_are_one_paragraph(case, tmp_path, capsys):
     assert message in " ".join(err.split())
 
 
+@pytest.mark.parametrize("setting", ["trainer.freeze=*.attn.*", "trainer.freeze=*"])
+def test_what_is_frozen_is_checked_before_weights_are_read(setting, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lockstep.models.hf_io.read_tensors", lambda *_, **__: pytest.fail("read"))
+    words = ["train", "quickstart", *SMALL, setting, f"out={tmp_path / 'run'}"]
+    code, _, err = lockstep(*words, capsys=capsys)
+    assert code == BAD_INPUT and setting in " ".join(err.split())
+    assert not (tmp_path / "run").exists()
+
+
 def test_merging_what_has_no_adapter_is_refused(tmp_path, capsys):
     words = ["train", "quickstart", *SMALL, "steps=1", "evaluation.at_start=false"]
     assert lockstep(*words, f"out={tmp_path / 'run'}") == OK
