@@ -137,31 +137,22 @@ def lora_sites(config: ModelConfig) -> list[Site]:
         if not projection.endswith("_proj"):
             continue
         owner, _, part = projection.rpartition(".")
-        if len(parameter.shape) == 3:
-            num_experts, outputs, inputs = parameter.shape
-            out.append(
-                Site(
-                    name=f"{owner}.experts.{part}",
-                    group="experts",
-                    projection=projection,
-                    hf_name=f"model.{owner}.experts.{part}",
-                    inputs=inputs,
-                    outputs=outputs,
-                    num_experts=num_experts,
-                    is_interleaved=part == "gate_up_proj" and config.architecture == "gpt_oss",
-                )
-            )
-            continue
-        for piece in parameter.pieces:
-            hf_name = piece.name.removesuffix(".weight")
+        group: Group = "attention" if owner.endswith(".attention") else "mlp"
+        places = [(piece.name.removesuffix(".weight"), piece.shape) for piece in parameter.pieces]
+        if len(parameter.shape) == 3:  # Hugging Face may have a tensor per expert; PEFT has none
+            owner, group = f"{owner}.experts", "experts"
+            places = [(f"model.{owner}.{part}", parameter.shape)]
+        for hf_name, shape in places:
             out.append(
                 Site(
                     name=f"{owner}.{hf_name.rpartition('.')[2]}",
-                    group="attention" if owner.endswith(".attention") else "mlp",
+                    group=group,
                     projection=projection,
                     hf_name=hf_name,
-                    inputs=piece.shape[1],
-                    outputs=piece.shape[0],
+                    inputs=shape[-1],
+                    outputs=shape[-2],
+                    num_experts=shape[0] if group == "experts" else 0,
+                    is_interleaved=config.architecture == "gpt_oss" and part == "gate_up_proj",
                 )
             )
     return out

@@ -146,16 +146,12 @@ def check_base(directory: str | Path, base: str | Path, *, name: str = "") -> No
     directory, base = Path(directory), Path(base)
     if (directory / BASE).is_file():
         kept = read_json(directory / BASE)
-        is_same = kept.get("digest") == digest_of(base)
-        theirs = kept.get("name", "?")
+        theirs, is_same = kept.get("name", "?"), kept.get("digest") == digest_of(base)
     else:
         theirs = str(read_json(directory / CONFIG).get("base_model_name_or_path") or "")
-        there = Path(theirs)
-        is_same = True
-        if theirs and there.is_dir() and (there / "config.json").is_file():
-            is_same = digest_of(there) == digest_of(base)
-        elif theirs.count("/") == 1 and name:
-            is_same = theirs == name
+        is_same = theirs == name or not (theirs.count("/") == 1 and name)
+        if theirs and (Path(theirs) / "config.json").is_file():
+            is_same = digest_of(theirs) == digest_of(base)
     if not is_same:
         raise CheckpointError(
             f"{directory} is an adapter of {theirs}, and this model is {name or base}, with other "

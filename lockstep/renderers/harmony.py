@@ -124,8 +124,7 @@ class HarmonyRenderer(TurnRenderer):
         if len(blocks) > 1 and self.config.stop_at_end:
             raise RendererError(
                 "renderer.stop_at_end ends a turn with its first <|end|>, and this message needs "
-                f"{len(blocks)}. Leave out its thinking and the text before the call, or turn it "
-                "off."
+                f"{len(blocks)}: leave out its thinking and the text before the call."
             )
         pieces: list[Piece] = list(blocks[0])
         for block in blocks[1:]:

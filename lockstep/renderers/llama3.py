@@ -122,8 +122,7 @@ class Llama3Renderer(TurnRenderer):
                 found = rest[0].role if rest else "nothing"
                 raise RendererError(
                     "Llama 3 is told of its tools in the first user message, which must come "
-                    f"first, after a system message at most; found {found}. Begin with a user "
-                    "message, or set renderer.tools_in_user_message=false."
+                    f"first: found {found}. Or set renderer.tools_in_user_message=false."
                 )
             pieces += self._block("user", in_user + rest.pop(0).content.strip())
         return [*pieces, *self._follow_up(rest)]
@@ -174,11 +173,8 @@ class Llama3Renderer(TurnRenderer):
         ids = super().render_reply(message)
         read = self.parse(ids)
         if read.parse_error or len(read.tool_calls) != len(message.tool_calls):
-            raise RendererError(
-                "a reply would be read back as another message: "
-                f"{self.tokenizer.decode(ids)!r}. Calls are text: give arguments that are JSON, "
-                "and words that are no call."
-            )
+            shown = self.tokenizer.decode(ids)
+            raise RendererError(f"a reply would be read back as another message: {shown!r}.")
         return ids
 
     def parse(self, sampled_ids: TokenIds) -> Message:

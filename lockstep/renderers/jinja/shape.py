@@ -97,9 +97,8 @@ class ShapeFinder:
         asked = self.run(_dicts(HELLO), [], True)
         if not asked.startswith(base):
             raise RendererError(
-                f"{self.where}: with add_generation_prompt the template does not only "
-                f"add to a history, it writes another one. Without: {base[-80:]!r}; with: "
-                f"{asked[-80:]!r}."
+                f"{self.where}: with add_generation_prompt the template does not only add to a "
+                f"history. Without: {base[-80:]!r}; with: {asked[-80:]!r}."
             )
         opening = asked[len(base) :]
         plain = self.run(_dicts(HELLO, Message(role="assistant", content=WORDS), HELLO), [], False)

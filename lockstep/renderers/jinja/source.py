@@ -13,9 +13,8 @@ from lockstep.renderers.tokenizer import Tokenizer, read_json
 
 def has_template(directory: Path) -> bool:
     """Whether a model's directory has a chat template."""
-    if (directory / "chat_template.jinja").is_file():
-        return True
-    return bool(_tokenizer_config(directory).get("chat_template"))
+    has_file = (directory / "chat_template.jinja").is_file()
+    return has_file or bool(_tokenizer_config(directory).get("chat_template"))
 
 
 def read_template(tokenizer: Tokenizer, config: JinjaConfig) -> tuple[str, str, dict[str, str]]:
@@ -49,8 +48,7 @@ def _text(
         text = next((t.get("template") for t in several if t.get("name") == "default"), None)
     if not isinstance(text, str) or not text:
         raise RendererError(
-            f"renderer=jinja: {directory or 'the tokenizer'} has no chat template: expected "
-            "chat_template.jinja, or chat_template in tokenizer_config.json. Name one with "
+            f"renderer=jinja: {directory or 'the tokenizer'} has no chat template. Name one with "
             "renderer.template=FILE."
         )
     return text, where
