@@ -83,24 +83,18 @@ def keep_tokens(
             columns["old_logprobs"] = constant
         elif correction.anchor == "rollout" and behaviour is not None:
             columns["old_logprobs"] = behaviour
-    if keep is None or bool(keep.all()):
-        tokens = TokenBatch(
-            logprobs=logprobs,
-            entropy=entropy,
-            columns=columns,
-            row=batch.row,
-            num_rows=batch.num_rows,
-            weights=weights,
-        )
-        return tokens, reports
-    kept = keep.nonzero()[:, 0]
+    kept = None if keep is None or bool(keep.all()) else keep.nonzero()[:, 0]
+
+    def at_kept(values: Tensor) -> Tensor:
+        return values if kept is None else values.index_select(0, kept)
+
     tokens = TokenBatch(
-        logprobs=logprobs.index_select(0, kept),
-        entropy=entropy.index_select(0, kept),
-        columns={name: column.index_select(0, kept) for name, column in columns.items()},
-        row=batch.row.index_select(0, kept),
+        logprobs=at_kept(logprobs),
+        entropy=at_kept(entropy),
+        columns={name: at_kept(column) for name, column in columns.items()},
+        row=at_kept(batch.row),
         num_rows=batch.num_rows,
-        weights=None if weights is None else weights.index_select(0, kept),
+        weights=None if weights is None else at_kept(weights),
         kept=kept,
         num_all=len(logprobs),
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -25,18 +26,14 @@ class Totals:
     """Sums and maxima over micro-batches, on the device until one copy to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self.sums: dict[str, Tensor] = {}
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self.sums: dict[str, Tensor] = {"loss": zero, "differing": zero}
+        """differing: replayed choices, over tokens and layers, that the router would have made
+        otherwise. load: [L, E], see `expert_load`. train/...: the figures of the loss."""
         self.maxima: dict[str, Tensor] = {}
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.num_differing = torch.zeros_like(self.loss)
-        """Replayed choices, over tokens and layers, that the router would have made otherwise."""
-        self.counts: dict[str, int] = dict.fromkeys(
-            ("tokens", "kept", "fed", "routed", "choices"), 0
-        )
+        self.counts: Counter[str] = Counter()
         """Trained tokens, those that the correction kept; in forwards that replay: tokens fed,
         those of them with routes, and these times the layers."""
-        self.load_LE: Tensor | None = None
-        """[L, E] float64: see `expert_load`."""
         self.reports: dict[str, MismatchReport] = {}
 
     @property
@@ -57,78 +54,65 @@ class Totals:
     ) -> None:
         """out: None where the correction kept no token. loss: [] float64, as it was summed."""
         self.reports = merge_reports(self.reports, reports)
-        self.loss = self.loss + loss
-        self._sum("logprob", logprobs_N)
-        self._count(tokens=len(logprobs_N), kept=len(tokens.logprobs))
-        self._add_load(load_LE)
+        self._add("loss", loss)
+        self._add("logprob", logprobs_N.sum(dtype=torch.float64))
+        self.counts.update(tokens=len(logprobs_N), kept=len(tokens.logprobs))
+        if load_LE is not None:
+            self._add("load", load_LE)
         if routing is not None and batch.routes is not None:
-            self._count(
+            self.counts.update(
                 fed=len(batch.ids),
                 routed=batch.num_routed,
                 choices=batch.num_routed * len(routing.differing),
             )
-            self.num_differing = self.num_differing + num_differing(routing)
+            self._add("differing", num_differing(routing))
         if out is None:
             return
-        self._sum("entropy", tokens.entropy.detach())
-        for name, values in out.mean.items():
-            self._sum(name, values)
+        for name, values in {"entropy": tokens.entropy.detach(), **out.mean}.items():
+            self._add(f"train/{name}", values.sum(dtype=torch.float64))
         for name, values in out.maximum.items():
             self._raise(name, values.amax().double())
 
     def on_host(self) -> Totals:
         """The same on the CPU, to be sent to other ranks."""
-        self.loss, self.num_differing = self.loss.cpu(), self.num_differing.cpu()
-        self.load_LE = None if self.load_LE is None else self.load_LE.cpu()
         self.sums = {name: total.cpu() for name, total in self.sums.items()}
         self.maxima = {name: top.cpu() for name, top in self.maxima.items()}
         return self
 
     def merge(self, other: Totals) -> Totals:
         """Adds another rank's totals to these."""
-        self.loss = self.loss + other.loss
-        self.num_differing = self.num_differing + other.num_differing
         self.reports = merge_reports(self.reports, other.reports)
-        self._count(**other.counts)
-        self._add_load(other.load_LE)
+        self.counts.update(other.counts)
         for name, total in other.sums.items():
-            self.sums[name] = self.sums[name] + total if name in self.sums else total
+            self._add(name, total)
         for name, top in other.maxima.items():
             self._raise(name, top)
         return self
 
-    def _count(self, **numbers: int) -> None:
-        for name, number in numbers.items():
-            self.counts[name] += number
-
-    def _add_load(self, load_LE: Tensor | None) -> None:
-        if load_LE is not None:
-            self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
-
-    def _sum(self, name: str, values: Tensor) -> None:
-        total = values.sum(dtype=torch.float64)
+    def _add(self, name: str, total: Tensor) -> None:
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def _raise(self, name: str, top: Tensor) -> None:
         self.maxima[name] = torch.maximum(self.maxima.get(name, top), top)
 
     def to_metrics(self) -> Metrics:
-        scalars = [self.loss, self.num_differing, *self.sums.values(), *self.maxima.values()]
-        loss, differing, *rest = torch.stack(scalars).tolist()
-        sums = dict(zip(self.sums, rest, strict=False))
-        maxima = dict(zip(self.maxima, rest[len(sums) :], strict=True))
+        named = {name: total for name, total in self.sums.items() if name != "load"}
+        found = torch.stack([*named.values(), *self.maxima.values()]).tolist()
+        sums = dict(zip(named, found, strict=False))
+        maxima = dict(zip(self.maxima, found[len(sums) :], strict=True))
         counts, kept = self.counts, max(self.num_kept, 1)
-        out = {"train/loss": loss, "tokens/trained": float(self.num_kept)}
-        out |= {f"train/{name}": x / kept for name, x in sums.items() if name != "logprob"}
+        out = {"train/loss": sums["loss"], "tokens/trained": float(self.num_kept)}
+        out |= {name: x / kept for name, x in sums.items() if name.startswith("train/")}
         out |= {f"train/{name}": top for name, top in maxima.items()}
         if counts["fed"]:
             out["routing/replayed_share"] = counts["routed"] / counts["fed"]
-            out["routing/differing_share"] = differing / max(counts["choices"], 1)
+            out["routing/differing_share"] = sums["differing"] / max(counts["choices"], 1)
         if counts["tokens"]:
             out["perplexity"] = float(np.exp(-sums["logprob"] / counts["tokens"]))
         for prefix, report in self.reports.items():
             out |= report.to_metrics(prefix, by_part=prefix == "mismatch")
-        return out | ({} if self.load_LE is None else load_metrics(self.load_LE.cpu().numpy()))
+        load_LE = self.sums.get("load")
+        return out | ({} if load_LE is None else load_metrics(load_LE.cpu().numpy()))
 
 
 def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
