@@ -106,11 +106,7 @@ def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
             f"{root} holds {WEIGHTS} and {INDEX}: two sets of weights. Remove the one that is old."
         )
     if not has_index and not has_file:
-        others = sorted(p.name for p in root.glob("pytorch_model*.bin"))
-        raise CheckpointError(
-            f"{root} holds neither {WEIGHTS} nor {INDEX}."
-            + (f" It has {others[0]}: convert it to safetensors with transformers." * bool(others))
-        )
+        raise CheckpointError(f"{root} holds neither {WEIGHTS} nor {INDEX}.")
     files, placed = [WEIGHTS], None
     if has_index:
         placed = read_json(root / INDEX).get("weight_map")

@@ -148,8 +148,5 @@ def _read_same_shape(model: Decoder, directory: str | Path) -> LoraShape:
 
 
 def _shape(model: Decoder) -> LoraShape:
-    if model.lora is None:
-        raise CheckpointError(
-            "the model has no adapter to read or write: `lora.add_adapter` puts one."
-        )
+    assert model.lora is not None, "the model has no adapter: `lora.add_adapter` puts one"
     return model.lora

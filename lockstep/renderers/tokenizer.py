@@ -196,10 +196,7 @@ class Tokenizer:
         Training on it teaches a model that a text has many spellings. `seed` makes it repeatable;
         the dropout of the tokenizers library draws from a generator that cannot be seeded.
         """
-        if self._fast is None:
-            raise RendererError(f"{self.where}: BPE dropout needs a tokenizer.json.")
-        if not 0 <= prob <= 1:
-            raise RendererError(f"dropout={prob} must lie in [0, 1].")
+        assert self._fast is not None, "a tokenizer without a tokenizer.json has no merges"
         fast: Any = self._fast
         spec: dict[str, Any] = json.loads(fast.to_str())
         vocab: dict[str, int] = spec["model"]["vocab"]

@@ -66,11 +66,8 @@ class ChatTemplate:
             raise RendererError(f"{self.where}: the chat template cannot be used: {why}.") from None
         except ChildTimeoutError:
             raise RendererError(
-                f"{self.where}: the chat template did not finish within {RENDER_SECONDS:g} s. It "
-                "loops, or this machine is overloaded."
+                f"{self.where}: the chat template did not finish within {RENDER_SECONDS:g} s."
             ) from None
         except ChildError as error:
-            raise RendererError(
-                f"{self.where}: {error} The template took more memory than it may, or something "
-                "killed the process."
-            ) from None
+            why = "Did the template take more memory than it may?"
+            raise RendererError(f"{self.where}: {error} {why}") from None

@@ -212,11 +212,6 @@ def test_dropout_never_gives_a_control_token(text, seed):
     assert not tokenizer.control_ids & set(tokenizer.encode(text))
 
 
-def test_dropout_out_of_range_is_refused():
-    with pytest.raises(RendererError, match=r"dropout=1.5 must lie in \[0, 1\]"):
-        TOKENIZERS["bytes"].with_dropout(1.5)
-
-
 # -- files ------------------------------------------------------------------------------------
 
 
