@@ -108,7 +108,8 @@ class Llama3Renderer(TurnRenderer):
             system = rest.pop(0).content.strip()
         in_system = in_user = ""
         if declared:
-            listed = "".join(f"{_tool_json(tool)}\n\n" for tool in declared)
+            schemas = [json.dumps(function_json(t), ensure_ascii=False, indent=4) for t in declared]
+            listed = "".join(f"{schema}\n\n" for schema in schemas)
             if self.config.tools_in_user_message:
                 in_user = _IN_USER_MESSAGE + listed
             else:
@@ -212,7 +213,3 @@ class Llama3Renderer(TurnRenderer):
         if not calls and not error and sampled_ids[-1] == self._handover:
             error = "<|eom_id|> ends a turn that calls nothing"
         return Message(role="assistant", content=words, tool_calls=tuple(calls), parse_error=error)
-
-
-def _tool_json(tool: ToolSchema) -> str:
-    return json.dumps(function_json(tool), ensure_ascii=False, indent=4)

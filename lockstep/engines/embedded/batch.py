@@ -227,10 +227,11 @@ class Rows:
                     "top_p": _tensor(self.top_p[places], device),
                     "top_k": _tensor(self.top_k[places], device),
                 }
-            drawn = sample(logits[rows], uniform[rows], rule, ops, **filters)
-            ids[rows], logprobs[rows] = drawn.ids, drawn.logprobs
-            if drawn.kept is not None:
-                support |= zip(places.tolist(), _ids_of(drawn.kept), strict=True)
+            ids[rows], logprobs[rows], kept = sample(
+                logits[rows], uniform[rows], rule, ops, **filters
+            )
+            if kept is not None:
+                support |= zip(places.tolist(), _ids_of(kept), strict=True)
         return ids.cpu().numpy(), logprobs.cpu().numpy(), support
 
     def _group(self, device: torch.device) -> list[Group]:

@@ -9,7 +9,6 @@ seed and the token's position. It does not depend on other requests or on preemp
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,17 +60,6 @@ class Rule:
     """Whether each draw returns the ids that the filter kept."""
 
 
-class Draw(NamedTuple):
-    """One token per row."""
-
-    ids: Tensor
-    """[B] int64."""
-    logprobs: Tensor
-    """[B] float32 under the rule's distribution."""
-    kept: Tensor | None
-    """[B, V] bool, True at ids that could be drawn; None unless the rule records it."""
-
-
 def sample(
     logits: Tensor,
     uniform: Tensor,
@@ -80,16 +68,18 @@ def sample(
     *,
     top_p: Tensor | None = None,
     top_k: Tensor | None = None,
-) -> Draw:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draws once from each row of logits [B, V].
 
+    Returns (ids [B] int64, log-probs [B] float32 under the rule's distribution, kept [B, V] bool:
+    True at ids that could be drawn; None unless the rule records it).
     uniform [B] float32; top_p [B] float32 and top_k [B] int64 if the rule filters. A row with a
     non-finite logit gets a NaN log-prob and some id of the vocabulary.
     """
     if rule.temperature == 0:
         logp = ops.log_softmax(logits)
         ids = logp.argmax(-1, keepdim=True)
-        return Draw(ids[:, 0], logp.gather(1, ids)[:, 0], None)
+        return ids[:, 0], logp.gather(1, ids)[:, 0], None
     logp = ops.log_softmax(logits, temperature=rule.temperature)
     if rule.is_filtered:
         assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
@@ -98,12 +88,12 @@ def sample(
             # The trainer's arithmetic over the support, not a log-prob minus a log mass.
             logp = ops.log_softmax(logits, temperature=rule.temperature, kept=kept)
             found = logp.gather(1, ids)[:, 0]
-            return Draw(ids[:, 0], found, kept if rule.records_support else None)
+            return ids[:, 0], found, kept if rule.records_support else None
     else:
         ids = _draw(_probs(logits, rule.temperature), uniform)
     if rule.distribution == "model" and rule.temperature != 1.0:
         logp = ops.log_softmax(logits)
-    return Draw(ids[:, 0], logp.gather(1, ids)[:, 0], None)
+    return ids[:, 0], logp.gather(1, ids)[:, 0], None
 
 
 def _probs(logits: Tensor, temperature: float) -> Tensor:
