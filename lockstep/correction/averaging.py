@@ -11,7 +11,6 @@ Source: KwaiKAT team 2025, "Reducing Sampling Noise to Improve Stability of MoE 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,8 +48,7 @@ def average_logprobs(
     while sampling. average_sampling_pass: count them in the average as one more scoring, at the
     cost of `sampling_bias` / (S + 1).
 
-    The mean is of probabilities, not of log-probs: it is what the ratio divides by. Where all
-    scorings are equal there is nothing to average, and a warning says so.
+    The mean is of probabilities, not of log-probs: it is what the ratio divides by.
 
     >>> two = torch.tensor([[0.2], [0.4]]).log()
     >>> round(average_logprobs(two).logprobs.exp().item(), 4)
@@ -73,13 +71,6 @@ def average_logprobs(
     variance = torch.full_like(stacked[0], float("nan"))
     if len(stacked) > 1 and stacked.shape[1]:
         variance = stacked.var(0, unbiased=True)
-    known = variance[~variance.isnan()]
-    if len(known) and bool((known == 0).all()):
-        warnings.warn(
-            f"all {len(stacked)} scorings are equal bit for bit: averaging buys nothing. The "
-            "engine is deterministic, or returns what it cached.",
-            stacklevel=2,
-        )
     mean = _log_mean(stacked)
     bias = None
     if rollout_logprobs is not None:

@@ -8,7 +8,6 @@ loss. The literature's names are constructors: `Correction.tis()`, `Correction.m
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -222,8 +221,6 @@ class Correction:
             ),
             (len(set(names)) < len(names), f".reject: give one of {names} a label of its own."),
         )
-        for text in self.warnings():
-            warnings.warn(text, stacklevel=3)  # 2 is the dataclass's own __init__
 
     # -- what follows from the settings -----------------------------------------------------------
 
@@ -257,16 +254,6 @@ class Correction:
             or self.needs_whole_batch
             or (num_updates > 1 and self.changes_tokens)
         )
-
-    def warnings(self) -> list[str]:
-        """Combinations that are allowed and seldom meant."""
-        if self.level not in ("sequence", "geometric") or self.normalize is not False:
-            return []
-        return [
-            f"correction.level={self.level} with normalize=false: the mean weight of a batch "
-            "swings with its few sequences, and the step size with it. Leave normalize out, "
-            "unless that is what you study."
-        ]
 
     def check_updates(self, num_updates: int) -> None:
         """Raises ConfigError if a batch cannot be trained in this many updates."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.correction.layout import Layout
-from lockstep.errors import AlignmentError, ConfigError
+from lockstep.errors import ConfigError
 from lockstep.objectives.config import Aggregate, check_fixed_length
 
 Tensor = torch.Tensor
@@ -71,11 +71,7 @@ def aggregate(
     Sources: token_mean DAPO (arXiv 2503.14476), sequence_mean GRPO (arXiv 2402.03300), fixed_length
     Dr. GRPO (arXiv 2503.20783).
     """
-    if tuple(token_loss.shape) != layout.shape:
-        raise AlignmentError(
-            f"token_loss has the shape {list(token_loss.shape)}, the layout {list(layout.shape)}: "
-            "a loss gives one value per token."
-        )
+    layout.check(token_loss=token_loss)
     weights = token_weights(
         layout, how, fixed_length=fixed_length, denominator=denominator, device=token_loss.device
     )

@@ -84,7 +84,6 @@ def plan(
         *config.placement.describe(config.parallel, num_engines=config.engine.num_workers),
         f"numerics   {before if numerics is None else numerics.line}",
         f"memory     {describe_memory(config, model_files, numerics=numerics)}",
-        *(f"warning    {text}" for text in config.chosen_correction.warnings()),
         *current_hooks().plan(),
     ]
 

@@ -5,7 +5,6 @@ Kept apart from the tests because every process that is started imports it.
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +29,7 @@ EVERY_RULE = (
 
 
 def _weights(level, bound="truncate", limits=(0.0, 1.913), **settings):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # normalize=false with sequences is allowed, and warns
-        return Correction(anchor="recomputed", level=level, bound=bound, limits=limits, **settings)
+    return Correction(anchor="recomputed", level=level, bound=bound, limits=limits, **settings)
 
 
 CORRECTIONS = {

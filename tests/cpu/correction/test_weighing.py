@@ -13,7 +13,6 @@ from lockstep.errors import AlignmentError
 NAN, INF = math.nan, math.inf
 
 # Without the mean a sequence's weight is its own: what is done by hand here.
-pytestmark = pytest.mark.filterwarnings("ignore:correction.level=.* with normalize=false")
 
 
 def of_ratios(*rows, correction, advantages=None, base=0.05):

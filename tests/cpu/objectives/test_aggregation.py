@@ -71,7 +71,7 @@ def test_the_gradient_of_a_token_is_its_weight():
 
 def test_bad_input_is_refused_with_what_was_found():
     layout = Layout.packed([2])
-    with pytest.raises(AlignmentError, match=r"shape \[3\], the layout \[2\]"):
+    with pytest.raises(AlignmentError, match=r"the shape \[2\]; found token_loss \[3\]"):
         aggregate(torch.zeros(3), layout)
     with pytest.raises(ConfigError, match="aggregate=token_mean with fixed_length=4"):
         aggregate(torch.zeros(2), layout, fixed_length=4)

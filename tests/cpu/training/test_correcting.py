@@ -64,9 +64,8 @@ RULES = (Rule(stat="k3", high=0.3), Rule(stat="ratio", aggregation="mean", low=0
 
 
 def unnormalised(**settings):
-    """Weights of sequences that need no other row: allowed, with a warning."""
-    with pytest.warns(UserWarning, match="normalize=false"):
-        return Correction(anchor="on_policy", normalize=False, **settings)
+    """Weights of sequences that need no other row."""
+    return Correction(anchor="on_policy", normalize=False, **settings)
 
 
 ONE_PASS = {
