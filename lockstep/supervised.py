@@ -103,7 +103,6 @@ def _train(
         )
         shown.start(
             RunHeader(
-                name=path.name,
                 num_steps=config.sft.steps,
                 architecture=model_files.model.family,
                 lines=(f"memory     {memory}", f"run        {path}"),

@@ -555,28 +555,19 @@ class Sample:
             raise AlignmentError(
                 f"sample {self.id}: unknown column {name!r}; known: {list(COLUMNS)}"
             )
-        if isinstance(column, Ragged) or spec.is_ragged:
-            if not isinstance(column, Ragged) or not spec.is_ragged:
-                expected = "a Ragged" if spec.is_ragged else "an array"
-                raise AlignmentError(
-                    f"sample {self.id}: column {name!r} must be {expected}, found "
-                    f"{type(column).__name__}."
-                )
-            if len(column) != len(self.token_ids):
-                raise AlignmentError(
-                    f"sample {self.id}: column {name!r} must have {len(self.token_ids)} entries, "
-                    f"found {len(column)}."
-                )
-            return
+        is_ragged = isinstance(column, Ragged)
         shape = (len(self.token_ids), *spec.trailing_shape)
-        is_shaped = len(column.shape) == len(shape) and all(
-            isinstance(size, str) or size == found
-            for size, found in zip(shape, column.shape, strict=True)
+        found = (len(column),) if isinstance(column, Ragged) else column.shape
+        dtype = np.dtype(spec.dtype) if isinstance(column, Ragged) else column.dtype
+        is_shaped = len(found) == len(shape) and all(
+            isinstance(size, str) or size == there for size, there in zip(shape, found, strict=True)
         )
-        if not is_shaped or column.dtype != np.dtype(spec.dtype):
+        if not is_shaped or is_ragged != spec.is_ragged or dtype != np.dtype(spec.dtype):
+            expected = "a Ragged of" if spec.is_ragged else "an array of"
             raise AlignmentError(
-                f"sample {self.id}: column {name!r} must be {spec.dtype} "
-                f"[{', '.join(map(str, shape))}], found {column.dtype} {list(column.shape)}."
+                f"sample {self.id}: column {name!r} must be {expected} {spec.dtype} "
+                f"[{', '.join(map(str, shape))}], found {type(column).__name__} of {dtype} "
+                f"{list(found)}."
             )
 
 

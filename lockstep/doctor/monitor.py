@@ -42,9 +42,9 @@ def open_monitor(
     is_moe: bool,
     is_one_process: bool,
     warn: Callable[[str], None],
-) -> Monitor | None:
-    """The monitor of a run; None if `doctor.rows` is 0. path: directory of the run. warn: prints a
-    line for the user."""
+) -> Callable[..., dict[str, float]] | None:
+    """The `Monitor.look` of a run; None if `doctor.rows` is 0. path: directory of the run. warn:
+    prints a line for the user."""
     if not config.doctor.rows:
         return None
     facts = Facts(
@@ -60,13 +60,14 @@ def open_monitor(
     )
     # Without the renderer: rendering again costs more than all other checks together.
     words = Tokenization(tokenizer=renderer.tokenizer)
-    return Monitor(
+    monitor = Monitor(
         num_rows=config.doctor.rows,
         setting=make_setting(facts, words),
         facts=facts,
         directory=path / MONITOR,
         warn=warn,
     )
+    return monitor.look
 
 
 @dataclass(slots=True)

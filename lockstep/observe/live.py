@@ -21,11 +21,8 @@ _STATUS_SECONDS = 0.2
 class RunHeader:
     """Facts that stay the same during a run."""
 
-    name: str
     num_steps: int
     """Number of steps, those before a resume included."""
-    first_step: int = 0
-    """The step that the run continues with; above 0 after a resume."""
     architecture: Architecture = "dense"
     is_one_process: bool = False
     """Whether sampler and trainer share the process and the ops; see `mismatch_alarm`."""
@@ -37,7 +34,7 @@ class View:
     """Writes a line for each step, evaluation and note. On a terminal a last line shows the phase.
 
     >>> view = View(print)
-    >>> view.start(RunHeader(name="demo", num_steps=100))
+    >>> view.start(RunHeader(num_steps=100))
     >>> view.step({"step": 0, "reward/mean": 0.25, "time/step_seconds": 2.0})
     step   0/100  reward 0.25  2.0 s  left 3:18
     """
@@ -45,7 +42,7 @@ class View:
     def __init__(self, write: Callable[[str], object] | None, *, has_status: bool = False) -> None:
         """write: gets each line; None shows nothing. has_status: show phases on stderr."""
         self._write, self._has_status = write, has_status
-        self._header = RunHeader(name="", num_steps=0)
+        self._header = RunHeader(num_steps=0)
         self._level: Level = "unmeasured"
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._next_status = 0.0

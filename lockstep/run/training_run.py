@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lockstep.agent.buffer import Buffer
 from lockstep.agent.gateway.opening import RunGateway
@@ -18,7 +18,6 @@ from lockstep.launch.ranks import Ranks
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, View, open_view
 from lockstep.observe.loggers import Loggers
-from lockstep.observe.metrics import is_step_row
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.page import write_report
 from lockstep.run.build import Parts, build, checkpoint_of, vocabulary_of
@@ -33,16 +32,9 @@ from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.critic import CRITIC, Critic
 from lockstep.types import Group, Sample
 
-
-class Monitor(Protocol):
-    """Looks at the rows of each step after its update. `lockstep.doctor.monitor` has one."""
-
-    def look(
-        self, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
-    ) -> dict[str, float]:
-        """The metrics `doctor/...` of a step. version: of the weights before the update."""
-        ...
-
+Monitor = Callable[..., dict[str, float]]
+"""Looks at the rows of a step after its update and returns the metrics `doctor/...`: see
+`lockstep.doctor.monitor.Monitor.look`."""
 
 OpenMonitor = Callable[..., Monitor | None]
 """Makes a run's monitor once its parts are built: see `lockstep.doctor.monitor.open_monitor`. A
@@ -196,7 +188,7 @@ class TrainingRun:
         """`doctor/...` of a step's rows after the update: one process looks, all know."""
         found: dict[str, float] = {}
         if self.monitor is not None and rows:
-            found = self.monitor.look(step, rows, groups, version=version)
+            found = self.monitor(step, rows, groups, version=version)
         return found if self.ranks is None else self.ranks.from_leader(found)
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -281,15 +273,6 @@ class TrainingRun:
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
         if not is_complete:  # a complete run ends with the row of its last evaluation
             self.directory.rewind(self.step - 1)
-        run = load_run(self.path)
-        there = {row["step"] for row in run.metrics if is_step_row(row)}
-        lost = [step for step in range(run.first_step, self.step) if step not in there]
-        if lost:
-            self.warn(
-                f"{self.path / 'metrics.jsonl'} has lost the rows of {len(lost)} step(s), the "
-                f"first of step {lost[0]}, before the checkpoint of step {self.step}. The run "
-                "continues; curves and summary lack them."
-            )
 
     def restore_origin(self, checkpoint: Path) -> None:
         """Starts from another run's checkpoint; a critic that it lacks starts anew."""
@@ -310,9 +293,7 @@ class TrainingRun:
     def header(self) -> RunHeader:
         """The lines and facts that are shown once, at the start."""
         return RunHeader(
-            name=self.path.name,
             num_steps=self.config.steps,
-            first_step=self.step,
             architecture=self.model_files.model.family,
             is_one_process=self.is_one_process,
             lines=(

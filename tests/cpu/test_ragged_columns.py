@@ -116,11 +116,15 @@ def sample(**columns):
 
 def test_a_ragged_column_has_an_entry_per_token_and_is_no_array():
     row = sample(ragged={"support": Ragged.of([[], [2]])})
-    with pytest.raises(AlignmentError, match=r"t/0: column 'support' must have 2 entries, found 3"):
+    with pytest.raises(
+        AlignmentError, match=r"t/0: column 'support' must be .* \[2\], found .* \[3\]"
+    ):
         row.set("support", Ragged.empty(3))
-    with pytest.raises(AlignmentError, match="column 'support' must be a Ragged, found ndarray"):
+    with pytest.raises(
+        AlignmentError, match=r"column 'support' must be a Ragged of .*, found ndarray"
+    ):
         row.set("support", np.zeros(2, np.int32))
-    with pytest.raises(AlignmentError, match="column 'turn' must be an array, found Ragged"):
+    with pytest.raises(AlignmentError, match=r"column 'turn' must be an array of .*, found Ragged"):
         sample(ragged={"turn": Ragged.empty(2)})
     row.set("support", Ragged.of([[], [2, 1]]))
     assert lists_of(row.ragged["support"]) == [[], [2, 1]]

@@ -188,7 +188,7 @@ def test_tensorboard_gets_every_number(tmp_path):
 
 # -- views ------------------------------------------------------------------------------------
 
-HEADER = RunHeader(name="demo", num_steps=110, architecture="dense", lines=("model tiny",))
+HEADER = RunHeader(num_steps=110, architecture="dense", lines=("model tiny",))
 
 
 def test_plain_lines_say_the_step_in_one_line_and_an_alarm_once():
