@@ -29,6 +29,7 @@ from lockstep.objectives.values import explained_variance, value_loss
 from lockstep.training.config import CriticConfig, TrainerConfig
 from lockstep.training.learner import Learner, Metrics, check_same_shapes
 from lockstep.training.packing import PackedBatch, unpack_rows
+from lockstep.training.totals import merge_metrics
 from lockstep.types import Float32Array, Sample
 
 if TYPE_CHECKING:
@@ -126,10 +127,7 @@ class Critic(Learner):
             self.forward_backward(samples) | self.optim_step()
             for _ in range(self.config.updates_per_batch)
         ]
-        out = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
-        for name in {"critic/skipped_updates", "critic/overflows"} & out.keys():
-            out[name] = sum(part[name] for part in parts)
-        return out | _describe_values(samples)
+        return merge_metrics(parts) | _describe_values(samples)
 
     # -- mechanism ------------------------------------------------------------------------------
 

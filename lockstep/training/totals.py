@@ -123,7 +123,7 @@ def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
     out: Metrics = {}
     for name in dict.fromkeys(k for part in parts for k in part):
         values = [part[name] for part in parts if name in part]
-        if name in ("tokens/trained", "train/skipped_updates", "train/overflows"):
+        if name.endswith(("/trained", "/skipped_updates", "/overflows")):
             out[name] = float(np.sum(values))
         elif name.endswith("_max"):
             out[name] = float(np.max(values))
