@@ -71,7 +71,7 @@ class LocalWire(Wire):
             ) from error
         self._vllm: Any = vllm
         self._is_cpu = current_platform.is_cpu()
-        if config.deterministic:
+        if config.deterministic and not self._is_cpu:  # on a CPU `engine_arguments` refuses it
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from lockstep.engines.vllm import weights
         from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
