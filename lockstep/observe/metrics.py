@@ -1,7 +1,7 @@
 """Every metric by name: what it counts, in which unit, and which way is better.
 
-People build dashboards on these names, so they are stable: a name that is not here is refused by
-`check_row`, which every test of the loop runs. A pattern with `*` is a family whose last part is
+People build dashboards on these names, so they are stable: tests of the loop look each name up
+here. A pattern with `*` is a family whose last part is
 given by the task, the evaluation or the phase of a step.
 """
 
@@ -339,14 +339,3 @@ def is_step_row(row: Mapping[str, Any]) -> bool:
     """Whether a row is of a training step. Rows between steps hold only held-out figures and the
     engine's counters."""
     return any(name != "step" and not name.startswith(("eval/", "engine/")) for name in row)
-
-
-def check_row(row: Mapping[str, Any]) -> None:
-    """Raises DataError if a metrics row has a name that is not in the table, or no `step`."""
-    if "step" not in row:
-        raise DataError(f"a metrics row needs `step`; found {', '.join(row) or 'nothing'}.")
-    if unknown := [name for name in row if find_metric(name) is None]:
-        raise DataError(
-            f"unknown metric names: {', '.join(unknown)}. Names are stable: use one of "
-            "lockstep.observe.metrics.METRICS, or register yours with `step_metric`."
-        )

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.correction.metrics import MismatchReport
-from lockstep.errors import DataError, MissingExtraError
+from lockstep.errors import MissingExtraError
 from lockstep.observe.alarms import mismatch, mismatch_alarm
 from lockstep.observe.live import RunHeader, View, open_view
 from lockstep.observe.loggers import Loggers
-from lockstep.observe.metrics import METRICS, check_row, find_metric
+from lockstep.observe.metrics import METRICS, find_metric
 
 # The names that the design promises: dashboards stand on them.
 PROMISED = [
@@ -54,14 +54,10 @@ def full_row(step):
 
 def test_every_promised_name_is_in_the_table():
     assert all(map(find_metric, PROMISED))
-    check_row(dict.fromkeys(PROMISED, 0))
 
 
-def test_an_unknown_name_is_refused():
-    with pytest.raises(DataError, match=r"unknown metric names: rewards/mean, train/los\."):
-        check_row({"step": 0, "rewards/mean": 1, "train/los": 2, "train/loss": 3})
-    with pytest.raises(DataError, match="needs `step`; found reward/mean"):
-        check_row({"reward/mean": 1})
+def test_an_unknown_name_is_in_no_table():
+    assert find_metric("rewards/mean") is None and find_metric("train/los") is None
 
 
 def test_the_mismatch_report_uses_names_of_the_table():
