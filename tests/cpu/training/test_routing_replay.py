@@ -167,7 +167,9 @@ def test_a_column_whose_shape_is_the_models_is_checked_in_its_number_of_dims(tmp
     (row,) = make_rows([8])
     row.set("routed_experts", np.zeros((8, 5, 3), np.int16))
     for wrong in (np.zeros((8, 5), np.int16), np.zeros((7, 5, 3), np.int16), np.zeros((8, 5, 3))):
-        with pytest.raises(AlignmentError, match=r"must be int16 \[8, layers, active\], found"):
+        with pytest.raises(
+            AlignmentError, match=r"must be an array of int16 \[8, layers, active\], found"
+        ):
             row.set("routed_experts", wrong)
 
 
