@@ -30,6 +30,7 @@ from lockstep.doctor.inputs.schema import (
     BY_NAME,
     COLUMNS,
     HEAD,
+    OFTEN_CALLED,
     REQUIRED,
     Where,
     facts_from_dict,
@@ -92,7 +93,7 @@ class RowsDump(Dump):
         self.has = frozenset(known | ({"is_sampled"} if "turn" in names else set()))
         self.lacks = {
             column.field: f"there is no column {column.name}: "
-            f"{HOW_TO_GET.get(column.field, 'log it')}."
+            f"{HOW_TO_GET.get(column.field, 'log it')}.{_hint(column.name, names)}"
             for column in COLUMNS
             if column.field not in self.has and column.name != "id"
         }
@@ -114,6 +115,11 @@ class RowsDump(Dump):
                 yield rows_of(columns, row_ids=row_ids, where=where)
 
 
+def _hint(name: str, names: Iterable[str]) -> str:
+    meant = sorted(OFTEN_CALLED.get(name, frozenset()) & set(names))
+    return f" The file has {meant[0]}: if that is it, rename it." if meant else ""
+
+
 def _check_columns(part: _Part) -> None:
     for name in (name for name in REQUIRED if name not in part.columns):
         if {"segments", "task_payload_json"} <= part.columns:
@@ -123,6 +129,7 @@ def _check_columns(part: _Part) -> None:
         raise DataError(
             f"{part.path} has no column {name}; every row must have {' and '.join(REQUIRED)} "
             f"(docs/doctor-dumps.md). It has: {', '.join(sorted(part.columns)[:12]) or 'none'}."
+            f"{_hint(name, part.columns)}"
         )
 
 

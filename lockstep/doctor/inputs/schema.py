@@ -99,6 +99,21 @@ COLUMNS: tuple[Column, ...] = (
 BY_NAME: Mapping[str, Column] = {column.name: column for column in COLUMNS}
 REQUIRED = ("token_ids", "loss_mask")
 
+OFTEN_CALLED: Mapping[str, frozenset[str]] = {
+    "token_ids": frozenset({"input_ids", "tokens", "ids"}),
+    "loss_mask": frozenset({"mask", "response_mask", "action_mask", "assistant_masks"}),
+    "rollout_logprobs": frozenset({"logprobs", "log_probs", "rollout_log_probs"})
+    | {"inference_logprobs", "sampling_logprobs"},
+    "trainer_logprobs": frozenset({"old_log_probs", "old_logprobs", "training_logprobs"}),
+    "advantages": frozenset({"advantage"}),
+    "reward": frozenset({"rewards"}),
+    "prompt_length": frozenset({"prompt_lengths"}),
+    "messages": frozenset({"conversation"}),
+    "policy_version": frozenset({"version"}),
+}
+"""Common other names of these columns. They are suggested, not read: only the writer knows which
+side computed a column of log-probs, and whether it covers the whole row."""
+
 
 # -- facts -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import RowsDump, write_rows
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.schema import COLUMNS, facts_to_dict
+from lockstep.doctor.inputs.schema import BY_NAME, COLUMNS, OFTEN_CALLED, facts_to_dict
 from lockstep.errors import AlignmentError, DataError
 from lockstep.types import Message, ToolCall
 
@@ -225,11 +225,13 @@ def test_values_that_are_wrong_and_not_unreadable_are_left_to_the_checks(tmp_pat
     assert rows.prompt_lengths.tolist() == [-4] and rows.loss_mask.all()
 
 
-def test_a_column_of_another_name_is_not_taken(tmp_path: Path):
+def test_a_column_of_another_name_is_asked_about_and_not_taken(tmp_path: Path):
     dump = open_dump(jsonl(tmp_path / "rows.jsonl", row(1, old_log_probs=[-1.0])))
 
     assert "trainer_logprobs" not in dump.has
-    assert "no column trainer_logprobs" in dump.lacks["trainer_logprobs"]
+    assert "The file has old_log_probs" in dump.lacks["trainer_logprobs"]
+    assert set(OFTEN_CALLED) <= set(BY_NAME)
+    assert not frozenset().union(*OFTEN_CALLED.values()) & set(BY_NAME)
 
 
 def test_the_first_line_says_what_the_file_knows_of_itself(tmp_path: Path):
