@@ -7,6 +7,10 @@ import os
 from lockstep.agent.loop import truncation_notice
 from lockstep.config import tag
 from lockstep.engines.config import EmbeddedConfig
+from lockstep.memory import PlanFacts
+from lockstep.models.config import FallbackConfig
+from lockstep.models.lora_config import adapter_shapes
+from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import (
@@ -102,11 +106,20 @@ def describe_memory(
 
 def _trained(config: Config, model_files: ModelFiles) -> str:
     """The part of the model that is trained; empty for the whole model."""
-    lora, frozen = model_files.lora, config.trainer.freeze
+    model, lora, frozen = model_files.model, model_files.lora, config.trainer.freeze
+    if lora is None and not frozen:
+        return ""
     said = "the whole model" if lora is None else f"LoRA, {lora.describe()}"
     if frozen:
-        return f"{said}; frozen: {', '.join(frozen)}"
-    return "" if lora is None else f"{said}; {lora.num_parameters:,} parameters"
+        said += f"; frozen: {', '.join(frozen)}"
+    if isinstance(model, FallbackConfig):
+        return said
+    facts = PlanFacts(
+        model=model, dtype=config.dtype, device="cpu", trainer=config.trainer, lora=lora
+    )
+    trained = num_elements(facts.trained())
+    total = num_elements(decoder_shapes(model) | (adapter_shapes(lora) if lora else {}))
+    return f"{said}; {trained:,} of {total:,} parameters ({trained / total:.2%})"
 
 
 def _overlap(config: Config) -> str:

@@ -18,6 +18,7 @@ from lockstep.launch.ranks import Ranks
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, View, open_view
 from lockstep.observe.loggers import Loggers
+from lockstep.observe.metrics import is_step_row
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.page import write_report
 from lockstep.run.build import Parts, build, checkpoint_of, vocabulary_of
@@ -273,6 +274,15 @@ class TrainingRun:
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
         if not is_complete:  # a complete run ends with the row of its last evaluation
             self.directory.rewind(self.step - 1)
+        run = load_run(self.path)
+        there = {row["step"] for row in run.metrics if is_step_row(row)}
+        lost = [step for step in range(run.first_step, self.step) if step not in there]
+        if lost:
+            self.warn(
+                f"{self.path / 'metrics.jsonl'} has lost the rows of {len(lost)} step(s), the "
+                f"first of step {lost[0]}, before the checkpoint of step {self.step}. The run "
+                "continues; curves and summary lack them."
+            )
 
     def restore_origin(self, checkpoint: Path) -> None:
         """Starts from another run's checkpoint; a critic that it lacks starts anew."""

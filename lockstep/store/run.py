@@ -306,6 +306,14 @@ class Run:
         """Facts of the first start; `resumes` lists the later ones."""
         return _read_json(self.path / "environment.json")
 
+    @property
+    def first_step(self) -> int:
+        """0, or the step of the checkpoint that the run started from (from=RUN@STEP)."""
+        origin = self.environment.get("from")
+        name = Path(str(origin["checkpoint"])).name if isinstance(origin, dict) else ""
+        match = _CHECKPOINT.fullmatch(name)
+        return int(match[1]) if match else 0
+
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl, in order."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 
@@ -134,6 +135,22 @@ def test_a_step_whose_episodes_fail_keeps_the_updates_before_it(whole, tmp_path,
     monkeypatch.setenv("EPISODES", "-1000")
     train(settings, out=path, resume=True, view="json")
     assert rows_of(path) == rows_of(whole)
+
+
+def test_rows_that_were_lost_from_the_metrics_are_named_when_a_run_continues(
+    whole, tmp_path, capsys
+):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join(lines[2:]))
+    train(config(), out=path, resume=True)
+    said = capsys.readouterr().out
+    assert "has lost the rows of 2 step(s), the first of step 0, before the checkpoint" in said
+    fork = tmp_path / "fork"
+    train(config("steps=4"), out=fork, start=(whole, 3), view="json")
+    train(config("steps=4"), out=fork, resume=True)
+    assert "has lost" not in capsys.readouterr().out
 
 
 def test_the_checks_before_a_run_are_made_once(tmp_path, monkeypatch):
