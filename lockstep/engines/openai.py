@@ -30,6 +30,7 @@ HOW_STARTED = "vllm serve MODEL --port 8000, or python -m sglang.launch_server -
 ASKS_FOR_IDS: Mapping[str, Any] = {
     "logprobs": 1,  # some servers take 0 for none
     "return_token_ids": True,
+    "return_tokens_as_token_ids": True,  # a vLLM without its tokenizer cannot spell them
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
     "no_stop_trim": True,
