@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "lockstep"
 
 LIMIT = 45_000
 """Code lines that the library shall have at most."""
-CEILING = 52_800
+CEILING = 46_800
 """Code lines that it may have today: it does not grow."""
 
 ROOMS = {
