@@ -94,7 +94,7 @@ $(RENDERERS)/.installed: Makefile | $(VENV)/.installed-dev
 	touch $@
 
 test-renderers: $(RENDERERS)/.installed
-	PYTHONPATH=$(abspath $(RENDERERS)) $(BIN)/python -m pytest tests/parity/test_renderers_parity.py tests/parity/test_qwen35_parity.py
+	PYTHONPATH=$(abspath $(RENDERERS)) $(BIN)/python -m pytest tests/parity/test_renderers_parity.py
 
 # verifiers in an environment of its own: it pins mcp and openai below what Lockstep asks for.
 VERIFIERS_VENV = .venv-verifiers
