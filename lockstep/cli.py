@@ -125,8 +125,7 @@ def _train(options: argparse.Namespace) -> int:
     example: lockstep train quickstart steps=30 seed=1 model=tiny-qwen3
     """
     from lockstep.recipes import find_recipe
-    from lockstep.run.plan import plan
-    from lockstep.run.preflight import preflight
+    from lockstep.run.preflight import plan, preflight
 
     _load_plugins(options.plugin)
     settings, own = _split(options.settings, "train", *RESERVED)
@@ -201,7 +200,7 @@ def _report(options: argparse.Namespace) -> int:
 
     example: lockstep report runs/a runs/b --out both.html
     """
-    from lockstep.report.page import write_report
+    from lockstep.report.document import write_report
     from lockstep.run.build import vocabulary_of
     from lockstep.store.run import load_run
 

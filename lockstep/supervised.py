@@ -21,11 +21,11 @@ from lockstep.observe.live import RunHeader, open_view
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.run.build import load_model, resolve_device
-from lockstep.run.plan import describe_memory
 from lockstep.run.preflight import (
     ModelFiles,
     check_memory,
     check_parallel,
+    describe_memory,
     expected_device,
     read_model_files,
     write_renderer,

@@ -17,8 +17,7 @@ from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis
 from lockstep.doctor.row_choice import fetch
 from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
-from lockstep.report.page import Template, render_page
-from lockstep.report.selection import to_document
+from lockstep.report.document import Template, render_page, to_document
 from lockstep.store.files import encode_number, write_atomically
 from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Message, Segment, Task, Trajectory

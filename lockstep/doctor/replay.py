@@ -28,7 +28,7 @@ from lockstep.doctor.stored_paths import first_leaf, trainer_logprobs
 from lockstep.doctor.terminal import gap_style, gap_text, logprob_text, plain_table, token_text
 from lockstep.errors import ConfigError, RunError, printable
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.report.selection import to_document
+from lockstep.report.document import to_document
 from lockstep.run.build import Parts
 from lockstep.run_config import Config
 from lockstep.store.run import Run, load_run

@@ -23,17 +23,18 @@ if TYPE_CHECKING:
         cispo,
         cross_entropy,
         dppo,
+        explained_variance,
         gspo,
         make_loss,
         make_policy_loss,
         ppo_clip,
+        reference_kl,
         reinforce,
+        value_loss,
     )
-    from lockstep.objectives.regularizers import reference_kl
     from lockstep.objectives.token_advantages import gae, whiten
-    from lockstep.objectives.values import explained_variance, value_loss
 
-_MODULES = ("advantages", "aggregation", "losses", "regularizers", "token_advantages", "values")
+_MODULES = ("advantages", "aggregation", "losses", "token_advantages")
 __all__ = ["TokenBatch", "TokenLoss", "aggregate", "binary_divergence", "centered", "cispo"]
 __all__ += ["cross_entropy", "dppo", "explained_variance", "gae", "gspo", "leaf_advantages"]
 __all__ += ["leave_one_out", "make_loss", "make_policy_loss", "ppo_clip", "reference_kl"]

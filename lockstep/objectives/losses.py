@@ -7,6 +7,8 @@ a function from `TokenBatch` to `TokenLoss`.
 Every tensor is [T] packed or [B, T] padded. Places where `mask` is False may hold anything, NaN
 included: loss, gradient and metrics are 0.0 there. float32; half precision is widened
 before anything is subtracted, float64 is kept.
+
+Beside the policy losses stand the terms that keep a policy near a reference, and the critic's loss.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import cast
 
 import torch
 
+from lockstep.correction import kl
 from lockstep.correction.kl import RATIO_LIMIT
 from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, ConfigError
@@ -26,12 +29,35 @@ from lockstep.objectives.config import (
     DPPO,
     GSPO,
     Divergence,
+    KLEstimator,
     ObjectiveConfig,
     PPOClip,
     Reinforce,
 )
-from lockstep.objectives.inputs import read_tokens
-from lockstep.objectives.regularizers import reference_kl
+
+
+def read_tokens(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
+    """The tensors, of one shape, at least float32, 0.0 where `mask` is False.
+
+    The first carries gradient; the others are constants and are detached. Masked places are blanked
+    here, before anything is computed from them: a where() afterwards would keep the value and let a
+    NaN gradient through. Raises AlignmentError if the shapes differ.
+
+    >>> mask = torch.tensor([True, False])
+    >>> [x.tolist() for x in read_tokens(mask, a=torch.tensor([1.0, torch.nan]), b=mask.half())]
+    [[1.0, 0.0], [1.0, 0.0]]
+    """
+    (first, live), *_ = tensors.items()
+    for name, other in (tensors | ({} if mask is None else {"mask": mask})).items():
+        if other.shape != live.shape:
+            raise AlignmentError(
+                f"{first} have the shape {list(live.shape)} and {name} {list(other.shape)}: each "
+                "is one number per token. Shifted twice, or not at all?"
+            )
+    given = [live, *(x.detach() for name, x in tensors.items() if name != first)]
+    wide = [x if x.dtype == torch.float64 else x.float() for x in given]
+    return wide if mask is None else [torch.where(mask != 0, x, 0.0) for x in wide]
+
 
 Tensor = torch.Tensor
 
@@ -414,3 +440,99 @@ def _report(
         for given in (mean, maximum)
     )
     return TokenLoss(inside(loss), mean=means, maximum=maxima)
+
+
+def reference_kl(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    *,
+    estimator: KLEstimator = "unbiased",
+    old_logprobs: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """An estimate of KL(policy || reference) per token, as a loss.
+
+    All [T] or [B, T] float32 nats; `logprobs` carries gradient, the others are constants. 0.0 and
+    no gradient where `mask` is False. old_logprobs: of the policy that drew the tokens; read by
+    "unbiased" alone. Logs of ratios are cut at 20. Raises AlignmentError if a column is missing or
+    of another shape.
+
+    With d = reference_logprobs - logprobs, "k2" is d^2 / 2 and "k3" is exp(d) - 1 - d. "unbiased"
+    is r * k3(d) with r = exp(logprobs - old_logprobs) and the gradient through both: over tokens a
+    that old drew, sum old(a) r(a) k3(a) = sum pi(a) (ref(a) / pi(a) - 1 + log(pi(a) / ref(a)))
+    = KL(pi || ref) for every pi, hence its gradient too. Without r the sampling stays fixed while
+    pi moves: the mean gradient of k1 is then 0, that of k2 right, and that of k3 the gradient of
+    KL(reference || policy).
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), the unbiased KL estimate.
+    Guard: tests/cpu/correction/test_unbiased_kl.py
+    """
+    if estimator != "unbiased":
+        policy, reference = read_tokens(
+            mask, logprobs=logprobs, reference_logprobs=reference_logprobs
+        )
+        d = (reference - policy).clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT)
+        return kl.k2(d) if estimator == "k2" else kl.k3(d)
+    if old_logprobs is None:
+        raise AlignmentError(
+            'the estimator "unbiased" weighs each token by its ratio to the policy that drew '
+            "it: give old_logprobs, or take another estimator."
+        )
+    policy, old, reference = read_tokens(
+        mask, logprobs=logprobs, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs
+    )
+    ratio = (policy - old).clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT).exp()
+    return ratio * kl.k3((reference - policy).clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT))
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    *,
+    clip: float = 0.0,
+    mask: Tensor | None = None,
+) -> TokenLoss:
+    """Half the squared error of each value, pessimistic about those that have moved far.
+
+        max((v - R)^2, (clamp(v, v_old - clip, v_old + clip) - R)^2) / 2
+
+    values: carry gradient; old_values, from before the batch, and returns are constants; all of one
+    shape, float32. clip: 0 is off. Places where `mask` is False may hold anything: loss and
+    gradient are 0 there. `clip_fraction` is the share of tokens whose gradient the clip cuts off.
+    Source: Schulman et al.'s PPO code (openai/baselines, ppo2); as in TRL and verl.
+
+    >>> one, two = torch.tensor([1.0]), torch.tensor([2.0])
+    >>> value_loss(one, 0 * one, two).loss.tolist(), value_loss(one, 0 * one, two, clip=0.5).loss
+    ([0.5], tensor([1.1250]))
+    """
+    if not 0 <= clip < float("inf"):
+        raise ConfigError(f"clip={clip} must be a finite number, at least 0; 0 is off.")
+    values, old_values, returns = read_tokens(
+        mask, values=values, old_values=old_values, returns=returns
+    )
+    loss = (values - returns).square()
+    is_clipped = torch.zeros_like(loss, dtype=torch.bool)
+    if clip:
+        near = torch.clamp(values, old_values - clip, old_values + clip)
+        clipped = (near - returns).square()
+        is_clipped = (clipped > loss).detach()
+        loss = torch.maximum(loss, clipped)
+    return TokenLoss(loss / 2, mean={"clip_fraction": is_clipped})
+
+
+def explained_variance(values: Tensor, returns: Tensor, layout: Layout) -> float | None:
+    """1 - Var(returns - values) / Var(returns) over all tokens that count.
+
+    1 is a critic that knows the returns, 0 one that knows no more than their mean, and below 0 one
+    that knows less. None if all returns are equal: there is nothing to explain.
+
+    >>> explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]), Layout.packed([2]))
+    1.0
+    """
+    layout.check(values=values, returns=returns)
+    inside = slice(None) if layout.mask is None else layout.mask
+    expected, found = values[inside].double().flatten(), returns[inside].double().flatten()
+    if not len(found) or bool((found == found[0]).all()):
+        return None
+    return 1.0 - float((found - expected).var(correction=0) / found.var(correction=0))

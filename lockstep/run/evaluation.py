@@ -11,7 +11,7 @@ from itertools import count
 
 import numpy as np
 
-from lockstep.agent.dealing import collect_over
+from lockstep.agent.buffer import collect_over
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import Budget, EpisodeSlots, collect, sampling_of
 from lockstep.errors import DataError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.correction.support import support_bias
+from lockstep.correction.kl import support_bias
 from lockstep.errors import RolloutError
 from lockstep.observe.metrics import registered_metrics
 from lockstep.types import Group, Sample, Trajectory

@@ -20,12 +20,11 @@ from lockstep.observe.live import RunHeader, View, open_view
 from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
 from lockstep.ops.contract import TRUE_ON_POLICY
-from lockstep.report.page import write_report
+from lockstep.report.document import write_report
 from lockstep.run.build import Parts, build, checkpoint_of, vocabulary_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
-from lockstep.run.plan import plan
-from lockstep.run.preflight import ModelFiles
+from lockstep.run.preflight import ModelFiles, plan
 from lockstep.run_config import Config
 from lockstep.store.run import TRAIN, Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher

@@ -1,16 +1,21 @@
 """Writing files so that a reader finds the old one or the whole of the next; strict JSON and its
-lines."""
+lines; and the lock that leaves a run directory one writer.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
+import platform
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, RunError
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -92,3 +97,97 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+class RunLock:
+    """Holds `path` for as long as this process lives, or until `release`.
+
+    On one host the kernel's advisory lock decides, and a process that dies frees it, so a killed
+    run needs no cleaning up. The file holds process id and host, for the message and for hosts that
+    share a file system without sharing kernel locks: a lock that names another host is respected
+    until somebody deletes it. The file is emptied on release, never removed: two processes could
+    otherwise hold two files of one name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+
+    def acquire(self) -> None:
+        """Raises RunError, naming the process and the host, if another writer holds the lock."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be opened ({error.strerror}); a run keeps its lock in this "
+                "file. Remove what is there, or choose another directory with out=DIR."
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            holder = _holder(descriptor)
+            if holder.get("host", platform.node()) != platform.node():
+                raise RunError(
+                    f"{self._in_use(holder)} This host cannot see whether that process lives: if "
+                    f"it does not, delete {self.path} and start again."
+                )
+            since = datetime.now(UTC).isoformat(timespec="seconds")
+            mine = {"pid": os.getpid(), "host": platform.node(), "since": since}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+        except BaseException as error:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise RunError(self._in_use(holder)) from None
+            raise
+        self._file = descriptor
+
+    def release(self) -> None:
+        """Lets the next writer in. Does nothing if the lock is not held."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
+            os.ftruncate(self._file, 0)
+        os.close(self._file)
+        self._file = None
+
+    def _in_use(self, holder: dict[str, Any]) -> str:
+        who = "another process"
+        if "pid" in holder:
+            host, since = holder.get("host", "unknown host"), holder.get("since", "unknown time")
+            who = f"process {holder['pid']} on {host} (since {since})"
+        return (
+            f"{self.path.parent} is in use by {who}: a run directory has one writer. "
+            "Choose another directory with out=DIR, or end that run first."
+        )
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a writer seems to hold the lock at `path`. Takes the lock only where the writer it
+    names has died."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        holder = _holder(descriptor)
+        if not holder or holder.get("host", platform.node()) != platform.node():
+            return bool(holder)
+        # A killed writer leaves its name, and the kernel's lock does not survive it.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a directory
+        return False
+    finally:
+        os.close(descriptor)  # and with it the shared lock
+    return False
+
+
+def _holder(descriptor: int) -> dict[str, Any]:
+    """The holder's own words; empty if it wrote nothing readable."""
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}

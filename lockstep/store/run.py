@@ -29,8 +29,7 @@ from typing import Any, Literal
 
 from lockstep.errors import RunError
 from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
-from lockstep.store.files import sync_directory, write_atomically, write_json
-from lockstep.store.lock import RunLock
+from lockstep.store.files import RunLock, sync_directory, write_atomically, write_json
 from lockstep.store.metrics import JsonlLogger, read_rows
 from lockstep.store.trajectories import (
     TrajectoryRecord,

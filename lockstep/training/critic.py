@@ -25,7 +25,7 @@ from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, CheckpointError
 from lockstep.models.critic import ValueModel, load_value_weights, save_value_model
 from lockstep.models.sharding import let_go
-from lockstep.objectives.values import explained_variance, value_loss
+from lockstep.objectives.losses import explained_variance, value_loss
 from lockstep.training.config import CriticConfig, TrainerConfig
 from lockstep.training.learner import Learner, Metrics, check_same_shapes
 from lockstep.training.packing import PackedBatch, unpack_rows

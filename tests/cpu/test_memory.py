@@ -32,11 +32,11 @@ from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
 from lockstep.recipes import find_recipe, find_supervised_recipe
-from lockstep.run.plan import plan
 from lockstep.run.preflight import (
     ModelFiles,
     Numerics,
     memory_plan,
+    plan,
     preflight,
     read_model_files,
 )

@@ -10,8 +10,7 @@ from lockstep.config import resolve
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe, find_supervised_recipe
-from lockstep.run.plan import plan
-from lockstep.run.preflight import preflight
+from lockstep.run.preflight import plan, preflight
 from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.testing.faults import injected, split_faults

@@ -8,8 +8,8 @@ import pytest
 MODULES = (
     "types", "training.rows", "training.packing", "training.expert_load",
     "correction.layout", "correction.metrics", "correction.weighing", "correction.averaging",
-    "correction.support", "correction.config", "objectives.advantages", "objectives.aggregation",
-    "objectives.inputs", "objectives.losses", "objectives.token_advantages", "objectives.values",
+    "correction.kl", "correction.config", "objectives.advantages", "objectives.aggregation",
+    "objectives.losses", "objectives.token_advantages",
 )  # fmt: skip
 CONTAINERS = {
     "types": ("Delta", "Segment", "Trajectory", "Sample", "Ragged"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import PROOF
 
-from lockstep.agent.dealing import deal_tasks
+from lockstep.agent.buffer import deal_tasks
 from lockstep.cli import main
 from lockstep.config import from_dict, resolve
 from lockstep.recipes import find_recipe

@@ -13,7 +13,7 @@ from verl_modules import load_verl
 from lockstep.correction import Correction, Rule, correct, weigh
 from lockstep.correction.kl import k3
 from lockstep.correction.weighing import merged
-from lockstep.objectives.regularizers import reference_kl
+from lockstep.objectives.losses import reference_kl
 
 TOLERANCE = 1e-6
 ROWS, TOKENS = 7, 40

@@ -13,7 +13,7 @@ from verl_modules import load_verl
 from lockstep.correction.layout import Layout
 from lockstep.models.critic import load_value_model
 from lockstep.objectives.config import GAE
-from lockstep.objectives.values import explained_variance, value_loss
+from lockstep.objectives.losses import explained_variance, value_loss
 from lockstep.ops.context import PackedContext
 from lockstep.training.config import CriticConfig, TrainerConfig
 from lockstep.training.critic import Critic

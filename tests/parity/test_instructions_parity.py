@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.envs.instructions.checkers import KINDS, Verdict, instruction
-from lockstep.envs.instructions.text import sentences
+from lockstep.envs.instructions.checkers import KINDS, Verdict, instruction, sentences
 
 NEEDED = ("lm_eval", "langdetect", "nltk", "immutabledict", "punkt")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]

@@ -14,7 +14,7 @@ from lockstep.objectives import losses
 from lockstep.objectives.advantages import leaf_advantages
 from lockstep.objectives.aggregation import aggregate
 from lockstep.objectives.config import GRPO, RLOO, ReinforcePlusPlus
-from lockstep.objectives.regularizers import reference_kl
+from lockstep.objectives.losses import reference_kl
 from lockstep.objectives.token_advantages import gae, whiten
 
 TOLERANCE = 1e-6

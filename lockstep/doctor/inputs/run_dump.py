@@ -14,7 +14,7 @@ from lockstep.doctor.inputs.assemble import Row
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.lines import RowDump
 from lockstep.doctor.stored_paths import prompt_length, replies
-from lockstep.store.lock import is_locked
+from lockstep.store.files import is_locked
 from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Sample

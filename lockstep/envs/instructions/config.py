@@ -11,10 +11,15 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.config import require
 from lockstep.envs.data_files import FileTasks
-from lockstep.envs.instructions.checkers import Detector, Instruction, Verdict, instruction
+from lockstep.envs.instructions.checkers import (
+    Detector,
+    Instruction,
+    Verdict,
+    instruction,
+    require_langdetect,
+)
 from lockstep.envs.instructions.generated import World, WorldName
 from lockstep.envs.instructions.published import BadRows, read_published
-from lockstep.envs.instructions.text import require_langdetect
 from lockstep.errors import ConfigError
 from lockstep.types import Message, Task
 

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 from lockstep.config import require
 from lockstep.envs.demonstrations import _Demonstrations
-from lockstep.envs.instructions.checkers import LESS_THAN, Instruction, instruction
+from lockstep.envs.instructions.checkers import LESS_THAN, Instruction, count_words, instruction
 from lockstep.envs.instructions.generated import World
-from lockstep.envs.instructions.text import count_words
 from lockstep.types import Message
 
 Asked = Mapping[str, Mapping[str, Any]]

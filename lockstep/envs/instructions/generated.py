@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lockstep.envs.instructions.checkers import AT_LEAST, KINDS, LESS_THAN, instruction
-from lockstep.envs.instructions.text import LANGUAGES, SCRIPTS
+from lockstep.envs.instructions.checkers import (
+    AT_LEAST,
+    KINDS,
+    LANGUAGES,
+    LESS_THAN,
+    SCRIPTS,
+    instruction,
+)
 
 WorldName = Literal["small", "full"]
 

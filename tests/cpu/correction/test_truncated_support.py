@@ -7,7 +7,7 @@ from conftest import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.correction.support import support_bias
+from lockstep.correction.kl import support_bias
 from lockstep.ops.base import Ops
 from lockstep.ops.context import Support
 from lockstep.types import Ragged

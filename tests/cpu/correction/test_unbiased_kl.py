@@ -7,7 +7,7 @@ import torch
 
 from lockstep.correction import kl
 from lockstep.errors import AlignmentError
-from lockstep.objectives.regularizers import reference_kl
+from lockstep.objectives.losses import reference_kl
 
 
 @pytest.fixture

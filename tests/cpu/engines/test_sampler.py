@@ -7,7 +7,7 @@ from conftest import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engines.embedded.sampler import Rule, sample, stream_of, uniforms
+from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
 from lockstep.ops.base import Ops
 
 OPS = Ops()

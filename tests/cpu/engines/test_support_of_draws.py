@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_models import VOCAB, ask, deltas_of, make_engine, make_model, prompt, request
 
-from lockstep.engines.embedded.sampler import Rule, sample
+from lockstep.engines.embedded.batch import Rule, sample
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 

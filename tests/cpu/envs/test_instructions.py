@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 
 from lockstep.agent.config import AgentConfig
 from lockstep.config import from_dict, tag, to_dict
-from lockstep.envs.instructions.checkers import KINDS, Verdict, instruction
+from lockstep.envs.instructions.checkers import (
+    KINDS,
+    Verdict,
+    count_capital_words,
+    count_words,
+    instruction,
+    sentences,
+)
 from lockstep.envs.instructions.config import InstructionsConfig
 from lockstep.envs.instructions.demonstrations import InstructionDemonstrationsConfig, reply
 from lockstep.envs.instructions.generated import World, are_compatible
 from lockstep.envs.instructions.published import read_published
-from lockstep.envs.instructions.text import count_capital_words, count_words, sentences
 from lockstep.errors import ConfigError, DataError, MissingExtraError
 from lockstep.recipes import find_recipe, find_supervised_recipe
 from lockstep.types import Message, ToolCall

@@ -7,8 +7,7 @@ from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
 from lockstep.recipes import find_recipe
-from lockstep.run.plan import plan
-from lockstep.run.preflight import preflight, read_model_files
+from lockstep.run.preflight import plan, preflight, read_model_files
 from lockstep.run_config import SupervisedConfig
 from lockstep.supervised import check_supervised
 from lockstep.testing.faults import injected

@@ -9,8 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.placement import RayPlacement
 from lockstep.recipes import find_recipe
-from lockstep.run.plan import plan
-from lockstep.run.preflight import preflight, read_model_files
+from lockstep.run.preflight import plan, preflight, read_model_files
 
 RAY = ("placement=ray", "parallel.processes=2", "engine.replicas=4")
 

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, ConfigError
-from lockstep.objectives.values import explained_variance, value_loss
+from lockstep.objectives.losses import explained_variance, value_loss
 
 
 def batch(*shape, seed=0):

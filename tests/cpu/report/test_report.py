@@ -17,8 +17,7 @@ from synthetic_runs import CONTROL, HOSTILE, decode_token, write_run
 
 from lockstep.errors import RunError
 from lockstep.observe.metrics import find_metric
-from lockstep.report.document import Vocabulary
-from lockstep.report.page import write_report
+from lockstep.report.document import Vocabulary, write_report
 from lockstep.store.files import decode_number
 from lockstep.store.run import RunDirectory, load_run
 

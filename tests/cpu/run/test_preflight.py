@@ -9,8 +9,7 @@ from lockstep.config import resolve
 from lockstep.errors import CheckpointError, ConfigError, RendererError
 from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.recipes import find_recipe
-from lockstep.run.plan import plan
-from lockstep.run.preflight import preflight, read_model_files
+from lockstep.run.preflight import plan, preflight, read_model_files
 from lockstep.testing.faults import injected
 from lockstep.testing.faults.rows import ShiftedLogprobs
 from lockstep.testing.tokenizers import LLAMA3_TOKENS, byte_tokenizer_json

@@ -17,8 +17,7 @@ from lockstep.recipes import find_recipe
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.run.plan import plan
-from lockstep.run.preflight import preflight
+from lockstep.run.preflight import plan, preflight
 from lockstep.testing.faults import FaultConfig, injected, parse_fault, split_faults
 from lockstep.testing.faults.rows import (
     DroppedFinalTokens,

@@ -12,8 +12,8 @@ import numpy as np
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows
+from lockstep.doctor.checks.tokens.context import TemplateCheck
 from lockstep.doctor.checks.tokens.masks import misplaced
-from lockstep.doctor.checks.tokens.template_ids import TemplateCheck
 from lockstep.types import Int64Array
 
 MIN_DIFF = 0.1

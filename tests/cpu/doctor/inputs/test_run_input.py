@@ -12,7 +12,7 @@ from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.inputs.run_dump import RunDump
 from lockstep.errors import DataError
-from lockstep.store.lock import is_locked
+from lockstep.store.files import is_locked
 from lockstep.store.run import RunDirectory
 from lockstep.types import Group, Task
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.tokens.template_ids import MAX_OPENINGS, TemplateIds
+from lockstep.doctor.checks.tokens.context import MAX_OPENINGS, TemplateIds
 
 
 def test_openings_that_are_never_the_same_are_not_kept_without_end():
