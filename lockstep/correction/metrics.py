@@ -64,7 +64,7 @@ _SUB_BITS, _OCTAVES, _LOWEST = 3, 40, -30
 _SIDE = _OCTAVES << _SUB_BITS
 _FIRST_BIN = (127 + _LOWEST) << _SUB_BITS  # 127: the exponent's offset in a float32
 BINS = 2 * _SIDE + 1
-NUM_CODES = 1 << (9 + _SUB_BITS)  # sign and exponent are 9 bits
+_NUM_CODES = 1 << (9 + _SUB_BITS)  # sign and exponent are 9 bits
 
 QUANTILES = (0.5, 1 - 0.99, 0.99, 1 - 0.999, 0.999)
 
@@ -234,15 +234,13 @@ def merge_reports(
     return out
 
 
-def codes_of(d: Tensor) -> Tensor:
-    """[N] int32 in [0, NUM_CODES): sign, exponent and highest bits of each float32, finite."""
-    return (d.float().view(torch.int32) >> (23 - _SUB_BITS)) + NUM_CODES // 2
-
-
-def histogram_of(counts: Tensor) -> Tensor:
-    """[NUM_CODES] float64, tokens of each code -> [BINS], tokens of each bin."""
-    code = torch.arange(NUM_CODES) - NUM_CODES // 2
-    size = code & (NUM_CODES // 2 - 1)
+def histogram_of(d: Tensor) -> Tensor:
+    """[BINS] float64: the tokens of each bin. d: [N], finite."""
+    # Counted by sign, exponent and highest bits of each float32, as one number.
+    codes = (d.float().view(torch.int32) >> (23 - _SUB_BITS)) + _NUM_CODES // 2
+    counts = torch.bincount(codes, minlength=_NUM_CODES).double()
+    code = torch.arange(_NUM_CODES) - _NUM_CODES // 2
+    size = code & (_NUM_CODES // 2 - 1)
     side = (size - (_FIRST_BIN - 1)).clamp(0, _SIDE)  # 0: below the first edge
     bins = torch.where(code < 0, _SIDE - side, _SIDE + side)
     return counts.new_zeros(BINS).index_add_(0, bins, counts)

@@ -1,18 +1,19 @@
 # torch leaves from_numpy partly untyped.
 # pyright: reportUnknownMemberType=false
-"""The compared tokens of a batch, a chunk at a time, on the host, and sums over them.
+"""The compared tokens of some whole rows, on the host, and sums over them.
 
 Only tokens that can be compared are gathered, so padding costs next to nothing. Sums go run by run:
 neighbouring tokens of one row and one cell of the report.
 
-# N tokens, flattened  n compared tokens of a chunk  u runs  R rows  C cells of a report  F fields
+# N tokens, flattened  n compared tokens  u runs  R rows  C cells of a report  F fields
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,8 @@ Tensor = torch.Tensor
 Int64Array = npt.NDArray[np.int64]
 
 CHUNK_TOKENS = 1 << 17
-"""Tokens worked on at a time: few enough that temporaries are small beside a batch and stay near
-the cache."""
+"""Tokens worked on at a time, and the rest of the row that they end in: few enough that temporaries
+are small beside a batch and stay near the cache."""
 
 _CELL_PARTS = PARTS[: len(CELLS)]
 _STRIDES = {
@@ -59,43 +60,20 @@ class TokenFacts:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """A run of flattened tokens, and the rows that it touches."""
-
-    at: slice
-    """Tokens of the chunk among the N."""
-    rows: slice
-    edges: Int64Array
-    """[rows + 1]: where in the chunk each row begins, and where the last one ends."""
-
-    def expand(self, values_R: Tensor) -> Tensor:
-        """[R] of all rows -> one value per token of this chunk."""
-        lengths = torch.from_numpy(np.diff(self.edges))
-        return torch.repeat_interleave(values_R[self.rows], lengths)
-
-    def count_by_row(self, places: Int64Array) -> Tensor:
-        """[rows] float64: how many of these places of the chunk, in order, lie in each row."""
-        return torch.from_numpy(np.diff(np.searchsorted(places, self.edges))).double()
-
-
-class Sums:
-    """Sums of columns of values over some tokens: each column is widened to float64, summed run by
-    run and dropped while it is in the cache."""
+class Runs:
+    """Sums of columns of values over runs of tokens: each column is widened to float64, summed run
+    by run and dropped while it is in the cache."""
 
     def __init__(self, starts: Int64Array, rows: Int64Array, cells: Int64Array, old: Tensor):
         """starts: [u], first token of each run, rising from 0. rows, cells: [u], where a run's sum
         is added. old: [n], the rollout's log-probs."""
         self._starts, self._rows = starts, torch.from_numpy(rows)
+        self._lengths = torch.from_numpy(np.diff(starts, append=len(old)))
         self._cells = torch.from_numpy(cells)
         self._is_unforced = torch.empty_like(old, dtype=torch.float64)
         torch.le(old, FORCED_LOGPROB, out=self._is_unforced)
         self._sums: dict[str, Tensor] = {}
         self._unforced: dict[str, Tensor] = {}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._sums)
 
     def add(self, name: str, values: Tensor) -> Tensor:
         """values: [n], of any dtype. Returns them in float64."""
@@ -116,25 +94,39 @@ class Sums:
         wide = torch.empty_like(values, dtype=torch.float64)
         self.add(name, torch.gt(values, bound, out=wide))  # into bools takes three times as long
 
-    def add_to_rows(self, names: Sequence[str], sums_FR: Tensor) -> None:
-        sums_FR.index_add_(1, self._rows, torch.stack([self._sums[name] for name in names]))
+    def by_row(self, name: str, num_rows: int) -> Tensor:
+        """[R]: the column's sum over each row."""
+        zeros = torch.zeros(num_rows, dtype=torch.float64)
+        return zeros.index_add_(0, self._rows, self._sums[name])
 
-    def add_to_cells(self, names: Sequence[str], fields_FC: Tensor, unforced_F: Tensor) -> None:
-        fields_FC.index_add_(1, self._cells, torch.stack([self._sums[name] for name in names]))
-        unforced_F += torch.stack([self._unforced[name] for name in names])
+    def by_cell(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """([F, C] the columns' sums over each cell, [F] those over tokens that were not forced);
+        0 for a column that was not added."""
+        zero = torch.zeros(len(self._rows), dtype=torch.float64)
+        sums_Fu = torch.stack([self._sums.get(name, zero) for name in names])
+        fields_FC = zero.new_zeros(len(names), NUM_CELLS).index_add_(1, self._cells, sums_Fu)
+        zero = zero.new_zeros(())
+        return fields_FC, torch.stack([self._unforced.get(name, zero) for name in names])
 
-    def raise_cells(self, values: Tensor, maxima_C: Tensor) -> None:
-        tops = torch.from_numpy(np.maximum.reduceat(values.numpy(), self._starts))
-        maxima_C.scatter_reduce_(0, self._cells, tops.to(maxima_C.dtype), "amax")
+    def largest_by_cell(self, values: Tensor) -> Tensor:
+        """[C] float64: the largest of [n] values in each cell; -inf where there is none."""
+        tops = torch.from_numpy(np.maximum.reduceat(values.numpy(), self._starts)).double()
+        none = torch.full((NUM_CELLS,), float("-inf"), dtype=torch.float64)
+        return none.scatter_reduce_(0, self._cells, tops, "amax")
+
+    def spread(self, values_R: Tensor) -> Tensor:
+        """[n]: at each token, the value of its row."""
+        return torch.repeat_interleave(values_R[self._rows], self._lengths)
 
 
 @dataclass(eq=False)
 class Tokens:
-    """The compared tokens of a chunk, and what is derived from their log-probs, once."""
+    """The compared tokens of some whole rows, and what is derived from their log-probs, once."""
 
-    chunk: Chunk
+    num_all: int
+    """N."""
     index: Tensor | None
-    """[n] int64: their places in the chunk; None: all of it."""
+    """[n] int64: their places among the N; None: all of them."""
     new: Tensor
     """[n]: the trainer's log-probs."""
     old: Tensor
@@ -143,12 +135,43 @@ class Tokens:
     """[n]: new - old."""
     negative: Tensor | None
     """[n] bool: tokens of negative advantage."""
-    sums: Sums
-    active_rows: Tensor
-    """[rows of the chunk] float64: tokens that count, finite or not."""
-    impossible_rows: Tensor | None
-    """[rows of the chunk] float64: tokens that count and have probability 0 under the trainer;
-    None: there are none."""
+    runs: Runs
+    active_R: Tensor
+    """[R] float64: tokens that count, finite or not."""
+    impossible_R: Tensor | None
+    """[R] float64: tokens that count and have probability 0 under the trainer; None: there are
+    none."""
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Tensor | None], offsets: Int64Array) -> Tokens:
+        """The tokens that count and are finite on both sides, of rows that begin at `offsets`.
+
+        columns: [N] each, on the host: `new`, `old`, `mask` and those of `TokenFacts`.
+        """
+        new, old, mask = columns["new"], columns["old"], columns["mask"]
+        advantages, negative = columns["advantages"], None
+        assert new is not None and old is not None, "both log-probs are always given"
+        num_all = len(new)
+        if advantages is not None:
+            negative = advantages < 0
+        index = None if mask is None else _places_of(mask)
+        active_R = torch.from_numpy(np.diff(offsets)).double()
+        if index is not None:
+            new, old = new.index_select(0, index), old.index_select(0, index)
+            active_R = _count_by_row(index.numpy(), offsets)
+        d, is_valid = kl.log_ratio(new, old)
+        inside, impossible_R = _places_of(is_valid), None
+        if inside is not None:
+            places = np.flatnonzero(new.numpy() == -np.inf)
+            impossible_R = _count_by_row(
+                places if index is None else index.numpy()[places], offsets
+            )
+            index = inside if index is None else index.index_select(0, inside)
+            new, old, d = (x.index_select(0, inside) for x in (new, old, d))
+        if negative is not None and index is not None:
+            negative = negative.index_select(0, index)
+        runs = _runs_of(old, index, columns, offsets)
+        return cls(num_all, index, new, old, d, negative, runs, active_R, impossible_R)
 
     @cached_property
     def size(self) -> Tensor:
@@ -162,114 +185,74 @@ class Tokens:
     def k3(self) -> Tensor:
         return kl.k3(self.d)
 
-    def put(self, values: Tensor, out_N: Tensor) -> None:
-        """Writes [n] values to these tokens' places in the batch."""
-        out = out_N[self.chunk.at]
+    def among_all(self, values: Tensor) -> Tensor:
+        """[N]: [n] values at these tokens' places, 0 elsewhere."""
         if self.index is None:
-            out.copy_(values)
-        else:  # numpy is twice as fast as torch here
-            out.numpy()[self.index.numpy()] = values.numpy()
+            return values
+        out = values.new_zeros(self.num_all)
+        out.numpy()[self.index.numpy()] = values.numpy()  # twice as fast as torch here
+        return out
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Log-probs and facts, flattened and on the host, and how they fall into rows."""
+def chunks_of(layout: Layout) -> list[slice]:
+    """Rows that are worked on at once. All rows where they are split over ranks, which decide about
+    them together."""
+    edges = [0, layout.num_rows]
+    if layout.group is None and layout.num_tokens > CHUNK_TOKENS:
+        number = layout.offsets[:-1] // CHUNK_TOKENS
+        edges = [*np.flatnonzero(np.diff(number, prepend=-1)).tolist(), layout.num_rows]
+    return [slice(first, stop) for first, stop in pairwise(edges)]
 
-    new_N: Tensor
-    old_N: Tensor
-    layout: Layout
-    mask_N: Tensor | None
-    facts: TokenFacts
 
-    @classmethod
-    def of(cls, logprobs: Tensor, rollout: Tensor, layout: Layout, facts: TokenFacts) -> Batch:
-        def flat(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values.cpu().reshape(-1)
+def _runs_of(
+    old: Tensor, index: Tensor | None, columns: Mapping[str, Tensor | None], offsets: Int64Array
+) -> Runs:
+    """Runs of the tokens at these places among all N; None: of all of them. old: theirs."""
+    ranges = _POSITIONS.starts if columns["positions"] is None else (0,)
+    starts, rows, cells = _stretches(np.asarray(ranges), offsets)
+    if index is not None:  # where each stretch begins among the tokens that are left
+        starts = np.searchsorted(index.numpy(), starts)
+    is_seen = np.diff(starts, append=len(old)) > 0
+    starts, rows, cells = starts[is_seen], rows[is_seen], cells[is_seen]
+    cell_n = _cells(columns, index)
+    if cell_n is not None and len(old):
+        begins = np.zeros(len(old), np.bool_)
+        begins[starts] = True
+        begins[1:] |= cell_n[1:] != cell_n[:-1]
+        both = np.flatnonzero(begins)
+        stretch = np.searchsorted(starts, both, side="right") - 1
+        starts, rows, cells = both, rows[stretch], cells[stretch] + cell_n[both]
+    return Runs(starts, rows, cells, old)
 
-        host = TokenFacts(**{name: flat(values) for name, values in facts.columns().items()})
-        new, old = logprobs.cpu().reshape(-1), rollout.cpu().reshape(-1)
-        return cls(new, old, layout, flat(layout.mask), host)
 
-    def chunks(self) -> Iterator[Chunk]:
-        offsets = self.layout.offsets
-        for start in range(0, self.layout.num_tokens, CHUNK_TOKENS):
-            end = min(start + CHUNK_TOKENS, self.layout.num_tokens)
-            first = int(np.searchsorted(offsets, start, side="right")) - 1
-            last = int(np.searchsorted(offsets, end, side="left"))
-            edges = offsets[first : last + 1].clip(start, end)
-            yield Chunk(slice(start, end), slice(first, last), edges - start)
-
-    def negative(self, chunk: Chunk) -> Tensor | None:
-        advantages = self.facts.advantages
-        return None if advantages is None else advantages[chunk.at] < 0
-
-    def tokens(self, chunk: Chunk) -> Tokens:
-        """The tokens of a chunk that count and are finite on both sides."""
-        new, old, negative = self.new_N[chunk.at], self.old_N[chunk.at], self.negative(chunk)
-        index = None if self.mask_N is None else _places_of(self.mask_N[chunk.at])
-        active_rows = torch.from_numpy(np.diff(chunk.edges)).double()
+def _cells(columns: Mapping[str, Tensor | None], index: Tensor | None) -> Int64Array | None:
+    """[n]: each token's cell, as far as its facts decide it; None: no fact is known."""
+    cells = None
+    for part in _CELL_PARTS:
+        if (numbers := columns[f"{part.name}s"]) is None:
+            continue
         if index is not None:
-            new, old = new.index_select(0, index), old.index_select(0, index)
-            active_rows = chunk.count_by_row(index.numpy())
-        d, is_valid = kl.log_ratio(new, old)
-        inside, impossible_rows = _places_of(is_valid), None
-        if inside is not None:
-            places = np.flatnonzero(new.numpy() == -np.inf)
-            impossible_rows = chunk.count_by_row(places if index is None else index.numpy()[places])
-            index = inside if index is None else index.index_select(0, inside)
-            new, old, d = (x.index_select(0, inside) for x in (new, old, d))
-        if negative is not None and index is not None:
-            negative = negative.index_select(0, index)
-        sums = self.sums(chunk, old, index)
-        return Tokens(chunk, index, new, old, d, negative, sums, active_rows, impossible_rows)
+            numbers = numbers.index_select(0, index)
+        table = _cell_table(part)
+        cell = table.index_select(0, numbers.clamp(0, len(table) - 1))
+        cells = cell if cells is None else cells + cell
+    return None if cells is None else cells.numpy()
 
-    def sums(self, chunk: Chunk, old: Tensor, index: Tensor | None = None) -> Sums:
-        """Sums over the tokens at these places of a chunk; None: over all of it. old: theirs."""
-        starts, rows, cells = self._stretches(chunk)
-        size = chunk.at.stop - chunk.at.start
-        if index is not None:  # where each stretch begins among the tokens that are left
-            size = len(index)
-            starts = np.searchsorted(index.numpy(), starts)
-        is_seen = np.diff(starts, append=size) > 0
-        starts, rows, cells = starts[is_seen], rows[is_seen], cells[is_seen]
-        cell_n = self._cells(chunk, index)
-        if cell_n is not None and size:
-            begins = np.zeros(size, np.bool_)
-            begins[starts] = True
-            begins[1:] |= cell_n[1:] != cell_n[:-1]
-            both = np.flatnonzero(begins)
-            stretch = np.searchsorted(starts, both, side="right") - 1
-            starts, rows, cells = both, rows[stretch], cells[stretch] + cell_n[both]
-        return Sums(starts, rows, cells, old)
 
-    def _cells(self, chunk: Chunk, index: Tensor | None) -> Int64Array | None:
-        """[n]: each token's cell, as far as its facts decide it; None: no fact is known."""
-        facts, cells = self.facts, None
-        given = (facts.ages, facts.turns, facts.positions, facts.kinds)
-        for part, values in zip(_CELL_PARTS, given, strict=True):
-            if values is None:
-                continue
-            numbers = values[chunk.at]
-            if index is not None:
-                numbers = numbers.index_select(0, index)
-            table = _cell_table(part)
-            cell = table.index_select(0, numbers.clamp(0, len(table) - 1))
-            cells = cell if cells is None else cells + cell
-        return None if cells is None else cells.numpy()
+def _stretches(
+    ranges: Int64Array, offsets: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """(start, row, cell) of every stretch of one row and one range of positions, which begin at
+    `ranges`; an empty stretch has the start of the next one."""
+    starts = np.minimum(offsets[:-1, None] + ranges, offsets[1:, None])
+    cells = np.broadcast_to(np.arange(len(ranges)) * _STRIDES["position"], starts.shape)
+    rows = np.repeat(np.arange(len(starts)), len(ranges))
+    return starts.reshape(-1), rows, cells.reshape(-1)
 
-    def _stretches(self, chunk: Chunk) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """(start in the chunk, row, cell) of every stretch of one row and one range of positions;
-        an empty stretch has the start of the next one."""
-        offsets, begin, end = self.layout.offsets, chunk.at.start, chunk.at.stop
-        rows = np.arange(len(offsets) - 1)[chunk.rows]
-        ranges = np.asarray(_POSITIONS.starts if self.facts.positions is None else (0,))
-        starts = np.minimum(offsets[rows][:, None] + ranges, offsets[rows + 1][:, None])
-        cells = np.broadcast_to(np.arange(len(ranges)) * _STRIDES["position"], starts.shape)
-        return (
-            starts.clip(begin, end).reshape(-1) - begin,
-            np.repeat(rows, len(ranges)),
-            cells.reshape(-1),
-        )
+
+def _count_by_row(places: Int64Array, offsets: Int64Array) -> Tensor:
+    """[R] float64: how many of these places, in order, lie in each row."""
+    return torch.from_numpy(np.diff(np.searchsorted(places, offsets))).double()
 
 
 @cache

@@ -7,16 +7,16 @@ is weighed piece by piece, and finished by the merged report of all pieces:
     total = merged(part.report for part in parts).all_reduced()
     corrected = [part.finish(total) for part in parts]
 
-One pass over the tokens, in chunks, decides all that a token decides by itself; sums over rows
-follow, all-reduced where sequences are split over ranks. A second pass is made only where sequences
-have weights or are rejected. Everything is computed on the host; the cost is linear in tokens.
+Whole rows are weighed in chunks: first what a token decides by itself, then sums over rows, which
+are all-reduced where sequences are split over ranks, and what these decide about their tokens.
+Everything is computed on the host; the cost is linear in tokens.
 
-# N tokens, flattened  n tokens of a chunk  R rows  C cells of a report  F fields
+# N tokens of a chunk, flattened  n compared tokens  R rows  C cells of a report  F fields
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -29,14 +29,11 @@ from lockstep.correction.config import Correction, Rule
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import (
     FIELDS,
-    NUM_CELLS,
-    NUM_CODES,
     OUTLIER_DIFF,
     MismatchReport,
-    codes_of,
     histogram_of,
 )
-from lockstep.correction.tokens import Batch, Chunk, Sums, TokenFacts, Tokens, exp
+from lockstep.correction.tokens import TokenFacts, Tokens, chunks_of, exp
 from lockstep.errors import AlignmentError
 from lockstep.types import MAX_LOGPROB
 
@@ -164,13 +161,15 @@ def weigh(
     rows on every rank of `layout.group`). Arguments as for `correct`."""
     layout, facts = Layout.of(layout, logprobs), facts or TokenFacts()
     _check(logprobs, rollout_logprobs, correction, layout, facts)
+    columns = {"new": logprobs, "old": rollout_logprobs, "mask": layout.mask, **facts.columns()}
+    flat = {name: None if x is None else x.cpu().reshape(-1) for name, x in columns.items()}
     with _one_thread():
-        batch = Batch.of(logprobs, rollout_logprobs, layout, facts)
-        weights_N, keep_N, report = _Weighing(correction, batch).run()
+        parts = [_Weighing(correction, flat, layout, rows).run() for rows in chunks_of(layout)]
+    weights, keep, reports = zip(*parts, strict=True)
     return Corrected(
-        weights_N.view(layout.shape).to(logprobs.device),
-        keep_N.view(layout.shape).to(logprobs.device),
-        report,
+        torch.cat(weights).view(layout.shape).to(logprobs.device),
+        torch.cat(keep).view(layout.shape).to(logprobs.device),
+        merged(reports),
         correction,
         logprobs=logprobs,
         rollout_logprobs=rollout_logprobs,
@@ -195,59 +194,50 @@ SUMMED_ANYHOW = {"ratio": "d", "k1": "d", "k2": "d2", "k3": "k3"}
 
 
 class _Weighing:
-    """One pass over the tokens, one over the rows, and where rows decide, one more over the tokens;
-    with all sums that the report needs."""
+    """Whole rows: what each token decides by itself, what its row decides about it, and all sums
+    that the report needs."""
 
-    def __init__(self, correction: Correction, batch: Batch) -> None:
-        self.correction, self.batch, self.layout = correction, batch, batch.layout
+    def __init__(
+        self,
+        correction: Correction,
+        columns: Mapping[str, Tensor | None],
+        layout: Layout,
+        rows: slice,
+    ) -> None:
+        """columns: of all rows of `layout`, flattened, on the host. rows: those to weigh."""
+        offsets = layout.offsets[rows.start : rows.stop + 1]
+        here = slice(int(offsets[0]), int(offsets[-1]))
+        parts = {name: None if x is None else x[here] for name, x in columns.items()}
+        self.tokens = Tokens.of(parts, offsets - offsets[0])
+        self.runs, self.correction, self.layout = self.tokens.runs, correction, layout
         self.low, self.high = correction.limits
-        self.is_by_token = correction.level == "token"
         self.is_by_row = correction.level in ("sequence", "geometric")
         self.is_masking = correction.level != "none" and correction.bound == "mask"
-        self.row_rules = [r for r in correction.reject if r.is_sequence]
-        columns = ["active", "compared", "d", "kept"]
-        if any(r.only_negative_advantage for r in self.row_rules):
-            columns += ["negative", "kept_negative"]
-        self.row_columns = list(dict.fromkeys([*columns, *map(_column, self.row_rules)]))
-        zeros = torch.zeros(len(FIELDS), NUM_CELLS, dtype=torch.float64)
-        self.sums_FR = zeros.new_zeros(len(self.row_columns), self.layout.num_rows)
-        self.by_rule = {rule.name: zeros.new_zeros(()) for rule in correction.reject}
-        self.fields_FC, self.unforced_F = zeros, zeros.new_zeros(len(FIELDS))
-        self.abs_d_C = zeros.new_full((NUM_CELLS,), float("-inf"))
-        self.tops = zeros.new_full((2,), float("-inf"))
-        self.histogram = zeros.new_zeros(NUM_CODES)
-        self.penalty = zeros.new_zeros(())
+        zeros = torch.zeros(len(correction.reject), dtype=torch.float64)
+        self.by_rule = dict(zip((r.name for r in correction.reject), zeros, strict=True))
 
     def run(self) -> tuple[Tensor, Tensor, MismatchReport]:
         """([N] float32 weights, [N] bool kept, figures)."""
-        weights_N = torch.zeros(self.layout.num_tokens)
-        keep_N = torch.zeros(self.layout.num_tokens, dtype=torch.bool)
-        compared_N = torch.zeros_like(keep_N) if self.is_by_row else None
-        for chunk in self.batch.chunks():
-            tokens = self.batch.tokens(chunk)
-            keep = self._judge_tokens(tokens)
-            weights = keep.float()
-            if self.is_by_token:
-                weights = self._bounded(tokens.ratio).float().masked_fill(~keep, 0.0)
-            tokens.put(keep, keep_N)
-            tokens.put(weights, weights_N)
-            if compared_N is not None:
-                tokens.put(torch.ones_like(keep), compared_N)
-            self._sum_gap(tokens)
-            self._sum_weights(tokens, keep, weights)
-            self._sum_rows(tokens, keep)
-            self._add_fields(tokens.sums)
-        self._judge_rows()
-        if self.is_by_row or bool((self.rejected_R | self.rejected_negative_R).any()):
-            self._forget_weights()
-            for chunk in self.batch.chunks():
-                self._apply_rows(chunk, keep_N, weights_N, compared_N)
-        return weights_N, keep_N, self._report()
+        self._sum_gap()
+        keep = self._judge_tokens()
+        self._judge_rows(keep)
+        weights = self._weigh(keep)
+        return self.tokens.among_all(weights), self.tokens.among_all(keep), self._report()
 
-    # -- each token by itself ---------------------------------------------------------------------
+    def _sum_gap(self) -> None:
+        """The report's figures of the gap itself."""
+        tokens, runs = self.tokens, self.runs
+        runs.add("compared", torch.ones(tokens.d.shape, dtype=torch.bool))
+        runs.add_above("unequal", tokens.size, 0.0)
+        runs.add_above("outlier", tokens.size, OUTLIER_DIFF)
+        # In float64: the square of d overflows float32 where a log-prob is a stand-in for -inf.
+        runs.add_with_square("d", tokens.d)
+        runs.add("k3", tokens.k3)
+        runs.add_with_square("ratio", tokens.ratio)
 
-    def _judge_tokens(self, tokens: Tokens) -> Tensor:
+    def _judge_tokens(self) -> Tensor:
         """[n] bool: the tokens that pass by themselves."""
+        tokens = self.tokens
         keep = torch.ones(tokens.d.shape, dtype=torch.bool)
         for rule in self.correction.reject:
             if rule.is_sequence:
@@ -256,73 +246,26 @@ class _Weighing:
             if rule.only_negative_advantage and tokens.negative is not None:
                 out &= tokens.negative
             self.by_rule[rule.name] += out.count_nonzero()
-            keep = keep & ~out
-        if self.is_by_token and self.is_masking:
-            keep = keep & ~self._is_beyond(tokens.ratio)
+            keep &= ~out
+        if self.correction.level == "token" and self.is_masking:
+            keep &= ~self._is_beyond(tokens.ratio)
         return keep
 
-    def _sum_gap(self, tokens: Tokens) -> None:
-        """Adds the report's figures of the gap itself; its fields are in the order of FIELDS."""
-        sums, d = tokens.sums, tokens.d
-        sums.add("compared", torch.ones(d.shape, dtype=torch.bool))
-        sums.add_above("unequal", tokens.size, 0.0)
-        sums.add_above("outlier", tokens.size, OUTLIER_DIFF)
-        # In float64: the square of d overflows float32 where a log-prob is a stand-in for -inf.
-        sums.add_with_square("d", d)
-        sums.add("k3", tokens.k3)
-        sums.add_with_square("ratio", tokens.ratio)
-        sums.raise_cells(tokens.size, self.abs_d_C)
-        if len(d):
-            self.tops = torch.maximum(self.tops, torch.stack([d.amax(), (-d).amax()]).double())
-        self.histogram += torch.bincount(codes_of(d), minlength=NUM_CODES)
-        if self.correction.kl_penalty_coef > 0:
-            clip = self.correction.kl_penalty_clip or float("inf")
-            self.penalty += (-d).clamp(-clip, clip).sum(dtype=torch.float64)
-
-    def _sum_weights(self, tokens: Tokens, keep: Tensor, weights: Tensor) -> None:
-        """Adds the report's fields of the weights, where tokens have their own."""
-        tokens.sums.add("kept", keep)
-        if not self.is_by_token:
-            return
-        tokens.sums.add_with_square("weight", weights)
-        tokens.sums.add_above("above", tokens.ratio, self.high)
-        if self.low > 0:  # no ratio is below 0
-            tokens.sums.add("below", tokens.ratio < self.low)
-
-    def _sum_rows(self, tokens: Tokens, keep: Tensor) -> None:
-        """Adds what rows are judged by."""
-        sums = tokens.sums
-        if "negative" in self.row_columns:
-            assert tokens.negative is not None, "checked with the settings"
-            sums.add("negative", tokens.negative)
-            sums.add("kept_negative", keep & tokens.negative)
-        for rule in self.row_rules:
-            if rule.needs_worst_token:
-                sums.add(_column(rule), _outside(rule, _token_stat(rule, tokens)))
-            elif rule.stat not in SUMMED_ANYHOW:
-                sums.add(_column(rule), _token_stat(rule, tokens))
-        sums.add_to_rows(self.row_columns[1:], self.sums_FR[1:])
-        rows = tokens.chunk.rows
-        self.sums_FR[0, rows] += tokens.active_rows
-        if tokens.impossible_rows is not None:
-            for rule in self.row_rules:
-                if rule.rejects_impossible:
-                    at = self.row_columns.index(_column(rule))
-                    self.sums_FR[at, rows] += tokens.impossible_rows
-
-    # -- each row ---------------------------------------------------------------------------------
-
-    def _judge_rows(self) -> None:
-        """From the sums of whole rows to each row's weight and rejection."""
-        self.num_active = self.sums_FR[0].sum()  # of this rank, as every field of the report
-        self.layout.all_reduce_rows(self.sums_FR)
-        sums = dict(zip(self.row_columns, self.sums_FR, strict=True))
+    def _judge_rows(self, keep: Tensor) -> None:
+        """Takes the tokens that their rows reject out of `keep`."""
+        rules = [rule for rule in self.correction.reject if rule.is_sequence]
+        sums = self._sum_rows(rules, keep)
+        kept_R, none_R = sums["kept"], torch.zeros_like(sums["kept"])
         self.active_R, self.valid_R, self.d_R = sums["active"], sums["compared"], sums["d"]
         count = self.valid_R.clamp(min=1)
         self.mean_R = self.d_R / count
-        self.rejected_R = torch.zeros_like(self.d_R, dtype=torch.bool)
-        self.rejected_negative_R = torch.zeros_like(self.rejected_R)
-        for rule in self.row_rules:
+        self.log_weight_R = self.d_R if self.correction.level == "sequence" else self.mean_R
+        self.raw_R = exp(self.log_weight_R)
+        if self.is_by_row and self.is_masking:
+            is_beyond = self._is_beyond(self.raw_R)
+            keep &= ~self.runs.spread(is_beyond)
+            kept_R = torch.where(is_beyond, none_R, kept_R)
+        for rule in rules:
             value = sums[_column(rule)]
             if rule.needs_worst_token:
                 out = value > 0
@@ -330,44 +273,52 @@ class _Weighing:
                 value = value * {"k1": -1.0, "k2": 0.5}.get(rule.stat, 1.0)
                 out = _outside(rule, value / count if rule.aggregation == "mean" else value)
             out &= self.valid_R > 0
-            hit = sums["negative"] if rule.only_negative_advantage else self.valid_R
+            rejected, hit, left_R = self.runs.spread(out), self.valid_R, none_R
+            if rule.only_negative_advantage and self.tokens.negative is not None:
+                rejected &= self.tokens.negative
+                hit, left_R = sums["negative"], sums["spared"]
+            keep &= ~rejected
+            kept_R = torch.where(out, kept_R.minimum(left_R), kept_R)
             if self.layout.counts_rows:
                 self.by_rule[rule.name] += torch.where(out, hit, 0.0).sum()
-            if rule.only_negative_advantage:
-                self.rejected_negative_R |= out
-            else:
-                self.rejected_R |= out
-        self.log_weight_R = self.d_R if self.correction.level == "sequence" else self.mean_R
-        self.raw_R = exp(self.log_weight_R)
-        if self.is_by_row and self.is_masking:
-            self.rejected_R |= self._is_beyond(self.raw_R) & (self.valid_R > 0)
-        self.kept_R = torch.where(self.rejected_R, 0.0, sums["kept"])
-        if "negative" in sums:
-            is_partly = self.rejected_negative_R & ~self.rejected_R
-            self.kept_R -= torch.where(is_partly, sums["kept_negative"], 0.0)
+        self.is_kept_R = kept_R > 0
 
-    def _apply_rows(
-        self, chunk: Chunk, keep_N: Tensor, weights_N: Tensor, compared_N: Tensor | None
-    ) -> None:
-        """Gives a chunk's tokens what their rows decide, and sums the weights again."""
-        keep, weights = keep_N[chunk.at], weights_N[chunk.at]
-        keep = keep & ~chunk.expand(self.rejected_R)
-        negative = self.batch.negative(chunk)
-        if negative is not None:
-            keep &= ~(negative & chunk.expand(self.rejected_negative_R))
-        if self.is_by_row:
-            weights = chunk.expand(self._bounded(self.raw_R).float())
-        weights = weights.masked_fill(~keep, 0.0)
-        keep_N[chunk.at], weights_N[chunk.at] = keep, weights
-        sums = self.batch.sums(chunk, self.batch.old_N[chunk.at])
-        sums.add("kept", keep)
-        if self.correction.level != "none":
-            sums.add_with_square("weight", weights)
-        if compared_N is not None:
-            compared = compared_N[chunk.at]
-            sums.add("above", compared & chunk.expand(self.raw_R > self.high))
-            sums.add("below", compared & chunk.expand(self.raw_R < self.low))
-        self._add_fields(sums)
+    def _sum_rows(self, rules: Sequence[Rule], keep: Tensor) -> dict[str, Tensor]:
+        """Column -> [R]: the sums that rows are judged by, over all ranks that share them."""
+        tokens, runs = self.tokens, self.runs
+        runs.add("kept", keep)
+        names = ["compared", "d", "kept"]
+        if tokens.negative is not None and any(r.only_negative_advantage for r in rules):
+            runs.add("negative", tokens.negative)
+            runs.add("spared", keep & ~tokens.negative)
+            names += ["negative", "spared"]
+        for rule in rules:
+            if rule.needs_worst_token:
+                runs.add(_column(rule), _outside(rule, _token_stat(rule, tokens)))
+            elif rule.stat not in SUMMED_ANYHOW:
+                runs.add(_column(rule), _token_stat(rule, tokens))
+            names.append(_column(rule))
+        num_rows = len(tokens.active_R)
+        sums = {"active": tokens.active_R} | {n: runs.by_row(n, num_rows) for n in names}
+        if tokens.impossible_R is not None:
+            for rule in rules:
+                if rule.rejects_impossible:
+                    sums[_column(rule)] += tokens.impossible_R
+        whole_FR = self.layout.all_reduce_rows(torch.stack(list(sums.values())))
+        return dict(zip(sums, whole_FR, strict=True))
+
+    def _weigh(self, keep: Tensor) -> Tensor:
+        """[n] float32: the weights, 0.0 where a token is rejected."""
+        self.runs.add("kept", keep)
+        if self.correction.level == "none":
+            return keep.float()
+        ratio = self.runs.spread(self.raw_R) if self.is_by_row else self.tokens.ratio
+        weights = self._bounded(ratio).float().masked_fill(~keep, 0.0)
+        self.runs.add_with_square("weight", weights)
+        self.runs.add_above("above", ratio, self.high)
+        if self.low > 0:  # no ratio is below 0
+            self.runs.add("below", ratio < self.low)
+        return weights
 
     def _bounded(self, raw: Tensor) -> Tensor:
         return raw if self.is_masking else raw.clamp(self.low, self.high)
@@ -377,38 +328,31 @@ class _Weighing:
 
     # -- the figures ------------------------------------------------------------------------------
 
-    def _add_fields(self, sums: Sums) -> None:
-        names = [name for name in sums.names if name in FIELDS]
-        at = slice(FIELDS.index(names[0]), FIELDS.index(names[0]) + len(names))
-        assert tuple(names) == FIELDS[at], f"not as in FIELDS: {names}"
-        sums.add_to_cells(names, self.fields_FC[at], self.unforced_F[at])
-
-    def _forget_weights(self) -> None:
-        """Clears kept, weight and weight2, before a second pass adds them."""
-        first = FIELDS.index("kept")
-        self.fields_FC[first : first + 3] = 0.0
-        self.unforced_F[first : first + 3] = 0.0
-
     def _report(self) -> MismatchReport:
-        correction = self.correction
-        scalars = {"penalty": self.penalty, "active": self.num_active}
-        maxima = {"d": self.tops[0], "minus_d": self.tops[1], "abs_d": self.abs_d_C.amax()}
+        correction, tokens = self.correction, self.tokens
+        fields_FC, unforced_F = self.runs.by_cell(FIELDS)
+        abs_d_C = self.runs.largest_by_cell(tokens.size)
+        kept, weight = FIELDS.index("kept"), FIELDS.index("weight")
         if correction.level == "none":  # every kept token weighs 1
-            kept = FIELDS.index("kept")
-            self.fields_FC[kept + 1 : kept + 3] = self.fields_FC[kept]
-            self.unforced_F[kept + 1 : kept + 3] = self.unforced_F[kept]
-        if correction.is_normalized and self.is_by_token:
-            scalars["normalize_weight"] = self.fields_FC[FIELDS.index("weight")].sum()
-            scalars["normalize_count"] = self.fields_FC[FIELDS.index("kept")].sum()
-        if self.layout.counts_rows and self.layout.num_rows:
+            fields_FC[weight : weight + 2] = fields_FC[kept]
+        scalars, maxima = {"active": tokens.active_R.sum()}, {"abs_d": abs_d_C.amax()}
+        if len(tokens.d):
+            maxima |= {"d": tokens.d.amax(), "minus_d": (-tokens.d).amax()}
+        if correction.kl_penalty_coef > 0:
+            clip = correction.kl_penalty_clip or float("inf")
+            scalars["penalty"] = (-tokens.d).clamp(-clip, clip).sum(dtype=torch.float64)
+        if correction.is_normalized and not self.is_by_row:
+            scalars["normalize_weight"] = fields_FC[weight].sum()
+            scalars["normalize_count"] = fields_FC[kept].sum()
+        if self.layout.counts_rows and len(self.d_R):
             self._add_row_figures(scalars, maxima)
         return MismatchReport.of_cells(
-            self.fields_FC,
-            self.abs_d_C,
-            self.unforced_F,
+            fields_FC,
+            abs_d_C,
+            unforced_F,
             scalars,
             maxima,
-            histogram_of(self.histogram),
+            histogram_of(tokens.d),
             self.by_rule,
             is_weighed=correction.changes_tokens,
         )
@@ -416,7 +360,7 @@ class _Weighing:
     def _add_row_figures(self, scalars: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         """Figures of whole rows; each weighs the same, and rows without compared tokens are left
         out."""
-        is_seen, is_kept, mean = self.valid_R > 0, self.kept_R > 0, self.mean_R
+        is_seen, is_kept, mean = self.valid_R > 0, self.is_kept_R, self.mean_R
 
         def total(values_R: Tensor) -> Tensor:
             return torch.where(is_seen, values_R, 0.0).sum()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lockstep.correction import Layout
-from lockstep.correction.tokens import CHUNK_TOKENS, Batch, TokenFacts
+from lockstep.correction.tokens import CHUNK_TOKENS, chunks_of
 from lockstep.errors import AlignmentError
 
 
@@ -47,30 +47,22 @@ def test_lengths_are_any_integers(lengths):
     assert layout.num_tokens == 5 and layout.shape == (5,)
 
 
-def batch_of(layout):
-    zeros = torch.zeros(layout.num_tokens)
-    return Batch.of(zeros, zeros, layout, TokenFacts())
-
-
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_rows_without_tokens_are_rows(lengths):
     layout = Layout.packed(lengths)
     assert layout.num_rows == len(lengths) and layout.num_tokens == 0
     assert layout.row_sums(torch.zeros(0)).tolist() == [0.0] * len(lengths)
-    assert list(batch_of(layout).chunks()) == []
+    assert chunks_of(layout) == [slice(0, len(lengths))]
 
 
-def test_rows_that_chunks_cut_have_the_same_sums_and_places():
+def test_chunks_are_whole_rows_in_order():
     size = CHUNK_TOKENS
     lengths = [0, 3, size - 3, 0, 0, 2 * size + 5, 1, size - 7, 0]
     layout = Layout.packed(lengths)
     values = torch.arange(layout.num_tokens, dtype=torch.float64)
     expected = [float(part.sum()) for part in values.split(lengths)]
     assert layout.row_sums(values).tolist() == expected
-    pieces = list(batch_of(layout).chunks())
-    assert [p.at.start for p in pieces] == list(range(0, layout.num_tokens, size))
-    rows = torch.arange(len(lengths))
-    assert torch.equal(torch.cat([p.expand(rows) for p in pieces]), layout.expand(rows))
+    assert [(c.start, c.stop) for c in chunks_of(layout)] == [(0, 3), (3, 6), (6, 9)]
 
 
 def test_a_token_is_located_by_row_and_place():
