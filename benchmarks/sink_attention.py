@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from measuring import used_by
 
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedContext
+from lockstep.ops.context import AttentionSpec, PackedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
 NAME = "sink_attention"
@@ -72,8 +72,7 @@ CASES: dict[str, tuple[str, int | None, Rows]] = {
 def ours(backend: Any, window: int | None, rows: Rows) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, rows: Rows = rows) -> Tensor:
         return backend.attention(
-            q, k, v, sinks=sinks, window=window, scale=SCALE, layer=0,
-            context=PackedContext.of_rows(rows),
+            q, k, v, AttentionSpec(sinks, window, SCALE), PackedContext.of_rows(rows),
         )  # fmt: skip
 
     return run

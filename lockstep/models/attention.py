@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.models.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from lockstep.models.lora import Projection
 from lockstep.ops.base import Context, Ops
+from lockstep.ops.context import AttentionSpec
 
 Tensor = torch.Tensor
 
@@ -44,16 +45,8 @@ class Attention(nn.Module):
             weight = torch.cat([self.q_norm.expand(H, -1), self.k_norm.expand(G, -1)])
             qk = ops.rms_norm(qk, weight, self.eps)
         q_THK, k_TGK = ops.rope(qk, cos, sin).split([H, G], 1)
-        out_THK = ops.attention(
-            q_THK,
-            k_TGK,
-            qkv[:, H + G :],
-            sinks=self.sink_logits(),
-            window=self.window,
-            scale=self.scale,
-            layer=self.layer,
-            context=context,
-        )
+        spec = AttentionSpec(self.sink_logits(), self.window, self.scale, self.layer)
+        out_THK = ops.attention(q_THK, k_TGK, qkv[:, H + G :], spec, context)
         return self.o_proj(out_THK.flatten(1), ops)
 
     def sink_logits(self) -> Tensor | None:

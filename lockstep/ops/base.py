@@ -191,30 +191,17 @@ class Ops:
     # -- attention ----------------------------------------------------------------------------
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        sinks: Tensor | None,
-        window: int | None,
-        scale: float,
-        layer: int,
-        context: Context,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: Context
     ) -> Tensor:
         """Causal attention of q [T, H, D] over k, v [T, G, D] and, paged, over cached keys.
 
-        sinks: [H] logits that take part in the softmax and have no value (gpt-oss).
-        window: a position sees itself and the window - 1 before it; None sees all before it.
         Differentiable over a PackedContext, sinks included. Returns [T, H, D].
         """
         if isinstance(context, SplitContext):
-            attend = partial(self.attention, window=window, scale=scale, layer=layer)
-            return split_attention(attend, q, k, v, sinks=sinks, context=context)
-        spec = AttentionSpec(sinks, window, scale, layer)
+            return split_attention(self.attention, q, k, v, spec, context)
         if isinstance(context, PackedContext):
             return self._packed_attention(q, k, v, spec, context)
-        context.write(layer, k, v)
+        context.write(spec.layer, k, v)
         return self._paged_attention(q, k, v, spec, context)
 
     def _packed_attention(
@@ -339,6 +326,25 @@ class Activation(torch.autograd.Function):
             grad_gate.copy_(through_gate)
             grad_up.copy_(through_up)
         return grad_in, None, None, None
+
+
+class Linear(torch.autograd.Function):
+    """x W^T + b by the `gemm` of some ops, whose backward is stock."""
+
+    @staticmethod
+    def forward(ctx, x_MK, weight_NK, bias_N, ops):
+        ctx.save_for_backward(x_MK, weight_NK)
+        ctx.dtype = ops.gradient_dtype(x_MK.dtype)
+        return ops.gemm(x_MK, weight_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx, grad_MN):
+        dtype = ctx.saved_tensors[0].dtype
+        grad_MN, x_MK, weight_NK = (x.to(ctx.dtype) for x in (grad_MN, *ctx.saved_tensors))
+        grad_x = (grad_MN @ weight_NK).to(dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad_MN.t() @ x_MK).to(dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = grad_MN.sum(0).to(dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None
 
 
 def activation_chunks(gate_up: Tensor) -> Iterator[slice]:

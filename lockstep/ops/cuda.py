@@ -14,14 +14,14 @@ log-prob. Backward is stock torch; it need not be invariant, and depends on thre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_kernels as kernels
-from lockstep.ops.base import Ops
+from lockstep.ops.base import Linear, Ops
 from lockstep.ops.context import AttentionSpec, PackedContext, PagedBlock, PagedContext
 
 Tensor = torch.Tensor
@@ -53,8 +53,10 @@ class CudaOps(Ops):
     def resident_dtype(self, dtype: torch.dtype) -> None:
         return None  # the kernel reads pages where they lie
 
+    gemm = staticmethod(kernels.gemm)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+        out = Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, self)
         return out.view(*x.shape[:-1], len(weight))
 
     def expert_linear(
@@ -107,27 +109,9 @@ class CudaOps(Ops):
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
     ) -> Tensor:
         keys, values = context.keys[spec.layer], context.values[spec.layer]
-        num_places = sum(block.positions.numel() for block in context.blocks)
-        out = q.new_empty(num_places, *q.shape[1:])
-        lse = torch.empty(num_places, q.shape[1], dtype=torch.float32, device=out.device)
-        queries = kernels.Vectors.of_tokens(q)
-        first = 0
-        for block in context.blocks:
-            kernels.attention(
-                queries,
-                kernels.Vectors.of_pages(keys),
-                kernels.Vectors.of_pages(values),
-                out,
-                lse,
-                first=first,
-                tokens=_tokens(block),
-                positions=block.positions,
-                pages=block.pages,
-                page_size=keys.shape[2],
-                spec=spec,
-                num_key_heads=keys.shape[0],
-            )
-            first += block.positions.numel()
+        caches = (kernels.Vectors.of_pages(x) for x in (keys, values))
+        blocks = [(_tokens(block), block.positions, block.pages) for block in context.blocks]
+        out, _ = _attend(q, *caches, blocks, spec, page_size=keys.shape[2], num_heads=len(keys))
         return out if context.place_index is None else out[context.place_index]
 
     def log_softmax(
@@ -170,24 +154,6 @@ def _run(kernel: Callable[..., Tensor], function: Callable[..., Tensor], *inputs
     return _Run.apply(kernel, function, *inputs)  # pyright: ignore[reportReturnType]
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N):
-        ctx.save_for_backward(x_MK, weight_NK)
-        return kernels.gemm(x_MK, weight_NK, bias_N)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        (grad_MN,) = grad_outputs
-        x_MK, weight_NK = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            grad_MN @ weight_NK if needs_x else None,
-            grad_MN.t() @ x_MK if needs_weight else None,
-            grad_MN.sum(0) if needs_bias else None,
-        )
-
-
 # -- attention ------------------------------------------------------------------------------------
 
 
@@ -202,6 +168,41 @@ def _tokens(block: PagedBlock) -> Tensor:
     return block.memo["tokens"]
 
 
+def _attend(
+    q: Tensor,
+    keys: kernels.Vectors,
+    values: kernels.Vectors,
+    blocks: Sequence[tuple[Tensor, Tensor, Tensor]],
+    spec: AttentionSpec,
+    *,
+    page_size: int,
+    num_heads: int,
+) -> tuple[Tensor, Tensor]:
+    """(out [places, H, D], lse [places, H]) of blocks laid end to end: tokens, positions and pages
+    of each, as `kernels.attention` reads them. num_heads: of the keys."""
+    num_places = sum(tokens.numel() for tokens, _, _ in blocks)
+    out = q.new_empty(num_places, *q.shape[1:])
+    lse = torch.empty(num_places, q.shape[1], dtype=torch.float32, device=q.device)
+    queries, first = kernels.Vectors.of_tokens(q), 0
+    for tokens, positions, pages in blocks:
+        kernels.attention(
+            queries,
+            keys,
+            values,
+            out,
+            lse,
+            first=first,
+            tokens=tokens,
+            positions=positions,
+            pages=pages,
+            page_size=page_size,
+            spec=spec,
+            num_key_heads=num_heads,
+        )
+        first += tokens.numel()
+    return out, lse
+
+
 class _PackedAttention(torch.autograd.Function):
     """Forward reads the packed tokens as a cache whose pages hold one token each, and so uses the
     same instance of the kernel as a sampler's steps.
@@ -212,28 +213,16 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, spec, context):
-        H, D = q.shape[1:]
-        num_places = sum(block.token_index.numel() for block in context.blocks)
-        out = q.new_empty(num_places, H, D)
-        lse = torch.empty(num_places, H, dtype=torch.float32, device=q.device)
-        at_q, at_k, at_v = (kernels.Vectors.of_tokens(x) for x in (q, k, v))
-        first = 0
-        for block in context.blocks:
-            kernels.attention(
-                at_q,
-                at_k,
-                at_v,
-                out,
-                lse,
-                first=first,
-                tokens=block.token_index,
-                positions=torch.arange(block.length, device=q.device)[None],
-                pages=block.token_index,
-                page_size=1,
-                num_key_heads=k.shape[1],
-                spec=spec,
+        tokens = (kernels.Vectors.of_tokens(x) for x in (k, v))
+        blocks = [
+            (
+                block.token_index,
+                torch.arange(block.length, device=q.device)[None],
+                block.token_index,
             )
-            first += block.token_index.numel()
+            for block in context.blocks
+        ]
+        out, lse = _attend(q, *tokens, blocks, spec, page_size=1, num_heads=k.shape[1])
         if context.place_index is not None:
             out, lse = out[context.place_index], lse[context.place_index]
         ctx.save_for_backward(q, k, v, sinks, out, lse)

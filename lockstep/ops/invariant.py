@@ -33,6 +33,7 @@ from lockstep.ops import packed
 from lockstep.ops.base import (
     ACTIVATION_CHUNK,
     Activation,
+    Linear,
     Ops,
     activation_chunks,
     rows_by_expert,
@@ -111,12 +112,12 @@ class InvariantOps(Ops):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
-            out = _Linear.apply(x_MK, weight, bias, self)
+            out = Linear.apply(x_MK, weight, bias, self)
         else:
-            out = self._gemm(x_MK, weight, bias)
+            out = self.gemm(x_MK, weight, bias)
         return out.view(*x.shape[:-1], len(weight))
 
-    def _gemm(
+    def gemm(
         self,
         x_MK: Tensor,
         weight_NK: Tensor,
@@ -174,7 +175,7 @@ class InvariantOps(Ops):
         out = x_RK.new_empty(len(x_RK), weight_ENK.shape[1])
         for expert, part in rows_by_expert(counts):
             of_expert = None if bias_EN is None else bias_EN[expert]
-            out[part] = self._gemm(
+            out[part] = self.gemm(
                 x_RK[part], weight_ENK[expert], of_expert, owner=weight_ENK, index=expert
             )
         return out
@@ -262,26 +263,6 @@ class _PackedWeights:
             packed = torch.ops.mkl._mkl_reorder_linear_weight(wide, PACKED_ROWS)
             found = entry[1][index] = (packed, wide)
         return found
-
-
-class _Linear(torch.autograd.Function):
-    """Saves the rows without padding for backward."""
-
-    @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, ops):
-        ctx.save_for_backward(x_MK, weight_NK)
-        ctx.ops = ops
-        return ops._gemm(x_MK, weight_NK, bias_N)
-
-    @staticmethod
-    def backward(ctx, grad_MN):
-        x_MK, weight_NK = ctx.saved_tensors
-        dtype, wide = x_MK.dtype, ctx.ops.gradient_dtype(x_MK.dtype)
-        grad_MN, x_MK, weight_NK = (x.to(wide) for x in (grad_MN, x_MK, weight_NK))
-        grad_x = (grad_MN @ weight_NK).to(dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = (grad_MN.t() @ x_MK).to(dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = grad_MN.sum(0).to(dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
 
 
 def _activate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from lockstep.ops.base import Ops
-from lockstep.ops.context import KEY_BLOCK, PackedContext, PagedContext
+from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext
 from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
 from lockstep.ops.invariant import InvariantOps, is_widened
 
@@ -161,7 +161,9 @@ class _Recorder:
         out = function(*args, **kwargs)
         first = out[0] if isinstance(out, tuple) else out
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        key = (op, tuple(t.shape[1:] for t in (*tensors, first)), kwargs.get("window"))
+        spec = next((a for a in args if isinstance(a, AttentionSpec)), None)
+        kind = None if spec is None else (spec.window, spec.sinks is None)
+        key = (op, tuple(t.shape[1:] for t in (*tensors, first)), kind)
         self.calls.setdefault(key, _Call(op, args, kwargs))
         return out
 
@@ -276,12 +278,10 @@ def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
 
 def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """The first row's positions through a paged cache: in chunks, one by one, and two at once."""
-    q, k, v = call.args[:3]
-    kwargs: dict[str, Any] = {**call.kwargs, "layer": 0}
-    del kwargs["context"]
-    length = call.kwargs["context"].blocks[0].length
+    q, k, v, spec, packed = call.args
+    spec, length = replace(spec, layer=0), packed.blocks[0].length
     with torch.no_grad():
-        full = ops.attention(q, k, v, **call.kwargs)[:length]
+        full = ops.attention(q, k, v, spec, packed)[:length]
         for page_size in (KEY_BLOCK, 16):
             keys, values = k.new_zeros(
                 2, 1, k.shape[1], -(-length // page_size), page_size, k.shape[2]
@@ -295,7 +295,7 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
                 part = slice(start, stop)
                 context = PagedContext.of(keys, values, table, [start], [stop])
                 with torch.inference_mode():
-                    out = ops.attention(q[part], k[part], v[part], context=context, **kwargs)
+                    out = ops.attention(q[part], k[part], v[part], spec, context)
                 yield "" if torch.equal(out, full[part]) else call.op
                 start = stop
             # The same positions again, as decode steps of several sequences over the same pages.
@@ -303,7 +303,7 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
             tables, stops = table.repeat(len(places), 0), [at + 1 for at in places]
             context = PagedContext.of(keys, values, tables, places, stops)
             with torch.inference_mode():
-                out = ops.attention(q[places], k[places], v[places], context=context, **kwargs)
+                out = ops.attention(q[places], k[places], v[places], spec, context)
             yield "" if torch.equal(out, full[places]) else call.op
 
 

@@ -11,12 +11,12 @@ rows that begin alike work as on one rank. Source: DeepSpeed-Ulysses (arXiv 2309
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from lockstep.ops.context import PackedContext
+from lockstep.ops.context import AttentionSpec, PackedContext
 
 Tensor = torch.Tensor
 
@@ -76,13 +76,12 @@ def split_attention(
     q_PHK: Tensor,
     k_PGK: Tensor,
     v_PGK: Tensor,
-    *,
-    sinks: Tensor | None,
+    spec: AttentionSpec,
     context: SplitContext,
 ) -> Tensor:
     """`Ops.attention` where each rank has a run of the tokens: [P, H, K].
 
-    attend: attention over all tokens, called with q, k, v, sinks and context. A rank computes H / S
+    attend: attention over all tokens, called with q, k, v, spec and context. A rank computes H / S
     query heads with their sinks, and the key heads that they read; where there are fewer key heads
     than ranks, neighbouring ranks compute with the same one.
     """
@@ -96,9 +95,9 @@ def split_attention(
     by_rank = torch.cat(parts, 2).transpose(0, 1).flatten(0, 1)
     qkv = _Exchange.apply(by_rank, context, True)[:T]
     q_ThK, k_TgK, v_TgK = qkv.split([h, g, g], 1)
-    if sinks is not None:
-        sinks = sinks[h * context.rank : h * (context.rank + 1)]
-    out_ThK = attend(q_ThK, k_TgK, v_TgK, sinks=sinks, context=context.packed)
+    if spec.sinks is not None:
+        spec = replace(spec, sinks=spec.sinks[h * context.rank : h * (context.rank + 1)])
+    out_ThK = attend(q_ThK, k_TgK, v_TgK, spec, context.packed)
     if (num_doubled := sum(context.sizes) - T) > 0:
         out_ThK = torch.cat([out_ThK, out_ThK.new_zeros(num_doubled, h, K)])
     back = _Exchange.apply(out_ThK, context, False)

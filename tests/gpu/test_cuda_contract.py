@@ -15,7 +15,7 @@ from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.objectives.losses import TokenLoss
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedContext, PagedBlock, PagedContext
+from lockstep.ops.context import AttentionSpec, PackedContext, PagedBlock, PagedContext
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Request, Sample, SamplingParams
@@ -115,11 +115,11 @@ def test_attention_has_the_same_bits_in_steps_and_packed(
         for i, n in enumerate((heads, key_heads, key_heads))
     )
     sinks = rand(heads, seed=3, dtype=dtype)
-    settings = {"sinks": sinks, "window": window, "scale": 0.2, "layer": 0}
+    spec = AttentionSpec(sinks, window, 0.2)
     packed = ops.attention(
         *(torch.cat([x[:50], x]) for x in (q, k, v)),
-        context=PackedContext.of([50, length], device=DEVICE),
-        **settings,
+        spec,
+        PackedContext.of([50, length], device=DEVICE),
     )
     assert torch.equal(packed[:50], packed[50:100])
     packed = packed[50:]
@@ -137,8 +137,8 @@ def test_attention_has_the_same_bits_in_steps_and_packed(
             q[at],
             k[at],
             v[at],
-            context=PagedContext(keys, values, written, (block,), None),
-            **settings,
+            spec,
+            PagedContext(keys, values, written, (block,), None),
         )
         assert torch.equal(found, packed[at]), (int(at[0]), count)
     assert start == length
@@ -154,9 +154,7 @@ def test_attentions_gradients_are_those_of_the_plain_backend(ops, dtype):
     def gradients(backend, dtype):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         q, k, v, sinks = leaves
-        out = backend.attention(
-            q, k, v, sinks=sinks, window=64, scale=0.125, layer=0, context=context
-        )
+        out = backend.attention(q, k, v, AttentionSpec(sinks, 64, 0.125), context)
         (out * rand(*out.shape, seed=9, dtype=dtype)).sum().backward()
         return [x.grad for x in leaves]
 

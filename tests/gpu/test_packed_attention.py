@@ -6,7 +6,7 @@ import torch
 from attention_formula import reference_attention
 
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedContext
+from lockstep.ops.context import AttentionSpec, PackedContext
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
@@ -22,9 +22,7 @@ def test_output_and_all_gradients_equal_the_formula(window, dtype, limit):
     q, k, v, sinks, grad = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
     leaves = [x.cuda().requires_grad_() for x in (q, k, v, sinks)]
     context = PackedContext.of(LENGTHS, device="cuda")
-    out = Ops().attention(
-        *leaves[:3], sinks=leaves[3], window=window, scale=0.125, layer=0, context=context
-    )
+    out = Ops().attention(*leaves[:3], AttentionSpec(leaves[3], window, 0.125), context)
     out.backward(grad.cuda())
     exact = [x.double().requires_grad_() for x in (q, k, v, sinks)]
     wanted = reference_attention(
@@ -46,7 +44,7 @@ def test_rows_that_begin_alike_equal_rows_that_share_nothing():
     sinks = torch.randn(8, generator=g).cuda()
 
     def attend(x, context):
-        return Ops().attention(*x, sinks=sinks, window=64, scale=0.125, layer=0, context=context)
+        return Ops().attention(*x, AttentionSpec(sinks, 64, 0.125), context)
 
     found = attend((q, k, v), PackedContext.of_rows(rows, device="cuda"))
     apart = attend([x[flat] for x in (q, k, v)], PackedContext.of([200, 250], device="cuda"))

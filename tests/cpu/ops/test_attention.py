@@ -45,9 +45,7 @@ def gradients(function, inputs):
 
 def attend_packed(window, lengths=LENGTHS):
     context = PackedContext.of(lengths)
-    return lambda q, k, v, s: ops.attention(
-        q, k, v, sinks=s, window=window, scale=0.3, layer=0, context=context
-    )
+    return lambda q, k, v, s: ops.attention(q, k, v, AttentionSpec(s, window, 0.3), context)
 
 
 def formula(window, lengths=LENGTHS):
@@ -74,7 +72,7 @@ def test_the_tempting_shortcut_gets_only_dq_and_dk_wrong():
 
     def shortcut(q, k, v, s):
         context = PackedContext.of([len(q)])
-        plain = ops.attention(q, k, v, sinks=None, window=None, scale=0.3, layer=0, context=context)
+        plain = ops.attention(q, k, v, AttentionSpec(None, None, 0.3), context)
         keys = k.repeat_interleave(2, 1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * 0.3
         scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
@@ -121,7 +119,7 @@ def test_rows_that_begin_alike_equal_the_formula_row_by_row(window):
     context = PackedContext.of_rows(BRANCHES)
 
     def branches(q, k, v, s):
-        return ops.attention(q, k, v, sinks=s, window=window, scale=0.3, layer=0, context=context)
+        return ops.attention(q, k, v, AttentionSpec(s, window, 0.3), context)
 
     out, grads = gradients(branches, inputs)
     expected, expected_grads = gradients(formula_over_rows(BRANCHES, window), inputs)
@@ -275,10 +273,7 @@ def test_paged_attention_equals_packed_attention(window):
             q[order],
             k[order],
             v[order],
-            sinks=sinks,
-            window=window,
-            scale=0.3,
-            layer=0,
-            context=context,
+            AttentionSpec(sinks, window, 0.3),
+            context,
         )
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)

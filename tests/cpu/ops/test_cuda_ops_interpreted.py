@@ -13,7 +13,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.ops import head
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, Support
+from lockstep.ops.context import AttentionSpec, PackedContext, PagedBlock, PagedContext, Support
 from lockstep.types import Ragged
 
 if importlib.util.find_spec("triton") is None:
@@ -218,7 +218,7 @@ def attention_inputs(heads, key_heads, width, has_sinks, lengths=LENGTHS):
 
 def packed_attention(window, context):
     return lambda q, k, v, sinks=None: OPS.attention(
-        q, k, v, sinks=sinks, window=window, scale=0.3, layer=0, context=context
+        q, k, v, AttentionSpec(sinks, window, 0.3), context
     )
 
 
@@ -338,11 +338,8 @@ def test_decode_and_chunks_have_the_bits_of_the_packed_forward(
             q[tokens],
             k[tokens],
             v[tokens],
-            sinks=sinks[0] if sinks else None,
-            window=window,
-            scale=0.3,
-            layer=0,
-            context=cache.context(step),
+            AttentionSpec(sinks[0] if sinks else None, window, 0.3),
+            cache.context(step),
         )
         assert torch.equal(found, packed[tokens]), step
 

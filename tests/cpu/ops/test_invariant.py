@@ -15,7 +15,14 @@ from conftest import PROOF
 
 from lockstep.ops import head, invariant
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedContext, PagedBlock, PagedContext, ResidentRows, Support
+from lockstep.ops.context import (
+    AttentionSpec,
+    PackedContext,
+    PagedBlock,
+    PagedContext,
+    ResidentRows,
+    Support,
+)
 from lockstep.ops.invariant import PACKED_ROWS, PACKED_SIZE, InvariantOps, Rules
 from lockstep.types import Ragged
 
@@ -372,9 +379,7 @@ def attention_inputs(heads, dtype=torch.float32, lengths=LENGTHS, has_sinks=True
 
 def attend(backend, inputs, context, window):
     q, k, v, sinks = inputs
-    return backend.attention(
-        q, k, v, sinks=sinks, window=window, scale=q.shape[-1] ** -0.5, layer=0, context=context
-    )
+    return backend.attention(q, k, v, AttentionSpec(sinks, window, q.shape[-1] ** -0.5), context)
 
 
 def starts_of(lengths):
@@ -589,11 +594,8 @@ def test_how_many_queries_attend_together_changes_no_bit(monkeypatch, window):
                 q,
                 k,
                 v,
-                sinks=sinks,
-                window=window,
-                scale=0.25,
-                layer=0,
-                context=PackedContext.of([300, 70]),
+                AttentionSpec(sinks, window, 0.25),
+                PackedContext.of([300, 70]),
             )
         )
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
