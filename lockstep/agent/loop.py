@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from lockstep.agent.environment import (
     Observation,
     Score,
 )
-from lockstep.agent.gateway.registry import Gateway
 from lockstep.agent.gateway.session import GatewaySession
 from lockstep.agent.guard import (
     described,
@@ -61,10 +60,13 @@ from lockstep.types import (
     Trajectory,
 )
 
+if TYPE_CHECKING:
+    from lockstep.agent.gateway.server import GatewayServer
+
 CLOSE_SECONDS = 10.0
 """Seconds that an environment may take to close."""
 
-OpenGateway = Callable[[], Awaitable[Gateway]]
+OpenGateway = Callable[[], Awaitable["GatewayServer"]]
 """Starts the gateway if it does not run yet."""
 
 

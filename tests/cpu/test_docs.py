@@ -238,12 +238,13 @@ def columns_table() -> str:
 
 
 def fields_table(dialect: str) -> str:
-    import importlib
+    from lockstep.agent.gateway import fields
 
-    module = importlib.import_module(f"lockstep.agent.gateway.{dialect}")
     rows = ["| field | | how, why, or what instead |", "|---|---|---|"]
     order = ("honoured", "accepted", "ignored", "refused")
-    for name, spec in sorted(module.FIELDS.items(), key=lambda f: order.index(f[1].treatment)):
+    for name, spec in sorted(
+        getattr(fields, dialect.upper()).items(), key=lambda f: order.index(f[1].treatment)
+    ):
         neutral = ", ".join(f"`{json.dumps(value)}`" for value in spec.neutral)
         about = f"{spec.about} Harmless: {neutral}." if neutral else spec.about
         rows.append(f"| `{name}` | {spec.treatment} | {about} |")

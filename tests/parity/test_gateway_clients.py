@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gateways import MODEL, Gateway, says
 
-from lockstep.agent.gateway import chat, messages, responses
+from lockstep.agent.gateway import fields
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.errors import EngineDownError
 from lockstep.types import Message
@@ -255,23 +255,23 @@ def test_every_field_that_the_clients_can_send_is_in_the_tables():
     from openai.types.chat import completion_create_params as chat_params
     from openai.types.responses import response_create_params as responses_params
 
-    for fields, kinds in (
+    for table, kinds in (
         (
-            chat.FIELDS,
+            fields.CHAT,
             (
                 chat_params.CompletionCreateParamsNonStreaming,
                 chat_params.CompletionCreateParamsBase,
             ),
         ),
         (
-            responses.FIELDS,
+            fields.RESPONSES,
             (
                 responses_params.ResponseCreateParamsNonStreaming,
                 responses_params.ResponseCreateParamsBase,
             ),
         ),
         (
-            messages.FIELDS,
+            fields.MESSAGES,
             (
                 anthropic_params.MessageCreateParamsNonStreaming,
                 anthropic_params.MessageCreateParamsBase,
@@ -280,4 +280,4 @@ def test_every_field_that_the_clients_can_send_is_in_the_tables():
     ):
         names = {name for kind in kinds for name in kind.__annotations__}
         assert len(names) > 10
-        assert names - set(fields) == set()
+        assert names - set(table) == set()

@@ -5,58 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.agent.gateway.exchange import Refusal, TurnReply, client_message
+from lockstep.agent.gateway.exchange import Refusal, TurnReply
+from lockstep.agent.gateway.fields import CHAT, CHAT_MESSAGE
 from lockstep.agent.gateway.reading import (
-    ABSENT,
-    NO_CONSTRAINT,
-    OPENAI,
-    TEXT_ONLY,
     Answered,
     Asked,
-    Fields,
     Memory,
     Transcript,
     Value,
-    accepted,
     call_of,
     event,
-    honoured,
-    ignored,
-    refused,
     tool_of,
     turn_of,
 )
 from lockstep.types import Message, ToolCall
 
-FIELDS = {
-    **OPENAI,
-    "messages": honoured("text; a last message of the assistant's is refused"),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "seed"), honoured()),
-    "top_k": honoured("not OpenAI's, but usual; 0 and -1 are off"),
-    "stop": honoured("the reply that is sent ends before it; its ids are kept"),
-    "n": honoured("siblings in the session's tree"),
-    "stream_options": honoured("include_usage"),
-    "logprobs": honoured("of every sampled id, thinking and stop id included"),
-    "reasoning_effort": ignored("It is a setting of the renderer, the same for all requests."),
-    "verbosity": ignored("Ask for it in a message."),
-    "response_format": refused(
-        f"{NO_CONSTRAINT} Ask for the format in a message.", {"type": "text"}
-    ),
-    **dict.fromkeys(
-        ("logit_bias", "frequency_penalty", "presence_penalty"), refused(NO_CONSTRAINT, {}, 0)
-    ),
-    "modalities": refused(TEXT_ONLY, ["text"]),
-    "function_call": refused("It is the old form: use tool_choice.", "auto", "none"),
-    **dict.fromkeys(
-        ("audio", "prediction", "functions", "web_search_options", "moderation"), ABSENT
-    ),
-    "store": accepted("every session is kept"),
-}
-
-_READ = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "name")
-_NOTES = ("annotations", "cache_control", "lockstep")  # of servers and agents; ours among them
-_MESSAGE_FIELDS: Fields = dict.fromkeys((*_READ, *_NOTES), honoured())
-
+MAX_CHOICES = 64
+"""Largest `n` of one request: replies that are sampled side by side."""
 KEEP_ALIVE = b": the turn is being sampled\n\n"
 
 
@@ -66,10 +31,10 @@ KEEP_ALIVE = b": the turn is being sampled\n\n"
 def read(body: Mapping[str, Any], memory: Memory) -> Asked:
     """Raises Refusal (400) that names the field."""
     asked = Value(body)
-    found = asked.check_fields(FIELDS)
+    found = asked.check_fields(CHAT)
     transcript = Transcript()
     for message in asked["messages"].entries():
-        message.check_fields(_MESSAGE_FIELDS)
+        message.check_fields(CHAT_MESSAGE)
         _add(transcript, message)
     tools = asked["tools"].entries() if body.get("tool_choice") != "none" else []
     return Asked(
@@ -81,7 +46,7 @@ def read(body: Mapping[str, Any], memory: Memory) -> Asked:
             ignored=found,
         ),
         model=asked["model"].text(),
-        num_choices=asked["n"].integer(1) or 1,
+        num_choices=asked["n"].integer(1, MAX_CHOICES) or 1,
         is_streamed=asked["stream"].truth(),
         has_logprobs=asked["logprobs"].truth(),
         has_usage=asked["stream_options"]["include_usage"].truth(),
@@ -122,7 +87,7 @@ def _call(entry: Value) -> ToolCall:
 def write(answered: Answered) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
     for at, reply in enumerate(answered.replies):
-        message = client_message(reply.message, reply.stop)
+        message = reply.message
         # null for a call without text, as OpenAI has it
         text = message.content or (None if message.tool_calls else "")
         content: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}

@@ -29,10 +29,6 @@ class GatewayConfig:
     keep_alive_seconds: float = 10.0
     """Seconds until a stream whose turn is not complete sends a keep-alive, and between
     keep-alives."""
-    max_choices: int = 64
-    """Largest `n` of one request: replies that are sampled side by side."""
-    retry_after_seconds: float = 1.0
-    """Value of Retry-After while the engine is down, in seconds."""
     rotate_tokens: int = 1_000_000
     """Requests that name no session share one. It ends at this many tokens, and another begins."""
 
@@ -53,8 +49,8 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "gateway.", "read_seconds", "keep_alive_seconds")
         check_numbers(self, "gateway.", "max_body_bytes", least=1024)
-        check_numbers(self, "gateway.", "max_choices", "rotate_tokens", least=1)
-        check_numbers(self, "gateway.", "port", "retry_after_seconds", least=0)
+        check_numbers(self, "gateway.", "rotate_tokens", least=1)
+        check_numbers(self, "gateway.", "port", least=0)
         require(
             self,
             "gateway.",

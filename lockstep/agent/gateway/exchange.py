@@ -48,8 +48,8 @@ class TurnRequest:
     ignored: tuple[str, ...] = ()
     """Fields of the body that have no effect here; counted."""
     key: str = ""
-    """Says that two requests are one: a client's own idempotency key, else a digest of the body
-    together with the client's count of retries. Empty: never the same."""
+    """Says that two requests are one: made of the body and the client's count of retries. Empty:
+    never the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,8 +57,8 @@ class TurnReply:
     """One turn of the model. It is recorded in the session's trajectory before it is returned."""
 
     message: Message
-    """The message as the renderer parsed it. Its tool calls have ids that are unique in the
-    session."""
+    """The message as the renderer parsed it, without a stop string that ended it, as in every
+    dialect. Its tool calls have ids that are unique in the session."""
     token_ids: Int32Array
     """All that was sampled, the stop id included."""
     logprobs: Float32Array

@@ -8,23 +8,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.agent.gateway.exchange import Refusal, TurnReply, client_message
+from lockstep.agent.gateway.exchange import Refusal, TurnReply
+from lockstep.agent.gateway.fields import MESSAGES, MESSAGES_MESSAGE, MESSAGES_OUTPUT, TEXT_ONLY
 from lockstep.agent.gateway.reading import (
-    ABSENT,
-    NO_CONSTRAINT,
-    SHARED,
-    TEXT_ONLY,
     Answered,
     Asked,
     Memory,
     Transcript,
     Value,
-    accepted,
     call_of,
     event,
-    honoured,
-    ignored,
-    refused,
     tool_of,
     turn_of,
 )
@@ -33,44 +26,6 @@ from lockstep.types import Message, ToolCall, ToolSchema
 MALFORMED = "malformed_arguments"
 """Key for arguments that are no JSON object. A call's input must be an object in this dialect, so
 the text is sent under this key, and read back from it."""
-
-FIELDS = {
-    **SHARED,
-    "messages": honoured("text; a last message of the assistant's is refused"),
-    "system": honoured("text, or blocks of it"),
-    "max_tokens": honoured(),
-    "tool_choice": refused(
-        f"{NO_CONSTRAINT} Send auto, or none to leave the tools out.",
-        {"type": "auto"},
-        {"type": "auto", "disable_parallel_tool_use": False},
-        {"type": "auto", "disable_parallel_tool_use": True},
-        {"type": "none"},
-    ),
-    "stop_sequences": honoured("the reply that is sent ends before it; its ids are kept"),
-    "top_k": honoured(),
-    "thinking": ignored(
-        "Whether the model thinks, and how long, is a matter of the model and its renderer.",
-        {"type": "adaptive"},
-        {"type": "adaptive", "display": "summarized"},
-    ),
-    "output_config": honoured("effort is ignored; a format is refused"),
-    "context_management": ignored("Histories are the agent's; shorten the messages yourself.", {}),
-    "container": ABSENT,
-    "mcp_servers": refused("Connect to them yourself, and give the model their tools.", []),
-    "cache_control": accepted("prefixes are reused by what they are"),
-    **dict.fromkeys(
-        ("betas", "anthropic_beta", "anthropic_version", "diagnostics"),
-        accepted("the fields of the body decide"),
-    ),
-    **dict.fromkeys(("inference_geo", "speed"), accepted("there is one")),
-    **dict.fromkeys(("user_profile_id", "workspace_id"), accepted("names the sender")),
-}
-
-_MESSAGE_FIELDS = {"role": honoured(), "content": honoured()}
-_OUTPUT_FIELDS = {
-    "effort": ignored("How long the model thinks is a setting of the renderer."),
-    "format": refused(f"{NO_CONSTRAINT} Ask for the format in a message."),
-}
 
 KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -81,14 +36,14 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 def read(body: Mapping[str, Any], memory: Memory, *, is_counted: bool = False) -> Asked:
     """is_counted: the request is to count tokens and has no max_tokens. Raises Refusal (400)."""
     asked = Value(body)
-    found = asked.check_fields(FIELDS) + asked["output_config"].check_fields(_OUTPUT_FIELDS)
+    found = asked.check_fields(MESSAGES) + asked["output_config"].check_fields(MESSAGES_OUTPUT)
     if body.get("max_tokens") is None and not is_counted:
         raise asked["max_tokens"].refusal("is missing: it is required.")
     transcript = Transcript()
     if system := asked["system"].content("text"):
         transcript.add(Message(role="system", content=system))
     for message in asked["messages"].entries():
-        message.check_fields(_MESSAGE_FIELDS)
+        message.check_fields(MESSAGES_MESSAGE)
         _add(transcript, message["role"], message["content"])
     has_tools = asked["tool_choice"]["type"].raw != "none"
     tools = asked["tools"].entries() if has_tools else []
@@ -232,7 +187,7 @@ def _head(answered: Answered) -> dict[str, Any]:
 
 
 def _blocks(reply: TurnReply) -> list[dict[str, Any]]:
-    message = client_message(reply.message, reply.stop)
+    message = reply.message
     blocks: list[dict[str, Any]] = []
     if message.thinking:
         signature = _signature(message.thinking)

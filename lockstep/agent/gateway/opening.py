@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.agent.gateway.config import GatewayConfig
-from lockstep.agent.gateway.registry import Gateway, SessionRegistry
+from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.renderers.base import Renderer
 
 if TYPE_CHECKING:
@@ -40,34 +40,33 @@ class RunGateway:
         if config.port and rank:
             config = replace(config, port=config.port + rank)
         self._config, self._renderer, self._model, self._note = config, renderer, model, note
-        self._opening: asyncio.Task[Gateway] | None = None
-        self._server: GatewayServer | None = None
-        # `agent.max_in_flight` limits the episodes.
-        self._sessions = SessionRegistry(max_sessions=sys.maxsize)
+        self._opening: asyncio.Task[GatewayServer] | None = None
 
-    async def open(self) -> Gateway:
+    async def open(self) -> GatewayServer:
         """Raises MissingExtraError without aiohttp, ConfigError if it cannot listen."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._start())
         return await asyncio.shield(self._opening)
 
-    async def _start(self) -> Gateway:
+    async def _start(self) -> GatewayServer:
         from lockstep.agent.gateway.server import GatewayServer
 
-        sessions = self._sessions
-        key = os.environ.get(KEY_VARIABLE, "")
         server = GatewayServer(
-            sessions, renderer=self._renderer, model=self._model, config=self._config, key=key
+            SessionRegistry(max_sessions=sys.maxsize),  # agent.max_in_flight limits the episodes
+            renderer=self._renderer,
+            model=self._model,
+            config=self._config,
+            key=os.environ.get(KEY_VARIABLE, ""),
         )
         await server.start()
-        self._server = server
         self._note(f"gateway: agents find the model {self._model} at {server.url}")
-        return Gateway(sessions=sessions, url=server.url, model=self._model)
+        return server
 
     async def close(self) -> None:
-        if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)
-        if self._server is not None:
-            await self._sessions.close()
-            await self._server.close()
-        self._opening = self._server = None
+        if self._opening is None:
+            return
+        (server,) = await asyncio.gather(self._opening, return_exceptions=True)
+        self._opening = None
+        if not isinstance(server, BaseException):
+            await server.sessions.close()
+            await server.close()

@@ -1,9 +1,4 @@
-"""Reads the bodies of requests: the core that the three dialects share.
-
-Each dialect has a table of its fields. A field is honoured, accepted without effect, ignored
-(counted in the trajectory's metrics), or refused. A field in no table is refused as well, because
-its sender expects something of it. A refusal names the field.
-"""
+"""Reads the bodies of requests: the core that the dialects share. A refusal names the field."""
 
 from __future__ import annotations
 
@@ -13,10 +8,10 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
+from lockstep.agent.gateway.fields import TEXT_ONLY, Fields
 from lockstep.renderers.base import Renderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
@@ -26,67 +21,7 @@ MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0: logits divided by less overflow float32."""
 MAX_INTEGER = 2**31 - 1
 
-TEXT_ONLY = "Only text is read here; leave the other parts out."
-NO_CONSTRAINT = "Sampling is not constrained, so that log-probs stay the model's own."
-
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """Treatment of one field of a body."""
-
-    treatment: Literal["honoured", "accepted", "ignored", "refused"]
-    """accepted: changes nothing and need not. ignored: has no effect; a request that sets it is
-    counted as gateway/ignored/NAME. refused: status 400."""
-    about: str = ""
-    """Explains how the field is honoured, why it is accepted or ignored, or what to send instead.
-    """
-    neutral: tuple[Any, ...] = ()
-    """Values of an ignored or refused field that change nothing; null always is one."""
-
-
-Fields = Mapping[str, Field]
-
-
-honoured, accepted = partial(Field, "honoured"), partial(Field, "accepted")
-
-
-def ignored(about: str, *neutral: Any) -> Field:
-    return Field("ignored", about, neutral)
-
-
-def refused(about: str, *neutral: Any) -> Field:
-    return Field("refused", about, neutral)
-
-
-ABSENT = refused("There is nothing like it here; leave it out.")
-
-SHARED: Fields = {
-    "model": honoured("one of GET /v1/models"),
-    "tools": honoured("functions; `strict` is not enforced"),
-    "temperature": honoured("0 is greedy"),
-    "top_p": honoured(),
-    "stream": honoured("sent when the turn is complete"),
-    "metadata": accepted("the sender's own notes"),
-    "service_tier": accepted("there is one"),
-}
-"""Fields that all dialects have."""
-
-OPENAI: Fields = {
-    **SHARED,
-    "tool_choice": refused(
-        f"{NO_CONSTRAINT} Send auto, or none to leave the tools out.", "auto", "none"
-    ),
-    "top_logprobs": refused("Only the log-probs of sampled ids are recorded.", 0),
-    "parallel_tool_calls": ignored(f"{NO_CONSTRAINT} A turn may have several calls.", True),
-    **dict.fromkeys(("user", "safety_identifier"), accepted("names the sender, not the session")),
-    **dict.fromkeys(
-        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        accepted("prefixes are reused by what they are"),
-    ),
-}
-"""Fields that both OpenAI dialects have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +102,6 @@ class Memory:
     """Response id -> its dialogue."""
     keys: dict[bytes, str] = field(default_factory=dict[bytes, str])
     """Digest of a body -> the key of the latest first attempt."""
-    bodies: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    """A client's own idempotency key -> digest of the body that came with it."""
 
 
 # -- values ---------------------------------------------------------------------------------------

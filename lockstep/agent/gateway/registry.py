@@ -42,8 +42,7 @@ class SessionRegistry:
         self._offers: asyncio.Queue[_Offer | None] = asyncio.Queue()
         """None: no more will come."""
         self._is_offering = False
-        self._sweeper: asyncio.TimerHandle | None = None
-        self._sweeps: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
 
     def create(self, *, task: Task | None = None) -> GatewaySession:
         if self._make is None:
@@ -63,7 +62,8 @@ class SessionRegistry:
         self._sessions[session.id] = session
         self._by_key[_digest(session.key)] = session
         session.on_finish = self._on_finished
-        self._sweep_later()
+        if self._idle_seconds and self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
         return session
 
     def get(self, session_id: str) -> GatewaySession:
@@ -133,23 +133,14 @@ class SessionRegistry:
         self._sessions.pop(session.id, None)
         self._by_key.pop(_digest(session.key), None)
 
-    def _sweep_later(self) -> None:
-        if self._idle_seconds and self._sweeper is None:
-            delay = self._idle_seconds / SWEEPS_PER_TIMEOUT
-            self._sweeper = asyncio.get_running_loop().call_later(delay, self._sweep)
-
-    def _sweep(self) -> None:
-        self._sweeper = None
-        now = time.monotonic()
-        for session in self.all():
-            idle = now - session.last_used
-            if not session.is_finished and not session.is_busy and idle >= self._idle_seconds:
-                text = f"idle: no request for {self._idle_seconds:g} s"
-                ending = asyncio.ensure_future(session.finish(error=text))
-                self._sweeps.add(ending)
-                ending.add_done_callback(self._sweeps.discard)
-        if any(not session.is_finished for session in self._sessions.values()):
-            self._sweep_later()
+    async def _sweep(self) -> None:
+        """Fails idle sessions, until the registry is closed."""
+        while True:
+            await asyncio.sleep(self._idle_seconds / SWEEPS_PER_TIMEOUT)
+            for session in self.all():
+                idle = time.monotonic() - session.last_used
+                if not session.is_finished and not session.is_busy and idle >= self._idle_seconds:
+                    await session.finish(error=f"idle: no request for {self._idle_seconds:g} s")
 
 
 @dataclass(slots=True, eq=False)
@@ -160,16 +151,6 @@ class _Offer:
     task: Task
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
     is_over: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gateway:
-    """Sessions of the gateway, and the address where a program finds them."""
-
-    sessions: SessionRegistry
-    url: str
-    """`http://HOST:PORT`."""
-    model: str
 
 
 def _digest(key: str) -> bytes:

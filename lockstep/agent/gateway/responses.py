@@ -9,30 +9,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.agent.gateway import chat
-from lockstep.agent.gateway.exchange import client_message
+from lockstep.agent.gateway.fields import ENCRYPTED, LOGPROBS, RESPONSES, RESPONSES_TEXT, TEXT_ONLY
 from lockstep.agent.gateway.reading import (
-    ABSENT,
-    NO_CONSTRAINT,
-    OPENAI,
-    TEXT_ONLY,
     Answered,
     Asked,
     Memory,
     Transcript,
     Value,
-    accepted,
     call_of,
     event,
-    honoured,
-    ignored,
-    refused,
     tool_of,
     turn_of,
 )
 from lockstep.types import Message, ToolSchema
 
-LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
 HOSTED_TOOLS = ("web_search", "web_search_preview", "image_generation")
 """Tools that OpenAI's server runs. Agents offer them unasked, so they are left out and counted."""
 FREE_TEXT: Mapping[str, Any] = {
@@ -41,31 +31,6 @@ FREE_TEXT: Mapping[str, Any] = {
     "required": ["input"],
 }
 """Parameters of a custom tool, whose input is plain text."""
-
-FIELDS = {
-    **OPENAI,
-    "input": honoured("text, or items: messages, calls and their outputs, reasoning"),
-    "instructions": honoured("a system message before all others, of this request alone"),
-    "previous_response_id": honoured("of the same session, unless it was sent with store=false"),
-    "store": honoured("false: no later request can name this one; the session keeps it anyway"),
-    "max_output_tokens": honoured(),
-    "include": honoured(f"{LOGPROBS}; {ENCRYPTED}, which is plain text in base64"),
-    "text": honoured("verbosity is ignored; a format is refused"),
-    "reasoning": ignored(
-        "How long the model thinks is a setting of the renderer.", {}, {"summary": "auto"}
-    ),
-    "truncation": refused("A dialogue that is too long is refused, not cut.", "disabled"),
-    "background": refused("Every turn is waited for.", False),
-    "context_management": refused("Histories are the agent's; shorten the input yourself.", []),
-    **dict.fromkeys(("background_options", "max_tool_calls", "conversation", "prompt"), ABSENT),
-    **dict.fromkeys(("image", "access_programs", "moderation"), ABSENT),
-    "stream_options": accepted("include_obfuscation: nothing is padded"),
-    "client_metadata": accepted("the sender's own notes"),
-}
-_TEXT_FIELDS = {
-    "verbosity": ignored("Ask for it in a message."),
-    "format": refused(f"{NO_CONSTRAINT} Ask for the format in a message.", {"type": "text"}),
-}
 
 KEEP_ALIVE = chat.KEEP_ALIVE
 
@@ -76,7 +41,7 @@ KEEP_ALIVE = chat.KEEP_ALIVE
 def read(body: Mapping[str, Any], memory: Memory) -> Asked:
     """Raises Refusal (400) that names the field."""
     asked = Value(body)
-    found = asked.check_fields(FIELDS) + asked["text"].check_fields(_TEXT_FIELDS)
+    found = asked.check_fields(RESPONSES) + asked["text"].check_fields(RESPONSES_TEXT)
     transcript = Transcript()
     if instructions := asked["instructions"].text(""):
         transcript.add(Message(role="system", content=instructions))
@@ -275,7 +240,7 @@ def _head(answered: Answered, status: str) -> dict[str, Any]:
 
 def _items(answered: Answered) -> list[dict[str, Any]]:
     asked, reply = answered.asked, answered.replies[0]
-    message = client_message(reply.message, reply.stop)
+    message = reply.message
     status = "completed" if reply.finish_reason == "stop" else "incomplete"
     items: list[dict[str, Any]] = []
     if message.thinking:

@@ -7,7 +7,7 @@
 
 A turn is recorded before its first byte is sent, so a stream is sent when it is complete. If the
 client goes away meanwhile, its turn is sampled to the end and kept for its retry; a client that
-cannot be recognized (no count of attempts, no key) has it aborted.
+cannot be recognized (it sends no count of its attempts) has it aborted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,9 @@ from urllib.parse import urlsplit
 
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import LOOPBACK, GatewayConfig
-from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
-from lockstep.agent.gateway.reading import (
-    Answered,
-    Asked,
-    Value,
-    event,
-    honoured,
-    parse_body,
-)
+from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
+from lockstep.agent.gateway.fields import honoured
+from lockstep.agent.gateway.reading import Answered, Asked, Value, event, parse_body
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
 from lockstep.errors import ConfigError, MissingExtraError
@@ -154,7 +148,6 @@ class GatewayServer:
                 web.post(f"{prefix}/messages", partial(self._answer, messages)),
                 web.post(f"{prefix}/messages/count_tokens", self._count_tokens),
                 web.get(f"{prefix}/models", self._models),
-                web.get(f"{prefix}/models/{{model:.+}}", self._models),
             ]
         return routes
 
@@ -177,8 +170,7 @@ class GatewayServer:
             case 401:
                 response.headers["WWW-Authenticate"] = "Bearer"
             case 503:
-                seconds = max(1, round(self.config.retry_after_seconds))
-                response.headers["Retry-After"] = f"{seconds}"
+                response.headers["Retry-After"] = "1"
             case 409 | 410 | 500:  # the official clients would try these again
                 response.headers["x-should-retry"] = "false"
             case 408 | 413:  # the rest of the body is not read
@@ -312,7 +304,7 @@ class GatewayServer:
                 has_ids=has_ids,
             )
             if dialect is responses and asked.is_stored:
-                last = replace(client_message(replies[0].message, replies[0].stop), parse_error="")
+                last = replace(replies[0].message, parse_error="")
                 dialogue = [*asked.turn.messages[asked.num_instructions :], last]
                 session.memory.dialogues[responses.response_id(found)] = dialogue
             return found
@@ -375,32 +367,24 @@ class GatewayServer:
             text = f"the model {asked.model[:80]!r} is not served here; expected {self.model!r}. "
             text += "Let other names in with gateway.names."
             raise Refusal(404, "unknown_model", text, parameter="model")
-        if asked.num_choices > self.config.max_choices:
-            raise Value(asked.num_choices, "n").wrong(f"{self.config.max_choices} at most")
 
     def _turn_key(self, request: web.Request, session: GatewaySession, raw: bytes) -> str:
         """Returns the key that two attempts of one request share, or "".
 
         The official clients count their attempts: a later one has the key of the latest first
-        attempt with the same body. A client's own key is taken as it is.
+        attempt with the same body.
         """
-        own = request.headers.get("Idempotency-Key", "")
         attempt = request.headers.get("x-stainless-retry-count", "")
-        if not own and not attempt:
+        if not attempt:
             return ""
         digest = hashlib.blake2b(request.path.encode() + b"\n" + raw, digest_size=16).digest()
-        memory = session.memory
-        if own:
-            if memory.bodies.setdefault(own, digest) != digest:
-                text = f"Idempotency-Key {own[:80]!r} came with another body before."
-                raise Refusal(409, "idempotency_key_reused", text)
-            _forget_oldest(memory.bodies)
-            return f"client/{own}"
-        known = memory.keys.get(digest)
+        keys = session.memory.keys
+        known = keys.get(digest)
         if known is None or not attempt.strip("0"):
-            memory.keys.pop(digest, None)
-            known = memory.keys[digest] = f"body/{digest.hex()}/{next(self._numbers)}"
-            _forget_oldest(memory.keys)
+            keys.pop(digest, None)
+            known = keys[digest] = f"{digest.hex()}/{next(self._numbers)}"
+            if len(keys) > MAX_REMEMBERED_BODIES:
+                del keys[next(iter(keys))]
         return known
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -428,14 +412,8 @@ class GatewayServer:
         about = {"object": "model", "type": "model", "owned_by": "lockstep", "created": 0}
         about["created_at"] = "1970-01-01T00:00:00Z"
         listed = [{"id": name, "display_name": name, **about} for name in names]
-        wanted = request.match_info.get("model")
-        if wanted is None:
-            ends = {"first_id": self.model, "last_id": [*names][-1], "has_more": False}
-            return _json({"object": "list", "data": listed, **ends})
-        if wanted not in names:
-            text = f"the model {wanted[:80]!r} is not served here."
-            raise Refusal(404, "unknown_model", text, parameter="model")
-        return _json(next(model for model in listed if model["id"] == wanted))
+        ends = {"first_id": self.model, "last_id": [*names][-1], "has_more": False}
+        return _json({"object": "list", "data": listed, **ends})
 
     # -- sessions ---------------------------------------------------------------------------------
 
@@ -534,11 +512,6 @@ def _lost(session: GatewaySession, work: asyncio.Task[list[TurnReply]]) -> None:
     if not work.cancelled() and work.exception() is None:
         for reply in work.result():
             session.lost(reply.leaf)
-
-
-def _forget_oldest(memory: dict[Any, Any]) -> None:
-    if len(memory) > MAX_REMEMBERED_BODIES:
-        del memory[next(iter(memory))]
 
 
 def _choice(turn: TurnRequest, at: int) -> TurnRequest:

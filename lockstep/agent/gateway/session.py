@@ -413,7 +413,7 @@ class GatewaySession:
         logprobs = [trajectory.segments[i].logprobs for i in turn_segments(trajectory, leaf)]
         assert last.policy_version is not None and last.finish_reason is not None
         return TurnReply(
-            message=with_call_ids(last.messages[0], leaf),
+            message=answer.message,
             token_ids=ids,
             logprobs=np.concatenate([values for values in logprobs if values is not None]),
             finish_reason=last.finish_reason,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.agent.gateway.exchange import TurnReply, TurnRequest, client_message
+from lockstep.agent.gateway.exchange import TurnReply, TurnRequest
 from lockstep.agent.gateway.session import GatewaySession
 from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.renderers.chatml import ChatMLRenderer
@@ -73,7 +73,7 @@ class Agent:
         self.messages += new
         request = TurnRequest(messages=tuple(self.messages), tools=self.tools, **fields)
         reply = await self.session.reply(request)
-        self.messages.append(client_message(reply.message, reply.stop))
+        self.messages.append(reply.message)
         return reply
 
 

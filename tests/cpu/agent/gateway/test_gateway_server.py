@@ -285,12 +285,8 @@ def test_a_retry_gets_the_first_attempts_turn_and_a_new_request_another(gateway:
     second = ask(x_stainless_retry_count="0")
     assert second != first
     assert ask(x_stainless_retry_count="1") == second
-    own = ask(Idempotency_Key="a")
-    assert ask(Idempotency_Key="a") == own
     assert ask() != ask()
-    assert session.trajectory.num_turns == 5
-    status, found = gateway.ask("POST", path, asking("other"), Idempotency_Key="a")
-    assert (status, found["error"]["code"]) == (409, "idempotency_key_reused")
+    assert session.trajectory.num_turns == 4
 
 
 def test_the_turn_of_a_client_that_leaves_is_there_for_its_retry(gateway: Gateway):
@@ -365,8 +361,7 @@ def test_models_are_listed_and_other_names_let_in_by_setting():
     with Gateway(script, config=GatewayConfig(names=("gpt-9",))) as gateway:
         _, found = gateway.ask("GET", "/v1/models")
         assert [entry["id"] for entry in found["data"]] == [MODEL, "gpt-9"]
-        assert gateway.ask("GET", "/v1/models/gpt-9")[0] == 200
-        assert gateway.ask("GET", "/v1/models/other")[0] == 404
+        assert gateway.ask("POST", CHAT, {**BODY, "model": "other"})[0] == 404
         assert gateway.ask("POST", CHAT, {**BODY, "model": "gpt-9"})[0] == 200
     with Gateway(script, config=GatewayConfig(names=("*",))) as gateway:
         assert gateway.ask("POST", CHAT, {**BODY, "model": "anything"})[0] == 200

@@ -3,6 +3,8 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cpu.renderers.made_up_templates import THINKS_AT_ONCE, template
@@ -11,7 +13,7 @@ from gateway_sessions import RENDERER, Agent, check, said, turns, user
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.registry import Gateway, SessionRegistry
+from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.harness import Endpoint, Harness
 from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.renderers.config import ChatMLConfig, JinjaConfig
@@ -24,8 +26,8 @@ REGISTRIES: list[SessionRegistry] = []
 """The newest is that of the episodes under way."""
 
 
-async def gateway() -> Gateway:
-    return Gateway(sessions=REGISTRIES[-1], url="http://test", model="m")
+async def gateway() -> Any:
+    return SimpleNamespace(sessions=REGISTRIES[-1], url="http://test", model="m")
 
 
 class Plays(Harness):

@@ -9,7 +9,7 @@ from gateway_sessions import Agent, check, look, make_session, said, seen, syste
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.agent.gateway.exchange import Refusal, TurnRequest, client_message
+from lockstep.agent.gateway.exchange import Refusal, TurnRequest
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.testing.engines import FakeEngine
@@ -141,7 +141,7 @@ def test_every_path_is_what_the_engine_saw_and_no_token_is_trained_twice(steps, 
                 assert each.num_reused_tokens <= len(each.prompt_ids)
                 assert_told_in_order(TOKENIZER.decode(each.prompt_ids.tolist()), agent.messages)
             assert len({each.leaf for each in replies}) == len(set(keys))
-            agent.messages.append(client_message(replies[-1].message, replies[-1].stop))
+            agent.messages.append(replies[-1].message)
         await session.set_reward(1.0, parts={})
         await session.finish()
 
