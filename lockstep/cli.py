@@ -300,27 +300,23 @@ def _ladder(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    """Show one stored trajectory token by token; try whether its log-probs come back.
+    """Show one stored trajectory token by token, with both sides' log-probs.
 
-    example: lockstep replay 'runs/quickstart-20260101-120000#0' --score
+    example: lockstep replay 'runs/quickstart-20260101-120000#0'
     """
     from lockstep.doctor.inputs.base import Facts
-    from lockstep.doctor.replay import find, parse_target, score, show
+    from lockstep.doctor.replay import find, show
     from lockstep.doctor.tokenization import find_tokenization
-    from lockstep.store.run import load_run
 
     _load_plugins(options.plugin)
-    path, step, name = parse_target(options.target)
-    facts = Facts(trainer="lockstep", model=str(load_run(path).config.get("model", "")))
-    tokenizer = find_tokenization(facts).tokenizer
-    replay = find(path, name, tokenizer=tokenizer)
-    scores = score(replay, step=step) if options.score or step is not None else None
+    replay = find(options.target)
     if options.json:
         print(json.dumps(replay.to_json(), allow_nan=False))
-    else:
-        show(replay, _console(width=100), has_all_tokens=options.tokens)
-    is_broken = scores is not None and scores.contract and replay.comes_back is False
-    return FAILED if is_broken else OK
+        return OK
+    facts = Facts(trainer="lockstep", model=str(replay.run.config.get("model", "")))
+    tokenizer = find_tokenization(facts).tokenizer
+    show(replay, tokenizer, _console(width=100), has_all_tokens=options.tokens)
+    return OK
 
 
 def _render(options: argparse.Namespace) -> int:
@@ -595,10 +591,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
     "replay": (
         _replay,
         (
-            _arg(
-                "target", "RUN[@STEP]#ID", "a trajectory's id, its end, or number; @STEP scores it"
-            ),
-            _flag("--score", "run trainer and engine on it; exit code 1 if a contract is broken"),
+            _arg("target", "RUN#ID", "a trajectory's id, its end, or number"),
             _flag("--tokens", "list every sampled token"),
         ),
     ),

@@ -29,12 +29,13 @@ from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Stage, examine
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.suite import stages as all_stages
-from lockstep.doctor.rebuilt import rebuild, running
 from lockstep.errors import ConfigError, DataError
+from lockstep.launch.config import ParallelConfig
 from lockstep.objectives.config import GRPO
 from lockstep.observe.alarms import Alarm, mismatch_alarm
 from lockstep.renderers.anew import rendered_anew, turns_of
-from lockstep.run.build import Parts
+from lockstep.run.build import Parts, build
+from lockstep.run.preflight import preflight
 from lockstep.run_config import Config
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Group, Sample, Task, Trajectory
@@ -153,15 +154,21 @@ def climb(
             f"task={tag(type(config.task))} is played by an agent that asks over HTTP, and the "
             "ladder plays environments. Climb with another task, or look at a run of it."
         )
-    config, parts = rebuild(config, weights)
+    config = replace(config, parallel=ParallelConfig())  # both sides in this process
+    model_files = preflight(config, is_training=False)
+    parts = build(config, model_files, weights=weights, is_training=False)
     climber = _Climber(config, parts, tasks)
 
     async def play() -> tuple[Rung, ...]:
-        async with running(parts):
-            try:
-                return await climber.rungs()
-            finally:
-                await config.task.close()
+        try:
+            if parts.publisher is not None:
+                await parts.publisher.publish(parts.trainer.version)
+            return await climber.rungs()
+        finally:
+            await config.task.close()
+            await parts.engine.close()
+            if parts.publisher is not None:
+                parts.publisher.close()
 
     return Ladder(rungs=asyncio.run(play()))
 

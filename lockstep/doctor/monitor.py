@@ -22,8 +22,7 @@ from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.diagnose import make_setting
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
-from lockstep.doctor.inputs.run_dump import MONITOR
-from lockstep.doctor.stored_paths import prompt_length, replies
+from lockstep.doctor.inputs.run_dump import MONITOR, prompt_length, replies
 from lockstep.doctor.tokenization import Tokenization
 from lockstep.renderers.base import Renderer
 from lockstep.run.train import train as train_without_monitor

@@ -16,6 +16,7 @@ from lockstep.doctor.row_choice import fetch
 from lockstep.errors import printable
 from lockstep.observe.live import format_number, format_seconds
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Float32Array, Int32Array, Int64Array
 
 NUM_SHOWN = 2
 """Causes that are shown with their tokens; each other cause gets a line."""
@@ -105,10 +106,10 @@ def _proof(evidence: Evidence, rows: Rows, tokenizer: Tokenizer | None) -> Table
         size = min(len(found), len(expected))
         apart = np.flatnonzero(found[:size] != expected[:size])
         first = max(0, (int(apart[0]) if len(apart) else size) - 1)
-        table = plain_table("place", "in the row", "expected")
+        table = _plain_table("place", "in the row", "expected")
         for i in range(first, min(first + NUM_TOKENS, max(len(found), len(expected)))):
             mine, other = (
-                token_text(int(ids[i]), tokenizer) if i < len(ids) else "-"
+                _token_text(int(ids[i]), tokenizer) if i < len(ids) else "-"
                 for ids in (found, expected)
             )
             style = "" if mine == other else "bold red"
@@ -117,13 +118,14 @@ def _proof(evidence: Evidence, rows: Rows, tokenizer: Tokenizer | None) -> Table
     gap = np.abs(np.nan_to_num(rows.gap[begin:end]))
     worst = begin + (int(gap.argmax()) if len(gap) else 0)
     first = max(0, min(worst - NUM_TOKENS // 2, rows.num_tokens - NUM_TOKENS))
-    table = plain_table("place", "token", "rollout", "trainer", "difference")
-    sides = (rows.rollout_logprobs, rows.trainer_logprobs)
-    for at in range(first, min(first + NUM_TOKENS, rows.num_tokens)):
-        logprobs = ["-" if side is None else logprob_text(side[at]) for side in sides]
-        token = token_text(int(rows.token_ids[at]), tokenizer)
-        table.add_row(str(at), token, *logprobs, gap_text(float(rows.gap[at])))
-    return table
+    shown = slice(first, first + NUM_TOKENS)
+    none = np.full(rows.num_tokens, np.nan, np.float32)
+    rollout, trainer = (
+        none if side is None else side for side in (rows.rollout_logprobs, rows.trainer_logprobs)
+    )
+    places = np.arange(rows.num_tokens)[shown]
+    ids = rows.token_ids[shown]
+    return token_table(places, ids, rollout[shown], trainer[shown], tokenizer)
 
 
 def _show_rest(diagnosis: Diagnosis, console: Console) -> None:
@@ -185,7 +187,7 @@ def _line(console: Console, label: str, text: str, style: str = "") -> None:
     console.print(grid)
 
 
-def token_text(id_: int, tokenizer: Tokenizer | None) -> str:
+def _token_text(id_: int, tokenizer: Tokenizer | None) -> str:
     """`'text' id`, or the id alone."""
     text = "" if tokenizer is None else f"{printable(repr(tokenizer.decode([id_])))} "
     return f"{text}{id_}"
@@ -199,17 +201,13 @@ def gap_style(d: float) -> str:
     return "yellow" if size < 0.5 else "bold red"
 
 
-def gap_text(d: float) -> Text:
-    return Text("-" if np.isnan(d) else f"{d:+.4g}", style=gap_style(d))
-
-
-def logprob_text(value: float) -> str:
+def _logprob_text(value: float) -> str:
     if np.isnan(value):
         return "-"
-    return f"{value:.4f}" if abs(value) >= 1e-3 else format_number(float(value))
+    return f"{value:.4f}" if abs(value) >= 1e-3 else format_number(value)
 
 
-def plain_table(*columns: str) -> Table:
+def _plain_table(*columns: str) -> Table:
     """A table without lines; text is on the left, numbers are on the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
@@ -219,4 +217,22 @@ def plain_table(*columns: str) -> Table:
             width = max(len(column), 8 if number else 5)
             justify = "right" if number else "left"
             table.add_column(column, justify=justify, no_wrap=True, min_width=width)
+    return table
+
+
+def token_table(
+    places: Int64Array,
+    token_ids: Int32Array,
+    rollout: Float32Array,
+    trainer: Float32Array,
+    tokenizer: Tokenizer | None,
+) -> Table:
+    """A line per token, with both sides' log-probs and their difference."""
+    table = _plain_table("place", "token", "rollout", "trainer", "difference")
+    columns = (values.tolist() for values in (places, token_ids, rollout, trainer))
+    for place, id_, sampled, trained in zip(*columns, strict=True):
+        d = trained - sampled
+        gap = Text("-" if np.isnan(d) else f"{d:+.4g}", style=gap_style(d))
+        logprobs = _logprob_text(sampled), _logprob_text(trained)
+        table.add_row(str(place), _token_text(id_, tokenizer), *logprobs, gap)
     return table

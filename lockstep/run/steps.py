@@ -122,7 +122,8 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
         run.save_if_whole()  # the state that samples this step again
         raise ContractError(
             f"{broken} Nothing was updated; {run.path} holds the trajectory: "
-            f"lockstep replay '{run.path}#{broken.sample.id}' --score"
+            f"`lockstep replay '{run.path}#{broken.sample.id}'` shows it, and "
+            f"`lockstep doctor {run.path} --model own` scores all rows of the step again."
         ) from broken
     finally:
         # What is kept is what was sampled, whatever a hook has made of it for the trainer.

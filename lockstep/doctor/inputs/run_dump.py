@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,11 +14,10 @@ from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.inputs.assemble import Row
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.lines import RowDump
-from lockstep.doctor.stored_paths import prompt_length, replies
 from lockstep.store.files import is_locked
 from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord
-from lockstep.types import Float32Array, Sample
+from lockstep.types import Float32Array, Int32Array, Sample, Trajectory
 
 MONITOR = "doctor"
 """Directory of a run for the rows that showed a cause while it trained."""
@@ -135,3 +135,20 @@ class RunDump(RowDump):
                 f"trained: lockstep doctor {self.path / MONITOR}"
             )
         return out
+
+
+def prompt_length(sample: Sample) -> int:
+    """Tokens before the first sampled one."""
+    is_sampled = sample.columns["turn"] >= 0
+    return int(np.argmax(is_sampled)) if is_sampled.any() else len(sample)
+
+
+def replies(trajectory: Trajectory, leaf: int) -> tuple[Int32Array, ...]:
+    """The ids that the engine returned on the path to `leaf`, turn by turn. A turn during which the
+    weights changed has two segments, and is one reply."""
+    segments = [trajectory.segments[i] for i in trajectory.path(leaf)]
+    sampled = [segment for segment in segments if segment.is_sampled]
+    return tuple(
+        np.concatenate([segment.token_ids for segment in turn])
+        for _, turn in groupby(sampled, key=lambda segment: segment.turn)
+    )
