@@ -402,13 +402,6 @@ def why_no_contract(config: Config) -> str:
     return ""
 
 
-_REPLAY = {
-    "none": "",
-    "rollout": "the sampler's experts are replayed in every forward of the trainer",
-    "recompute": "the experts of the forward before the updates are replayed in them",
-}
-
-
 def plan(
     config: Config,
     model_files: ModelFiles,
@@ -451,11 +444,7 @@ def plan(
             f"{config.groups_per_step * config.group_size} trajectories of at most "
             f"{config.max_tokens} tokens; {config.steps} steps",
         ),
-        ("overlap", _overlap(config)),
         ("update", _update(config, is_kept=numerics is not None and numerics.is_kept)),
-        ("critic", _critic(config)),
-        ("routing", _REPLAY[config.trainer.routing_replay]),
-        ("parallel", _parallel(config)),
     ]
     lines = [f"{label:<11}{text}" for label, text in said if text]
     reason = "contract=none" if config.contract == "none" else why_no_contract(config)
@@ -500,22 +489,6 @@ def _trained(config: Config, model_files: ModelFiles) -> str:
     return f"{said}; {trained:,} of {total:,} parameters ({trained / total:.2%})"
 
 
-def _overlap(config: Config) -> str:
-    """How far the sampler runs ahead."""
-    ahead = config.max_staleness
-    if not ahead:
-        return ""
-    kept = {"drop": "computed again", "keep": "kept"}[config.sync.kv]
-    over = {"drop": "dropped", "correct": "corrected like any other"}[config.over_stale]
-    has_process = not isinstance(config.engine, EmbeddedConfig) or config.engine.replicas
-    when = "while one is trained" if has_process else "beside it, but not while the trainer trains"
-    limit = ahead * config.trainer.updates_per_batch
-    return (
-        f"{ahead} later batch(es) are sampled {when}; keys and values are {kept} under new "
-        f"weights; a row with a token more than {limit} update(s) old is {over}"
-    )
-
-
 def _update(config: Config, *, is_kept: bool) -> str:
     """One pass or two, and the policies that ratios and weights compare."""
     correction, num_updates = config.chosen_correction, config.trainer.updates_per_batch
@@ -531,30 +504,3 @@ def _update(config: Config, *, is_kept: bool) -> str:
     else:
         how = f"two-pass: a forward over the whole batch, then {num_updates} update(s)"
     return f"{how}; {by}"
-
-
-def _critic(config: Config) -> str:
-    """The critic's first weights, and how it learns."""
-    if not config.advantage.needs_critic:
-        return ""
-    critic = config.critic
-    alone = f"; alone for {critic.steps_before_policy} steps" if critic.steps_before_policy else ""
-    return (
-        f"{tag(type(config.advantage))}; from {critic.model or config.model}, "
-        f"{critic.updates_per_batch} update(s) of all rows, lr {critic.lr:g}{alone}"
-    )
-
-
-def _parallel(config: Config) -> str:
-    """How the work is divided over processes."""
-    parallel = config.parallel
-    world = parallel.num_processes(os.environ)
-    if world == 1:
-        return ""
-    parts = [f"{world} processes"]
-    if world > parallel.sequence:
-        parts.append(f"rows divided by {world // parallel.sequence}")
-    if parallel.sequence > 1:
-        parts.append(f"tokens of each micro-batch by {parallel.sequence}")
-    held = "sharded, with a whole copy for the engine" if parallel.shard else "whole on each"
-    return f"{', '.join(parts)}; weights and optimizer {held}"

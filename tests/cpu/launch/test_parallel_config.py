@@ -7,7 +7,7 @@ from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
 from lockstep.recipes import find_recipe
-from lockstep.run.preflight import plan, preflight, read_model_files
+from lockstep.run.preflight import preflight
 from lockstep.run_config import SupervisedConfig
 from lockstep.supervised import check_supervised
 from lockstep.testing.faults import injected
@@ -78,15 +78,6 @@ def test_supervised_training_is_refused_in_several_processes():
     )
     with pytest.raises(ConfigError, match="lockstep sft works in one process, and this run has 2"):
         check_supervised(config)
-
-
-def test_the_plan_says_how_the_work_is_divided():
-    config = resolve(find_recipe("quickstart"), ["parallel.processes=4", "parallel.sequence=2"])
-    model_files = read_model_files(config)
-    (line,) = [line for line in plan(config, model_files) if line.startswith("parallel")]
-    assert "4 processes, rows divided by 2, tokens of each micro-batch by 2" in line
-    lines = plan(find_recipe("quickstart"), model_files)
-    assert not [line for line in lines if line.startswith("parallel")]
 
 
 @pytest.mark.parametrize(

@@ -477,16 +477,6 @@ def test_a_run_with_a_critic_reports_it_and_keeps_it(whole, tmp_path, capsys):
     assert main(["eval", str(whole)]) == OK
 
 
-def test_the_plan_says_what_the_critic_is(capsys):
-    assert main([*SMALL, "critic.steps_before_policy=3", "--dry-run"]) == OK
-    plan = " ".join(capsys.readouterr().out.split())
-    assert (
-        "critic gae; from tiny-qwen3, 1 update(s) of all rows, lr 0.001; alone for 3 steps" in plan
-    )
-    assert main(["train", "quickstart", "--dry-run"]) == OK
-    assert "critic gae" not in " ".join(capsys.readouterr().out.split())
-
-
 def test_a_run_with_a_critic_that_was_cut_resumes_to_the_same_bits(whole, tmp_path):
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut)
