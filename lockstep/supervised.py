@@ -150,7 +150,7 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Iterator[Sample]
                 observed_weight=sft.observed_weight,
                 word_weights=stage.word_weights,
             )
-            examples.append(SFTExample(where=where, sample=row))
+            examples.append(row)
         steps = left if number == len(stages) - 1 else round(stage.share * sft.steps)
         left -= steps
         written = replace(sft, observed_weight=0.0, word_weights={})

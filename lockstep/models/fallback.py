@@ -28,7 +28,7 @@ from lockstep.models.hf_io import (
     save_checkpoint,
 )
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedBlock, PackedContext, Support, take_rows
+from lockstep.ops.context import PackedContext, Support, take_rows
 
 Tensor = torch.Tensor
 
@@ -126,9 +126,8 @@ class FallbackModel(nn.Module):
     ) -> Tensor:
         """[T, ...]: outputs of the rows of each block, run as a batch with right padding."""
         outs: list[Tensor] = []
-        for block in context.blocks:
-            index_BL = block.token_index
-            inputs = {"input_ids": ids_T[index_BL], "attention_mask": _mask(block)}
+        for index_BL in context.blocks:
+            inputs = {"input_ids": ids_T[index_BL], "attention_mask": _mask(index_BL)}
             if self._takes_positions:
                 inputs["position_ids"] = positions_T[index_BL]
             outs.append(read(module(**inputs, use_cache=False)).flatten(0, 1))
@@ -154,12 +153,11 @@ class FallbackModel(nn.Module):
             return torch.equal(F.linear(hidden, head.weight), logits.to(hidden.dtype))
 
 
-def _mask(block: PackedBlock) -> Tensor:
+def _mask(index_BL: Tensor) -> Tensor:
     """[B, L] int64, 1 at a row's own tokens. Places past its end repeat its last token, which
     occurs nowhere before."""
-    index_BL = block.token_index
     lengths_B = (index_BL != index_BL[:, -1:]).sum(1) + 1
-    steps_L = torch.arange(block.length, device=index_BL.device)
+    steps_L = torch.arange(index_BL.shape[1], device=index_BL.device)
     return (steps_L < lengths_B[:, None]).long()
 
 

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.config import ModelConfig, read_json
 from lockstep.models.lora_config import LoraConfig, LoraShape, Site, lora_shape, lora_sites
+from lockstep.models.shapes import misfits
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 PREFIX = "base_model.model."
@@ -87,13 +88,7 @@ def read_shape(directory: str | Path, model: ModelConfig) -> LoraShape:
         width = rank * max(site.num_experts, 1)
         key_a, key_b = tensor_keys(sites)[site.name]
         expected |= {key_a: [width, site.inputs], key_b: [site.outputs, width]}
-    problems = [f"missing {key}" for key in expected if key not in header]
-    problems += [f"unexpected {key}" for key in header if key not in expected]
-    problems += [
-        f"{key}: expected {shape}, found {header[key]}"
-        for key, shape in expected.items()
-        if key in header and header[key] != shape
-    ]
+    problems = misfits(expected, header)
     if problems or not sites:
         raise CheckpointError(
             f"{root / WEIGHTS} does not fit the model ({model.architecture}) at rank {rank}: "

@@ -7,7 +7,7 @@ Guard: tests/cpu/models/test_shapes.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,17 @@ def decoder_shapes(config: ModelConfig) -> Shapes:
 
 def num_elements(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
+
+
+def misfits(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> list[str]:
+    """Each tensor that is missing, unexpected or of another shape, in words."""
+    problems = [f"missing {name}" for name in expected if name not in found]
+    problems += [f"unexpected {name}" for name in found if name not in expected]
+    return problems + [
+        f"{name}: expected {list(shape)}, found {list(found[name])}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
 
 
 def _whole(name: str, *shape: int) -> ParameterLayout:

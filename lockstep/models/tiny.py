@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from lockstep.models.config import Architecture, ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import save_checkpoint
+from lockstep.renderers.base import dialogue_pieces
 from lockstep.renderers.chatml import CHATML_TOKENS, THINKING_TOKENS
 from lockstep.renderers.config import RendererConfig
 from lockstep.renderers.registry import make_renderer
@@ -165,15 +166,6 @@ def _texts(
     renderer = make_renderer(config, recorder)
     seen.clear()
     for dialogue in dialogues:
-        waiting: list[Message] = []
-        reply: list[int] | None = None
-        for message in dialogue:
-            if message.role != "assistant":
-                waiting.append(message)
-                continue
-            if reply is None:
-                renderer.render(waiting)
-            else:
-                renderer.extend(reply, waiting)
-            waiting, reply = [], renderer.render_reply(message)
+        for _ in dialogue_pieces(renderer, dialogue):
+            pass
     return seen

@@ -89,18 +89,14 @@ def leaf_advantages(
 
 
 @leaf_advantages.register
-def _(
-    config: GRPO, rewards: Float64Array, *, trajectories: Int64Array, groups: Int64Array
-) -> Float64Array:
+def _(config: GRPO, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Array:
     compare = partial(centered, normalize_std=config.normalize_std, eps=config.eps)
-    return _in_groups(compare, rewards, trajectories, groups)
+    return _in_groups(compare, rewards, **of_leaf)
 
 
 @leaf_advantages.register
-def _(
-    config: RLOO, rewards: Float64Array, *, trajectories: Int64Array, groups: Int64Array
-) -> Float64Array:
-    return _in_groups(leave_one_out, rewards, trajectories, groups)
+def _(config: RLOO, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Array:
+    return _in_groups(leave_one_out, rewards, **of_leaf)
 
 
 @leaf_advantages.register
@@ -116,7 +112,7 @@ def _(
             rewards, trajectories=trajectories, normalize_std=config.normalize_std, eps=config.eps
         )
     compare = partial(centered, normalize_std=False)
-    out = _in_groups(compare, rewards, trajectories, groups)
+    out = _in_groups(compare, rewards, trajectories=trajectories, groups=groups)
     # Group means are 0 already, so the batch's is: only the deviation is the batch's to give.
     _, owner, leaves = _leaves(out, trajectories)
     return out / (_deviation(out, 1.0 / leaves[owner]) + config.eps) if len(leaves) > 1 else out
@@ -145,6 +141,7 @@ def _deviation(centred: Float64Array, weight: Float64Array) -> float:
 def _in_groups(
     compare: Callable[..., Float64Array],
     rewards: Float64Array,
+    *,
     trajectories: Int64Array,
     groups: Int64Array,
 ) -> Float64Array:

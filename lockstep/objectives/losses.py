@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import singledispatch
-from typing import cast
 
 import torch
 
@@ -427,19 +426,19 @@ def _read_ratio(
 def _report(
     mask: Tensor | None,
     loss: Tensor,
-    mean: Mapping[str, Tensor] | None = None,
-    maximum: Mapping[str, Tensor] | None = None,
+    mean: Mapping[str, Tensor] = {},
+    maximum: Mapping[str, Tensor] = {},
 ) -> TokenLoss:
     """Everything 0 where `mask` is False; metrics without gradient."""
 
     def inside(x: Tensor) -> Tensor:
         return x if mask is None else torch.where(mask != 0, x, torch.zeros_like(x))
 
-    means, maxima = (
-        {name: inside(x.detach()) for name, x in cast(Mapping[str, Tensor], given or {}).items()}
-        for given in (mean, maximum)
+    return TokenLoss(
+        inside(loss),
+        mean={name: inside(x.detach()) for name, x in mean.items()},
+        maximum={name: inside(x.detach()) for name, x in maximum.items()},
     )
-    return TokenLoss(inside(loss), mean=means, maximum=maxima)
 
 
 def reference_kl(

@@ -339,8 +339,9 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_MN):
-        dtype = ctx.saved_tensors[0].dtype
-        grad_MN, x_MK, weight_NK = (x.to(ctx.dtype) for x in (grad_MN, *ctx.saved_tensors))
+        x_MK, weight_NK = ctx.saved_tensors  # once: a recomputed block gives them a single time
+        dtype = x_MK.dtype
+        grad_MN, x_MK, weight_NK = (x.to(ctx.dtype) for x in (grad_MN, x_MK, weight_NK))
         grad_x = (grad_MN @ weight_NK).to(dtype) if ctx.needs_input_grad[0] else None
         grad_weight = (grad_MN.t() @ x_MK).to(dtype) if ctx.needs_input_grad[1] else None
         grad_bias = grad_MN.sum(0).to(dtype) if ctx.needs_input_grad[2] else None

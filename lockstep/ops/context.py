@@ -111,31 +111,20 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedBlock:
-    """Rows of similar length, as one padded block of attention."""
-
-    token_index: Tensor
-    """[B, L] int64: the token at each place; places past a row's end repeat its last token. Rows
-    with a common beginning share its tokens."""
-    length: int
-    """L, tokens of the longest row."""
-    num_rows: int
-    """B."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PackedContext:
     """Rows of packed tokens, without padding. A row sees only its own tokens, which may be anywhere
     among the T: rows with a common beginning share its tokens.
 
     >>> context = PackedContext.of([2, 3])      # tokens 0, 1 are row 0; tokens 2, 3, 4 row 1
-    >>> [block.token_index.tolist() for block in context.blocks]    # longest first
+    >>> [index.tolist() for index in context.blocks]    # longest first
     [[[2, 3, 4]], [[0, 1]]]
     >>> context.place_index.tolist()            # outputs of the blocks -> packed order
     [3, 4, 0, 1, 2]
     """
 
-    blocks: tuple[PackedBlock, ...]
+    blocks: tuple[Tensor, ...]
+    """Rows of similar length, as padded blocks of attention: [B, L] int64 each, the token at each
+    place. Places past a row's end repeat its last token."""
     place_index: Tensor | None
     """[T] int64: index of each token's output in the blocks laid end to end (any one, where rows
     share the token); None if that is the packed order already (rows of one length)."""
@@ -160,7 +149,7 @@ class PackedContext:
         flat = torch.from_numpy(np.concatenate(rows))
         starts = torch.cumsum(lens, 0) - lens
         order = torch.argsort(lens, descending=True, stable=True)
-        blocks: list[PackedBlock] = []
+        blocks: list[Tensor] = []
         place = torch.empty(int(flat.max()) + 1, dtype=torch.int64)
         base = at = 0
         while at < len(order):
@@ -172,7 +161,7 @@ class PackedContext:
             index = flat[starts[chosen, None] + torch.minimum(steps, last)]
             inside = steps <= last
             place[index[inside]] = (base + torch.arange(index.numel()).view_as(index))[inside]
-            blocks.append(PackedBlock(index.to(device), longest, len(chosen)))
+            blocks.append(index.to(device))
             base, at = base + index.numel(), end
         is_identity = base == len(place) and bool((place == torch.arange(base)).all())
         return cls(tuple(blocks), None if is_identity else place.to(device))

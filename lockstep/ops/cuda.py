@@ -109,9 +109,9 @@ class CudaOps(Ops):
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
     ) -> Tensor:
         keys, values = context.keys[spec.layer], context.values[spec.layer]
-        caches = (kernels.Vectors.of_pages(x) for x in (keys, values))
+        at_k, at_v = (kernels.Vectors.of_pages(x) for x in (keys, values))
         blocks = [(_tokens(block), block.positions, block.pages) for block in context.blocks]
-        out, _ = _attend(q, *caches, blocks, spec, page_size=keys.shape[2], num_heads=len(keys))
+        out, _ = _attend(q, at_k, at_v, blocks, spec, page_size=keys.shape[2], num_heads=len(keys))
         return out if context.place_index is None else out[context.place_index]
 
     def log_softmax(
@@ -213,16 +213,16 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, spec, context):
-        tokens = (kernels.Vectors.of_tokens(x) for x in (k, v))
+        at_k, at_v = (kernels.Vectors.of_tokens(x) for x in (k, v))
         blocks = [
             (
-                block.token_index,
-                torch.arange(block.length, device=q.device)[None],
-                block.token_index,
+                index,
+                torch.arange(index.shape[1], device=q.device)[None],
+                index,
             )
-            for block in context.blocks
+            for index in context.blocks
         ]
-        out, lse = _attend(q, *tokens, blocks, spec, page_size=1, num_heads=k.shape[1])
+        out, lse = _attend(q, at_k, at_v, blocks, spec, page_size=1, num_heads=k.shape[1])
         if context.place_index is not None:
             out, lse = out[context.place_index], lse[context.place_index]
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -241,9 +241,8 @@ class _PackedAttention(torch.autograd.Function):
         through_places = _spread(through_TH, context)
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         first = 0
-        for block in context.blocks:
-            places = slice(first, first := first + block.token_index.numel())
-            index = block.token_index
+        for index in context.blocks:
+            places = slice(first, first := first + index.numel())
             shape = index.shape
             parts = _block_gradients(
                 q[index],
@@ -269,7 +268,7 @@ def _spread(x_T: Tensor, context: PackedContext) -> Tensor:
     """Puts each token's value at its place in the blocks laid end to end; 0 elsewhere."""
     if context.place_index is None:
         return x_T
-    num_places = sum(block.token_index.numel() for block in context.blocks)
+    num_places = sum(index.numel() for index in context.blocks)
     places = x_T.new_zeros(num_places, *x_T.shape[1:])
     places[context.place_index] = x_T
     return places

@@ -51,14 +51,14 @@ def _block_mask(
     context: PackedContext, window: int | None, create_block_mask: Callable[..., Any]
 ) -> tuple[Tensor, Any]:
     """(token at each of P places, mask of which places see which)."""
-    index = torch.cat([block.token_index.flatten() for block in context.blocks])
+    index = torch.cat([block.flatten() for block in context.blocks])
     row = torch.empty_like(index)
     first = at = 0
     for block in context.blocks:
-        stop = at + block.token_index.numel()
-        numbers = torch.arange(first, first + block.num_rows, device=index.device)
-        row[at:stop] = numbers.repeat_interleave(block.length)
-        first, at = first + block.num_rows, stop
+        stop = at + block.numel()
+        numbers = torch.arange(first, first + len(block), device=index.device)
+        row[at:stop] = numbers.repeat_interleave(block.shape[1])
+        first, at = first + len(block), stop
 
     # A row's places are adjacent and in order, so padding past its end comes after all real keys.
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

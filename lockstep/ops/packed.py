@@ -137,8 +137,8 @@ def _make_layout(context: PackedContext, window: int | None) -> Layout:
     chunks: list[tuple[Tensor, Tensor, Tensor]] = []
     before = 0 if window is None else math.ceil((window - 1) / CHUNK)
     base = num_real = 0
-    for block in context.blocks:
-        index_BL = block.token_index
+    for index_BL in context.blocks:
+        num_rows, length = index_BL.shape
         place = torch.arange(base, base + index_BL.numel(), device=index_BL.device)
         base += index_BL.numel()
         if context.place_index is None:
@@ -148,19 +148,19 @@ def _make_layout(context: PackedContext, window: int | None) -> Layout:
         # Tokens of a row differ from each other: only past its end does one repeat.
         lens = (index_BL[:, 1:] != index_BL[:, :-1]).sum(1) + 1
         num_real += int(lens.sum())
-        if window is None or block.length <= window:
-            rows = max(1, PIECE_TOKENS // block.length)
-            for at in range(0, block.num_rows, rows):
+        if window is None or length <= window:
+            rows = max(1, PIECE_TOKENS // length)
+            for at in range(0, num_rows, rows):
                 part = slice(at, at + rows), slice(int(lens[at : at + rows].max()))
                 if bool(is_owned_BL[part].any()):
                     pieces.append(Piece.of(index_BL[part], is_owned_BL[part]))
         else:
-            extra = -block.length % CHUNK
+            extra = -length % CHUNK
             index_BNC = F.pad(index_BL, (0, extra), mode="replicate").unflatten(1, (-1, CHUNK))
             is_owned_BNC = F.pad(is_owned_BL, (0, extra)).unflatten(1, (-1, CHUNK))
             number = torch.arange(index_BNC.shape[1], device=index_BL.device)
             has_tokens = number * CHUNK < lens[:, None]
-            reach = number.clamp(max=before).expand(block.num_rows, -1)
+            reach = number.clamp(max=before).expand(num_rows, -1)
             chunks.append((index_BNC[has_tokens], is_owned_BNC[has_tokens], reach[has_tokens]))
     num_tokens = base if context.place_index is None else len(context.place_index)
     is_shared = num_real > num_tokens

@@ -279,7 +279,7 @@ def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
 def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """The first row's positions through a paged cache: in chunks, one by one, and two at once."""
     q, k, v, spec, packed = call.args
-    spec, length = replace(spec, layer=0), packed.blocks[0].length
+    spec, length = replace(spec, layer=0), packed.blocks[0].shape[1]
     with torch.no_grad():
         full = ops.attention(q, k, v, spec, packed)[:length]
         for page_size in (KEY_BLOCK, 16):

@@ -6,7 +6,7 @@ Code above this room sees messages, code below it sees ids. An id that the model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from lockstep.renderers.tokenizer import Tokenizer
@@ -86,3 +86,22 @@ class Renderer(Protocol):
         equal.
         """
         ...
+
+
+def dialogue_pieces(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+) -> Iterator[tuple[list[int], int | None]]:
+    """Writes a dialogue as a rollout would have seen it: the first prompt once, each reply as the
+    ids that the model would sample, and between replies only what is new.
+
+    Yields (ids, index of the reply among `messages`; None where no assistant wrote the ids). What
+    follows the last reply is not written.
+    """
+    first, reply = 0, None
+    for at, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        new = messages[first:at]
+        yield renderer.render(new, tools) if reply is None else renderer.extend(reply, new), None
+        first, reply = at + 1, renderer.render_reply(message)
+        yield reply, at

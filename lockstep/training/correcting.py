@@ -15,7 +15,7 @@ import torch
 from lockstep.correction.config import Correction
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import MismatchReport
-from lockstep.correction.weighing import TokenFacts, measure, weigh
+from lockstep.correction.weighing import Corrected, TokenFacts, measure, weigh
 from lockstep.errors import AlignmentError, ContractError
 from lockstep.objectives.aggregation import token_weights
 from lockstep.objectives.config import Aggregate
@@ -66,13 +66,7 @@ def keep_tokens(
             if is_measured:
                 reports = {"mismatch": measure_batch(batch, constant, version)}
         elif behaviour is not None:
-            weighed = weigh(
-                constant,
-                behaviour,
-                correction,
-                layout=layout_of(batch),
-                facts=facts_of(batch, version),
-            )
+            weighed = _weigh(batch, constant, behaviour, correction, version)
             keep = weighed.keep
             weights = weighed.weights if correction.level != "none" else None
             reports = {"mismatch": weighed.report}
@@ -107,12 +101,16 @@ def measure_batch(batch: PackedBatch, logprobs: Tensor, version: int) -> Mismatc
         raise AlignmentError(
             "the samples have no rollout_logprobs: there is nothing to compare the trainer with."
         )
-    return measure(
-        logprobs,
-        batch.columns["rollout_logprobs"],
-        layout=layout_of(batch),
-        facts=facts_of(batch, version),
-    )
+    rollout = batch.columns["rollout_logprobs"]
+    return _weigh(batch, logprobs, rollout, Correction(), version).report
+
+
+def _weigh(
+    batch: PackedBatch, logprobs: Tensor, behaviour: Tensor, correction: Correction, version: int
+) -> Corrected:
+    positions = batch.positions.index_select(0, batch.predictors) + 1
+    facts = _facts(batch.columns.get, positions, version)
+    return weigh(logprobs, behaviour, correction, layout=Layout.packed(batch.sizes), facts=facts)
 
 
 def weigh_samples(
@@ -205,15 +203,6 @@ def loss_weights(
         )
 
     return weights_of
-
-
-def layout_of(batch: PackedBatch) -> Layout:
-    return Layout.packed(batch.sizes)
-
-
-def facts_of(batch: PackedBatch, version: int) -> TokenFacts:
-    positions = batch.positions.index_select(0, batch.predictors) + 1
-    return _facts(batch.columns.get, positions, version)
 
 
 def _facts(column: Callable[[str], Tensor | None], positions: Tensor, version: int) -> TokenFacts:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.shapes import misfits
 from lockstep.models.sharding import local_part, mesh_of, part_like, whole_like
 from lockstep.training.config import TrainerConfig, frozen_names
 
@@ -202,13 +203,7 @@ class Optimizer:
                 shapes[f"master/{name}"] = shape
             if f"step/{name}" in tensors or any(f"{key}/{name}" in tensors for key in _MOMENTS):
                 shapes |= {f"step/{name}": (1,)} | {f"{key}/{name}": shape for key in _MOMENTS}
-        problems = [f"missing {key}" for key in shapes if key not in tensors]
-        problems += [f"unexpected {key}" for key in tensors if key not in shapes]
-        problems += [
-            f"{key}: expected {list(shape)}, found {list(tensors[key].shape)}"
-            for key, shape in shapes.items()
-            if key in tensors and tuple(tensors[key].shape) != shape
-        ]
+        problems = misfits(shapes, {key: tensor.shape for key, tensor in tensors.items()})
         if problems:
             raise CheckpointError(
                 f"{where} does not fit the model's trainable parameters: {'; '.join(problems)}."

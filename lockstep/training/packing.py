@@ -8,7 +8,7 @@ The shift from "position t" to "predicts token t + 1" happens here, in `shift`, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -242,8 +242,8 @@ def pack(
     routes: [T, layers, active] per sample, the experts to replay. rank, num_ranks: that rank's
     share of the micro-batches only, see `deal`.
 
-    Raises AlignmentError if the samples have different columns, or if the trained tokens of the
-    micro-batches are not those of the samples: a row was lost, doubled or cut.
+    Raises AlignmentError if the samples have different columns, or if the plan loses or doubles a
+    row that has something to train.
     """
     names = _column_names(samples[0]) if samples else []
     for sample in samples:
@@ -252,21 +252,17 @@ def pack(
                 f"sample {sample.id} has the columns {_column_names(sample)}, sample "
                 f"{samples[0].id} has {names}: rows of one batch have the same columns."
             )
-    out: list[PackedBatch] = []
-    for rows, is_filler in deal(plan, rank, num_ranks):
-        batch = _pack_rows(samples, rows, device, routes)
-        out.append(replace(batch, is_filler=True) if is_filler else batch)
-    expected = sum(sample.num_trained for sample in samples)
-    found = sum(len(batch.targets) for batch in out if not batch.is_filler)
-    others = (rows for at, rows in enumerate(plan) if at % num_ranks != rank)
-    found += sum(samples[i].num_trained for rows in others for i in rows)
-    if found != expected:
-        packed = sorted(row for rows in plan for row in rows)
+    packed = sorted(row for rows in plan for row in rows)
+    expected = [row for row, sample in enumerate(samples) if sample.num_trained]
+    if packed != expected:
         raise AlignmentError(
-            f"{expected} tokens of {len(samples)} samples are marked as trained, but the "
-            f"micro-batches train {found}: rows {packed} were packed."
+            f"rows {expected} have tokens that are marked as trained, but the plan packs {packed}: "
+            "each of them once, and no others."
         )
-    return out
+    return [
+        _pack_rows(samples, rows, device, routes, is_filler=is_filler)
+        for rows, is_filler in deal(plan, rank, num_ranks)
+    ]
 
 
 def _column_names(sample: Sample) -> list[str]:
@@ -279,6 +275,8 @@ def _pack_rows(
     rows: Sequence[int],
     device: torch.device | str,
     routes: Sequence[npt.NDArray[np.int16]] | None,
+    *,
+    is_filler: bool,
 ) -> PackedBatch:
     chosen = [samples[i] for i in rows]
     shifted = [shift(s.loss_mask) for s in chosen]
@@ -326,6 +324,7 @@ def _pack_rows(
         inputs=tuple(index),
         routes=None if packed_routes is None else tensor(packed_routes),
         num_routed=0 if packed_routes is None else int(is_routed(packed_routes).sum()),
+        is_filler=is_filler,
     )
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.objectives.losses import supervised_loss
-from lockstep.renderers.base import Renderer
+from lockstep.renderers.base import Renderer, dialogue_pieces
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.files import read_jsonl
 from lockstep.training.config import SFTConfig
@@ -32,21 +32,20 @@ from lockstep.types import Message, Sample, ToolSchema, frozen_ids
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SFTExample:
-    """One line of the file: a dialogue, or ids."""
+    """A dialogue to train on."""
 
     where: str
     """`path:line`, for errors."""
-    messages: tuple[Message, ...] = ()
-    message_weights: tuple[float, ...] = ()
+    messages: tuple[Message, ...]
+    message_weights: tuple[float, ...]
     """Per message: factor on the loss of an assistant's tokens; 0 leaves them out."""
     tools: tuple[ToolSchema, ...] = ()
-    sample: Sample | None = None
-    """The row itself, if the line gives ids."""
 
 
-def load_examples(path: str | Path) -> list[SFTExample]:
-    """Reads and checks the whole file. Raises DataError `path:line` for the first bad line."""
-    out: list[SFTExample] = []
+def load_examples(path: str | Path) -> list[SFTExample | Sample]:
+    """Reads and checks the whole file; a line that gives ids is a row already. Raises DataError
+    `path:line` for the first bad line."""
+    out: list[SFTExample | Sample] = []
     for number, record in read_jsonl(path):
         try:
             out.append(_read_record(record, f"{path}:{number}"))
@@ -58,7 +57,7 @@ def load_examples(path: str | Path) -> list[SFTExample]:
 
 
 def sft_row(
-    example: SFTExample,
+    example: SFTExample | Sample,
     renderer: Renderer | None,
     *,
     observed_weight: float = 0.0,
@@ -69,23 +68,24 @@ def sft_row(
     A token is trained where its weight is above 0. renderer: needed for dialogues. Raises
     DataError `path:line` if the dialogue cannot be written.
     """
-    if (sample := example.sample) is not None:
+    if isinstance(example, Sample):
         if observed_weight == 0:
-            return sample
+            return example
         fill = np.float32(observed_weight)
-        filled = np.where(sample.loss_mask, sample.columns["weights"], fill)
-        return _make_sample(sample.id, sample.token_ids.tolist(), filled)
+        filled = np.where(example.loss_mask, example.columns["weights"], fill)
+        return _make_sample(example.id, example.token_ids.tolist(), filled)
     if renderer is None:
         raise ConfigError(f"{example.where} has messages: a renderer is needed to write them.")
     ids: list[int] = []
     weights: list[npt.NDArray[np.float32]] = []
     try:
-        for piece_ids, weight in _write_dialogue(example, renderer):
+        for piece_ids, at in dialogue_pieces(renderer, example.messages, example.tools):
             ids += piece_ids
-            of_words = token_weights(renderer.tokenizer, piece_ids, word_weights or {})
-            if weight is None:
-                of_words, weight = np.ones_like(of_words), observed_weight
-            weights.append(of_words * np.float32(weight))
+            if at is None:
+                weights.append(np.full(len(piece_ids), observed_weight, np.float32))
+            else:
+                of_words = token_weights(renderer.tokenizer, piece_ids, word_weights or {})
+                weights.append(of_words * np.float32(example.message_weights[at]))
     except LockstepError as error:
         raise DataError(f"{example.where}: {error}") from error
     return _make_sample(example.where, ids, np.concatenate(weights))
@@ -117,7 +117,7 @@ def token_weights(
 
 
 def sft_rows(
-    examples: Sequence[SFTExample],
+    examples: Sequence[SFTExample | Sample],
     renderer: Renderer | None,
     config: SFTConfig,
     *,
@@ -142,14 +142,13 @@ def sft_rows(
             order = np.random.default_rng([seed, epoch]).permutation(len(examples))
         num_kept = 0
         for index in order.tolist():
-            example = examples[index]
-            sample = row_of(example)
+            sample = row_of(examples[index])
             if len(sample) <= max_tokens:
                 num_kept += 1
                 yield sample
             elif config.long_rows == "error":
                 raise DataError(
-                    f"{example.where}: {len(sample)} tokens, at most {max_tokens} fit. Raise "
+                    f"{sample.id}: {len(sample)} tokens, at most {max_tokens} fit. Raise "
                     "sft.max_tokens and trainer.max_tokens_per_microbatch, shorten the example, or "
                     "leave such rows out with sft.long_rows=drop."
                 )
@@ -177,36 +176,13 @@ def run_sft(
 # -- mechanism ----------------------------------------------------------------------------------
 
 
-def _write_dialogue(
-    example: SFTExample, renderer: Renderer
-) -> Iterator[tuple[list[int], float | None]]:
-    """(ids, weight) of each piece in order; the weight is None where no assistant wrote it."""
-    waiting: list[Message] = []
-    reply: list[int] | None = None
-    for message, weight in zip(example.messages, example.message_weights, strict=True):
-        if message.role != "assistant":
-            waiting.append(message)
-            continue
-        if reply is None:
-            yield renderer.render(waiting, example.tools), None
-        else:
-            yield renderer.extend(reply, waiting), None
-        waiting = []
-        reply = renderer.render_reply(message)
-        yield reply, weight
-
-
-def _read_record(source: Mapping[str, Any], where: str) -> SFTExample:
+def _read_record(source: Mapping[str, Any], where: str) -> SFTExample | Sample:
     """Raises DataError without `where`, which is put before it."""
     is_dialogue = "messages" in source
     known = {"messages", "tools"} if is_dialogue else {"token_ids", "loss_mask", "weights"}
     if unknown := sorted(set(source) - known):
         raise DataError(f"unknown keys {unknown}; known here are {sorted(known)}.")
-    if is_dialogue:
-        return _read_dialogue(source, where)
-    if "token_ids" not in source or "loss_mask" not in source:
-        raise DataError("expected `messages`, or `token_ids` with `loss_mask`.")
-    return SFTExample(where=where, sample=_read_ids(source, where))
+    return _read_dialogue(source, where) if is_dialogue else _read_ids(source, where)
 
 
 def _read_dialogue(source: Mapping[str, Any], where: str) -> SFTExample:
@@ -236,6 +212,8 @@ def _read_dialogue(source: Mapping[str, Any], where: str) -> SFTExample:
 
 
 def _read_ids(source: Mapping[str, Any], where: str) -> Sample:
+    if "token_ids" not in source or "loss_mask" not in source:
+        raise DataError("expected `messages`, or `token_ids` with `loss_mask`.")
     ids, mask, weights = source["token_ids"], source["loss_mask"], source.get("weights")
     weights = [1.0] * len(mask) if weights is None else weights
     for name, values in (("token_ids", ids), ("loss_mask", mask), ("weights", weights)):

@@ -14,7 +14,7 @@ import torch
 from lockstep.correction.metrics import MismatchReport, merge_reports
 from lockstep.models.moe import Routing
 from lockstep.objectives.losses import TokenBatch, TokenLoss
-from lockstep.training.expert_load import load_metrics
+from lockstep.training.expert_load import expert_load, load_metrics
 from lockstep.training.packing import PackedBatch
 from lockstep.training.replay import num_differing
 
@@ -25,7 +25,8 @@ Metrics = dict[str, float]
 class Totals:
     """Sums and maxima over micro-batches, on the device until one copy to the host."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, num_experts: int) -> None:
+        self.num_experts = num_experts
         zero = torch.zeros((), dtype=torch.float64, device=device)
         self.sums: dict[str, Tensor] = {"loss": zero, "differing": zero}
         """differing: replayed choices, over tokens and layers, that the router would have made
@@ -50,15 +51,14 @@ class Totals:
         logprobs_N: Tensor,
         reports: Mapping[str, MismatchReport],
         routing: Routing | None,
-        load_LE: Tensor | None,
     ) -> None:
         """out: None where the correction kept no token. loss: [] float64, as it was summed."""
         self.reports = merge_reports(self.reports, reports)
         self._add("loss", loss)
         self._add("logprob", logprobs_N.sum(dtype=torch.float64))
         self.counts.update(tokens=len(logprobs_N), kept=len(tokens.logprobs))
-        if load_LE is not None:
-            self._add("load", load_LE)
+        if routing is not None and routing.chosen:
+            self._add("load", expert_load(batch, routing.stacked(), self.num_experts))
         if routing is not None and batch.routes is not None:
             self.counts.update(
                 fed=len(batch.ids),

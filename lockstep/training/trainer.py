@@ -42,7 +42,6 @@ from lockstep.training.correcting import (
     measure_batch,
     weigh_samples,
 )
-from lockstep.training.expert_load import expert_load
 from lockstep.training.learner import (
     MAX_NAMED_ROWS,
     Learner,
@@ -217,7 +216,7 @@ class Trainer(Learner):
         is_measured = column is not None
         backward = partial(self._backward, loss_fn, weights_of, correction, is_measured)
         self._passes.append((samples, backward))
-        totals = Totals(self.device)
+        totals = Totals(self.device, num_experts=self.model.config.num_experts)
         logprobs, losses, weights = [], [], []
         for batch in batches:
             logprobs_N, loss_N, weight_N = backward(batch, totals)
@@ -389,9 +388,6 @@ class Trainer(Learner):
             self.optimizer.collect_gradients()
             loss_N = tokens.spread(loss.detach())
         if totals is not None and not batch.is_filler:
-            load_LE = None
-            if routing is not None and routing.chosen:
-                load_LE = expert_load(batch, routing.stacked(), self.model.config.num_experts)
             totals.add(
                 batch,
                 tokens,
@@ -400,7 +396,6 @@ class Trainer(Learner):
                 logprobs_N=logprobs.detach(),
                 reports=reports,
                 routing=routing,
-                load_LE=load_LE,
             )
         return logprobs.detach(), loss_N, tokens.spread(tokens.weights_or_ones())
 
