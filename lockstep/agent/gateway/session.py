@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -42,6 +43,7 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import (
     Observed,
     OutOfTime,
+    Turn,
     TurnSampler,
     count,
     fork_without_thinking,
@@ -88,10 +90,9 @@ class GatewaySession:
         self.id = id or secrets.token_hex(8)
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self._tree = Tree()
-        self._running: dict[asyncio.Task[Answer], str] = {}
-        """Requests in progress, with their keys."""
-        self._answered: dict[str, Answer] = {}
-        """By the key of the request."""
+        self._running: set[asyncio.Task[Answer]] = set()
+        self._by_key: dict[str, asyncio.Task[Answer]] = {}
+        """Requests in progress, and those that got a turn."""
         self._asked: Counter[str] = Counter()
         """Number of requests to the engine, by a digest of the prompt."""
         self._rewards: dict[int | None, float] = {}
@@ -161,14 +162,14 @@ class GatewaySession:
         self._check_open()
         self.last_used = time.monotonic()
         count(self.trajectory, "gateway/requests")
-        if request.key and (answer := self._answered.get(request.key)) is not None:
-            return self._reply_of(answer, is_repeated=True)
-        job = next((j for j, key in self._running.items() if key and key == request.key), None)
+        job = self._by_key.get(request.key)
         is_repeated = job is not None
         if job is None:
             job = asyncio.create_task(self._answer(request))
-            self._running[job] = request.key
-            job.add_done_callback(self._ended)
+            self._running.add(job)
+            if request.key:
+                self._by_key[request.key] = job
+            job.add_done_callback(partial(self._ended, request.key))
         try:
             answer = await asyncio.shield(job)
         except asyncio.CancelledError:
@@ -288,55 +289,24 @@ class GatewaySession:
         if not place.num_asked:
             place.why = drafted.reason
         place.num_asked += 1
-        place.num_running += 1
-        try:
-            seed = request.seed if self._rule == "client" else None
-            return await self._sample(drafted, prompt_ids, sampling, seed)
-        finally:
-            place.num_running -= 1
-
-    async def _sample(
-        self,
-        drafted: _Draft,
-        prompt_ids: Int32Array,
-        sampling: SamplingParams,
-        client_seed: int | None,
-    ) -> Answer:
-        place = drafted.place
+        # By prompt and count, not by time: concurrent requests do not change each other's draws.
         digest = hashlib.blake2b(prompt_ids.data, digest_size=6).hexdigest()
-        # By prompt and count, not by time: concurrent requests do not change
-        # each other's draws.
         self._asked[digest] += 1
         num_asked = self._asked[digest]
         seed = derive_seed(self._seed, digest, num_asked)
-        if client_seed is not None:
-            seed = derive_seed("client", client_seed)
-        reason = drafted.reason
-
-        def record_prompt() -> tuple[int, str]:
-            nonlocal reason
-            if place.segment is None:  # the branch begins with the place
-                reason = place.why
-                return self._record_path(place), ""
-            reason = reason or "concurrent"
-            return self._record_path(place), reason
-
-        stage = ""
-
-        def enter(name: str) -> None:
-            nonlocal stage
-            stage = name
-
+        if self._rule == "client" and request.seed is not None:
+            seed = derive_seed("client", request.seed)
+        place.num_running += 1
         try:
             turn = await self._sampler.sample(
                 prompt_ids,
                 parent=self._recorded_part(place)[0],
-                record_prompt=record_prompt,
+                record_prompt=partial(self._record_prompt, drafted),
                 name=f"{digest}-{num_asked}-{self._seed:x}",
                 seed=seed,
                 deadline=min(self._deadline, time.monotonic() + self._sampler.budget.max_seconds),
                 sampling=sampling,
-                at=enter,
+                at=partial(setattr, drafted, "stage"),
             )
         except OutOfTime:
             text = "the time was over before the first token"
@@ -349,13 +319,20 @@ class GatewaySession:
                 status, code = 502, "engine_error"
             if isinstance(error, EngineDownError):
                 status, code = 503, "engine_down"
-            raise Refusal(status, code, f"{stage}: {described(error)}") from error
+            raise Refusal(status, code, f"{drafted.stage}: {described(error)}") from error
+        finally:
+            place.num_running -= 1
+        return self._add(turn, drafted, num_reused_tokens=len(prompt_ids) - drafted.num_encoded)
+
+    def _add(self, turn: Turn, drafted: _Draft, *, num_reused_tokens: int) -> Answer:
+        """Adds a turn that was just recorded to the tree, and counts it."""
+        place, reason = drafted.place, drafted.reason
         answer = Answer(
             place,
             client_message(with_call_ids(turn.message, turn.leaf), turn.stop),
             turn.leaf,
             reason=reason,
-            num_reused_tokens=len(prompt_ids) - drafted.num_encoded,
+            num_reused_tokens=num_reused_tokens,
         )
         if reason == "retry":
             for before in place.all_answers():
@@ -364,7 +341,7 @@ class GatewaySession:
         self._exhausted = ""
         count(self.trajectory, "turns")
         count(self.trajectory, "parse_errors", bool(turn.message.parse_error))
-        count(self.trajectory, "gateway/reused_tokens", answer.num_reused_tokens)
+        count(self.trajectory, "gateway/reused_tokens", num_reused_tokens)
         if reason:
             count(self.trajectory, f"branches/{reason}")
         self._on_turn(turn.leaf)
@@ -576,6 +553,15 @@ class GatewaySession:
         leaf, missing = self._missing(node)
         return leaf, [part for each in missing for part in each.parts]
 
+    def _record_prompt(self, draft: _Draft) -> tuple[int, str]:
+        """Records what is missing before the turn; see `TurnSampler.sample`."""
+        place = draft.place
+        if place.segment is None:  # the branch begins with the place
+            draft.reason = place.why
+            return self._record_path(place), ""
+        draft.reason = draft.reason or "concurrent"
+        return place.segment, draft.reason
+
     def _record_path(self, node: Place | Answer) -> int:
         """Records the missing parts of the node's path. Returns the segment that ends it."""
         leaf, missing = self._missing(node)
@@ -594,12 +580,10 @@ class GatewaySession:
         leaf, parts = self._recorded_part(place)
         return np.concatenate([self.trajectory.path_ids(leaf), *(part.ids for part in parts)])
 
-    def _ended(self, job: asyncio.Task[Answer]) -> None:
-        key = self._running.pop(job)
+    def _ended(self, key: str, job: asyncio.Task[Answer]) -> None:
+        self._running.discard(job)
         if job.cancelled() or job.exception() is not None:
-            return
-        if key:
-            self._answered[key] = job.result()
+            self._by_key.pop(key, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -615,6 +599,8 @@ class _Draft:
     """Turns that the agent altered."""
     num_altered_tokens: int = 0
     is_reason_taken: bool = False
+    stage: str = ""
+    """Step of the sampling that is under way, for the text of a failure."""
 
     def take_reason(self) -> Reason:
         """For the first thing that is new; "" for all others."""
