@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.agent.gateway.exchange import Refusal, TurnReply
+from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.fields import CHAT, CHAT_MESSAGE
 from lockstep.agent.gateway.reading import (
     Answered,
@@ -85,29 +85,22 @@ def _call(entry: Value) -> ToolCall:
 
 
 def write(answered: Answered) -> dict[str, Any]:
-    choices: list[dict[str, Any]] = []
-    for at, reply in enumerate(answered.replies):
-        message = reply.message
-        # null for a call without text, as OpenAI has it
-        text = message.content or (None if message.tool_calls else "")
-        content: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if message.thinking:
-            content["reasoning_content"] = message.thinking
-        if message.tool_calls:
-            content["tool_calls"] = [_told(call) for call in message.tool_calls]
-        choices.append({"index": at, "message": content, **_ending(answered, reply)})
     return {
-        **_head(answered, "chat.completion"),
-        "choices": choices,
+        "id": f"chatcmpl-{answered.id}",
+        "object": "chat.completion",
+        "created": answered.created,
+        "model": answered.asked.model,
+        "system_fingerprint": f"policy-{answered.replies[-1].policy_version}",
+        "choices": [_choice(answered, at) for at in range(len(answered.replies))],
         "usage": _usage(answered),
-        **answered.extension(),
     }
 
 
 def events(answered: Answered) -> Iterator[bytes]:
     """The chunks of a stream."""
-    body, head = write(answered), _head(answered, "chat.completion.chunk")
-    for choice in body["choices"]:
+    head = {**write(answered), "object": "chat.completion.chunk"}
+    choices, usage = head.pop("choices"), head.pop("usage")
+    for choice in choices:
         message = choice.pop("message")
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         for name in ("reasoning_content", "content"):
@@ -122,34 +115,30 @@ def events(answered: Answered) -> Iterator[bytes]:
             yield event({**head, "choices": [{**open_end, "delta": delta}]})
         yield event({**head, "choices": [{**choice, "delta": {}}]})
     if answered.asked.has_usage or answered.has_ids:
-        yield event({**head, "choices": [], "usage": body["usage"], **answered.extension()})
+        yield event({**head, "choices": [], "usage": usage, **answered.extension()})
     yield b"data: [DONE]\n\n"
 
 
-def _head(answered: Answered, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{answered.id}",
-        "object": kind,
-        "created": answered.created,
-        "model": answered.asked.model,
-        "system_fingerprint": f"policy-{answered.replies[-1].policy_version}",
-    }
+def _choice(answered: Answered, at: int) -> dict[str, Any]:
+    reply = answered.replies[at]
+    message, logprobs = reply.message, None
+    # null for a call without text, as OpenAI has it
+    text = message.content or (None if message.tool_calls else "")
+    content: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if message.thinking:
+        content["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        content["tool_calls"] = [_told(call) for call in message.tool_calls]
+    if answered.asked.has_logprobs:
+        logprobs = {"content": answered.logprobs(reply), "refusal": None}
+    reason = "tool_calls" if message.tool_calls else "stop"
+    reason = reason if reply.finish_reason == "stop" else "length"
+    return {"index": at, "message": content, "finish_reason": reason, "logprobs": logprobs}
 
 
 def _told(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _ending(answered: Answered, reply: TurnReply) -> dict[str, Any]:
-    reason = "tool_calls" if reply.message.tool_calls else "stop"
-    logprobs = None
-    if answered.asked.has_logprobs:
-        logprobs = {"content": answered.logprobs(reply), "refusal": None}
-    return {
-        "finish_reason": reason if reply.finish_reason == "stop" else "length",
-        "logprobs": logprobs,
-    }
 
 
 def _usage(answered: Answered) -> dict[str, Any]:

@@ -137,21 +137,29 @@ def assistant(content: Value) -> Message:
 def write(answered: Answered) -> dict[str, Any]:
     reply = answered.replies[0]
     return {
-        **_head(answered),
-        "content": _blocks(reply),
+        "id": f"msg_{answered.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answered.asked.model,
+        "content": _blocks(reply.message),
         **_ending(reply),
-        "usage": _usage(answered),
-        **answered.extension(),
+        "usage": {
+            # In this dialect, input_tokens excludes tokens read from the cache.
+            "input_tokens": len(reply.prompt_ids) - reply.num_reused_tokens,
+            "cache_read_input_tokens": reply.num_reused_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": len(reply.token_ids),
+        },
     }
 
 
 def events(answered: Answered) -> Iterator[bytes]:
     """The events of a stream."""
-    reply = answered.replies[0]
-    usage = _usage(answered)
-    begun = {**_head(answered), "content": [], "stop_reason": None, "stop_sequence": None}
-    yield _event("message_start", message={**begun, "usage": {**usage, "output_tokens": 0}})
-    for at, block in enumerate(_blocks(reply)):
+    body, ending = write(answered), _ending(answered.replies[0])
+    usage = {**body["usage"], "output_tokens": 0}
+    begun = {**body, **dict.fromkeys(ending), "content": [], "usage": usage}
+    yield _event("message_start", message=begun)
+    for at, block in enumerate(body["content"]):
         match block["type"]:
             case "text":
                 opened, deltas = {"text": ""}, [("text_delta", "text", block["text"])]
@@ -169,7 +177,7 @@ def events(answered: Answered) -> Iterator[bytes]:
         for kind, key, text in deltas:
             yield _event("content_block_delta", index=at, delta={"type": kind, key: text})
         yield _event("content_block_stop", index=at)
-    yield _event("message_delta", delta=_ending(reply), usage=usage, **answered.extension())
+    yield _event("message_delta", delta=ending, usage=body["usage"], **answered.extension())
     yield _event("message_stop")
 
 
@@ -177,17 +185,7 @@ def _event(kind: str, **body: Any) -> bytes:
     return event({"type": kind, **body}, kind)
 
 
-def _head(answered: Answered) -> dict[str, Any]:
-    return {
-        "id": f"msg_{answered.id}",
-        "type": "message",
-        "role": "assistant",
-        "model": answered.asked.model,
-    }
-
-
-def _blocks(reply: TurnReply) -> list[dict[str, Any]]:
-    message = reply.message
+def _blocks(message: Message) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if message.thinking:
         signature = _signature(message.thinking)
@@ -217,24 +215,12 @@ def input_of(arguments: str) -> dict[str, Any]:
 
 
 def _ending(reply: TurnReply) -> dict[str, Any]:
+    reason = "tool_use" if reply.message.tool_calls else "end_turn"
     if reply.finish_reason != "stop":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if reply.message.tool_calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if isinstance(reply.stop, str):
+        reason = "max_tokens"
+    elif reason == "end_turn" and isinstance(reply.stop, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
-
-
-def _usage(answered: Answered) -> dict[str, Any]:
-    reply = answered.replies[0]
-    return {
-        # In this dialect, input_tokens excludes tokens read from the cache.
-        "input_tokens": len(reply.prompt_ids) - reply.num_reused_tokens,
-        "cache_read_input_tokens": reply.num_reused_tokens,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": len(reply.token_ids),
-    }
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 # -- refusals -------------------------------------------------------------------------------------

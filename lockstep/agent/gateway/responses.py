@@ -159,15 +159,35 @@ def response_id(answered: Answered) -> str:
 
 
 def write(answered: Answered) -> dict[str, Any]:
-    reply = answered.replies[0]
+    """The reply, with the request's settings repeated."""
+    asked, reply = answered.asked, answered.replies[0]
+    body, turn = asked.body, asked.turn
     is_complete = reply.finish_reason == "stop"
     return {
-        **_head(answered, "completed" if is_complete else "incomplete"),
+        "id": response_id(answered),
+        "object": "response",
+        "created_at": answered.created,
         "completed_at": answered.created if is_complete else None,
+        "status": "completed" if is_complete else "incomplete",
+        "error": None,
         "incomplete_details": None if is_complete else {"reason": "max_output_tokens"},
+        "instructions": body.get("instructions"),
+        "max_output_tokens": turn.max_tokens,
+        "metadata": body.get("metadata") or {},
+        "model": asked.model,
         "output": _items(answered),
+        "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "previous_response_id": body.get("previous_response_id"),
+        "reasoning": {"effort": None, "summary": None, **(body.get("reasoning") or {})},
+        "store": asked.is_stored,
+        "temperature": turn.temperature,
+        "text": {"format": {"type": "text"}, **(body.get("text") or {})},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": turn.top_p,
+        "truncation": "disabled",
         "usage": _usage(answered),
-        **answered.extension(),
+        "user": body.get("user"),
     }
 
 
@@ -180,10 +200,12 @@ def events(answered: Answered) -> Iterator[bytes]:
         number += 1
         return event({"type": kind, "sequence_number": number, **body}, kind)
 
-    begun = {**_head(answered, "in_progress"), "output": [], "usage": None}
+    body = write(answered)
+    later = dict.fromkeys(("completed_at", "incomplete_details", "usage"))
+    begun = {**body, **later, "status": "in_progress", "output": []}
     yield numbered("response.created", response=begun)
     yield numbered("response.in_progress", response=begun)
-    for at, item in enumerate(_items(answered)):
+    for at, item in enumerate(body["output"]):
         place = {"output_index": at, "item_id": item["id"]}
         if item["type"] in ("function_call", "custom_tool_call"):
             key = "arguments" if item["type"] == "function_call" else "input"
@@ -205,37 +227,7 @@ def events(answered: Answered) -> Iterator[bytes]:
             yield numbered(f"{kind}.done", **place, text=part["text"], **more)
             yield numbered("response.content_part.done", **place, part=part)
         yield numbered("response.output_item.done", output_index=at, item=item)
-    body = write(answered)
-    yield numbered(f"response.{body['status']}", response=body)
-
-
-def _head(answered: Answered, status: str) -> dict[str, Any]:
-    """The part that every form of the response has: the request's settings, repeated."""
-    asked = answered.asked
-    body, turn = asked.body, asked.turn
-    return {
-        "id": response_id(answered),
-        "object": "response",
-        "created_at": answered.created,
-        "status": status,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "max_output_tokens": turn.max_tokens,
-        "metadata": body.get("metadata") or {},
-        "model": asked.model,
-        "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "previous_response_id": body.get("previous_response_id"),
-        "reasoning": {"effort": None, "summary": None, **(body.get("reasoning") or {})},
-        "store": asked.is_stored,
-        "temperature": turn.temperature,
-        "text": {"format": {"type": "text"}, **(body.get("text") or {})},
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
-        "top_p": turn.top_p,
-        "truncation": "disabled",
-        "user": body.get("user"),
-    }
+    yield numbered(f"response.{body['status']}", response={**body, **answered.extension()})
 
 
 def _items(answered: Answered) -> list[dict[str, Any]]:

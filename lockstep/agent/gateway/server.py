@@ -318,7 +318,9 @@ class GatewayServer:
                 work.cancel()
             work.add_done_callback(partial(_lost, session))
             raise
-        return _json(dialect.write(answered(replies)), headers=_headers(session, replies))
+        found = answered(replies)
+        body = {**dialect.write(found), **found.extension()}
+        return _json(body, headers=_headers(session, replies))
 
     async def _stream(
         self,
