@@ -99,67 +99,57 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-class RunLock:
-    """Holds `path` for as long as this process lives, or until `release`.
+@contextlib.contextmanager
+def hold_lock(path: Path) -> Iterator[None]:
+    """Holds the lock of a run directory; raises RunError, naming the process and the host, if
+    another writer holds it.
 
     On one host the kernel's advisory lock decides, and a process that dies frees it, so a killed
     run needs no cleaning up. The file holds process id and host, for the message and for hosts that
     share a file system without sharing kernel locks: a lock that names another host is respected
-    until somebody deletes it. The file is emptied on release, never removed: two processes could
+    until somebody deletes it. The file is emptied in the end, never removed: two processes could
     otherwise hold two files of one name.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: int | None = None
-
-    def acquire(self) -> None:
-        """Raises RunError, naming the process and the host, if another writer holds the lock."""
-        try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise RunError(
-                f"{self.path} cannot be opened ({error.strerror}); a run keeps its lock in this "
-                "file. Remove what is there, or choose another directory with out=DIR."
-            ) from error
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be opened ({error.strerror}); a run keeps its lock in this "
+            "file. Remove what is there, or choose another directory with out=DIR."
+        ) from error
+    try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            holder = _holder(descriptor)
-            if holder.get("host", platform.node()) != platform.node():
-                raise RunError(
-                    f"{self._in_use(holder)} This host cannot see whether that process lives: if "
-                    f"it does not, delete {self.path} and start again."
-                )
-            since = datetime.now(UTC).isoformat(timespec="seconds")
-            mine = {"pid": os.getpid(), "host": platform.node(), "since": since}
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(mine).encode(), 0)
-        except BaseException as error:
-            holder = _holder(descriptor)
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                raise RunError(self._in_use(holder)) from None
-            raise
-        self._file = descriptor
+        except BlockingIOError:
+            raise RunError(_in_use(path, _holder(descriptor))) from None
+        holder = _holder(descriptor)
+        if holder.get("host", platform.node()) != platform.node():
+            raise RunError(
+                f"{_in_use(path, holder)} This host cannot see whether that process lives: if "
+                f"it does not, delete {path} and start again."
+            )
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        mine = {"pid": os.getpid(), "host": platform.node(), "since": since}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
+                os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
 
-    def release(self) -> None:
-        """Lets the next writer in. Does nothing if the lock is not held."""
-        if self._file is None:
-            return
-        with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
-            os.ftruncate(self._file, 0)
-        os.close(self._file)
-        self._file = None
 
-    def _in_use(self, holder: dict[str, Any]) -> str:
-        who = "another process"
-        if "pid" in holder:
-            host, since = holder.get("host", "unknown host"), holder.get("since", "unknown time")
-            who = f"process {holder['pid']} on {host} (since {since})"
-        return (
-            f"{self.path.parent} is in use by {who}: a run directory has one writer. "
-            "Choose another directory with out=DIR, or end that run first."
-        )
+def _in_use(path: Path, holder: dict[str, Any]) -> str:
+    who = "another process"
+    if "pid" in holder:
+        host, since = holder.get("host", "unknown host"), holder.get("since", "unknown time")
+        who = f"process {holder['pid']} on {host} (since {since})"
+    return (
+        f"{path.parent} is in use by {who}: a run directory has one writer. "
+        "Choose another directory with out=DIR, or end that run first."
+    )
 
 
 def is_locked(path: Path) -> bool:

@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from lockstep.errors import RunError
 from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
-from lockstep.store.files import RunLock, sync_directory, write_atomically, write_json
+from lockstep.store.files import hold_lock, sync_directory, write_atomically, write_json
 from lockstep.store.metrics import JsonlLogger, read_rows
 from lockstep.store.trajectories import (
     TrajectoryRecord,
@@ -124,9 +124,11 @@ class RunDirectory:
     ...     run.log({"step": 0, "reward/mean": 0.27})
     """
 
-    def __init__(self, path: Path, lock: RunLock, record: RecordConfig) -> None:
-        self.path, self._lock, self._record = path, lock, record
-        self.metrics = JsonlLogger(path / "metrics.jsonl")
+    def __init__(
+        self, path: Path, metrics: JsonlLogger, lock: ExitStack, record: RecordConfig | None
+    ) -> None:
+        self.path, self.metrics = path, metrics
+        self._lock, self._record = lock, record or RecordConfig()
 
     @classmethod
     def create(
@@ -144,7 +146,8 @@ class RunDirectory:
         """
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
-        with _locked(path) as lock:
+        with ExitStack() as lock:
+            lock.enter_context(hold_lock(path / "lock"))
             found = [name for name in _OWN_NAMES if _holds_something(path / name)]
             if found:
                 raise RunError(
@@ -157,7 +160,8 @@ class RunDirectory:
             write_json(path / "environment.json", {**environment, "resumes": []})
             # Last, because a directory with a config.json is a run.
             write_json(path / "config.json", dict(config))
-            return cls(path, lock, record or RecordConfig())
+            metrics = JsonlLogger(path / "metrics.jsonl")
+            return cls(path, metrics, lock.pop_all(), record)
 
     @classmethod
     def open(
@@ -173,14 +177,15 @@ class RunDirectory:
         """
         path = Path(path)
         _check_is_run(path)
-        with _locked(path) as lock:
-            directory = cls(path, lock, record or RecordConfig())
+        with ExitStack() as lock:
+            lock.enter_context(hold_lock(path / "lock"))
+            metrics = JsonlLogger(path / "metrics.jsonl")
             environment = _read_json(path / "environment.json")
             environment["resumes"].append(describe_environment(facts))
             write_json(path / "environment.json", environment)
             for partial in (path / "trajectories").glob("*.partial"):
                 partial.unlink()
-            return directory
+            return cls(path, metrics, lock.pop_all(), record)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends a metrics row; on disk when this returns. See `JsonlLogger.log`."""
@@ -252,25 +257,13 @@ class RunDirectory:
     def close(self) -> None:
         """Closes the files and frees the lock. May be called twice."""
         self.metrics.close()
-        self._lock.release()
+        self._lock.close()
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[RunLock]:
-    """Takes the lock of a run; an error within frees it."""
-    lock = RunLock(path / "lock")
-    lock.acquire()
-    try:
-        yield lock
-    except BaseException:
-        lock.release()
-        raise
 
 
 # ---------------------------------------------------------------------------------------------

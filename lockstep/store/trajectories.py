@@ -92,6 +92,11 @@ _SEGMENT_COLUMNS: tuple[tuple[str, pa.DataType, Callable[[Segment, Values], Any]
     ("support_ids", _INTS, lambda s, _: None if s.support is None else s.support.values),
     ("support_sizes", _INTS, lambda s, _: None if s.support is None else s.support.sizes),
 )
+_AS_STORED = (
+    *("parent", "is_sampled", "turn", "policy_version", "finish_reason"),
+    *("reason", "reward", "fingerprint"),
+)
+"""Fields of a segment whose columns hold their values as they are."""
 _SEGMENT = pa.struct([(name, dtype) for name, dtype, _ in _SEGMENT_COLUMNS])
 
 _COLUMNS: tuple[tuple[str, pa.DataType, Callable[[_Row], Any]], ...] = (
@@ -258,7 +263,7 @@ def _max_abs_diff(row: _Row) -> float | None:
     for index, values in row.trained.items():
         trainer, rollout = values.get("trainer_logprobs"), row.trajectory.segments[index].logprobs
         if trainer is not None and rollout is not None:
-            gap = np.abs(trainer.astype(np.float64) - rollout.astype(np.float64))
+            gap = np.abs(trainer.astype(np.float64) - rollout)
             gaps += gap[~np.isnan(gap)].tolist()
     return max(gaps, default=None)
 
@@ -364,19 +369,12 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
 
 def _segment(row: dict[str, Any], where: str) -> Segment:
     return Segment(
-        parent=row["parent"],
+        **{name: row[name] for name in _AS_STORED},
         token_ids=frozen_ids(row["token_ids"], where=where),
-        is_sampled=row["is_sampled"],
-        turn=row["turn"],
         logprobs=_floats(row["logprobs"]),
-        policy_version=row["policy_version"],
-        finish_reason=row["finish_reason"],
-        stop=None if row["stop_json"] is None else json.loads(row["stop_json"]),
+        stop=json.loads(row["stop_json"] or "null"),
         sampling=None if row["sampling_json"] is None else _sampling(row["sampling_json"]),
         messages=tuple(Message.from_dict(m) for m in json.loads(row["messages_json"])),
-        reason=row["reason"],
-        reward=row["reward"],
-        fingerprint=row["fingerprint"],
         routed_experts=_array_from_dict(row["routed_experts"]),
         boundary_routes=_array_from_dict(row["boundary_routes"]),
         support=_support(row, where),
