@@ -111,8 +111,8 @@ def cut_prefix(tokenizer: Tokenizer, ids: Sequence[int], prefix: bytes) -> list[
     return [*run, *ids[end:]]
 
 
-def first_difference(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Returns the index of the first id that differs; the shorter length if one list begins with
+def first_difference(left: Sequence[object], right: Sequence[object]) -> int:
+    """Returns the index of the first entry that differs; the shorter length if one list begins with
     the other."""
-    size = min(len(ids), len(others))
-    return next((at for at in range(size) if ids[at] != others[at]), size)
+    size = min(len(left), len(right))
+    return next((at for at in range(size) if left[at] != right[at]), size)

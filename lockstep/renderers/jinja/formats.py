@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from lockstep.renderers.calls import read_call, read_call_list
 from lockstep.renderers.jinja.marks import Marks, unmarked
+from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.xml_calls import DIALECTS, TextParameters, read_xml_call
 from lockstep.types import ToolCall
 
@@ -42,20 +43,9 @@ class CallFormat:
     dialect: str = "qwen"
     """xml: key of `xml_calls.DIALECTS`."""
 
-    def __str__(self) -> str:
-        inside = {
-            "json": f'{{"name", "{self.arguments_key}"}}',
-            "xml": DIALECTS[self.dialect].sketch.partition(" ")[0],
-            "fields": f"NAME{self.between}ARGUMENTS",
-        }[self.kind]
-        return "".join((self.head, self.open, inside, self.close, self.tail)).replace("\n", "\\n")
 
-
-@dataclass(frozen=True)
-class _Span:
-    begin: int
-    end: int
-    format: CallFormat
+_Span = tuple[int, int, CallFormat]
+"""Begin and end of one call in a text, and its format."""
 
 
 def derive_format(one: str, two: str, calls: Sequence[ToolCall], marks: Marks) -> CallFormat | None:
@@ -65,27 +55,24 @@ def derive_format(one: str, two: str, calls: Sequence[ToolCall], marks: Marks) -
     """
     spans = _spans(two, calls) if two else []
     if len(spans) == 2:
-        text = two
-        first, last = spans
-        middle = units(text[first.end : last.begin].strip(), marks)
-        before = units(text[: first.begin].strip(), marks)
-        after = units(text[last.end :].strip(), marks)
-        opened = common(before[::-1], middle[::-1])[::-1]
-        closed = common(after, middle)
-        head, tail = before[: len(before) - len(opened)], after[len(closed) :]
+        (begin, end, found), (next_begin, next_end, _) = spans
+        middle = units(two[end:next_begin].strip(), marks)
+        before = units(two[:begin].strip(), marks)
+        after = units(two[next_end:].strip(), marks)
+        num_head = len(before) - first_difference(before[::-1], middle[::-1])
+        num_close = first_difference(after, middle)
         return replace(
-            first.format,
-            open="".join(opened).strip(),
-            close="".join(closed).strip(),
-            head="".join(head).strip(),
-            tail="".join(tail).strip(),
+            found,
+            open="".join(before[num_head:]).strip(),
+            close="".join(after[:num_close]).strip(),
+            head="".join(before[:num_head]).strip(),
+            tail="".join(after[num_close:]).strip(),
         )
     spans = _spans(one, calls[:1])
     if len(spans) != 1:
         return None
-    span = spans[0]
-    opened, closed = one[: span.begin].strip(), one[span.end :].strip()
-    return replace(span.format, open=opened, close=closed, is_single=not two)
+    begin, end, found = spans[0]
+    return replace(found, open=one[:begin].strip(), close=one[end:].strip(), is_single=not two)
 
 
 def _spans(text: str, calls: Sequence[ToolCall]) -> list[_Span]:
@@ -98,7 +85,7 @@ def _spans(text: str, calls: Sequence[ToolCall]) -> list[_Span]:
             if span is None:
                 break
             spans.append(span)
-            at = span.end
+            at = span[1]
         if len(spans) == len(calls):
             return spans
     return []
@@ -117,7 +104,7 @@ def _xml_span(text: str, at: int, call: ToolCall) -> _Span | None:
             continue
         read = read_xml_call(found[0], {}, dialect)
         if isinstance(read, ToolCall) and json.loads(read.arguments) == json.loads(call.arguments):
-            return _Span(found.start(), found.end(), CallFormat(kind="xml", dialect=name))
+            return found.start(), found.end(), CallFormat(kind="xml", dialect=name)
     return None
 
 
@@ -134,7 +121,7 @@ def _json_span(text: str, at: int, call: ToolCall) -> _Span | None:
         if fields.get("name") == call.name and keys:
             others = tuple(key for key in fields if key not in ("name", keys[0]))
             made = CallFormat(kind="json", arguments_key=keys[0], other_keys=others)
-            return _Span(begin, end, made)
+            return begin, end, made
     return None
 
 
@@ -150,7 +137,7 @@ def _fields_span(text: str, at: int, call: ToolCall) -> _Span | None:
     if found != json.loads(call.arguments):
         return None
     between = text[begin + len(call.name) : from_]
-    return _Span(begin, end, CallFormat(kind="fields", between=between))
+    return begin, end, CallFormat(kind="fields", between=between)
 
 
 def units(text: str, marks: Marks) -> list[str]:
@@ -161,13 +148,6 @@ def units(text: str, marks: Marks) -> list[str]:
         out += [*text[begin:at], name]
         begin = at + len(name)
     return [*out, *text[begin:]]
-
-
-def common(left: Sequence[str], right: Sequence[str]) -> list[str]:
-    size = 0
-    while size < min(len(left), len(right)) and left[size] == right[size]:
-        size += 1
-    return list(left[:size])
 
 
 # -- reading a turn -------------------------------------------------------------------------------

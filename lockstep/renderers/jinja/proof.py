@@ -89,15 +89,15 @@ def prove(renderer: Any) -> Proof:
     held: list[str] = []
     num_asked = 0
     unsupported: dict[str, str] = {}
-    if "tools" in renderer.shape.problems:
-        unsupported[TAKES_TOOLS] = renderer.shape.problems["tools"]
+    if renderer.shape.no_calls:
+        unsupported[TAKES_TOOLS] = renderer.shape.no_calls
     for name, (ability, messages) in DIALOGUES.items():
         if renderer.shape.thinking is None and any(m.thinking for m in messages):
             continue
         num_asked += 1
         has_calls = any(m.tool_calls for m in messages)
         if has_calls and renderer.shape.calls is None:
-            unsupported.setdefault(ability, renderer.shape.problems["tools"])
+            unsupported.setdefault(ability, renderer.shape.no_calls)
             continue
         try:
             _hold(renderer, messages, is_cut=name == "truncated")

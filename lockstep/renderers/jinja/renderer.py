@@ -135,9 +135,8 @@ class JinjaRenderer:
         if not ids or ids[-1] not in self.stop_ids:
             close = self._close(ids, stop if self.shape.is_ended_by_next else self.shape.stop)
         elif self.shape.is_ended_by_next and ids[-1] != self.tokenizer.control_id(stop):
-            close = self._marks.pieces(
-                stop, ""
-            )  # the model named another role than the one to come
+            # The model named another role than the one to come.
+            close = self._marks.pieces(stop, "")
         return encode_pieces(self.tokenizer, [*close, *self._marks.pieces(behind, mark)])
 
     def render_reply(self, message: Message) -> list[int]:
@@ -160,8 +159,48 @@ class JinjaRenderer:
         return ids
 
     def reply_ids(self, message: Message, after: Sequence[Message] = ()) -> list[int]:
-        """Returns a turn as the template writes it before `after`; as the last message if empty."""
-        text, mark = self._turn(message, after)
+        """Returns a turn as the template writes it before `after`, without its opening and with its
+        stop token; as the last message if `after` is empty."""
+        shape = self.shape
+        how = shape.thinking
+        if message.thinking and how is None:
+            raise RendererError(
+                "the message has thinking, and the chat template of this model writes none. Leave "
+                "the thinking out."
+            )
+        for call in message.tool_calls:
+            if shape.calls is None:
+                raise RendererError(f"the message calls a tool: {shape.no_calls}")
+            if not shape.has_text_arguments and arguments_of(call) is None:
+                raise RendererError(
+                    f"the arguments of the call {call.name} are no JSON object, and the template "
+                    f"takes them apart: {call.arguments[:80]!r}."
+                )
+        text, mark = self._write([message, *after], before=(HELLO,))
+        base, _ = self._write((), before=(HELLO,))
+        if not text.startswith(base):
+            raise RendererError(
+                "what follows changes what stands before: the template begins the dialogue with "
+                f"{text[: len(base)]!r} then, and with {base!r} without it."
+            )
+        text = text[len(base) :]
+        stop = shape.call_stop if message.tool_calls else shape.stop
+        if not after and all(name != stop for _, name in self._marks.names(text)):
+            # GLM-4.5 ends a turn with the token of the next role, Apriel the last one with nothing.
+            text += shape.call_stop if message.tool_calls else shape.words_end
+        text = text[: self._end_of(message, text)]
+        self._require_words([message], text, mark)
+        if text.startswith(shape.opening):
+            text = text[len(shape.opening) :]
+        elif text.startswith(shape.header):
+            text = text[len(shape.header) :].removeprefix(shape.lead)
+            if how is not None:  # a history without thinking, where the opening begins with it
+                text = f"{how.open}{self._marks.mark(message.thinking, mark)}{how.close}{text}"
+        else:
+            raise RendererError(
+                f"the template begins a reply with {text[:60]!r}, and asks for one with "
+                f"{shape.opening!r}."
+            )
         return encode_pieces(self.tokenizer, self._marks.pieces(text, mark))
 
     # -- thinking -----------------------------------------------------------------------------
@@ -201,31 +240,28 @@ class JinjaRenderer:
         begun = self.tokenizer.decode_bytes(ids[at : at + len(tag)]).startswith(tag.encode())
         if not (begun if opened is None else ids[at : at + 1] == [opened]):
             return ids
-        is_ended = bool(ids) and ids[-1] in self.stop_ids
-        lead = self._ids(self.shape.lead)
-        end = ids[-1:] if is_ended else self._ids(self.shape.words_end)
-        if not is_ended and not self.thinking_opening:
-            end = []
-        body = ids[at:-1] if is_ended else ids[at:]
-        rest = self._behind_thinking(body, how)
-        return [*lead, *(rest if rest is not None else []), *end]
+        body, end = ids[at:], list[int]()
+        if ids and ids[-1] in self.stop_ids:
+            body, end = ids[at:-1], ids[-1:]
+        elif self.thinking_opening:
+            end = self._ids(self.shape.words_end)
+        return [*self._ids(self.shape.lead), *self._behind_thinking(body, how), *end]
 
-    def _behind_thinking(self, ids: list[int], how: Thinking) -> list[int] | None:
-        """Returns the ids after the thinking and its closing tag, or None if it is not closed."""
+    def _behind_thinking(self, ids: list[int], how: Thinking) -> list[int]:
+        """Returns the ids after the thinking and its closing tag; none if it is not closed."""
         opened, closed = self._control(how.open.strip()), self._control(how.close.strip())
         control = self.tokenizer.control_ids
-        first = next(
-            (at for at in range(int(opened is not None), len(ids)) if ids[at] in control), len(ids)
-        )
+        begin = int(opened is not None)
+        first = next((at for at in range(begin, len(ids)) if ids[at] in control), len(ids))
         if closed is not None:
-            if first == len(ids) or ids[first] != closed:
-                return None
+            if ids[first : first + 1] != [closed]:
+                return []
             rest = ids[first + 1 :]
         else:
             tag = how.close.strip().encode()
             found = self.tokenizer.decode_bytes(ids[:first]).find(tag)
             if found < 0:
-                return None
+                return []
             rest = [*cut_front(self.tokenizer, ids[:first], found + len(tag)), *ids[first:]]
         blanks = how.close[len(how.close.rstrip()) :].encode()
         return cut_prefix(self.tokenizer, rest, blanks)
@@ -366,50 +402,6 @@ class JinjaRenderer:
             }
         )
 
-    def _turn(self, message: Message, after: Sequence[Message] = ()) -> tuple[str, str]:
-        """Returns (a turn without its opening, stop token included; the mark in it)."""
-        shape = self.shape
-        how = shape.thinking
-        if message.thinking and how is None:
-            raise RendererError(
-                "the message has thinking, and the chat template of this model writes none. Leave "
-                "the thinking out."
-            )
-        for call in message.tool_calls:
-            if shape.calls is None:
-                raise RendererError(f"the message calls a tool: {shape.problems['tools']}")
-            if not shape.has_text_arguments and arguments_of(call) is None:
-                raise RendererError(
-                    f"the arguments of the call {call.name} are no JSON object, and the template "
-                    f"takes them apart: {call.arguments[:80]!r}."
-                )
-        text, mark = self._write([message, *after], before=(HELLO,))
-        base, _ = self._write((), before=(HELLO,))
-        if not text.startswith(base):
-            raise RendererError(
-                "what follows changes what stands before: the template begins the dialogue with "
-                f"{text[: len(base)]!r} then, and with {base!r} without it."
-            )
-        text = text[len(base) :]
-        stop = shape.call_stop if message.tool_calls else shape.stop
-        if not after and all(name != stop for _, name in self._marks.names(text)):
-            # GLM-4.5 ends a turn with the token of the next role, Apriel the last one with nothing.
-            text += shape.call_stop if message.tool_calls else shape.words_end
-        text = text[: self._end_of(message, text)]
-        self._require_words([message], text, mark)
-        if text.startswith(shape.opening):
-            return text[len(shape.opening) :], mark
-        if not text.startswith(shape.header):
-            raise RendererError(
-                f"the template begins a reply with {text[:60]!r}, and asks for one with "
-                f"{shape.opening!r}."
-            )
-        text = text[len(shape.header) :].removeprefix(shape.lead)
-        if how is not None:  # a history without thinking, where the opening begins with it
-            thinking = self._marks.mark(message.thinking, mark)
-            return f"{how.open}{thinking}{how.close}{text}", mark
-        return text, mark
-
     def _require_words(self, messages: Sequence[Message], text: str, mark: str) -> None:
         """Raises RendererError if the template left out text of a message."""
         for message in messages:
@@ -447,13 +439,13 @@ class JinjaRenderer:
 def _kinds(messages: Sequence[Message]) -> list[str]:
     """Returns the abilities, by the proof's names, that `messages` need."""
     replies = [message for message in messages if message.role == "tool"]
+    roles = {message.role for message in messages}
     found = {
         "take a tool's reply": bool(replies),
         "take several replies to one turn": len(replies) > 1,
         "take an empty reply": any(not m.content.strip() for m in replies),
-        "take a system message later on": any(m.role in ("system", "developer") for m in messages),
-        "take a user's words": any(m.role == "user" for m in messages) and not replies,
-        "take a reply and a user's words": any(m.role == "user" for m in messages)
-        and bool(replies),
+        "take a system message later on": not roles.isdisjoint(("system", "developer")),
+        "take a user's words": "user" in roles and not replies,
+        "take a reply and a user's words": {"user", "tool"} <= roles,
     }
     return [what for what, is_asked in found.items() if is_asked]

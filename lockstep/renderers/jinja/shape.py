@@ -7,19 +7,16 @@ prompt, the end of a turn, the tags of thinking, the format of a call.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast
 
 from lockstep.errors import RendererError
-from lockstep.renderers.jinja.formats import (
-    CallFormat,
-    common,
-    derive_format,
-    units,
-)
+from lockstep.renderers.jinja.formats import CallFormat, derive_format, units
 from lockstep.renderers.jinja.marks import Marks
 from lockstep.renderers.jinja.template import TemplateRefusal
+from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.xml_calls import arguments_of
 from lockstep.types import Message, ToolCall
 
@@ -78,8 +75,8 @@ class Shape:
     empty_content: str | None = ""
     """Content that the template expects for a turn of calls without text."""
     calls: CallFormat | None = None
-    problems: Mapping[str, str] = field(default_factory=dict[str, str])
-    """"tools" -> reason why the template can make no call."""
+    no_calls: str = ""
+    """Reason why the template can make no call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +90,24 @@ class ShapeFinder:
     where: str
 
     def find(self) -> Shape:
-        base = self.run(_dicts(HELLO), [], False)
-        asked = self.run(_dicts(HELLO), [], True)
+        base = self._write(None, HELLO)
+        asked = self.run([message_dict(HELLO, None)], [], True)
         if not asked.startswith(base):
             raise RendererError(
                 f"{self.where}: with add_generation_prompt the template does not only add to a "
                 f"history. Without: {base[-80:]!r}; with: {asked[-80:]!r}."
             )
         opening = asked[len(base) :]
-        plain = self.run(_dicts(HELLO, Message(role="assistant", content=WORDS), HELLO), [], False)
+        answer = Message(role="assistant", content=WORDS)
+        plain = self._write(None, HELLO, answer, HELLO)
         if WORDS not in plain or not plain.startswith(base):
             raise RendererError(
                 f"{self.where}: the template does not write an assistant's words behind "
                 f"the user's. It wrote {plain[:200]!r}."
             )
         text = plain[len(base) :]
-        header = "".join(common(units(opening, self.marks), units(text, self.marks)))
+        begun = units(opening, self.marks)
+        header = "".join(begun[: first_difference(begun, units(text, self.marks))])
         lead, _, rest = text[len(header) :].partition(WORDS)
         names = self.marks.names(rest)
         if not names:
@@ -117,7 +116,7 @@ class ShapeFinder:
                 f"writes {rest[:80]!r} behind them; an engine would never stop."
             )
         at, stop = names[0]
-        last = self.run(_dicts(HELLO, Message(role="assistant", content=WORDS)), [], False)
+        last = self._write(None, HELLO, answer)
         shape = Shape(
             opening=opening,
             header=header,
@@ -129,6 +128,10 @@ class ShapeFinder:
         shape = replace(shape, thinking=self._find_thinking(base, shape))
         return self._with_calls(base, shape)
 
+    def _write(self, shape: Shape | None, *messages: Message) -> str:
+        """Returns a history as the template writes it."""
+        return self.run([message_dict(message, shape) for message in messages], [], False)
+
     def _find_thinking(self, base: str, shape: Shape) -> Thinking | None:
         rest = shape.opening[len(shape.header) :]
         is_closed = rest.count("<") > 1  # an empty block: the model is not to think
@@ -139,7 +142,7 @@ class ShapeFinder:
             if key == "content":
                 message["content"] = f"<think>\n{THOUGHT}\n</think>\n\n{WORDS}"
             try:
-                text = self.run([*_dicts(HELLO), message], [], False)
+                text = self.run([message_dict(HELLO, None), message], [], False)
             except RendererError:
                 continue
             text = text[len(base) :] if text.startswith(base) else ""
@@ -160,54 +163,51 @@ class ShapeFinder:
     def _with_calls(self, base: str, shape: Shape) -> Shape:
         """Adds the format of calls, or the reason why there is none."""
         problem = "it writes nothing for a call"
-        for has_text in (True, False):
-            for empty in ("", None):
-                tried = replace(shape, has_text_arguments=has_text, empty_content=empty)
-                try:
-                    one = self._calling(base, tried, 1)
-                except TemplateRefusal as refusal:
-                    problem = f"it takes no tool's reply: {refusal}"
-                    continue
-                except RendererError as error:
-                    problem = str(error)
-                    continue
-                is_quoted = json.dumps(CALLS[0].arguments)[1:-1] in one
-                if value_of(CALLS[0]) not in one or (has_text and is_quoted):
-                    continue
-                try:
-                    two = self._calling(base, tried, 2)
-                except RendererError:
-                    two = ""  # one call at a time
-                return self._with_format(base, tried, one, two)
-        return replace(shape, problems={"tools": problem})
+        for has_text, empty in product((True, False), ("", None)):
+            tried = replace(shape, has_text_arguments=has_text, empty_content=empty)
+            try:
+                one = self._calling(base, tried, 1)
+            except TemplateRefusal as refusal:
+                problem = f"it takes no tool's reply: {refusal}"
+                continue
+            except RendererError as error:
+                problem = str(error)
+                continue
+            is_quoted = json.dumps(CALLS[0].arguments)[1:-1] in one
+            if value_of(CALLS[0]) not in one or (has_text and is_quoted):
+                continue
+            try:
+                two = self._calling(base, tried, 2)
+            except RendererError:
+                two = ""  # one call at a time
+            return self._with_format(tried, one, two)
+        return replace(shape, no_calls=problem)
 
-    def _with_format(self, base: str, shape: Shape, one: str, two: str) -> Shape:
-        names = [name for _, name in self.marks.names(_behind(one, 0))]
-        if shape.stop in names:
-            stop = shape.stop
-        else:
-            last = _behind(
-                self.run([message_dict(m, shape) for m in (HELLO, _calling(1))], [], False), 0
-            )
+    def _with_format(self, shape: Shape, one: str, two: str) -> Shape:
+        behind = _behind(one, 0)
+        names = self.marks.names(behind)
+        stop = shape.stop
+        if stop not in dict(names).values():
+            last = _behind(self._write(shape, HELLO, _calling(1)), 0)
             stops = [name for _, name in self.marks.names(last)][-1:]
             if shape.is_ended_by_next:
-                stops = [name for at, name in self.marks.names(_behind(one, 0)) if at >= len(last)]
-            stop = (stops or [""])[0]
-        if not stop:
-            return replace(shape, problems={"tools": "no control token ends a turn that calls"})
-        one = one[: one.find(stop, len(one) - len(_behind(one, 0)))]
+                stops = [name for at, name in names if at >= len(last)]
+            if not stops:
+                return replace(shape, no_calls="no control token ends a turn that calls")
+            stop = stops[0]
+        one = one[: one.find(stop, len(one) - len(behind))]
         two = two[: max(two.find(stop, len(two) - len(_behind(two, 1))), 0)]
-        found = derive_format(one, two, CALLS[:2], self.marks)
+        found = derive_format(one, two, CALLS, self.marks)
         if found is None:
             why = f"no known format of calls is in what it writes: {one[:160]!r}"
-            return replace(shape, call_stop=stop, problems={"tools": why})
+            return replace(shape, call_stop=stop, no_calls=why)
         return replace(shape, call_stop=stop, calls=self._with_gap(found, shape))
 
     def _with_gap(self, found: CallFormat, shape: Shape) -> CallFormat:
         """Adds the text that the template writes between content and a call."""
         turn = replace(_calling(1), content=WORDS)
         try:
-            text = self.run([message_dict(m, shape) for m in (HELLO, turn)], [], False)
+            text = self._write(shape, HELLO, turn)
         except RendererError:
             return found
         gap, begins, _ = text.partition(WORDS)[2].partition(found.head or found.open or "{")
@@ -216,8 +216,7 @@ class ShapeFinder:
     def _calling(self, base: str, shape: Shape, count: int) -> str:
         """Returns the template's text for `count` calls, up to the first tool's reply."""
         replies = [replace(_REPLY, name=call.name) for call in CALLS[:count]]
-        dicts = [message_dict(m, shape) for m in (HELLO, _calling(count), *replies)]
-        text = self.run(dicts, [], False)
+        text = self._write(shape, HELLO, _calling(count), *replies)
         if not text.startswith(base) or _REPLY.content not in text:
             raise RendererError(f"the template writes no tool's reply: {text[-80:]!r}")
         text = text[len(base) :].partition(_REPLY.content)[0].removeprefix(shape.header)
@@ -235,10 +234,6 @@ def _calling(count: int) -> Message:
 def _behind(text: str, number: int) -> str:
     """Returns the text after the arguments of a probe call."""
     return text.partition(value_of(CALLS[number]))[2]
-
-
-def _dicts(*messages: Message) -> list[dict[str, Any]]:
-    return [message_dict(message, None) for message in messages]
 
 
 def value_of(call: ToolCall) -> str:
