@@ -32,6 +32,7 @@ from lockstep.doctor.inputs.schema import (
     HEAD,
     OFTEN_CALLED,
     REQUIRED,
+    Values,
     Where,
     facts_from_dict,
     facts_to_dict,
@@ -48,9 +49,7 @@ _BYTES_PER_TOKEN = 8
 
 # -- reading ---------------------------------------------------------------------------------------
 
-_Columns = Mapping[str, "pa.Array | list[Any]"]
-"""Some rows of a file as columns."""
-_Blocks = Iterator[tuple[_Columns, Where]]
+_Blocks = Iterator[tuple[Mapping[str, Values], Where]]
 """Rows of a file in blocks of at most so many tokens, or of one row."""
 
 
@@ -209,7 +208,7 @@ def _parquet_blocks(
     for batches in grouped(slices(), max_tokens):
         table = pa.Table.from_batches(batches)
         rows = f"rows {first} to {first + len(table) - 1}"
-        found: dict[str, pa.Array | list[Any]] = {}
+        found: dict[str, Values] = {}
         for name in table.column_names:
             column = table.column(name)
             try:
@@ -276,33 +275,8 @@ def _json_blocks(path: Path, columns: frozenset[str], max_tokens: int) -> _Block
     for rows in grouped(checked(), max_tokens):
         lines = [line for line, _ in rows]
 
-        def where(i: int, lines: list[int] = lines) -> str:
-            return f"{path}:{lines[i]}"
-
-        found: dict[str, pa.Array | list[Any]] = {}
-        for name in (name for name in BY_NAME if name in columns):
-            values = [row.get(name) for _, row in rows]
-            is_text = BY_NAME[name].shape in ("text", "messages")
-            found[name] = values if is_text else _array(values, name, where)
-        yield found, where
-
-
-def _array(values: list[Any], name: str, where: Where) -> pa.Array:
-    """Python values as an Arrow array of the type that Arrow infers."""
-    problems = (pa.ArrowException, OverflowError, TypeError, ValueError)
-    try:
-        return pa.array(values)
-    except problems:
-        first = next((value for value in values if value), None)
-    for i, value in enumerate(values):
-        try:
-            pa.array([first, value])
-        except problems as error:
-            reason = " ".join(str(error).split())[:100]
-            raise DataError(
-                f"{where(i)}: {name} is no column of numbers, or unlike the rows before ({reason})."
-            ) from None
-    raise DataError(f"{where(0)}: {name}, in this or a later row, holds no column of numbers.")
+        found = {n: [row.get(n) for _, row in rows] for n in BY_NAME if n in columns}
+        yield found, lambda i, lines=lines: f"{path}:{lines[i]}"
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ VERSION = 1
 Shape = Literal["token", "row", "token or row", "turn", "route", "text", "messages"]
 _DEPTHS: Mapping[Shape, int] = {"token": 1, "token or row": 1, "turn": 2, "route": 3}
 """Levels of lists of a shape."""
+Values = pa.Array | list[Any]
+"""[R] the values of a column, one per row."""
 Where = Callable[[int], str]
 """Place in the file of the row with an index; begins an error."""
 
@@ -144,14 +146,12 @@ def facts_from_dict(source: object, where: str) -> Facts:
 # -- columns to rows -------------------------------------------------------------------------------
 
 
-def rows_of(
-    columns: Mapping[str, pa.Array | list[Any]], *, row_ids: Sequence[str], where: Where
-) -> Rows:
+def rows_of(columns: Mapping[str, Values], *, row_ids: Sequence[str], where: Where) -> Rows:
     """Rows from the columns of a file.
 
-    columns: [R] each, by their name in the file: Arrow arrays, or lists of Python values for text
-    and messages. row_ids: [R] names for rows without an id. Raises DataError for values that cannot
-    be rows; strange values of log-probs are left to the checks.
+    columns: [R] each, by their name in the file: Arrow arrays, or lists of Python values (text and
+    messages are always lists). row_ids: [R] names for rows without an id. Raises DataError for
+    values that cannot be rows; strange values of log-probs are left to the checks.
 
     >>> columns = {"token_ids": pa.array([[5, 6]]), "loss_mask": pa.array([[False, True]])}
     >>> rows = rows_of(columns, row_ids=["0"], where=lambda i: f"rows.jsonl:{i + 1}")
@@ -185,7 +185,7 @@ def rows_of(
         ("advantages", parts["loss_mask"]),
     ):
         found = columns.get(name)
-        if found is not None and not _is_list(found.type):
+        if found is not None and not _has_lists(found):
             fill = np.array(BY_NAME[name].fill, parts[name].dtype)
             parts[name] = np.where(over, np.repeat(parts[name], sizes), fill)
     return Rows(**parts)
@@ -205,7 +205,7 @@ def _texts(
     return tuple(out)
 
 
-def _named(column: Column, found: pa.Array, sizes: Int64Array | None, where: Where) -> Any:
+def _named(column: Column, found: Values, sizes: Int64Array | None, where: Where) -> Any:
     """`_read`; a DataError names the first row that cannot be read."""
     try:
         return _read(column, found, sizes)
@@ -213,16 +213,16 @@ def _named(column: Column, found: pa.Array, sizes: Int64Array | None, where: Whe
         reason = error
     for i in range(len(found)):
         try:
-            _read(column, found.slice(i, 1), None if sizes is None else sizes[i : i + 1])
+            _read(column, found[i : i + 1], None if sizes is None else sizes[i : i + 1])
         except ValueError as error:
             raise DataError(f"{where(i)}: {column.name} {error}") from None
     raise DataError(f"{where(0)}: in this or a later row, {column.name} {reason}")
 
 
-def _read(column: Column, found: pa.Array, sizes: Int64Array | None) -> Any:
+def _read(column: Column, found: Values, sizes: Int64Array | None) -> Any:
     """A column as the field of `Rows`. sizes: [R] tokens of each row; None for the ids, which are
     returned with them. Raises ValueError for values that cannot be rows."""
-    is_row = column.shape == "row" or (column.shape == "token or row" and not _is_list(found.type))
+    is_row = column.shape == "row" or (column.shape == "token or row" and not _has_lists(found))
     levels, values = _unnested(column, found, 0 if is_row else _DEPTHS[column.shape])
     if sizes is None:
         return levels[0], values
@@ -249,10 +249,10 @@ def _read(column: Column, found: pa.Array, sizes: Int64Array | None) -> Any:
 
 
 def _unnested(
-    column: Column, found: pa.Array, depth: int
+    column: Column, source: Values, depth: int
 ) -> tuple[list[Int64Array], npt.NDArray[Any]]:
     """(entries of each list, level by level, -1 where a row is null; all values in order)."""
-    found = _cast(column, found, depth)
+    found = _cast(column, source, depth)
     levels: list[Int64Array] = []
     for level in range(depth):
         sizes = pc.call_function("list_value_length", [found]).cast(pa.int64()).fill_null(-1)
@@ -274,19 +274,26 @@ def _unnested(
     return levels, values
 
 
-def _cast(column: Column, found: pa.Array, depth: int) -> pa.Array:
+def _cast(column: Column, found: Values, depth: int) -> pa.Array:
     """`found` in the type of the column."""
-    leaf = found.type
-    while _is_list(leaf):
-        leaf = leaf.value_type
-    is_number = pa.types.is_primitive(leaf) or pa.types.is_null(leaf)
-    reason = f"found {leaf}"
-    if is_number and not (pa.types.is_boolean(leaf) and column.dtype != "bool"):
-        try:
-            return found.cast(column.arrow_type_of(depth))
-        except (pa.ArrowException, NotImplementedError) as error:
-            reason = " ".join(str(error).split())[:100]
+    try:
+        array = pa.array(found) if isinstance(found, list) else found
+        leaf = array.type
+        while _is_list(leaf):
+            leaf = leaf.value_type
+        is_number = pa.types.is_primitive(leaf) or pa.types.is_null(leaf)
+        if is_number and not (pa.types.is_boolean(leaf) and column.dtype != "bool"):
+            return array.cast(column.arrow_type_of(depth))
+        reason = f"found {leaf}"
+    except (pa.ArrowException, NotImplementedError, OverflowError, TypeError) as error:
+        reason = " ".join(str(error).split())[:100]
     raise ValueError(f"must be {column.expected} ({reason}).")
+
+
+def _has_lists(found: Values) -> bool:
+    if isinstance(found, list):
+        return any(isinstance(value, list) for value in found)
+    return _is_list(found.type)
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -156,9 +156,12 @@ def test_values_of_two_kinds_in_one_column_are_refused(tmp_path: Path):
     inside = lines(tmp_path / "b.jsonl", GOOD, {**GOOD, "token_ids": [1, "2"]})
     huge = lines(tmp_path / "c.jsonl", {**GOOD, "token_ids": [1, 2**70]})
 
-    assert "a.jsonl:2: token_ids is no column of numbers, or unlike the rows" in complaint(mixed)
-    assert "b.jsonl:2: token_ids is no column of numbers" in complaint(inside)
-    assert "c.jsonl:1: token_ids is no column of numbers" in complaint(huge)
+    assert (
+        "a.jsonl:2: token_ids must be a list per row of whole numbers (found string)"
+        in complaint(mixed)
+    )
+    assert "b.jsonl:2: token_ids must be a list per row of whole numbers" in complaint(inside)
+    assert "c.jsonl:1: token_ids must be a list per row of whole numbers" in complaint(huge)
 
 
 def test_a_file_that_was_cut_off_is_said_to_be(tmp_path: Path):
