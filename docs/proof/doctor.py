@@ -450,7 +450,7 @@ def at_hand(player: Player) -> Rescoring:
         config=replace(player.model.config, vocab_size=vocab_size),
     )
     return Rescoring(
-        weights=weights, temperature=1.0, top_p=1.0, top_k=0,
+        weights=weights, facts=Facts(temperature=1.0, top_p=1.0, top_k=0),
         max_tokens=MAX_TOKENS, _scorer=FewIds(player),
     )  # fmt: skip
 

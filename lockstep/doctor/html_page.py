@@ -150,41 +150,37 @@ def row_document(
     first, last = _window(rows, evidence)
     spans = _segments(rows, first, last)
 
-    def columns(values: Float32Array | None) -> tuple[Float32Array | None, ...]:
-        """Values of each sampled segment; None for one without any."""
-        if values is None:
-            return (None,) * len(spans)
-        return tuple(
-            values[begin:end]
-            if rows.sampled[begin] and not np.isnan(values[begin:end]).all()
-            else None
-            for begin, end in spans
-        )
+    def numbers(column: Float32Array | None) -> list[Float32Array | None]:
+        """The column cut into segments; None for one without any number."""
+        if column is None:
+            return [None] * len(spans)
+        parts = (column[begin:end] if rows.sampled[begin] else None for begin, end in spans)
+        return [None if part is None or np.isnan(part).all() else part for part in parts]
 
+    logprobs, messages = numbers(rows.rollout_logprobs), _messages_of(rows, spans)
     versions = rows.policy_version
-    logprobs, messages = columns(rows.rollout_logprobs), _messages_of(rows, spans)
-    segments = [
-        Segment(
-            parent=number - 1 if number else None,
-            token_ids=rows.token_ids[begin:end],
-            is_sampled=bool(rows.sampled[begin]),
-            turn=max(int(rows.turns[begin]), 0),
-            logprobs=logprobs[number],
-            policy_version=None
-            if versions is None or versions[begin] < 0
-            else int(versions[begin]),
-            messages=tuple(messages[number]),
+    segments: list[Segment] = []
+    for number, (begin, end) in enumerate(spans):
+        version = -1 if versions is None else int(versions[begin])
+        segments.append(
+            Segment(
+                parent=number - 1 if number else None,
+                token_ids=rows.token_ids[begin:end],
+                is_sampled=bool(rows.sampled[begin]),
+                turn=max(int(rows.turns[begin]), 0),
+                logprobs=logprobs[number],
+                policy_version=None if version < 0 else version,
+                messages=tuple(messages[number]),
+            )
         )
-        for number, (begin, end) in enumerate(spans)
-    ]
     record = TrajectoryRecord(
         step=-1,
         group=-1,
         task=Task(id=""),
         trajectory=Trajectory(id=rows.row_ids[0], status="finished", segments=segments),
-        trainer_logprobs=columns(rows.trainer_logprobs),
-        advantages=columns(rows.advantages),
-        importance_weights=columns(None),
+        trainer_logprobs=tuple(numbers(rows.trainer_logprobs)),
+        advantages=tuple(numbers(rows.advantages)),
+        importance_weights=(None,) * len(spans),
     )
     document = to_document(record, run=0, split="train", why=why)
     for segment, (begin, _) in zip(document["segments"], spans, strict=True):

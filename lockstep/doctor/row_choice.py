@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import nlargest
+from random import Random
 
 import numpy as np
 
@@ -21,27 +22,21 @@ class RowChoice:
 
     worst: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     """(largest |d|, number) of the rows with the largest gaps."""
-    sample: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """(random draw, number) of the rows with the largest draws: a sample of all."""
     num_rows: int = 0
-
-    def __post_init__(self) -> None:
-        self._random = np.random.default_rng(0)
 
     def add(self, rows: Rows) -> None:
         """Takes the next chunk into account."""
         numbers = range(self.num_rows, self.num_rows + len(rows))
         self.num_rows += len(rows)
-        draws = self._random.random(len(rows)).tolist()
         worst = zip(largest_gaps(rows).tolist(), numbers, strict=True)
         self.worst = nlargest(MAX_ROWS, [*self.worst, *worst])
-        self.sample = nlargest(MAX_ROWS, [*self.sample, *zip(draws, numbers, strict=True)])
 
     @property
     def numbers(self) -> list[tuple[int, str]]:
         """(number, "worst mismatch" or "sample"), the worst first, then the sample in order."""
         worst = [n for size, n in self.worst if size > 0]
-        sampled = sorted({n for _, n in self.sample} - set(worst))
+        drawn = Random(0).sample(range(self.num_rows), min(self.num_rows, MAX_ROWS))
+        sampled = sorted(set(drawn) - set(worst))
         return [(n, "worst mismatch") for n in worst] + [(n, "sample") for n in sampled]
 
 

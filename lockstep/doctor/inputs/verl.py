@@ -12,7 +12,7 @@ protocol.py, utils/skip/rollout_skip.py). The parity tests read files that its o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,7 +69,7 @@ class VerlDump(FileDump):
         self._groups: dict[str, int] = {}
         """uid -> number of the group."""
         super().__init__(path)
-        meta = _read(self.files[0]).meta
+        _, _, meta = _read(self.files[0])
         stop = meta.get("eos_token_id")
         stops = map(whole, stop if isinstance(stop, list) else [stop])
         self.facts = replace(
@@ -84,14 +84,14 @@ class VerlDump(FileDump):
         return path.name in _BATCHES or (is_pickle(path) and b"verl.protocol" in head_of(path))
 
     def rows_in(self, path: Path) -> Iterator[Row]:
-        batch = _read(path)
-        step = whole(batch.meta.get("global_steps"))
+        tensors, columns, meta = _read(path)
+        step = whole(meta.get("global_steps"))
         if step is None and path.name in _BATCHES:
             step = step_in(path.parent)  # a directory for each step
-        for i in range(len(batch.tensors["responses"])):
-            tags = {name: values[i] for name, values in batch.tags.items() if i < len(values)}
+        for i in range(len(tensors["responses"])):
+            tags = {name: values[i] for name, values in columns.items() if i < len(values)}
             if not tags.get("is_padding"):  # fills the batch, never trained
-                yield self._row(row_of(batch.tensors, i), tags, i, step, f"{path}: row {i}")
+                yield self._row(row_of(tensors, i), tags, i, step, f"{path}: row {i}")
 
     def _row(
         self,
@@ -141,15 +141,9 @@ class VerlDump(FileDump):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """One file, by verl's names."""
-
-    tensors: Mapping[str, Any]
-    """Padded ([B, ...]), or a list of B arrays."""
-    tags: Mapping[str, Sequence[Any]]
-    """[B] each: `non_tensor_batch`, or the tags of the v1 trainer."""
-    meta: Mapping[str, Any]
+_Batch = tuple[dict[str, Any], dict[str, Sequence[Any]], dict[str, Any]]
+"""One file, by verl's names: its tensors (padded, [B, ...], or a list of B arrays), the columns of
+`non_tensor_batch`, or of the v1 trainer's tags, [B] each, and its settings."""
 
 
 def _read(path: Path) -> _Batch:
@@ -161,13 +155,10 @@ def _read(path: Path) -> _Batch:
             "by DataProto.save_to_disk or skip.rollout after the rollout."
         )
     is_padded = [not isinstance(parts[0], list)] * len(parts[0])
-    return _Batch(tensors={**tensors, "is_padded": is_padded}, tags=tags, meta=meta)
+    return {**tensors, "is_padded": is_padded}, tags, meta
 
 
-_Content = tuple[dict[str, Any], dict[str, Sequence[Any]], dict[str, Any]]
-
-
-def _of_torch(path: Path) -> _Content:
+def _of_torch(path: Path) -> _Batch:
     """The batch of the v1 trainer: tensors, tags by row, and the keys of the rows."""
     saved = read_torch(path)
     if not isinstance(saved, dict):
@@ -184,7 +175,7 @@ def _of_torch(path: Path) -> _Content:
     return tensors if isinstance(tensors, dict) else {}, tags, saved
 
 
-def _of_proto(path: Path) -> _Content:
+def _of_proto(path: Path) -> _Batch:
     """A pickled DataProto: tensors as bytes of torch.save, arrays by row, settings."""
     saved = read_pickle(path)
     if not isinstance(saved, Record) or saved.name != "verl.protocol.DataProto":

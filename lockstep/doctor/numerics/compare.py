@@ -16,7 +16,7 @@ other numbers each time that the same tokens are read, other weights do not: see
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ from lockstep.doctor.checks.rows import BoolArray, Float32Array, Float64Array, R
 from lockstep.types import Int64Array
 
 SideName = Literal["sampler", "trainer"]
+COLUMN_OF: Mapping[SideName, str] = {"sampler": "rollout_logprobs", "trainer": "trainer_logprobs"}
+"""Field of `Rows` with the log-probs of a side."""
 
 MAX_ROW_RESIDUAL = 0.5
 """Share of a row's deviation that the right variant may leave: float noise, or that of a pair of
@@ -137,8 +139,8 @@ class Evidence:
     is_replayed: bool = False
     """Whether the reference takes the sampler's recorded experts, as a trainer that replays
     them."""
-    is_scored: Mapping[SideName, bool] = field(default_factory=lambda: {})
-    """Whether the side has log-probs of its own, and not the model's."""
+    sides: Sequence[SideName] = ()
+    """The sides that have log-probs of their own, and not the model's."""
 
     def take(self, index: Int64Array) -> Evidence:
         """The rows at these places, in their order."""
@@ -153,12 +155,11 @@ class Evidence:
         return out
 
     def side(self, name: SideName) -> Float64Array:
-        rows = self.rows
-        values = rows.rollout_logprobs if name == "sampler" else rows.trainer_logprobs
+        values = getattr(self.rows, COLUMN_OF[name])
         if values is None:
-            return np.full(rows.num_tokens, np.nan)
+            return np.full(self.rows.num_tokens, np.nan)
         out = values.astype(np.float64)
-        out[~rows.loss_mask | ~np.isfinite(out)] = np.nan
+        out[~self.rows.loss_mask | ~np.isfinite(out)] = np.nan
         return out
 
 
@@ -266,20 +267,19 @@ class Comparison:
 def compare(evidence: Evidence) -> Comparison:
     """Compares each side that has log-probs of its own with the model and its variants."""
     rows = evidence.rows
-    names: list[SideName] = [n for n in ("sampler", "trainer") if evidence.is_scored.get(n)]
-    values = {name: evidence.side(name) for name in ("sampler", "trainer")}
+    values = {name: evidence.side(name) for name in COLUMN_OF}
     reference = evidence.reference
     is_foreign = np.zeros(len(rows), np.bool_)
-    if len(names) == 2:
+    if len(evidence.sides) == 2:
         gap, _ = _sums(rows, values["trainer"] - values["sampler"])
-        far = [_sums(rows, values[name] - reference) for name in names]
+        far = [_sums(rows, values[name] - reference) for name in evidence.sides]
         is_foreign = np.ones(len(rows), np.bool_)
         for k2, tokens in far:
             is_foreign &= (k2 > FOREIGN * gap) & (k2 > FLOAT_K2 * tokens)
     reference = np.where(is_foreign[rows.row_of], np.nan, reference)
     floor_k2, floor_tokens = _sums(rows, evidence.bfloat16 - reference)
     sides = {}
-    for name in names:
+    for name in evidence.sides:
         other = values["trainer" if name == "sampler" else "sampler"]
         sides[name] = _side(evidence, name, values[name], reference, other)
     return Comparison(

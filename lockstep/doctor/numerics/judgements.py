@@ -16,6 +16,7 @@ from lockstep.doctor.checks.base import Check
 from lockstep.doctor.checks.findings import MAX_EVIDENCE, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.numerics.compare import (
+    COLUMN_OF,
     FLOAT_K2,
     MAX_WITHIN,
     MIN_SHARE,
@@ -127,7 +128,7 @@ class _Compared(Check):
 
     def set_side(self, rows: Rows, side: Side, chosen: BoolArray, values: Float64Array) -> Rows:
         """`rows` with the side's log-probs replaced in the rows that are chosen [R]."""
-        column = "rollout_logprobs" if side.name == "sampler" else "trainer_logprobs"
+        column = COLUMN_OF[side.name]
         is_set = chosen[rows.row_of] & np.isfinite(values) & np.isfinite(side.values)
         replaced = np.where(is_set, values, getattr(rows, column)).astype(np.float32)
         return rows.with_(**{column: replaced})

@@ -21,6 +21,7 @@ from lockstep.doctor.checks.rows import Float32Array, Float64Array, Once, Rows
 from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.compare import (
+    COLUMN_OF,
     FLOAT_K2,
     Comparison,
     Distribution,
@@ -61,12 +62,10 @@ class Rescoring(Once):
     """The model at hand, as checks see it: `Setting.model`."""
 
     weights: WeightsAtHand
-    temperature: float | None = None
-    """Sampling temperature, according to the dump."""
-    top_p: float | None = None
-    top_k: int | None = None
-    has_rollout: bool = True
-    has_trainer: bool = True
+    facts: Facts = field(default_factory=Facts)
+    """Of the dump: temperature, top-p and top-k of sampling."""
+    sides: Sequence[SideName] = tuple(COLUMN_OF)
+    """The sides whose log-probs the dump has."""
     seed: int = 0
     max_tokens: int = 0
     """Size of the sample; 0: as many as take seconds."""
@@ -98,8 +97,7 @@ class Rescoring(Once):
         """`stages`, in which checks that lack the log-probs of one side see the sample, filled with
         the model's. Checks of noise are left out: they infer from equal contexts what the model
         tells exactly."""
-        sides = {"rollout_logprobs": self.has_rollout, "trainer_logprobs": self.has_trainer}
-        filled = frozenset(name for name, is_there in sides.items() if not is_there)
+        filled = frozenset(COLUMN_OF[name] for name in COLUMN_OF if name not in self.sides)
         out: list[Stage] = []
         for stage in stages:
             if tuple(stage.checks) == all_stages()["noise"]:
@@ -122,7 +120,7 @@ class Rescoring(Once):
             evidence = evidence.take(judged)
         self.once(f"evidence {_digest(evidence.rows)}", lambda: evidence)
         self._sample = self._filled(evidence.rows)
-        for side in ("sampler", "trainer"):
+        for side in COLUMN_OF:
             d = evidence.side(side) - evidence.reference
             d = d[np.isfinite(d)]
             self.recorded[side] = float(0.5 * (d @ d) / max(len(d), 1))
@@ -165,11 +163,8 @@ class Rescoring(Once):
     def _filled(self, rows: Rows) -> Rows:
         """The rows with the model's log-probs in place of a side that has none."""
         reference = self.evidence(rows).reference.astype(np.float32)
-        return rows.with_(
-            rescored_logprobs=reference,
-            trainer_logprobs=rows.trainer_logprobs if self.has_trainer else reference,
-            rollout_logprobs=rows.rollout_logprobs if self.has_rollout else reference,
-        )
+        filled = {COLUMN_OF[name]: reference for name in COLUMN_OF if name not in self.sides}
+        return rows.with_(rescored_logprobs=reference, **filled)
 
     # -- what was computed --------------------------------------------------------------------
 
@@ -192,9 +187,9 @@ class Rescoring(Once):
         return self._scorer
 
     def _distributions(self) -> tuple[Distribution, ...]:
-        temperature = self.temperature or 1.0  # greedy sampling records at temperature 1
+        temperature = self.facts.temperature or 1.0  # greedy sampling records at temperature 1
         found = [Distribution(), Distribution(temperature=temperature)]
-        top_p, top_k = self.top_p or 1.0, max(self.top_k or 0, 0)
+        top_p, top_k = self.facts.top_p or 1.0, max(self.facts.top_k or 0, 0)
         found.append(Distribution(temperature=temperature, top_p=top_p, top_k=top_k))
         return tuple(dict.fromkeys(found))
 
@@ -257,7 +252,7 @@ class Rescoring(Once):
             replayed=replayed,
             is_replayed=dtype == "replayed",
             distribution=chosen.describe(),
-            is_scored={"sampler": self.has_rollout, "trainer": self.has_trainer},
+            sides=self.sides,
         )
 
     def _by_weights(
@@ -276,9 +271,8 @@ class Rescoring(Once):
             return out
         if rows.routed_experts is not None and getattr(self.weights.config, "is_moe", False):
             out["replayed"] = score(model, chosen=own, is_replaying=True)
-        for name in scorer.variants_of(model):
-            with scorer.variant(name, model) as changed:
-                out[name] = score(changed, chosen=own)
+        for name, changed in scorer.variants(model):
+            out[name] = score(changed, chosen=own)
         return out
 
     def _reference(
@@ -286,11 +280,9 @@ class Rescoring(Once):
     ) -> tuple[Distribution, str]:
         """Processing of the logits and precision of the trainer, or of the sampler if the trainer
         has no log-probs: float32 and the whole softmax, unless another pair is nearer."""
-        values = rows.trainer_logprobs if self.has_trainer else rows.rollout_logprobs
-        best: tuple[Distribution, str] = distributions[0], "all"
-        if values is None:
-            return best
-        least = math.inf
+        values = rows.trainer_logprobs if "trainer" in self.sides else rows.rollout_logprobs
+        assert values is not None, "a model is opened for rows with log-probs"
+        best, least = (distributions[0], "all"), math.inf
         for name in ("all", "bfloat16", "replayed"):
             for distribution in distributions:
                 d = (values.astype(np.float64) - logprobs(name, distribution))[rows.loss_mask]
@@ -332,17 +324,15 @@ def open_model(
     Raises ConfigError for what names no model, or nothing to compare: rows without log-probs of
     either side.
     """
-    if not {"rollout_logprobs", "trainer_logprobs"} & dump.has:
+    sides: list[SideName] = [name for name, column in COLUMN_OF.items() if column in dump.has]
+    if not sides:
         return "the rows have log-probs of neither side: nothing to compare"
     try:
         if not isinstance(model, Rescoring):
             model = Rescoring(
                 weights=weights_at_hand(dump, model, adapter=adapter, against=against),
-                temperature=facts.temperature,
-                top_p=facts.top_p,
-                top_k=facts.top_k,
-                has_rollout="rollout_logprobs" in dump.has,
-                has_trainer="trainer_logprobs" in dump.has,
+                facts=facts,
+                sides=sides,
             )
         model.prepare(dump.read)
     except (CheckpointError, MissingExtraError) as error:

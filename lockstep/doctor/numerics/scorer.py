@@ -7,7 +7,6 @@ because it imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -67,37 +66,22 @@ class Scorer:
 
     # -- variants -----------------------------------------------------------------------------
 
-    @contextmanager
-    def variant(self, name: str, model: Any) -> Iterator[Any]:
-        """The model with a defect: one of `variants_of`, or the model itself for ""."""
-        if name == "without_sinks":
-            yield without_sinks(model)
-        elif name == "without_windows":
-            yield without_windows(model)
-        elif name == "without_adapter":
-            with adapter_scaled(model, 0):
-                yield model
-        elif name == "adapter_twice":
-            with adapter_scaled(model, 2.0):
-                yield model
-        elif name == "bfloat16":
-            # Casting there and back would lose the weights: they are loaded again afterwards.
-            self._loaded = None
-            assert model.embedding.dtype == torch.float32, "variants start from float32"
-            yield model.to(torch.bfloat16)
-        else:
-            assert name == "", f"no such variant: {name}"
-            yield model
-
-    def variants_of(self, model: Any) -> tuple[str, ...]:
-        """Variants that change something in this model; bfloat16 is last because it uses it up."""
-        out: list[str] = []
+    def variants(self, model: Any) -> Iterator[tuple[str, Any]]:
+        """(name, the model with a defect) for each that changes something in this model. A variant
+        is good until the next one is made; bfloat16 is last because it uses the model up."""
         if isinstance(model, Decoder):
-            config = model.config
-            out += ["without_sinks"] * config.has_sinks
-            out += ["without_windows"] * any(w is not None for w in config.windows)
-            out += ["without_adapter", "adapter_twice"] * (model.lora is not None)
-        return (*out, "bfloat16")
+            if model.config.has_sinks:
+                yield "without_sinks", without_sinks(model)
+            if any(window is not None for window in model.config.windows):
+                yield "without_windows", without_windows(model)
+            if model.lora is not None:
+                for name, scale in (("without_adapter", 0.0), ("adapter_twice", 2.0)):
+                    with adapter_scaled(model, scale):
+                        yield name, model
+        # Casting there and back would lose the weights: they are loaded again afterwards.
+        self._loaded = None
+        assert model.embedding.dtype == torch.float32, "variants start from float32"
+        yield "bfloat16", model.to(torch.bfloat16)
 
     def router_variances(
         self, weights: Weights, rows: Rows, chosen: Int64Array, *, seed: int

@@ -208,7 +208,8 @@ def test_the_worst_rows_and_a_sample_of_all_are_chosen_in_bounded_memory():
     assert len({n for n, _ in numbers}) == len(numbers) <= 400
     sampled = [n for n, why in numbers if why == "sample"]
     assert len(sampled) > 100 and min(sampled) < 200 and max(sampled) > 700
-    assert len(choice.worst) == len(choice.sample) == 200
+    assert len(choice.worst) == 200
+    assert sum(why == "sample" for _, why in numbers) <= 200
     found = fetch(ArrayDump(rows), numbers=[5, 700], names=["row-8"])
     assert {n: r.row_ids for n, r in found.items()} == {
         5: ("row-5",), 700: ("row-700",), 8: ("row-8",),

@@ -84,7 +84,7 @@ def weights_of(model: str) -> Weights:
 
 @cache
 def scored(model: str, variant: str = "", **settings: float):
-    """[N] float32 of the sampled rows; variant: of `Scorer.variant`, or dropout, routers, or
+    """[N] float32 of the sampled rows; variant: of `Scorer.variants`, or dropout, routers, or
     temperature, by `settings`."""
     scorer, rows = Scorer(device="cpu"), sampled_rows(model)
     decoder, every = scorer.load(weights_of(model)), np.arange(len(sampled_rows(model)))
@@ -97,8 +97,9 @@ def scored(model: str, variant: str = "", **settings: float):
         return values(with_dropout(decoder, settings["share"], seed=77))
     if variant == "routers":
         return values(with_perturbed_routers(decoder, settings["std"], seed=77))
-    with scorer.variant(variant, decoder) as twin:
-        return values(twin)
+    if not variant:
+        return values(decoder)
+    return next(values(twin) for name, twin in scorer.variants(decoder) if name == variant)
 
 
 @cache
