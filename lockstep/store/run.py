@@ -272,14 +272,6 @@ class RunDirectory:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A place to continue from."""
-
-    step: int
-    path: Path
-
-
-@dataclass(frozen=True)
 class Run:
     """A run on disk, read on demand and never written; the run may still be training."""
 
@@ -358,14 +350,12 @@ class Run:
             "record.keep; `lockstep report` lists what is stored."
         )
 
-    def checkpoints(self) -> list[Checkpoint]:
-        """In order of step. Whether one is whole is the trainer's to check when it loads it."""
-        found = [
-            Checkpoint(int(match[1]), entry)
-            for entry in (self.path / "checkpoints").glob("*/")
-            if (match := _CHECKPOINT.fullmatch(entry.name))
-        ]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+    def checkpoints(self) -> dict[int, Path]:
+        """Step -> directory, in order. Whether one is whole is the trainer's to check when it loads
+        it."""
+        found = (self.path / "checkpoints").glob("*/")
+        named = {int(m[1]): path for path in found if (m := _CHECKPOINT.fullmatch(path.name))}
+        return dict(sorted(named.items()))
 
     def _selected(self, step: int | None, split: str) -> list[Path]:
         parts = [(s, path) for s, part_split, path in _parts(self.path) if part_split == split]

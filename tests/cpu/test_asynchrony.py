@@ -197,7 +197,8 @@ def test_without_staleness_a_run_is_the_plain_loop_bit_for_bit(tmp_path):
             )
 
     asyncio.run(plain_loop())
-    found = load_checkpoint(load_run(outcome.path).checkpoints()[-1].path / "policy")
+    *_, newest = load_run(outcome.path).checkpoints().values()
+    found = load_checkpoint(newest / "policy")
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter, found.get_parameter(name)), name
 
@@ -275,7 +276,7 @@ def test_a_step_whose_episodes_mostly_fail_keeps_the_updates_before_it(tmp_path)
     config = config_of("steps=4", "checkpoint.every=0", failing_step=2)
     with pytest.raises(RolloutError, match="step 2: 4 of 4 episodes failed"):
         train(config, out=tmp_path / "run", view="json")
-    assert [c.step for c in load_run(tmp_path / "run").checkpoints()] == [2]
+    assert list(load_run(tmp_path / "run").checkpoints()) == [2]
     train(replace(config, task=replace(config.task, failing_step=-1)),
           out=tmp_path / "run", resume=True, view="json")  # fmt: skip
     assert [r["step"] for r in load_run(tmp_path / "run").metrics] == [0, 1, 2, 3, 4]
@@ -296,7 +297,7 @@ def test_ctrl_c_saves_and_a_resume_samples_again_what_was_not_trained(tmp_path):
     watcher.join()
     assert outcome.status == "interrupted" and not OPEN
     rows = load_run(path).metrics
-    assert [c.step for c in load_run(path).checkpoints()] == [len(rows)]
+    assert list(load_run(path).checkpoints()) == [len(rows)]
     config = replace(config, steps=len(rows) + 3)
     assert train(config, out=path, resume=True, view="json").status == "done"
     run = check_steps(path, config)

@@ -33,4 +33,4 @@ def test_two_processes_sample_ahead_and_train_every_batch_once(tmp_path):
         fresh = row.get("mismatch/by_age/0/max_abs_diff", 0.0)
         assert fresh < 1e-4, "each engine has its own copy of what was gathered"
     assert sum("eval/sampled/mean@1" in r for r in run.metrics) == 3
-    assert [c.step for c in run.checkpoints()][-1] == 4
+    assert max(run.checkpoints()) == 4

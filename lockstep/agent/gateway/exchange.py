@@ -77,13 +77,17 @@ class TurnReply:
     """The request had been answered before, and this is that answer."""
 
 
-def client_message(message: Message, stop: int | str | None) -> Message:
-    """The message as a client sees it: without the stop string that ended it, as in every dialect.
-    The client's next history contains this message.
+def client_message(message: Message, *, leaf: int, stop: int | str | None) -> Message:
+    """The message as a client sees it: without the stop string that ended it, as in every dialect,
+    and with ids of calls that no other turn of the session has. leaf: the segment that ends the
+    turn. The client's next history contains this message.
 
-    >>> client_message(Message(role="assistant", content="Go on.\\nObs"), "\\nObs").content
+    >>> reply = Message(role="assistant", content="Go on.\\nObs")
+    >>> client_message(reply, leaf=1, stop="\\nObs").content
     'Go on.'
     """
+    calls = (replace(call, id=f"call_{leaf}_{at}") for at, call in enumerate(message.tool_calls))
+    message = replace(message, tool_calls=tuple(calls))
     if not isinstance(stop, str):
         return message
     if stop in message.content:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ class SessionRegistry:
         self._make, self._max_sessions = make, max_sessions
         self._idle_seconds, self._on_finished = idle_seconds, on_finished
         self._sessions: dict[str, GatewaySession] = {}
-        self._by_key: dict[bytes, GatewaySession] = {}
+        self._by_key: dict[str, GatewaySession] = {}
         self._offers: asyncio.Queue[_Offer | None] = asyncio.Queue()
         """None: no more will come."""
         self._is_offering = False
@@ -60,7 +59,7 @@ class SessionRegistry:
                 raise Refusal(429, "too_many_sessions", f"{text} Finish some.")
             self._drop(old)
         self._sessions[session.id] = session
-        self._by_key[_digest(session.key)] = session
+        self._by_key[session.key] = session
         session.on_finish = self._on_finished
         if self._idle_seconds and self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
@@ -74,7 +73,7 @@ class SessionRegistry:
         return found
 
     def of_key(self, key: str) -> GatewaySession | None:
-        return self._by_key.get(_digest(key))  # by digest: the time of the lookup reveals nothing
+        return self._by_key.get(key)
 
     def all(self) -> Sequence[GatewaySession]:
         return list(self._sessions.values())
@@ -131,7 +130,7 @@ class SessionRegistry:
 
     def _drop(self, session: GatewaySession) -> None:
         self._sessions.pop(session.id, None)
-        self._by_key.pop(_digest(session.key), None)
+        self._by_key.pop(session.key, None)
 
     async def _sweep(self) -> None:
         """Fails idle sessions, until the registry is closed."""
@@ -151,7 +150,3 @@ class _Offer:
     task: Task
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
     is_over: bool = False
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.blake2b(key.encode(), digest_size=16).digest()

@@ -303,7 +303,7 @@ class GatewayServer:
                 renderer=self._renderer,
                 has_ids=has_ids,
             )
-            if dialect is responses and asked.is_stored:
+            if asked.is_stored:
                 last = replace(replies[0].message, parse_error="")
                 dialogue = [*asked.turn.messages[asked.num_instructions :], last]
                 session.memory.dialogues[responses.response_id(found)] = dialogue

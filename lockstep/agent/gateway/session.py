@@ -36,7 +36,6 @@ from lockstep.agent.gateway.tree import (
     Reason,
     Tree,
     altered_from,
-    with_call_ids,
 )
 from lockstep.agent.guard import described, number_problem, numbers_problem
 from lockstep.agent.tasks import derive_seed
@@ -329,7 +328,7 @@ class GatewaySession:
         place, reason = drafted.place, drafted.reason
         answer = Answer(
             place,
-            client_message(with_call_ids(turn.message, turn.leaf), turn.stop),
+            client_message(turn.message, leaf=turn.leaf, stop=turn.stop),
             turn.leaf,
             reason=reason,
             num_reused_tokens=num_reused_tokens,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -202,28 +202,24 @@ class Tree:
 
     def find(self, dialogue: Dialogue) -> Found:
         """The deepest path that the dialogue begins with."""
-        best: Place | None = None
-        best_answer: Answer | None = None
-        best_size = 0
-        left: list[tuple[Place, int]] = []
-        for size in sorted(self._root_sizes):
-            if size <= dialogue.num_replies + 1:
-                root = self._roots.get(dialogue.root_key(size))
-                left += [] if root is None else [(root, size)]
+        best = Found()
+        sizes = (size for size in sorted(self._root_sizes) if size <= dialogue.num_replies + 1)
+        roots = ((self._roots.get(dialogue.root_key(size)), size) for size in sizes)
+        left = [(root, size) for root, size in roots if root is not None]
         while left:
             place, num_batches = left.pop()
-            if num_batches > best_size:
-                best, best_answer, best_size = place, None, num_batches
+            if num_batches > best.num_batches:
+                best = Found(place, None, num_batches)
             if num_batches > dialogue.num_replies:
                 break
             same = _same_answers(place, dialogue, num_batches - 1)
-            if same and best_answer is None and num_batches == best_size:
-                best, best_answer = place, same[0]
+            if same and best.answer is None and num_batches == best.num_batches:
+                best = Found(place, same[0], num_batches)
             for answer in reversed(same):  # the likeliest is looked into first
                 below = answer.places.get(dialogue.batch_keys[num_batches])
                 if below is not None:
                     left.append((below, num_batches + 1))
-        return Found(best, best_answer, best_size)
+        return best
 
     def insert_root(self, place: Place) -> None:
         self._roots[place.key] = place
@@ -320,15 +316,6 @@ def altered(reply: Message, original: Message) -> Reason:
     if text.startswith(whole):
         return "altered_reply:completed"
     return "altered_reply:prefixed" if text.endswith(whole) else ""
-
-
-def with_call_ids(message: Message, leaf: int) -> Message:
-    """Gives the calls of a turn ids that no other turn of the session has. leaf: the segment that
-    ends the turn; the ids are the same whenever it is sent."""
-    if not message.tool_calls:
-        return message
-    calls = (replace(call, id=f"call_{leaf}_{at}") for at, call in enumerate(message.tool_calls))
-    return replace(message, tool_calls=tuple(calls))
 
 
 def _reason_at(place: Place) -> Reason:

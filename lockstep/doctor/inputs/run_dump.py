@@ -101,7 +101,7 @@ class RunDump(RowDump):
         name = str(config.get("model", ""))
         began_in = Path(str(environment.get("working_directory", "")))
         # The tokenizer beside the last checkpoint exists when the first model is gone.
-        policies = [checkpoint.path / "policy" for checkpoint in self._run.checkpoints()]
+        policies = [path / "policy" for path in self._run.checkpoints().values()]
         kept = [p for p in policies if (p / "tokenizer.json").is_file()]
         return Facts(
             trainer="lockstep",

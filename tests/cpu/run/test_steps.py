@@ -34,7 +34,7 @@ def rows_of(path):
 
 
 def checkpoints_of(path):
-    return [c.step for c in load_run(path).checkpoints()]
+    return list(load_run(path).checkpoints())
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path):
     assert len(list(run.trajectories())) == 6
     assert_same(groups(2, 1), run.groups(1))
     assert_same(groups(1, 1), run.groups(2, split="heldout-greedy"))
-    assert [c.step for c in run.checkpoints()] == [2]
+    assert list(run.checkpoints()) == [2]
     environment = run.environment
     assert environment["fingerprint"] == "f" and environment["architecture"] == "moe"
     assert environment["pid"] == os.getpid() and environment["versions"]["numpy"] == np.__version__
