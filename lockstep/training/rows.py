@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,14 @@ from lockstep.objectives.advantages import leaf_advantages
 from lockstep.objectives.config import GAE, AdvantageConfig
 from lockstep.objectives.token_advantages import gae, whiten
 from lockstep.training.critic import Critic
-from lockstep.types import Float32Array, Group, Sample, Trajectory
+from lockstep.types import Group, Sample, Trajectory
 
 OverStale = Literal["correct", "drop"]
 """Treatment of rows with a token over the age limit: trained like any other, by the correction, or
 left out."""
 
-BySegment = Mapping[int, float | Float32Array]
-"""Segment of one trajectory -> its value, or [its tokens] values."""
+BySegment = Mapping[tuple[int, int], Any]
+"""(number of a trajectory among the scored, segment) -> its value, or [its tokens] values."""
 
 
 def rows_for_training(
@@ -85,7 +84,7 @@ def rows_for_training(
             raise ConfigError("advantage=gae needs a critic: rows_for_training(critic=...).")
         _fill_by_values(rows, [t for _, t in scored], advantage, critic)
     else:
-        _fill_by_leaves(rows, scored, advantage)
+        _fill(rows, "advantages", _advantages_by_leaves(scored, advantage))
     return [sample for _, sample in rows]
 
 
@@ -117,78 +116,50 @@ def sort_by_age(
     }
 
 
-def _fill(rows: Sequence[tuple[int, Sample]], name: str, of_segment: Sequence[BySegment]) -> None:
-    """Sets a column from the segments of each trajectory; 0.0 where a row trains nothing."""
+def _fill(rows: Sequence[tuple[int, Sample]], name: str, of_segment: BySegment) -> None:
+    """Sets a column from the trajectories' segments; 0.0 where a row trains nothing."""
     for number, sample in rows:
         column = np.zeros(len(sample), np.float32)
         for i, tokens in sample.segments.items():
-            column[tokens] = of_segment[number][i]
+            column[tokens] = of_segment[number, i]
         sample.set(name, column)
 
 
-# -- one advantage for each leaf -------------------------------------------------------------------
+def _means(found: Iterable[tuple[tuple[int, int], Any]]) -> dict[tuple[int, int], Any]:
+    """Segment -> the mean of all that is found for it, over the rewarded leaves below it."""
+    by_segment: dict[tuple[int, int], list[Any]] = {}
+    for key, value in found:
+        by_segment.setdefault(key, []).append(value)
+    return {key: np.mean(values, axis=0) for key, values in by_segment.items()}
 
 
-def _fill_by_leaves(
-    rows: Sequence[tuple[int, Sample]],
-    scored: Sequence[tuple[int, Trajectory]],
-    advantage: AdvantageConfig,
-) -> None:
-    leaves = [
-        (number, index, leaf, reward)
-        for number, (index, trajectory) in enumerate(scored)
-        for leaf, reward in trajectory.rewards.items()
-    ]
-    numbers, indices, _, values = (np.array(x) for x in zip(*leaves, strict=True))
-    advantages = leaf_advantages(
-        advantage, values.astype(np.float64), trajectories=numbers, groups=indices
+def _sampled_path(trajectory: Trajectory, leaf: int) -> list[int]:
+    return [i for i in trajectory.path(leaf) if trajectory.segments[i].is_sampled]
+
+
+def _advantages_by_leaves(
+    scored: Sequence[tuple[int, Trajectory]], advantage: AdvantageConfig
+) -> BySegment:
+    """Segment -> mean advantage of the rewarded leaves below it, plus the segment's own reward."""
+    leaves = [(number, leaf) for number, (_, t) in enumerate(scored) for leaf in t.rewards]
+    values = leaf_advantages(
+        advantage,
+        np.array([scored[number][1].rewards[leaf] for number, leaf in leaves], np.float64),
+        trajectories=np.array([number for number, _ in leaves]),
+        groups=np.array([scored[number][0] for number, _ in leaves]),
     )
-    by_leaf: list[dict[int, float]] = [{} for _ in scored]
-    for (number, _, leaf, _), value in zip(leaves, advantages, strict=True):
-        by_leaf[number][leaf] = float(value)
-    of_segment = [
-        _segment_advantages(trajectory, of_leaf)
-        for (_, trajectory), of_leaf in zip(scored, by_leaf, strict=True)
-    ]
-    _fill(rows, "advantages", of_segment)
-
-
-def _segment_advantages(trajectory: Trajectory, of_leaf: Mapping[int, float]) -> BySegment:
-    """segment -> mean advantage of the rewarded leaves below it, plus the segment's own reward."""
-    below: dict[int, list[float]] = {}
-    for leaf, value in of_leaf.items():
-        for i in trajectory.path(leaf):
-            if trajectory.segments[i].is_sampled:
-                below.setdefault(i, []).append(value)
+    means = _means(
+        ((number, i), value)
+        for (number, leaf), value in zip(leaves, values.tolist(), strict=True)
+        for i in _sampled_path(scored[number][1], leaf)
+    )
     return {
-        i: float(np.mean(values)) + (trajectory.segments[i].reward or 0.0)
-        for i, values in below.items()
+        (number, i): mean + (scored[number][1].segments[i].reward or 0.0)
+        for (number, i), mean in means.items()
     }
 
 
-# -- one for each token, by a critic ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Path:
-    """The sampled tokens from a root to a rewarded leaf, and the rewards along them."""
-
-    number: int
-    leaf: int
-    sizes: dict[int, int]
-    """Sampled segment -> its tokens, in order."""
-    rewards: npt.NDArray[np.float64]
-    """[tokens of the sampled segments]: each given after its token."""
-
-    @classmethod
-    def of(cls, number: int, trajectory: Trajectory, leaf: int, reward: float) -> _Path:
-        segments = trajectory.segments
-        sizes = {i: len(segments[i]) for i in trajectory.path(leaf) if segments[i].is_sampled}
-        rewards = np.zeros(sum(sizes.values()))
-        if sizes:
-            rewards[np.cumsum([*sizes.values()]) - 1] = [segments[i].reward or 0.0 for i in sizes]
-            rewards[-1] += reward
-        return cls(number, leaf, sizes, rewards)
+# -- one advantage for each token, by a critic -----------------------------------------------------
 
 
 def _fill_by_values(
@@ -204,33 +175,37 @@ def _fill_by_values(
     """
     samples = [sample for _, sample in rows]
     paths = [
-        _Path.of(number, trajectory, leaf, reward)
+        (number, leaf, path)
         for number, trajectory in enumerate(trajectories)
-        for leaf, reward in trajectory.rewards.items()
+        for leaf in trajectory.rewards
+        if (path := _sampled_path(trajectory, leaf))
     ]
-    paths = [path for path in paths if path.sizes]
+    keys = [(number, i) for number, _, path in paths for i in path]
+    sizes = [len(trajectories[number].segments[i]) for number, i in keys]
+    rewards = [_rewards_along(trajectories[number], leaf, path) for number, leaf, path in paths]
     values = {
         (number, i): of_row[tokens]
         for (number, sample), of_row in zip(rows, critic.values(samples), strict=True)
         for i, tokens in sample.segments.items()
     }
-    along_paths = np.concatenate([values[p.number, i] for p in paths for i in p.sizes])
+    along_paths = np.concatenate([values[key] for key in keys])
     bootstrap = None
     if advantage.bootstrap_truncated:
         bootstrap = _values_at_cuts(paths, trajectories, critic)
     estimate = partial(
         gae,
-        torch.from_numpy(np.concatenate([path.rewards for path in paths])),
+        torch.from_numpy(np.concatenate(rewards)),
         torch.from_numpy(along_paths).double(),
-        Layout.packed([len(path.rewards) for path in paths]),
+        Layout.packed([len(of_path) for of_path in rewards]),
         gamma=advantage.gamma,
         bootstrap=bootstrap,
     )
     advantages, returns = estimate(lam=advantage.lam)
     if advantage.critic_lam is not None:
         _, returns = estimate(lam=advantage.critic_lam)
-    _fill(rows, "advantages", _means_over_paths(paths, advantages.numpy()))
-    _fill(rows, "returns", _means_over_paths(paths, returns.numpy()))
+    for name, of_token in (("advantages", advantages), ("returns", returns)):
+        parts = np.split(of_token.numpy(), np.cumsum(sizes)[:-1])
+        _fill(rows, name, _means(zip(keys, parts, strict=True)))
     if advantage.whiten:
         layout = Layout.packed([sample.num_trained for sample in samples])
         given = np.concatenate([s.columns["advantages"][s.loss_mask] for s in samples])
@@ -239,36 +214,33 @@ def _fill_by_values(
             sample.columns["advantages"][sample.loss_mask] = part
 
 
+def _rewards_along(
+    trajectory: Trajectory, leaf: int, path: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """[tokens of the path's segments]: the rewards, each given after its token."""
+    segments = [trajectory.segments[i] for i in path]
+    ends = np.cumsum([len(segment) for segment in segments])
+    rewards = np.zeros(ends[-1])
+    rewards[ends - 1] = [segment.reward or 0.0 for segment in segments]
+    rewards[-1] += trajectory.rewards[leaf]
+    return rewards
+
+
 def _values_at_cuts(
-    paths: Sequence[_Path], trajectories: Sequence[Trajectory], critic: Critic
+    paths: Sequence[tuple[int, int, list[int]]],
+    trajectories: Sequence[Trajectory],
+    critic: Critic,
 ) -> torch.Tensor:
     """[paths]: the value behind the newest leaf of each truncated trajectory; 0.0 elsewhere."""
     out = torch.zeros(len(paths), dtype=torch.float64)
-    cut = [
-        at
-        for at, path in enumerate(paths)
-        if trajectories[path.number].status == "truncated"
-        and path.leaf == max(trajectories[path.number].rewards)
-    ]
-    if cut:
-        ends = [trajectories[paths[at].number].row(paths[at].leaf) for at in cut]
-        out[cut] = torch.from_numpy(critic.values_at_end(ends)).double()
-    return out
-
-
-def _means_over_paths(
-    paths: Sequence[_Path], of_token: npt.NDArray[np.float64]
-) -> list[dict[int, Float32Array]]:
-    """For each trajectory, segment -> [its tokens] the mean over the paths that go through it."""
-    found: dict[tuple[int, int], list[npt.NDArray[np.float64]]] = {}
-    sizes = [size for path in paths for size in path.sizes.values()]
-    parts = iter(np.split(of_token, np.cumsum(sizes)[:-1]))
-    for path in paths:
-        for i in path.sizes:
-            found.setdefault((path.number, i), []).append(next(parts))
-    out: list[dict[int, Float32Array]] = [{} for _ in range(paths[-1].number + 1)]
-    for (number, i), columns in found.items():
-        out[number][i] = np.mean(columns, axis=0).astype(np.float32)
+    ends: dict[int, Sample] = {}
+    for at, (number, leaf, _) in enumerate(paths):
+        trajectory = trajectories[number]
+        if trajectory.status == "truncated" and leaf == max(trajectory.rewards):
+            ends[at] = trajectory.row(leaf)
+    if ends:
+        found = critic.values_at_end(list(ends.values()))
+        out[list(ends)] = torch.from_numpy(found).double()
     return out
 
 
