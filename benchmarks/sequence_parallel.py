@@ -29,9 +29,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from measuring import used_by
 
+from lockstep.models import sequence_parallel
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.sequence_parallel import SequenceParallel
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
@@ -58,7 +58,7 @@ def score(model: Decoder, num_tokens: int, group: Any) -> torch.Tensor:
     }  # fmt: skip
     if group is None:
         return model.score(**batch)[0]
-    return SequenceParallel(group).score(model, **batch)[0]
+    return sequence_parallel.score(model, **batch, group=group)[0]
 
 
 def work(rank: int, size: int, num_tokens: int, directory: str) -> None:

@@ -175,17 +175,12 @@ class MismatchReport:
         a weighed report only, are of the weights, after bounding and before normalising; there a
         sequence weighs as much as another, whatever its length.
         """
-        sums: list[float] = self.sums.numpy().tolist()
         maxima: list[float] = self.maxima.numpy().tolist()
-        width = len(FIELDS)
-        groups = [
-            dict(zip(FIELDS, sums[g * width : (g + 1) * width], strict=True))
-            for g in range(_GROUPS)
-        ]
-        at = _GROUPS * width
-        scalars = dict(zip(SCALARS, sums[at : at + len(SCALARS)], strict=True))
-        at += len(SCALARS)
-        histogram, by_rule = sums[at : at + BINS], sums[at + BINS :]
+        sizes = [*[len(FIELDS)] * _GROUPS, len(SCALARS), BINS, len(self.rules)]
+        parts: list[list[float]] = [part.tolist() for part in torch.split(self.sums, sizes)]
+        *fields, others, histogram, by_rule = parts
+        groups = [dict(zip(FIELDS, of_group, strict=True)) for of_group in fields]
+        scalars = dict(zip(SCALARS, others, strict=True))
         tops = dict(zip(MAXIMA, maxima[_TOPS:], strict=True))
         total, unforced, forced = groups[_TOTAL], groups[-2], groups[-1]
         compared, sequences = max(total["compared"], 1.0), max(scalars["sequences"], 1.0)
@@ -209,8 +204,8 @@ class MismatchReport:
         if not total["compared"]:
             out = dict.fromkeys(out, 0.0) | {"ess": 1.0}
         out["nonfinite_tokens"] = scalars["active"] - total["compared"]
-        parts = _parts_seen(groups) if by_part else {}
-        for name, g in parts.items():
+        seen = _parts_seen(groups) if by_part else {}
+        for name, g in seen.items():
             out |= {f"{name}/{k}": v for k, v in _figures(groups[g], maxima[g]).items()}
         named = {f"{prefix}/{k}": v for k, v in out.items()}
         if self.is_weighed:
@@ -218,7 +213,7 @@ class MismatchReport:
             active = max(scalars["active"], 1.0)
             for rule, count in zip(self.rules, by_rule, strict=True):
                 weighed[f"rejected_by/{rule}"] = count / active
-            for name, g in parts.items():
+            for name, g in seen.items():
                 weighed |= {f"{name}/{k}": v for k, v in _weights_of(groups[g]).items()}
             named |= {f"correction/{k}": v for k, v in weighed.items()}
         return {k: v + 0.0 for k, v in named.items()}  # + 0.0: -0.0 is shown as 0.0

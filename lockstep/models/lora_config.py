@@ -85,11 +85,6 @@ class LoraShape:
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    @property
-    def num_parameters(self) -> int:
-        widths = (max(s.num_experts, 1) * (s.inputs + s.outputs) for s in self.sites)
-        return self.rank * sum(widths)
-
     def describe(self) -> str:
         groups = [g for g in GROUPS if any(site.group == g for site in self.sites)]
         return (

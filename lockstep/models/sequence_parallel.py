@@ -2,12 +2,11 @@
 
 Everything but attention needs a rank's own tokens alone; see `ops.split` for attention.
 
-# T packed tokens  S ranks  N trained tokens
+# T packed tokens  N trained tokens  n of a rank
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,75 +21,61 @@ from lockstep.ops.split import SplitContext
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SequenceParallel:
-    """The ranks that share each micro-batch. All call the methods together, with equal
-    arguments."""
+def score(
+    model: Decoder,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    context: PackedContext,
+    *,
+    predictors_N: Tensor,
+    targets_N: Tensor,
+    group: dist.ProcessGroup,
+    support: Support | None = None,
+    routing: Routing | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor]:
+    """`Decoder.score`, each rank of `group` on its part: (log-prob, entropy) of all N tokens on all
+    ranks, which call it together with equal arguments.
 
-    group: dist.ProcessGroup
+    Backward leaves each rank its part of every parameter's gradient: their sum over the ranks is
+    the gradient of a loss that all of them compute alike. routing: of all T tokens; the choices
+    that it records are gathered.
+    """
+    split = SplitContext.of(context, len(ids_T), group)
+    mine = _places_in(split, predictors_N)
+    own = None if routing is None else _take_routing(routing, split)
+    found = model.score(
+        split.take(ids_T),
+        split.take(positions_T),
+        split,
+        predictors_N=predictors_N.index_select(0, mine) - split.start,
+        targets_N=targets_N.index_select(0, mine),
+        support=None if support is None else support.take(mine),
+        routing=own,
+        **settings,
+    )
+    if routing is not None and own is not None:
+        routing.chosen |= {layer: split.gather(x) for layer, x in own.chosen.items()}
+        routing.differing |= {layer: split.gather(x) for layer, x in own.differing.items()}
+    logprobs, entropy = _Spread.apply(torch.stack(found), mine, len(targets_N), group)
+    return logprobs, entropy
 
-    @property
-    def size(self) -> int:
-        return self.group.size()
 
-    def score(
-        self,
-        model: Decoder,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        context: PackedContext,
-        *,
-        predictors_N: Tensor,
-        targets_N: Tensor,
-        support: Support | None = None,
-        routing: Routing | None = None,
-        **settings: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """`Decoder.score`, each rank on its part: (log-prob, entropy) of all N tokens on all ranks.
-
-        Backward leaves each rank its part of every parameter's gradient: their sum over the ranks
-        is the gradient of a loss that all of them compute alike. routing: of all T tokens; the
-        choices that it records are gathered.
-        """
-        split = SplitContext.of(context, len(ids_T), self.group)
-        mine = _places_in(split, predictors_N)
-        own = None if routing is None else _take_routing(routing, split)
-        logprobs, entropy = model.score(
-            split.take(ids_T),
-            split.take(positions_T),
-            split,
-            predictors_N=predictors_N.index_select(0, mine) - split.start,
-            targets_N=targets_N.index_select(0, mine),
-            support=None if support is None else support.take(mine),
-            routing=own,
-            **settings,
-        )
-        if routing is not None and own is not None:
-            routing.chosen |= {layer: split.gather(x) for layer, x in own.chosen.items()}
-            routing.differing |= {layer: split.gather(x) for layer, x in own.differing.items()}
-        found = _Spread.apply(torch.stack([logprobs, entropy]), mine, len(targets_N), self.group)
-        return found[0], found[1]
-
-    def values(
-        self,
-        model: ValueModel,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        context: PackedContext,
-        *,
-        states_N: Tensor,
-    ) -> Tensor:
-        """A critic's forward, each rank on its part: [N] values of all states on all ranks.
-        Backward leaves each rank its part of the gradients, as after `score`."""
-        split = SplitContext.of(context, len(ids_T), self.group)
-        mine = _places_in(split, states_N)
-        values = model(
-            split.take(ids_T),
-            split.take(positions_T),
-            split,
-            states_N=states_N.index_select(0, mine) - split.start,
-        )
-        return _Spread.apply(values[None], mine, len(states_N), self.group)[0]
+def values(
+    model: ValueModel,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    context: PackedContext,
+    *,
+    states_N: Tensor,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """A critic's forward as `score` is a policy's: [N] values of all states on all ranks."""
+    split = SplitContext.of(context, len(ids_T), group)
+    mine = _places_in(split, states_N)
+    states_n = states_N.index_select(0, mine) - split.start
+    found = model(split.take(ids_T), split.take(positions_T), split, states_N=states_n)
+    return _Spread.apply(found[None], mine, len(states_N), group)[0]
 
 
 def _places_in(split: SplitContext, index_N: Tensor) -> Tensor:

@@ -60,13 +60,10 @@ class StoredTensor:
         """Fills `out`, contiguous on the CPU and in this dtype, from row `first` on."""
         row_bytes = self.num_bytes // self.shape[0] if self.shape and self.shape[0] else 0
         place = _bytes_of(out.detach())
-        with open(self.path, "rb", buffering=0) as file:
+        with open(self.path, "rb") as file:
             file.seek(self.offset + first * row_bytes)
-            while place:
-                count = file.readinto(place)
-                if not count:
-                    raise CheckpointError(f"{self.path} ends too early. A torn copy?")
-                place = place[count:]
+            if file.readinto(place) < len(place):
+                raise CheckpointError(f"{self.path} ends too early. A torn copy?")
 
     def copy_to(self, out: Tensor) -> None:
         """Copies into `out`, a view of any strides, dtype and device with the same first dim and

@@ -23,6 +23,7 @@ import torch
 
 from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, CheckpointError
+from lockstep.models import sequence_parallel
 from lockstep.models.critic import ValueModel, load_value_weights, save_value_model
 from lockstep.models.sharding import let_go
 from lockstep.objectives.losses import explained_variance, value_loss
@@ -140,7 +141,9 @@ class Critic(Learner):
 
     def _values(self, batch: PackedBatch) -> Tensor:
         """[N] float32: the value at each place where a trained token is predicted."""
-        run = self.model if self._sequence is None else partial(self._sequence.values, self.model)
+        run = self.model
+        if self._split_over is not None:
+            run = partial(sequence_parallel.values, self.model, group=self._split_over)
         return run(batch.ids, batch.positions, batch.context, states_N=batch.predictors)
 
     def _backward(self, batch: PackedBatch, *, num_tokens: int) -> Tensor:

@@ -21,7 +21,6 @@ from lockstep.errors import CheckpointError
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.critic import ValueModel
 from lockstep.models.decoder import Decoder
-from lockstep.models.sequence_parallel import SequenceParallel
 from lockstep.models.sharding import local_part
 from lockstep.store.files import write_json
 from lockstep.training.config import TrainerConfig
@@ -88,9 +87,8 @@ class Learner:
         self.decoder.recomputes_blocks = config.recompute == "blocks"
         self.config, self.like = config, Path(like)
         self.total_updates, self.ranks = total_updates, ranks
-        self._sequence = None
-        if ranks is not None and ranks.sequence_group is not None:
-            self._sequence = SequenceParallel(ranks.sequence_group)
+        self._split_over = None if ranks is None else ranks.sequence_group
+        """Ranks that share each micro-batch; None: one rank computes it."""
         freeze(model.named_parameters(), config.freeze, setting=f"{self.setting}.freeze")
         self.optimizer = Optimizer(model.named_parameters(), config)
         self.loss_scale = LossScale.for_training(config.loss_scale, self.decoder.embedding.dtype)

@@ -22,6 +22,7 @@ import torch
 from lockstep.correction.config import Correction
 from lockstep.correction.metrics import MismatchReport
 from lockstep.errors import AlignmentError, ConfigError
+from lockstep.models import sequence_parallel
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import adapter_scaled
 from lockstep.models.moe import Routing
@@ -408,7 +409,9 @@ class Trainer(Learner):
     ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy), each [N] float32, at the trained tokens."""
         model = model or self.model
-        score = model.score if self._sequence is None else partial(self._sequence.score, model)
+        score = model.score
+        if self._split_over is not None:
+            score = partial(sequence_parallel.score, model, group=self._split_over)
         return score(
             batch.ids,
             batch.positions,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep.models import sequence_parallel
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Routing
-from lockstep.models.sequence_parallel import SequenceParallel
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.invariant import InvariantOps
@@ -101,8 +102,9 @@ def run(case, group=None):
     model = make_model(kind, num_kv_heads, torch.float32 if is_invariant else torch.float64)
     model.ops = InvariantOps() if is_invariant else Ops()
     batch = make_batch(name, what)
-    sequence = None if group is None else SequenceParallel(group)
-    score = model.score if sequence is None else lambda **b: sequence.score(model, **b)
+    score = model.score
+    if group is not None:
+        score = partial(sequence_parallel.score, model, group=group)
     logprobs, entropy = score(**batch)
     generator = torch.Generator().manual_seed(3)
     slopes = torch.randn(2, len(logprobs), generator=generator)
