@@ -13,10 +13,10 @@ from lockstep.agent.gateway.reading import (
     Memory,
     Transcript,
     Value,
+    asked_of,
     call_of,
     event,
     tool_of,
-    turn_of,
 )
 from lockstep.types import Message, ToolCall
 
@@ -37,20 +37,15 @@ def read(body: Mapping[str, Any], memory: Memory) -> Asked:
         message.check_fields(CHAT_MESSAGE)
         _add(transcript, message)
     tools = asked["tools"].entries() if body.get("tool_choice") != "none" else []
-    return Asked(
-        turn=turn_of(
-            asked,
-            transcript.messages,
-            tuple(tool_of(_function(tool)) for tool in tools),
-            limits=("max_tokens", "max_completion_tokens"),
-            ignored=found,
-        ),
-        model=asked["model"].text(),
+    return asked_of(
+        asked,
+        transcript.messages,
+        tuple(tool_of(_function(tool)) for tool in tools),
+        limits=("max_tokens", "max_completion_tokens"),
+        ignored=found,
         num_choices=asked["n"].integer(1, MAX_CHOICES) or 1,
-        is_streamed=asked["stream"].truth(),
         has_logprobs=asked["logprobs"].truth(),
         has_usage=asked["stream_options"]["include_usage"].truth(),
-        body=body,
     )
 
 

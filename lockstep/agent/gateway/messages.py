@@ -16,10 +16,10 @@ from lockstep.agent.gateway.reading import (
     Memory,
     Transcript,
     Value,
+    asked_of,
     call_of,
     event,
     tool_of,
-    turn_of,
 )
 from lockstep.types import Message, ToolCall, ToolSchema
 
@@ -47,17 +47,12 @@ def read(body: Mapping[str, Any], memory: Memory, *, is_counted: bool = False) -
         _add(transcript, message["role"], message["content"])
     has_tools = asked["tool_choice"]["type"].raw != "none"
     tools = asked["tools"].entries() if has_tools else []
-    return Asked(
-        turn=turn_of(
-            asked,
-            transcript.messages,
-            tuple(_tool(tool) for tool in tools),
-            stops="stop_sequences",
-            ignored=found,
-        ),
-        model=asked["model"].text(),
-        is_streamed=asked["stream"].truth(),
-        body=body,
+    return asked_of(
+        asked,
+        transcript.messages,
+        tuple(_tool(tool) for tool in tools),
+        stops="stop_sequences",
+        ignored=found,
     )
 
 

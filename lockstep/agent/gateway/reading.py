@@ -254,7 +254,7 @@ def shown(value: Any) -> str:
 # -- turns, tools and dialogues -------------------------------------------------------------------
 
 
-def turn_of(
+def asked_of(
     body: Value,
     messages: Sequence[Message],
     tools: tuple[ToolSchema, ...],
@@ -263,9 +263,11 @@ def turn_of(
     limits: Sequence[str] = ("max_tokens",),
     stops: str = "stop",
     ignored: Sequence[str] = (),
-) -> TurnRequest:
-    """Builds the requested turn. where: the field of the messages. limits: fields of the token
-    limit; the smallest counts. stops: the field of the stop strings."""
+    **own: Any,
+) -> Asked:
+    """Reads the fields that the dialects share. where: the field of the messages. limits: fields of
+    the token limit; the smallest counts. stops: the field of the stop strings. own: what only this
+    dialect asks for."""
     found = [limit for name in limits if (limit := body[name].integer(1)) is not None]
     top_k, temperature = body["top_k"].integer(-1), body["temperature"].number(0, 100)
     if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
@@ -278,7 +280,7 @@ def turn_of(
             " end with a user's or a tool's message.",
             "unsupported_value",
         )
-    return TurnRequest(
+    turn = TurnRequest(
         messages=tuple(messages),
         tools=tools,
         max_tokens=min(found, default=None),
@@ -289,6 +291,8 @@ def turn_of(
         seed=body["seed"].integer(-(2**63), 2**63 - 1),
         ignored=tuple(ignored),
     )
+    model, is_streamed = body["model"].text(), body["stream"].truth()
+    return Asked(turn=turn, model=model, is_streamed=is_streamed, body=body.raw, **own)
 
 
 def tool_of(entry: Value, *, parameters: str = "parameters") -> ToolSchema:

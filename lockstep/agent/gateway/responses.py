@@ -16,10 +16,10 @@ from lockstep.agent.gateway.reading import (
     Memory,
     Transcript,
     Value,
+    asked_of,
     call_of,
     event,
     tool_of,
-    turn_of,
 )
 from lockstep.types import Message, ToolSchema
 
@@ -57,21 +57,16 @@ def read(body: Mapping[str, Any], memory: Memory) -> Asked:
         if name.raw not in (LOGPROBS, ENCRYPTED):
             raise name.unsupported(f"known are {LOGPROBS} and {ENCRYPTED}.")
     has_tools = body.get("tool_choice") != "none"
-    return Asked(
-        turn=turn_of(
-            asked,
-            transcript.messages,
-            _tools(asked["tools"], found) if has_tools else (),
-            where="input",
-            limits=("max_output_tokens",),
-            ignored=found,
-        ),
-        model=asked["model"].text(),
-        is_streamed=asked["stream"].truth(),
+    return asked_of(
+        asked,
+        transcript.messages,
+        _tools(asked["tools"], found) if has_tools else (),
+        where="input",
+        limits=("max_output_tokens",),
+        ignored=found,
         has_logprobs=LOGPROBS in (body.get("include") or ()),
         is_stored=asked["store"].truth(default=True),
         num_instructions=num_instructions,
-        body=body,
     )
 
 

@@ -285,9 +285,8 @@ class GatewaySession:
         self._insert(drafted)
         count(self.trajectory, "tokens/encoded", drafted.num_encoded)
         place = drafted.place
-        if not place.num_asked:
+        if place.why is None:
             place.why = drafted.reason
-        place.num_asked += 1
         # By prompt and count, not by time: concurrent requests do not change each other's draws.
         digest = hashlib.blake2b(prompt_ids.data, digest_size=6).hexdigest()
         self._asked[digest] += 1
@@ -556,7 +555,7 @@ class GatewaySession:
         """Records what is missing before the turn; see `TurnSampler.sample`."""
         place = draft.place
         if place.segment is None:  # the branch begins with the place
-            draft.reason = place.why
+            draft.reason = place.why or ""
             return self._record_path(place), ""
         draft.reason = draft.reason or "concurrent"
         return place.segment, draft.reason

@@ -61,8 +61,8 @@ class Place:
     """Key among the places after `above`, or among the roots."""
     reason: Reason = ""
     """Reason of the first segment that the place adds."""
-    why: Reason = ""
-    """Reason of its first turn, whose branch may begin above the place."""
+    why: Reason | None = None
+    """Reason of its first turn, whose branch may begin above the place; None if it has none."""
     is_forked: bool = False
     """The path leaves that of `above`, because thinking was forgotten, and continues from `base`.
     """
@@ -73,7 +73,6 @@ class Place:
     answers: dict[Key, list[Answer]] = field(default_factory=dict[Key, "list[Answer]"])
     is_linked: bool = False
     """The tree leads to it."""
-    num_asked: int = 0
     num_running: int = 0
 
     @property
@@ -324,7 +323,7 @@ def _reason_at(place: Place) -> Reason:
         return "retry" if not place.num_running else "concurrent"
     if place.num_running:
         return "concurrent"
-    return place.why if place.num_asked else "edited_history"
+    return "edited_history" if place.why is None else place.why
 
 
 # -- keys -----------------------------------------------------------------------------------------
