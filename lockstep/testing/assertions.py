@@ -61,10 +61,12 @@ once, and what each cause explains: `lockstep doctor DUMP`.
     for number, turn in enumerate(map(_ids, sampled_turns)):
         at, num_equal = _find(ids, turn, begin)
         if num_equal < len(turn):
+            place = at + num_equal
             raise AssertionError(
-                f"{name}: turn {number} is not in the row as it was sampled. "
-                + _first_other(ids, turn, at, num_equal, tokenizer)
-                + f" Train the ids that the engine returned. {NEXT}"
+                f"{name}: turn {number} is not in the row as it was sampled. Token {num_equal} of "
+                f"{len(turn)} was sampled as {_token(turn, num_equal, tokenizer)}; the row has "
+                f"{_token(ids, place, tokenizer)} at position {place}. Train the ids that the "
+                f"engine returned. {NEXT}"
             )
         begin = at + len(turn)
         is_sampled[at:begin] = True
@@ -128,11 +130,10 @@ def assert_prefix(shorter_ids: Any, longer_ids: Any, *, tokenizer: Tokenizer | N
     one, other = _ids(shorter_ids), _ids(longer_ids)
     at = num_common(one.tolist(), other.tolist())
     if at < len(one):
-        there = f"{_token(other, at, tokenizer)} at position {at}" if at < len(other) else "nothing"
         raise AssertionError(
             f"{at} of {len(one)} ids are a prefix; then {_token(one, at, tokenizer)} at position "
-            f"{at} against {there}. Extend the ids turn by turn in place of rendering the history "
-            f"again. {NEXT}"
+            f"{at} against {_token(other, at, tokenizer)}. Extend the ids turn by turn in place of "
+            f"rendering the history again. {NEXT}"
         )
 
 
@@ -253,24 +254,9 @@ def _find(ids: npt.NDArray[np.int32], turn: npt.NDArray[np.int32], begin: int) -
     return max(found, key=lambda place: place[1], default=(begin, 0))
 
 
-def _first_other(
-    ids: npt.NDArray[np.int32],
-    turn: npt.NDArray[np.int32],
-    at: int,
-    num_equal: int,
-    tokenizer: Tokenizer | None,
-) -> str:
-    if not num_equal:
-        return f"None of its {len(turn)} ids is in the row from position {at} on."
-    place = at + num_equal
-    there = _token(ids, place, tokenizer) if place < len(ids) else "nothing more"
-    return (
-        f"Token {num_equal} of {len(turn)} was sampled as {_token(turn, num_equal, tokenizer)}; "
-        f"the row has {there} at position {place}."
-    )
-
-
 def _token(ids: npt.NDArray[np.int32], at: int, tokenizer: Tokenizer | None) -> str:
+    if at >= len(ids):
+        return "nothing"
     text = "" if tokenizer is None else f" ({tokenizer.decode([int(ids[at])])!r})"
     return f"id {int(ids[at])}{text}"
 

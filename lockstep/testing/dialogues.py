@@ -106,7 +106,6 @@ class _Script:
         thought = Message(role="assistant", thinking="-", content="-")
         self.has_thinking = _accepts(lambda: renderer.render_reply(thought))
         self.has_tools = self.begins_with(["user"], TOOLS)
-        self._followed: dict[tuple[Role, ...], bool] = {}
 
     def begins_with(self, roles: Sequence[Role], tools: Sequence[ToolSchema] = ()) -> bool:
         """Whether the format accepts a prompt of these roles, tried with harmless text."""
@@ -114,12 +113,8 @@ class _Script:
 
     def goes_on_with(self, *roles: Role) -> bool:
         """Whether the format accepts messages of these roles after a turn."""
-        if roles not in self._followed:
-            stop_ids = self.renderer.stop_ids[:1]
-            self._followed[roles] = _accepts(
-                lambda: self.renderer.extend(stop_ids, _harmless(roles))
-            )
-        return self._followed[roles]
+        stop_ids = self.renderer.stop_ids[:1]
+        return _accepts(lambda: self.renderer.extend(stop_ids, _harmless(roles)))
 
     def tool(self, generator: random.Random) -> ToolSchema:
         described = {"description": self.text(generator), "type": "string"}

@@ -25,7 +25,6 @@ from lockstep.models.hf_io import copy_decoder, read_tensors
 from lockstep.models.moe import MoE, Routing
 from lockstep.models.variants import sharing
 from lockstep.ops.base import Ops
-from lockstep.ops.head import CHUNK_BYTES
 
 Tensor = torch.Tensor
 
@@ -125,13 +124,9 @@ class NoisyDecoder(Decoder):
     ) -> tuple[Tensor, Tensor]:
         if self._is_sound:
             return super().log_probs(hidden_TD, ids_T, temperature=temperature)
-        rows = max(1, CHUNK_BYTES // (4 * self.config.vocab_size))
-        parts: list[tuple[Tensor, Tensor]] = []
-        for hidden, ids in zip(hidden_TD.split(rows), ids_T.split(rows), strict=True):
-            logp = self.ops.log_softmax(self.logits(hidden), temperature=temperature)
-            parts.append((logp.gather(1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)))
-        logprobs, entropy = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropy)
+        logp_TV = self.ops.log_softmax(self.logits(hidden_TD), temperature=temperature)
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        return logp_TV.gather(1, ids_T[:, None])[:, 0], entropy_T
 
 
 class NoisyMoE(MoE):

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
@@ -117,13 +117,10 @@ class _Check:
         self.show = renderer.tokenizer.decode
         self.where = "stop_ids"
 
-    def fail(self, expected: str, found: object) -> NoReturn:
-        where = f"check_renderer({self.renderer.name}), {self.where}"
-        raise _Broken(f"{where}: expected {expected}, found {found!r}.")
-
     def expect(self, holds: bool, expected: str, found: object) -> None:
         if not holds:
-            self.fail(expected, found)
+            where = f"check_renderer({self.renderer.name}), {self.where}"
+            raise _Broken(f"{where}: expected {expected}, found {found!r}.")
 
     def equal(self, found: Sequence[int], ids: Sequence[int], what: str) -> None:
         self.expect(list(found) == list(ids), f"{what} {self.show(ids)!r}", self.show(found))
@@ -161,7 +158,7 @@ class _Check:
             found = self.renderer.extend(sampled_ids, [message])
         except RendererError:
             return
-        self.fail("RendererError from extend with an assistant message", found)
+        self.expect(False, "RendererError from extend with an assistant message", found)
 
     def reply(self, message: Message) -> list[int]:
         ids = self.renderer.render_reply(message)
@@ -256,10 +253,11 @@ class _Check:
 
     def survives(self, ids: Sequence[int]) -> None:
         try:
-            read = self.renderer.parse(ids)
+            read: object = self.renderer.parse(ids)
         except Exception as error:
-            self.fail(f"parse never to raise, for {list(ids)}", error)
-        self.expect(read.role == "assistant", "a message by the assistant", read)
+            read = error
+        is_read = isinstance(read, Message) and read.role == "assistant"
+        self.expect(is_read, f"parse never to raise, for {list(ids)}", read)
         self.renderer.extend(self.renderer.without_thinking(ids), [_MORE])
         self.renderer.extend(ids, [_MORE])
 

@@ -374,27 +374,24 @@ def _letter_frequency(text: str, given: Mapping[str, Any], _: Detector) -> bool:
 # -- language and case -----------------------------------------------------------------------------
 
 
-def _response_language(text: str, given: Mapping[str, Any], detector: Detector) -> bool:
-    language = given["language"]
-    if language == "en":
-        return _is_english(text, detector)
+def _is_in(language: str, text: str, detector: Detector) -> bool:
     if detector == "langdetect":
         return detected_language(text) == language
+    if language == "en":  # all that the script can say
+        return all(char.isascii() for char in text if char.isalpha())
     return is_in_script(text, SCRIPTS[language])
 
 
-def _is_english(text: str, detector: Detector) -> bool:
-    if detector == "langdetect":
-        return detected_language(text) == "en"
-    return all(char.isascii() for char in text if char.isalpha())  # all that the script can say
+def _response_language(text: str, given: Mapping[str, Any], detector: Detector) -> bool:
+    return _is_in(given["language"], text, detector)
 
 
 def _english_capital(text: str, _: Mapping[str, Any], detector: Detector) -> bool:
-    return text.isupper() and _is_english(text, detector)
+    return text.isupper() and _is_in("en", text, detector)
 
 
 def _english_lowercase(text: str, _: Mapping[str, Any], detector: Detector) -> bool:
-    return text.islower() and _is_english(text, detector)
+    return text.islower() and _is_in("en", text, detector)
 
 
 def _capital_word_frequency(text: str, given: Mapping[str, Any], _: Detector) -> bool:

@@ -139,10 +139,7 @@ def config_of(dataset: str, settings: Mapping[str, Any], level: int | None) -> A
             raise ConfigError(f"settings.{name}: Lockstep sets it. Leave it out (seed=N is above).")
     config = cls() if level is None else _at_level(dataset, level)
     hints = typing.get_type_hints(cls)
-    special = {k: _special(hints[k], v, k) for k, v in settings.items() if _is_special(hints, k)}
-    plain = {k: v for k, v in settings.items() if k not in special}
-    given = from_dict(cls, plain, path="settings")
-    values = {name: getattr(given, name) for name in plain} | special
+    values = {name: _setting(cls, hints.get(name), name, value) for name, value in settings.items()}
     try:
         config = dataclasses.replace(config, **values)
         getattr(config, "validate", bool)()  # two datasets have none
@@ -162,18 +159,14 @@ def _at_level(dataset: str, level: int) -> Any:
     return curriculum.generate_configuration()
 
 
-def _is_special(hints: Mapping[str, Any], name: str) -> bool:
-    """Whether `_special` converts a JSON value to the type of this setting, and not
-    `lockstep.config`: dates, enumerations, and sequences."""
-    hint = hints.get(name)
+def _setting(cls: Any, hint: Any, name: str, value: Any) -> Any:
+    """A setting as its type, of a JSON value. Dates, enumerations and sequences are read here, all
+    others by `lockstep.config`."""
     entry = next(iter(typing.get_args(hint)), hint)
     kinds = (enum.Enum, datetime.date, datetime.time)
     is_kind = isinstance(entry, type) and issubclass(entry, kinds)
-    return is_kind or typing.get_origin(hint) is Sequence
-
-
-def _special(hint: Any, value: Any, name: str) -> Any:
-    entry = next(iter(typing.get_args(hint)), hint)
+    if not is_kind and typing.get_origin(hint) is not Sequence:
+        return getattr(from_dict(cls, {name: value}, path="settings"), name)
     make = getattr(entry, "fromisoformat", entry)
     try:
         return make(value) if entry is hint else [make(each) for each in value]
