@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -75,19 +75,16 @@ class RetokenizedRows(_EditFault):
         tokenizer = renderer.tokenizer
         ids, turn, mask = row.token_ids, row.columns["turn"], row.loss_mask
         is_text = (turn >= 0) & ~np.isin(ids, list(tokenizer.control_ids))
-        ends_run = np.ones(len(ids), np.bool_)
-        is_other = (turn[:-1] != turn[1:]) | (mask[:-1] != mask[1:])
-        ends_run[:-1] = ~is_text[:-1] | ~is_text[1:] | is_other
         new_ids: list[int] = []
         source: list[int] = []
-        begin = 0
-        for end in np.flatnonzero(ends_run).tolist():
-            piece = ids[begin : end + 1].tolist()
-            if is_text[begin]:
+        runs = groupby(range(len(row)), key=lambda at: (is_text[at], turn[at], mask[at]))
+        for (has_text, _, _), run in runs:
+            places = list(run)
+            piece = ids[places].tolist()
+            if has_text:
                 piece = tokenizer.encode(tokenizer.decode(piece))
             new_ids += piece
-            source += [min(begin + i, end) for i in range(len(piece))]
-            begin = end + 1
+            source += [min(places[0] + i, places[-1]) for i in range(len(piece))]
         out = taken(row, source, new_ids)
         is_sampled = out.columns["turn"] >= 0
         for name in (name for name in row.columns if name.endswith("logprobs")):
@@ -114,7 +111,7 @@ class RerenderedHistory(_EditFault):
         tokenizer = renderer.tokenizer
         ids: list[int] = []
         source: list[int] = []
-        is_observed: list[bool] = []
+        observed: list[int] = []
         begin = 0
         for first, end in turns(row)[:-1]:
             sampled = row.token_ids[first:end].tolist()
@@ -125,12 +122,11 @@ class RerenderedHistory(_EditFault):
             opening, new = self._written(message, renderer)
             ids += [*row.token_ids[begin : first - len(opening)].tolist(), *opening, *new]
             source += [*range(begin, first), *(min(first + i, end - 1) for i in range(len(new)))]
-            is_observed += [False] * (first - begin) + [i >= len(sampled) for i in range(len(new))]
+            observed += range(len(ids) - len(new) + len(sampled), len(ids))
             begin = end
         ids += row.token_ids[begin:].tolist()
         source += range(begin, len(row))
-        is_observed += [False] * (len(row) - begin)
-        return observed_at(taken(row, source, ids), np.flatnonzero(is_observed))
+        return observed_at(taken(row, source, ids), np.array(observed, np.int64))
 
     def _written(self, message: Message, renderer: Renderer) -> tuple[list[int], list[int]]:
         """(the changed end of the opening before it; the ids from where a sampled turn would begin)
