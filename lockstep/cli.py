@@ -201,13 +201,13 @@ def _report(options: argparse.Namespace) -> int:
     example: lockstep report runs/a runs/b --out both.html
     """
     from lockstep.report.document import write_report
-    from lockstep.run.build import vocabulary_of
+    from lockstep.run.build import tokenizer_of
     from lockstep.store.run import load_run
 
     runs = [load_run(path) for path in options.runs]
     place = Path(options.runs[0]) if len(runs) == 1 else Path()
     out = Path(options.out or place / "report.html")
-    write_report(runs, out, vocabularies=[vocabulary_of(run.config) for run in runs])
+    write_report(runs, out, tokenizers=[tokenizer_of(run.config) for run in runs])
     _print(options, {"report": str(out)}, str(out))
     return OK
 

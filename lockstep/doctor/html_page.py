@@ -17,7 +17,7 @@ from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis
 from lockstep.doctor.row_choice import fetch
 from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
-from lockstep.report.document import Template, render_page, to_document
+from lockstep.report.document import Template, render_page, to_document, to_vocabulary
 from lockstep.store.files import encode_number, write_atomically
 from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Message, Segment, Task, Trajectory
@@ -69,6 +69,9 @@ def write_page(
 def build_document(diagnosis: Diagnosis, *, num_rows: int, num_tokens: int) -> dict[str, Any]:
     """The content of the page as JSON, in the form of a report of one run."""
     rows, num_left_out = _rows_to_show(diagnosis, num_rows, num_tokens)
+    pieces = [piece for found in diagnosis.examination.findings for piece in found.evidence]
+    used = {i for piece in pieces for i in piece.expected_ids[:MAX_EXPECTED]}
+    used = used.union(*(s["token_ids"] for row in rows for s in row["segments"]))
     title = Path(diagnosis.name).resolve().name
     return {
         "document_version": 1,
@@ -79,27 +82,10 @@ def build_document(diagnosis: Diagnosis, *, num_rows: int, num_tokens: int) -> d
         "groups": [{"label": title, "runs": [0], "seeds": [None]}],
         "metrics": {},
         "trajectories": rows,
-        "vocabularies": [_vocabulary(diagnosis, rows)],
+        "vocabularies": [to_vocabulary(used, diagnosis.setting.tokenizer)],
         "num_stored_trajectories": diagnosis.examination.num_rows,
         "num_left_out_for_size": num_left_out,
         "diagnosis": diagnosis.to_json(),
-    }
-
-
-def _vocabulary(diagnosis: Diagnosis, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The text of every id on the page; None without a tokenizer."""
-    tokenizer = diagnosis.setting.tokenizer
-    if tokenizer is None:
-        return None
-    pieces = [piece for found in diagnosis.examination.findings for piece in found.evidence]
-    used = {i for piece in pieces for i in piece.expected_ids[:MAX_EXPECTED]}
-    used = used.union(*(s["token_ids"] for row in rows for s in row["segments"]))
-    return {
-        "texts": {
-            str(i): tokenizer.decode([i]).encode("utf-8", "backslashreplace").decode()
-            for i in sorted(used)
-        },
-        "control_ids": sorted(used & tokenizer.control_ids),
     }
 
 

@@ -17,8 +17,8 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
@@ -39,6 +39,7 @@ from lockstep.observe.alarms import (
     normal_band,
 )
 from lockstep.observe.metrics import find_metric, held_out_label, is_step_row
+from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.files import encode_number, write_atomically
 from lockstep.store.run import Address, Run
 from lockstep.store.trajectories import TrajectoryRecord, TrajectorySummary, read_row
@@ -203,31 +204,24 @@ _LEVELS: tuple[Level, ...] = ("unmeasured", "ok", "notice", "warning", "critical
 _REPEAT_KEYS = frozenset({"seed", "out", "name", "run_name", "resume"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """How a run's token ids read."""
-
-    decode_token: Callable[[int], str]
-    """Text of one id. Half a character may read as U+FFFD."""
-    control_ids: frozenset[int] = field(default_factory=frozenset)
-    """Ids of the protocol (turn ends, channel marks): shown apart from text."""
-
-
 def build_document(
     runs: Sequence[Run],
     *,
-    vocabularies: Sequence[Vocabulary | None],
+    tokenizers: Sequence[Tokenizer | None],
     title: str,
     num_trajectories: int,
     num_tokens: int,
 ) -> dict[str, Any]:
-    """The whole report as JSON. `vocabularies`: one per run; None shows ids."""
+    """The whole report as JSON. tokenizers: one per run; None shows ids."""
     configs = [flatten(run.config) for run in runs]
     groups = _groups(runs, configs)
     series = [_series(run) for run in runs]
     documents, num_stored, num_left_out = select(
         runs, num_trajectories=num_trajectories, num_tokens=num_tokens
     )
+    used: list[set[int]] = [set() for _ in runs]
+    for document in documents:
+        used[document["run"]].update(*(segment["token_ids"] for segment in document["segments"]))
     return {
         "document_version": DOCUMENT_VERSION,
         "title": title,
@@ -245,7 +239,9 @@ def build_document(
         "trajectories": documents,
         "num_stored_trajectories": num_stored,
         "num_left_out_for_size": num_left_out,
-        "vocabularies": _vocabularies(documents, vocabularies),
+        "vocabularies": [
+            to_vocabulary(ids, tokenizer) for ids, tokenizer in zip(used, tokenizers, strict=True)
+        ],
     }
 
 
@@ -508,27 +504,19 @@ def _tile(title: str, members: Sequence[tuple[Ends, Alarm]]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------
 
 
-def _vocabularies(
-    documents: Sequence[Mapping[str, Any]], vocabularies: Sequence[Vocabulary | None]
-) -> list[dict[str, Any] | None]:
-    """Per run, the text of the ids that its shown trajectories use."""
-    used: list[set[int]] = [set() for _ in vocabularies]
-    for document in documents:
-        for segment in document["segments"]:
-            used[document["run"]].update(segment["token_ids"])
-    return [
-        None
-        if vocabulary is None
-        else {
-            # A text that has no UTF-8 is written with its escapes, as a reader would see it.
-            "texts": {
-                str(i): vocabulary.decode_token(i).encode("utf-8", "backslashreplace").decode()
-                for i in sorted(ids)
-            },
-            "control_ids": sorted(ids & vocabulary.control_ids),
-        }
-        for vocabulary, ids in zip(vocabularies, used, strict=True)
-    ]
+def to_vocabulary(ids: set[int], tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    """How these ids read: their texts, and which of them belong to the protocol (turn ends, channel
+    marks) and are shown apart from text. None without a tokenizer, and ids are shown."""
+    if tokenizer is None:
+        return None
+    return {
+        # A text that has no UTF-8 is written with its escapes, as a reader would see it.
+        "texts": {
+            str(i): tokenizer.decode([i]).encode("utf-8", "backslashreplace").decode()
+            for i in sorted(ids)
+        },
+        "control_ids": sorted(ids & tokenizer.control_ids),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -554,23 +542,23 @@ def write_report(
     runs: Sequence[Run],
     out: str | os.PathLike[str],
     *,
-    vocabularies: Sequence[Vocabulary | None] | None = None,
+    tokenizers: Sequence[Tokenizer | None] | None = None,
     title: str = "",
     num_trajectories: int = NUM_TRAJECTORIES,
     num_tokens: int = NUM_TOKENS,
 ) -> Path:
     """Writes `out` (an .html file) and the same content beside it as .json; returns `out`.
 
-    vocabularies: how the token ids of each run read; None shows ids.
+    tokenizers: one per run, for the texts of its token ids; None shows ids.
     """
     if not runs:
         raise RunError("a report needs at least one run.")
-    vocabularies = vocabularies or [None] * len(runs)
-    if len(vocabularies) != len(runs):
-        raise RunError(f"{len(runs)} runs, but {len(vocabularies)} vocabularies: expected as many.")
+    tokenizers = tokenizers or [None] * len(runs)
+    if len(tokenizers) != len(runs):
+        raise RunError(f"{len(runs)} runs, but {len(tokenizers)} tokenizers: expected as many.")
     document = build_document(
         runs,
-        vocabularies=vocabularies,
+        tokenizers=tokenizers,
         title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
         num_trajectories=num_trajectories,
         num_tokens=num_tokens,

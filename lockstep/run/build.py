@@ -20,7 +20,6 @@ from lockstep.models.locate import locate_model
 from lockstep.ops.contract import TRUE_ON_POLICY, why_not_same
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.report.document import Vocabulary
 from lockstep.run.hooks import RunHooks, current_hooks
 from lockstep.run.preflight import (
     ModelFiles,
@@ -387,10 +386,6 @@ def _merge(run: Run, adapter: Path, directory: Path) -> None:
     save_checkpoint(model, directory, like=base, dtype=getattr(torch, run.config["dtype"]))
 
 
-def vocabulary_of(config: Mapping[str, Any]) -> Vocabulary:
-    """How the token ids of a run with this stored config read, for its report."""
-    tokenizer = Tokenizer.from_file(locate_model(config["model"]))
-    return Vocabulary(
-        decode_token=lambda token_id: tokenizer.decode([token_id]),
-        control_ids=tokenizer.control_ids,
-    )
+def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a run with this stored config."""
+    return Tokenizer.from_file(locate_model(config["model"]))

@@ -21,7 +21,7 @@ from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.document import write_report
-from lockstep.run.build import Parts, build, checkpoint_of, vocabulary_of
+from lockstep.run.build import Parts, build, checkpoint_of, tokenizer_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, plan
@@ -320,8 +320,8 @@ class TrainingRun:
     def finish(self) -> Outcome:
         """Writes RUN/report.html. Returns the outcome with the last figures of metrics.jsonl."""
         run = load_run(self.path)
-        vocabulary = vocabulary_of(to_dict(self.config))
-        write_report([run], self.path / "report.html", vocabularies=[vocabulary])
+        tokenizer = tokenizer_of(to_dict(self.config))
+        write_report([run], self.path / "report.html", tokenizers=[tokenizer])
         out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
         if rewards := run.column("reward/mean")[1]:
             last = rewards[-10:]

@@ -63,7 +63,7 @@ class Rescoring(Once):
 
     weights: WeightsAtHand
     facts: Facts = field(default_factory=Facts)
-    """Of the dump: temperature, top-p and top-k of sampling."""
+    """Facts of the dump: its temperature, top-p and top-k of sampling are tried."""
     sides: Sequence[SideName] = tuple(COLUMN_OF)
     """The sides whose log-probs the dump has."""
     seed: int = 0

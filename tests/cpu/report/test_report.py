@@ -10,6 +10,7 @@ import statistics
 import subprocess
 from html.parser import HTMLParser
 from importlib.resources import files
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from synthetic_runs import CONTROL, HOSTILE, decode_token, write_run
 
 from lockstep.errors import RunError
 from lockstep.observe.metrics import find_metric
-from lockstep.report.document import Vocabulary, write_report
+from lockstep.report.document import write_report
 from lockstep.store.files import decode_number
 from lockstep.store.run import RunDirectory, load_run
 
-VOCABULARY = Vocabulary(decode_token=decode_token, control_ids=CONTROL)
+TOKENIZER = SimpleNamespace(decode=lambda ids: decode_token(ids[0]), control_ids=CONTROL)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def runs(tmp_path_factory):
 def written(runs, tmp_path_factory):
     """(html, document) of a report over all three."""
     out = tmp_path_factory.mktemp("report") / "report.html"
-    assert write_report(runs, out, vocabularies=[VOCABULARY] * len(runs)) == out
+    assert write_report(runs, out, tokenizers=[TOKENIZER] * len(runs)) == out
     return out.read_text(), json.loads(out.with_suffix(".json").read_text())
 
 
@@ -272,8 +273,8 @@ def test_without_a_vocabulary_ids_are_shown(runs, tmp_path):
 def test_wrong_arguments_are_named(runs, tmp_path):
     with pytest.raises(RunError, match="at least one run"):
         write_report([], tmp_path / "r.html")
-    with pytest.raises(RunError, match="3 runs, but 1 vocabularies"):
-        write_report(runs, tmp_path / "r.html", vocabularies=[VOCABULARY])
+    with pytest.raises(RunError, match="3 runs, but 1 tokenizers"):
+        write_report(runs, tmp_path / "r.html", tokenizers=[TOKENIZER])
 
 
 # -- in a browser -----------------------------------------------------------------------------
@@ -283,7 +284,7 @@ def test_a_browser_draws_the_page_without_an_error_and_runs_no_foreign_script(ru
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if browser is None:
         pytest.skip("no chromium on this machine to draw the page with")
-    out = write_report(runs, tmp_path / "report.html", vocabularies=[VOCABULARY] * len(runs))
+    out = write_report(runs, tmp_path / "report.html", tokenizers=[TOKENIZER] * len(runs))
     shown = subprocess.run(
         [
             browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
