@@ -454,6 +454,9 @@ class ColumnSpec:
     fed to the model, not to the trained ones."""
 
 
+_ROUTES = ColumnSpec(
+    "int16", UNKNOWN_EXPERT, trailing_shape=("layers", "active"), is_of_inputs=True
+)
 COLUMNS: dict[str, ColumnSpec] = {
     "rollout_logprobs": ColumnSpec("float32", float("nan")),
     "averaged_logprobs": ColumnSpec("float32", float("nan")),
@@ -469,12 +472,8 @@ COLUMNS: dict[str, ColumnSpec] = {
     "importance_weights": ColumnSpec("float32", 0.0),
     "weights": ColumnSpec("float32", 0.0),
     "support": ColumnSpec("int32", None, is_ragged=True),
-    "routed_experts": ColumnSpec(
-        "int16", UNKNOWN_EXPERT, trailing_shape=("layers", "active"), is_of_inputs=True
-    ),
-    "old_routed_experts": ColumnSpec(
-        "int16", UNKNOWN_EXPERT, trailing_shape=("layers", "active"), is_of_inputs=True
-    ),
+    "routed_experts": _ROUTES,
+    "old_routed_experts": _ROUTES,
 }
 """Every column by name. A log-prob that does not exist is NaN, so that its use is noticed."""
 
@@ -558,7 +557,7 @@ class Sample:
         is_ragged = isinstance(column, Ragged)
         shape = (len(self.token_ids), *spec.trailing_shape)
         found = (len(column),) if isinstance(column, Ragged) else column.shape
-        dtype = np.dtype(spec.dtype) if isinstance(column, Ragged) else column.dtype
+        dtype = (column.values if isinstance(column, Ragged) else column).dtype
         is_shaped = len(found) == len(shape) and all(
             isinstance(size, str) or size == there for size, there in zip(shape, found, strict=True)
         )
@@ -747,15 +746,8 @@ class Trajectory:
 
     def path_ids(self, leaf: int | None) -> Int32Array:
         """The ids from the root to the end of `leaf`, as the engine read them; empty for None."""
-        if leaf is None:
-            return np.empty(0, np.int32)
-        parts: list[Int32Array] = []
-        at: int | None = leaf
-        while at is not None:
-            segment = self.segments[at]
-            parts.append(segment.token_ids)
-            at = segment.parent
-        return np.concatenate(parts[::-1])
+        path = [] if leaf is None else self.path(leaf)
+        return np.concatenate([np.empty(0, np.int32), *(self.segments[i].token_ids for i in path)])
 
     def num_routed(self, leaf: int) -> int:
         """Number of positions with routes, without a gap, from the beginning of the path to `leaf`:
@@ -921,24 +913,23 @@ class Trajectory:
         of the segment to come, and those of its parent's last id."""
         routes = routes.copy()
         routes.setflags(write=False)
-        at, begin, path = self.num_routed(parent), 0, self.path(parent)
-        boundary = None
-        for index, child in zip(path, [*path[1:], None], strict=True):
+        at, end = self.num_routed(parent), 0
+        boundary: Routes | None = None
+        for index in self.path(parent):
             segment = self.segments[index]
-            end = begin + len(segment)
+            if boundary is not None:
+                segment = replace(segment, boundary_routes=boundary)
+                boundary = None
+            begin, end = end, end + len(segment)
             own_end = end - segment.is_sampled
             if at < own_end:
                 assert at == begin, "a segment has the routes of all its positions or of none"
                 part = routes[at - routes_from : own_end - routes_from]
-                self.segments[index] = replace(segment, routed_experts=part)
-                at = own_end
-            if at < end:
-                boundary = routes[at - routes_from]
-                at = end
-                if child is not None:
-                    self.segments[child] = replace(self.segments[child], boundary_routes=boundary)
-                    boundary = None
-            begin = end
+                segment = replace(segment, routed_experts=part)
+            if at <= own_end < end:
+                boundary = routes[own_end - routes_from]
+            at = max(at, end)
+            self.segments[index] = segment
         return routes[at - routes_from :], boundary
 
     def _add(self, segment: Segment) -> int:

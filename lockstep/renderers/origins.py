@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
@@ -22,8 +22,7 @@ included. system, user, tool: the text of a message."""
 ORIGINS: tuple[Origin, ...] = ("template", "system", "user", "tool", "assistant")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OriginatedToken:
+class OriginatedToken(NamedTuple):
     """One id of a dialogue."""
 
     id: int
@@ -85,33 +84,26 @@ def trace(
     [('user', 104), ('user', 105), ('assistant', 121), ('assistant', 111), ('assistant', 264)]
     """
     out = Rendering()
+    control = renderer.tokenizer.control_ids
     begin = 0
     sampled: list[int] = []
-    for at in (*(i for i, m in enumerate(messages) if m.role == "assistant"), len(messages)):
-        is_end = at == len(messages)
-        if is_end and begin == at and begin:
-            break  # the dialogue ends with a reply
+    replies = [at for at, message in enumerate(messages) if message.role == "assistant"]
+    # The end of the dialogue is a prompt too, unless the dialogue ends with a reply.
+    ends = [] if replies[-1:] == [len(messages) - 1] else [len(messages)]
+    for at in (*replies, *ends):
         new = messages[begin:at]
         ids = renderer.extend(sampled, new) if begin else renderer.render(new, tools)
         out.tokens.extend(_observed(renderer, ids, new, begin))
-        out.prompts.append(
-            Prompt(
-                before=at,
-                extended_ids=[token.id for token in out.tokens],
-                whole_ids=renderer.render(messages[:at], tools),
-            )
-        )
-        if is_end:
+        extended_ids = [token.id for token in out.tokens]
+        whole_ids = renderer.render(messages[:at], tools)
+        out.prompts.append(Prompt(before=at, extended_ids=extended_ids, whole_ids=whole_ids))
+        if at == len(messages):
             break
         try:
             sampled = renderer.render_reply(messages[at])
         except RendererError as error:
             raise RendererError(f"message {at}: {error}") from None
-        control = renderer.tokenizer.control_ids
-        out.tokens.extend(
-            OriginatedToken(id=id_, origin="assistant", is_control=id_ in control, message=at)
-            for id_ in sampled
-        )
+        out.tokens.extend(OriginatedToken(id_, "assistant", id_ in control, at) for id_ in sampled)
         begin = at + 1
     return out
 
@@ -141,13 +133,10 @@ def _observed(
         is_control = id_ in tokenizer.control_ids
         number = -1 if is_control else max(owner[begin : begin + size], default=-1)
         begin += size
-        role = "template" if number < 0 else messages[number].role
-        out.append(
-            OriginatedToken(
-                id=id_,
-                origin="system" if role == "developer" else role,
-                is_control=is_control,
-                message=-1 if number < 0 else first + number,
-            )
-        )
+        if number < 0:
+            out.append(OriginatedToken(id_, "template", is_control, -1))
+            continue
+        role = messages[number].role
+        origin = "system" if role == "developer" else role
+        out.append(OriginatedToken(id_, origin, is_control, first + number))
     return out
