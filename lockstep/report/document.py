@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,8 +54,7 @@ NUM_TRAJECTORIES, NUM_TOKENS = 200, 120_000
 few megabytes opens at once, also on a phone."""
 
 
-@dataclass(frozen=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     summary: TrajectorySummary
     address: Address
     split: str
@@ -72,20 +71,20 @@ def select(
     """
     documents: list[dict[str, Any]] = []
     num_stored = num_left_out = 0
-    num_left, tokens_left = num_trajectories, num_tokens
+    tokens_left = num_tokens
     for index, run in enumerate(runs):
         runs_left = len(runs) - index
         candidates = _candidates(run)
         num_stored += len(candidates)
         spent = 0
-        share = tokens_left // runs_left
+        num_left = num_trajectories - len(documents)
         for candidate, reasons in _choose(candidates, num_left // runs_left):
             size = candidate.summary.num_tokens
-            if spent and spent + size > share:  # one is always shown, however long
+            # One is always shown, however long.
+            if spent and spent + size > tokens_left // runs_left:
                 num_left_out += 1
                 continue
             spent += size
-            num_left -= 1
             record = read_row(*candidate.address)
             documents.append(to_document(record, run=index, split=candidate.split, why=reasons))
         tokens_left -= spent
@@ -112,24 +111,22 @@ def _choose(candidates: Sequence[_Candidate], number: int) -> list[tuple[_Candid
     part = max(1, number * 15 // 100)
     chosen: dict[Address, tuple[_Candidate, list[str]]] = {}
 
-    def take(label: str, ordered: Sequence[_Candidate], limit: int) -> None:
-        for candidate in ordered[:limit]:
+    def take(label: str, found: Sequence[_Candidate]) -> None:
+        for candidate in found:
             if candidate.address in chosen:
                 chosen[candidate.address][1].append(label)
             elif len(chosen) < number:
                 chosen[candidate.address] = (candidate, [label])
 
     worst = sorted(measured, key=lambda c: -(c.summary.max_abs_logprob_diff or 0.0))
-    take("worst mismatch", worst, part)
-    take("worst reward", sorted(late, key=lambda c: c.summary.reward), part)
-    take("best reward", sorted(late, key=lambda c: -c.summary.reward), part)
+    take("worst mismatch", worst[:part])
+    take("worst reward", sorted(late, key=lambda c: c.summary.reward)[:part])
+    take("best reward", sorted(late, key=lambda c: -c.summary.reward)[:part])
     unfinished = [c for c in candidates if c.summary.status != "finished"]
-    take("unfinished", _spread(unfinished, part), part)
-    evaluations = [c for c in candidates if c.split != "train"]
-    take("evaluation", _spread(evaluations, part), part)
+    take("unfinished", _spread(unfinished, part))
+    take("evaluation", _spread([c for c in candidates if c.split != "train"], part))
     rest = [c for c in trained if c.address not in chosen]
-    sample = _spread(rest, number - len(chosen))
-    take("sample", sample, len(sample))
+    take("sample", _spread(rest, number - len(chosen)))
     return list(chosen.values())
 
 
@@ -214,7 +211,9 @@ def build_document(
 ) -> dict[str, Any]:
     """The whole report as JSON. tokenizers: one per run; None shows ids."""
     configs = [flatten(run.config) for run in runs]
-    groups = _groups(runs, configs)
+    differences = _differences(configs)
+    groups = _groups(runs, configs, [difference["key"] for difference in differences])
+    group_of = {run: index for index, group in enumerate(groups) for run in group["runs"]}
     series = [_series(run) for run in runs]
     documents, num_stored, num_left_out = select(
         runs, num_trajectories=num_trajectories, num_tokens=num_tokens
@@ -228,14 +227,14 @@ def build_document(
         "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "limits": {"warning": WARNING_LIMIT, "critical": CRITICAL_LIMIT},
         "runs": [
-            {**_identity(run), **part, "group": _group_of(groups, index)}
+            {**_identity(run), **part, "group": group_of[index]}
             for index, (run, part) in enumerate(zip(runs, series, strict=True))
         ],
         "groups": groups,
         "metrics": _meanings(series),
         "held_out": {name: held_out_label(name) for run in runs for name in evaluation_names(run)},
         "headlines": _headlines(runs, groups),
-        "config_differences": _differences(configs),
+        "config_differences": differences,
         "trajectories": documents,
         "num_stored_trajectories": num_stored,
         "num_left_out_for_size": num_left_out,
@@ -254,10 +253,7 @@ def _identity(run: Run) -> dict[str, Any]:
     environment, config = run.environment, run.config
     alarm = worst_alarm(run)
     family, is_one_process = _family(run)
-    # The k3 that is normal for the run; None if the run does not say what it is.
-    band = None
-    if family or is_one_process:
-        band = list(normal_band(family or "dense", is_one_process=is_one_process))
+    band = normal_band(family or "dense", is_one_process=is_one_process)
     return {
         "name": run.name,
         "recipe": _words(config.get("recipe") or config.get("name")),
@@ -271,7 +267,8 @@ def _identity(run: Run) -> dict[str, Any]:
         "num_steps": len({row["step"] for row in run.metrics if is_step_row(row)}),
         "seconds": encode_number(_seconds(run)),
         "sync": environment.get("sync", {}).get("line", ""),
-        "mismatch_band": band,
+        # The k3 that is normal for the run; None if the run does not say what it is.
+        "mismatch_band": list(band) if family or is_one_process else None,
         "alarm": {"level": alarm.level, "value": encode_number(alarm.value), "text": alarm.text},
         "config": config,
         "environment": environment,
@@ -354,14 +351,14 @@ def _meanings(series: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------
 
 
-def _groups(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _groups(
+    runs: Sequence[Run], configs: Sequence[Mapping[str, Any]], differing: Sequence[str]
+) -> list[dict[str, Any]]:
     """Runs whose configs differ only in the seed (and the place) are one group, in order."""
+    varied = [key for key in differing if key not in _REPEAT_KEYS]
     members: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
-        key = repr(sorted((k, v) for k, v in config.items() if k not in _REPEAT_KEYS))
-        members.setdefault(key, []).append(index)
-    differing = [difference["key"] for difference in _differences(configs)]
-    varied = [key for key in differing if key not in _REPEAT_KEYS]
+        members.setdefault(repr([config.get(key) for key in varied]), []).append(index)
     out = []
     for indices in members.values():
         first = indices[0]
@@ -381,10 +378,6 @@ def _short(key: str, keys: Sequence[str]) -> str:
     """The last part of a dotted key, or all of it where another key ends the same."""
     last = key.rpartition(".")[2]
     return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
-
-
-def _group_of(groups: Sequence[Mapping[str, Any]], run: int) -> int:
-    return next(index for index, group in enumerate(groups) if run in group["runs"])
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
