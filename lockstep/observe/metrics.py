@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lockstep.errors import DataError
@@ -261,11 +261,6 @@ METRICS = tuple(
 """In the order in which people read them. An exact name wins over a family."""
 
 _EXACT = {metric.name: metric for metric in METRICS if "*" not in metric.name}
-_FAMILIES = tuple(
-    (re.compile(re.escape(metric.name).replace(r"\*", r".+")), metric)
-    for metric in METRICS
-    if "*" in metric.name
-)
 
 
 StepMetric = Callable[[Sequence[Group], Sequence[Sample]], float]
@@ -287,7 +282,6 @@ def step_metric(
             raise DataError(f"the metric {name} exists already; choose another name.")
         _EXACT[name] = Metric(name=name, unit=unit, better=better, meaning=meaning)
         _REGISTERED[name] = function
-        find_metric.cache_clear()
         return function
 
     return register
@@ -304,7 +298,6 @@ def registered_metrics(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[
     return found
 
 
-@lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The table's line for a name, with the family's `*` filled in; None if it has none.
 
@@ -313,8 +306,8 @@ def find_metric(name: str) -> Metric | None:
     """
     if name in _EXACT:
         return _EXACT[name]
-    for pattern, metric in _FAMILIES:
-        if pattern.fullmatch(name):
+    for metric in METRICS:
+        if "*" in metric.name and fnmatchcase(name, metric.name.replace("*", "?*")):
             return replace(metric, name=name)
     return None
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
 from lockstep.renderers.config import HarmonyConfig
-from lockstep.renderers.pieces import Piece, encode_pieces
+from lockstep.renderers.pieces import Piece, encode_pieces, split_ids
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.renderers.turn_renderer import TurnRenderer
 from lockstep.renderers.typescript import tools_text
@@ -60,14 +60,10 @@ class HarmonyRenderer(TurnRenderer):
     def __init__(self, tokenizer: Tokenizer, config: HarmonyConfig | None = None) -> None:
         """Raises RendererError, which lists the missing control tokens."""
         self.config = config or HarmonyConfig()
-        ids = tokenizer.require(
-            (
-                *("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"),
-                *("<|end|>", "<|call|>", "<|return|>"),
-            )
-        )
-        self._start, self._message, self._channel, self._constrain = list(ids.values())[:4]
-        self._end, self._call, self._return = list(ids.values())[4:]
+        names = ("start", "message", "channel", "constrain", "end", "call", "return")
+        ids = list(tokenizer.require(f"<|{name}|>" for name in names).values())
+        self._start, self._message, self._channel, self._constrain = ids[:4]
+        self._end, self._call, self._return = ids[4:]
         stop_ids = (self._call, self._return, *([self._end] if self.config.stop_at_end else []))
         super().__init__(tokenizer, stop_ids=stop_ids)
         self._closers = frozenset((self._end, self._call, self._return))
@@ -106,30 +102,19 @@ class HarmonyRenderer(TurnRenderer):
                 f"{len(message.tool_calls)} calls in one message: a harmony turn ends with its "
                 "first <|call|>. Write one message per call, each followed by its tool's reply."
             )
-        blocks: list[list[Piece]] = []
-        if message.thinking:
-            blocks.append(self._reply_block("analysis", message.thinking))
-        if message.tool_calls:
-            if message.content:
-                blocks.append(self._reply_block("commentary", message.content))
-            call = message.tool_calls[0]
-            blocks.append(
-                [
-                    *(self._channel, f"commentary to={_NAMESPACE}{call.name} "),
-                    *(self._constrain, "json", self._message, call.arguments, self._call),
-                ]
-            )
-        else:
-            blocks.append([*self._reply_block("final", message.content)[:-1], self._return])
-        if len(blocks) > 1 and self.config.stop_at_end:
+        pieces = self._words_pieces(message)
+        for call in message.tool_calls:
+            pieces += [*self._opening, self._channel, f"commentary to={_NAMESPACE}{call.name} "]
+            pieces += [self._constrain, "json", self._message, call.arguments, self._call]
+        if not message.tool_calls:
+            pieces[-1] = self._return
+        num_messages = pieces.count(self._message)
+        if num_messages > 1 and self.config.stop_at_end:
             raise RendererError(
                 "renderer.stop_at_end ends a turn with its first <|end|>, and this message needs "
-                f"{len(blocks)}: leave out its thinking and the text before the call."
+                f"{num_messages}: leave out its thinking and the text before the call."
             )
-        pieces: list[Piece] = list(blocks[0])
-        for block in blocks[1:]:
-            pieces += [*self._opening, *block]
-        return pieces
+        return pieces[len(self._opening) :]
 
     def forgets(self, messages: Sequence[Message]) -> bool:
         """With thinking=drop, when anybody but a tool speaks: the previous turn was a final answer.
@@ -168,9 +153,6 @@ class HarmonyRenderer(TurnRenderer):
             header += [" ", self._constrain, "json"]
         return [*header, self._message, text, self._call if is_call else self._end]
 
-    def _reply_block(self, channel: str, text: str) -> list[Piece]:
-        return [self._channel, channel, self._message, text, self._end]
-
     def _pieces(self, message: Message) -> list[Piece]:
         """Writes one message of a given history."""
         author = f":{message.name}" if message.name else ""
@@ -183,20 +165,22 @@ class HarmonyRenderer(TurnRenderer):
             case "user":
                 return self._block(f"user{author}", message.content)
             case "assistant":
-                return self._history_pieces(message)
+                pieces = self._words_pieces(message)
+                for call in message.tool_calls:  # openai-harmony puts the recipient first here
+                    author = f"assistant to={_NAMESPACE}{call.name}"
+                    pieces += self._block(
+                        author, call.arguments, channel="commentary", is_call=True
+                    )
+                return pieces
 
-    def _history_pieces(self, message: Message) -> list[Piece]:
-        """Writes an assistant message of a history. openai-harmony puts the recipient before the
-        channel."""
+    def _words_pieces(self, message: Message) -> list[Piece]:
+        """Writes the thinking and the content of an assistant message."""
         pieces: list[Piece] = []
         if message.thinking:
             pieces += self._block("assistant", message.thinking, channel="analysis")
         if message.content or not message.tool_calls:
             channel = "commentary" if message.tool_calls else "final"
             pieces += self._block("assistant", message.content, channel=channel)
-        for call in message.tool_calls:
-            author = f"assistant to={_NAMESPACE}{call.name}"
-            pieces += self._block(author, call.arguments, channel="commentary", is_call=True)
         return pieces
 
     def _developer_text(self, instructions: str | None, tools: Sequence[ToolSchema]) -> str:
@@ -284,11 +268,9 @@ class HarmonyRenderer(TurnRenderer):
             name = self.tokenizer.control_name(stray)
             return f"the control token {name} stands inside a message", ""
         if not isinstance(header, str) and header[1] and part.end != self._call:
-            how = (
-                "was cut off"
-                if part.end < 0
-                else f"ends with {self.tokenizer.control_name(part.end)}"
-            )
+            how = "was cut off"
+            if part.end >= 0:
+                how = f"ends with {self.tokenizer.control_name(part.end)}"
             return f"a call {how}, expected <|call|>", ""
         return header, self.tokenizer.decode(body)
 
@@ -310,32 +292,27 @@ class HarmonyRenderer(TurnRenderer):
         [<|start|>] author [to=R] <|channel|> channel [to=R] [type] [<|constrain|> type]; the first
         message's <|start|>assistant belongs to the prompt.
         """
-        fields: dict[int, list[int]] = {self._start: []}
-        order = (self._start, self._channel, self._constrain)
+        pieces = split_ids(self.tokenizer, ids)
+        if not is_first and (not pieces or pieces.pop(0) != self._start):
+            return "a message does not begin with <|start|>"
+        rank = {self._start: 0, self._channel: 1, self._constrain: 2}
+        words: dict[int, list[str]] = {key: [] for key in rank}
         key = self._start
-        if not is_first:
-            if not ids or ids[0] != self._start:
-                return "a message does not begin with <|start|>"
-            ids = ids[1:]
-        for id_ in ids:
-            if id_ in order[1:] and id_ not in fields and order.index(id_) > order.index(key):
-                key = id_
-                fields[key] = []
-            elif id_ in self.tokenizer.control_ids:
-                return f"{self.tokenizer.control_name(id_)} is out of place in a header"
+        for piece in pieces:
+            if isinstance(piece, str):
+                words[key] = piece.split()
+            elif rank.get(piece, 0) > rank[key]:
+                key = piece
             else:
-                fields[key].append(id_)
-        words = {key: self.tokenizer.decode(part).split() for key, part in fields.items()}
-        author = words[self._start]
+                return f"{self.tokenizer.control_name(piece)} is out of place in a header"
+        author, channel, types = words.values()
         if not is_first and (not author or author.pop(0) != "assistant"):
             return "a message is not by the assistant"
-        channel = words.get(self._channel) or [""]
-        name = channel.pop(0)
+        name = channel.pop(0) if channel else ""
         if name not in _CHANNELS:
             return f"channel {name!r} is not one of {', '.join(_CHANNELS)}"
         recipients = [word for word in author + channel if word.startswith("to=")]
-        others = [word for word in author + channel if not word.startswith("to=")]
-        others += words.get(self._constrain) or []
+        others = [word for word in author + channel if not word.startswith("to=")] + types
         if len(others) > 1 or len(recipients) > 1:
             return f"the header has more than it should: {' '.join(recipients + others)!r}"
         recipient = recipients[0].removeprefix("to=") if recipients else ""

@@ -33,12 +33,7 @@ from collections.abc import Sequence
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
-from lockstep.renderers.calls import (
-    call_text,
-    function_json,
-    read_call_list,
-    read_whole_call,
-)
+from lockstep.renderers.calls import call_text, function_json, read_call_list, read_whole_call
 from lockstep.renderers.config import Llama3Config
 from lockstep.renderers.pieces import Piece, split_turn, text_of
 from lockstep.renderers.tokenizer import Tokenizer
@@ -82,14 +77,11 @@ class Llama3Renderer(TurnRenderer):
 
     def __init__(self, tokenizer: Tokenizer, config: Llama3Config | None = None) -> None:
         """Raises RendererError, which lists the missing control tokens."""
-        ids = tokenizer.require(
-            (
-                *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
-                *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|python_tag|>"),
-            )
-        )
-        self._begin, self._start, self._header_end = list(ids.values())[:3]
-        self._end, self._handover, end_of_text, self._python = list(ids.values())[3:]
+        begin = ("begin_of_text", "start_header_id", "end_header_id")
+        end = ("eot_id", "eom_id", "end_of_text", "python_tag")
+        ids = list(tokenizer.require(f"<|{name}|>" for name in (*begin, *end)).values())
+        self._begin, self._start, self._header_end = ids[:3]
+        self._end, self._handover, end_of_text, self._python = ids[3:]
         super().__init__(tokenizer, stop_ids=(self._end, self._handover, end_of_text))
         self.config = config or Llama3Config()
         self._opening = self._header("assistant")
@@ -106,26 +98,26 @@ class Llama3Renderer(TurnRenderer):
         system: str | None = None
         if rest and rest[0].role in ("system", "developer"):
             system = rest.pop(0).content.strip()
-        in_system = in_user = ""
-        if declared:
-            schemas = [json.dumps(function_json(t), ensure_ascii=False, indent=4) for t in declared]
-            listed = "".join(f"{schema}\n\n" for schema in schemas)
-            if self.config.tools_in_user_message:
-                in_user = _IN_USER_MESSAGE + listed
-            else:
-                in_system = _IN_SYSTEM_MESSAGE + listed
+        listed = "".join(
+            f"{json.dumps(function_json(tool), ensure_ascii=False, indent=4)}\n\n"
+            for tool in declared
+        )
+        is_in_user_message = bool(declared) and self.config.tools_in_user_message
+        head = self._dates(bool(declared))
+        if declared and not is_in_user_message:
+            head += _IN_SYSTEM_MESSAGE + listed
         pieces: list[Piece] = [self._begin]
-        head = self._dates(bool(declared)) + in_system
         if head or system is not None:
             pieces += self._block("system", head + (system or ""))
-        if in_user:
+        if is_in_user_message:
             if not rest or rest[0].role != "user":
                 found = rest[0].role if rest else "nothing"
                 raise RendererError(
                     "Llama 3 is told of its tools in the first user message, which must come "
                     f"first: found {found}. Or set renderer.tools_in_user_message=false."
                 )
-            pieces += self._block("user", in_user + rest.pop(0).content.strip())
+            words = rest.pop(0).content.strip()
+            pieces += self._block("user", _IN_USER_MESSAGE + listed + words)
         return [*pieces, *self._follow_up(rest)]
 
     def _dates(self, has_tools: bool) -> str:
