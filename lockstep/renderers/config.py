@@ -18,6 +18,10 @@ class RendererConfig:
     """Base of the renderers' settings. Each subclass is a choice of the setting `renderer`, named
     by its tag; `registry.make_renderer` makes the renderer."""
 
+    tools_in_prompt: bool = True
+    """Declare the tools to the model. Turn off for a tiny model that was trained on one fixed tool.
+    """
+
     def __post_init__(self) -> None:
         check_choices(self, "renderer")
 
@@ -38,9 +42,6 @@ class HarmonyConfig(RendererConfig):
     """In the system message: low, medium or high."""
     developer_heading: bool = True
     """Write "# Instructions" above the instructions, as gpt-oss expects."""
-    tools_in_prompt: bool = True
-    """Declare the tools to the model. Turn off for a tiny model that was trained on one fixed tool.
-    """
     thinking: Thinking = "keep"
     """Earlier thinking. keep: it stays in the prompt. drop: the analysis before a final answer is
     removed when anybody but a tool speaks next; the dialogue then continues as a new branch, so
@@ -59,9 +60,6 @@ class ChatMLConfig(RendererConfig):
     variant: Literal["qwen3", "qwen2.5"] = "qwen3"
     """qwen3. qwen2.5: no thinking, tool replies between tags that are text, and the template's own
     system message if the dialogue has none."""
-    tools_in_prompt: bool = True
-    """Declare the tools to the model. Turn off for a tiny model that was trained on one fixed tool.
-    """
     enable_thinking: bool = True
     """Off: every turn opens with an empty thinking block, so that the model answers at once."""
     has_empty_thinking: bool = True
@@ -85,9 +83,6 @@ class Llama3Config(RendererConfig):
     current_date: str = "26 Jul 2024"
     """In the system message: "Today Date". The template writes the current day; this default is its
     fallback where the day is unknown, so that prompts repeat."""
-    tools_in_prompt: bool = True
-    """Declare the tools to the model. Turn off for a tiny model that was trained on one fixed tool.
-    """
     tools_in_user_message: bool = True
     """Declare them in the first user message, as the template does by default. Off: in the system
     message."""
@@ -116,9 +111,6 @@ class JinjaConfig(RendererConfig):
     """Variables of the template, by name: renderer.variables.enable_thinking=false."""
     date: str = "2024-07-26"
     """Date that strftime_now formats, such as 2025-08-05, so that prompts repeat."""
-    tools_in_prompt: bool = True
-    """Declare the tools to the model. Turn off for a tiny model that was trained on one fixed tool.
-    """
     stop_tokens: tuple[str, ...] = ()
     """Names of control tokens that also end a turn, in addition to the template's own."""
     thinking: Thinking = "keep"

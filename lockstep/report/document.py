@@ -412,40 +412,38 @@ def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list
     names = [name for run in runs for name in evaluation_names(run)]
     alarms = [worst_alarm(run) for run in runs]
     seconds = [(None, _seconds(run) or None) for run in runs]
-    speeds = [(None, _speed(run)) for run in runs]
-    tiles: list[tuple[str, str, str, str, Sequence[Ends]]] = [
-        (
-            f"Reward, last {NUM_LAST_STEPS} steps",
-            "Mean reward of the sampled episodes that were trained on, at the end of the run. "
-            "It is measured with exploration on, on tasks drawn fresh for each step.",
-            "reward",
-            "up",
-            [_ends(run.column("reward/mean")[1], NUM_LAST_STEPS) for run in runs],
-        )
-    ]
-    for word, title, meaning in _HELD_OUT:
-        if name := next((n for n in names if f"/{word}/mean" in n), ""):
-            values = [_ends(run.column(name)[1], 1) for run in runs]
-            tiles.append((title, meaning, "reward", "up", values))
-    tiles += [
-        (
-            _WORST,
-            "max(|k1|, k2, k3) between the sampler's and the trainer's log-probs, at its worst "
-            f"step. Above {WARNING_LIMIT:g} the update is visibly off-policy; above "
-            f"{CRITICAL_LIMIT:g} runs tend to collapse.",
-            "nats",
-            "down",
-            [(None, None if math.isnan(alarm.value) else alarm.value) for alarm in alarms],
-        ),
-        ("Time", "From the first step to the last.", "seconds", "down", seconds),
-        ("Sampling speed", "Tokens sampled per second of sampling.", "tokens/s", "up", speeds),
-    ]
     out: list[dict[str, Any]] = []
-    for title, meaning, unit, better, ends in tiles:
+
+    def add(title: str, unit: str, better: str, ends: Sequence[Ends], meaning: str) -> None:
         values = [_tile(title, [(ends[i], alarms[i]) for i in group["runs"]]) for group in groups]
         if any(value["value"] is not None for value in values):
             text = {"title": title, "meaning": meaning, "unit": unit, "better": better}
             out.append({**text, "values": values})
+
+    add(
+        f"Reward, last {NUM_LAST_STEPS} steps",
+        "reward",
+        "up",
+        [_ends(run.column("reward/mean")[1], NUM_LAST_STEPS) for run in runs],
+        "Mean reward of the sampled episodes that were trained on, at the end of the run. "
+        "It is measured with exploration on, on tasks drawn fresh for each step.",
+    )
+    for word, title, meaning in _HELD_OUT:
+        if name := next((n for n in names if f"/{word}/mean" in n), ""):
+            values = [_ends(run.column(name)[1], 1) for run in runs]
+            add(title, "reward", "up", values, meaning)
+    add(
+        _WORST,
+        "nats",
+        "down",
+        [(None, None if math.isnan(alarm.value) else alarm.value) for alarm in alarms],
+        "max(|k1|, k2, k3) between the sampler's and the trainer's log-probs, at its worst "
+        f"step. Above {WARNING_LIMIT:g} the update is visibly off-policy; above "
+        f"{CRITICAL_LIMIT:g} runs tend to collapse.",
+    )
+    add("Time", "seconds", "down", seconds, "From the first step to the last.")
+    speeds = [(None, _speed(run)) for run in runs]
+    add("Sampling speed", "tokens/s", "up", speeds, "Tokens sampled per second of sampling.")
     return out
 
 

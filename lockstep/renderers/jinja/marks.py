@@ -39,16 +39,14 @@ class Marks:
         # A name of blanks or of one character cannot be marked: in a template it is text.
         self._ids = {name: id_ for name, id_ in names.items() if len(name.strip()) > 1}
         self._sizes = sorted({len(name) for name in self._ids}, reverse=True)
-        firsts = {name[0] for name in self._ids}
-        self._first = re.compile("[" + re.escape("".join(sorted(firsts))) + "]") if firsts else None
-        self._inside = "\0".join(self._ids)
         self._longest = max(self._sizes, default=0)
-        edges = {name[0] for name in self._ids} | {name[-1] for name in self._ids}
-        self._has_word_edges = any(edge.isalnum() or edge.isspace() for edge in edges)
+        self._inside = "\0".join(self._ids)
+        firsts, lasts = {name[0] for name in self._ids}, {name[-1] for name in self._ids}
+        first = re.escape("".join(sorted(firsts)))
+        self._first = re.compile(f"[{first}]" if firsts else "(?!)")
         self._begin = {ord(c) for c in firsts if not c.isalnum() and not c.isspace()}
-        self._end = {
-            ord(name[-1]) for name in self._ids if not name[-1].isalnum() and not name[-1].isspace()
-        }
+        self._end = {ord(c) for c in lasts if not c.isalnum() and not c.isspace()}
+        self._has_word_edges = any(c.isalnum() or c.isspace() for c in firsts | lasts)
 
     def choose(self, texts: Iterable[str]) -> str:
         """Returns a character that occurs in none of the texts, neither itself nor as a JSON
@@ -128,8 +126,6 @@ class Marks:
 
     def _found(self, text: str) -> Iterator[tuple[int, str]]:
         """Yields every position of a name, also overlapping ones; the longest name per position."""
-        if self._first is None:
-            return
         for found in self._first.finditer(text):
             at = found.start()
             for size in self._sizes:
