@@ -71,6 +71,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return BAD_INPUT
     end_by_sigterm()
     try:
+        _import_plugins(options.plugin)
         with _faults(options):
             return options.run(options)
     except LockstepError as error:
@@ -87,7 +88,6 @@ def _faults(options: argparse.Namespace) -> contextlib.AbstractContextManager[No
         return contextlib.nullcontext()
     from lockstep.testing.faults import injected, parse_fault
 
-    _load_plugins(options.plugin)
     return injected(*map(parse_fault, options.fault))
 
 
@@ -127,7 +127,6 @@ def _train(options: argparse.Namespace) -> int:
     from lockstep.recipes import find_recipe
     from lockstep.run.preflight import plan, preflight
 
-    _load_plugins(options.plugin)
     settings, own = _split(options.settings, "train", *RESERVED)
     if options.help:
         return _show_settings(options, lambda name: resolve(find_recipe(name), settings))
@@ -161,7 +160,6 @@ def _sft(options: argparse.Namespace) -> int:
     from lockstep.recipes import find_supervised_recipe
     from lockstep.supervised import check_supervised, train_supervised
 
-    _load_plugins(options.plugin)
     settings, own = _split(options.settings, "sft", "out")
     if options.help:
         return _show_settings(options, lambda name: resolve(find_supervised_recipe(name), settings))
@@ -184,7 +182,6 @@ def _eval(options: argparse.Namespace) -> int:
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
 
-    _load_plugins(options.plugin)
     settings, _ = _split(options.settings, "eval")
     path, step = _run_at(options.target)
     config = resolve(from_dict(Config, load_run(path).config), settings)
@@ -219,7 +216,6 @@ def _serve(options: argparse.Namespace) -> int:
     """
     from lockstep.model_server import find_served, serve
 
-    _load_plugins(options.plugin)
     settings = list(options.settings)
     for name in ("host", "port"):
         if (value := getattr(options, name)) is not None:
@@ -256,7 +252,6 @@ def _doctor(options: argparse.Namespace) -> int:
             f"{options.settings[0]} belongs to --ladder, which plays a recipe; a "
             "run or a dump is only read."
         )
-    _import_plugins(options.plugin)
     diagnosis = diagnose(
         options.target,
         format=options.format,
@@ -308,7 +303,6 @@ def _replay(options: argparse.Namespace) -> int:
     from lockstep.doctor.replay import find, show
     from lockstep.doctor.tokenization import find_tokenization
 
-    _load_plugins(options.plugin)
     replay = find(options.target)
     if options.json:
         print(json.dumps(replay.to_json(), allow_nan=False))
@@ -327,7 +321,6 @@ def _render(options: argparse.Namespace) -> int:
     from lockstep.doctor.rendering import find_renderer, read_dialogue, show, to_json
     from lockstep.renderers.origins import trace
 
-    _import_plugins(options.plugin)
     messages, tools = read_dialogue(options.messages, tools_path=options.tools)
     renderer = find_renderer(options.model, renderer=options.renderer)
     rendering = trace(renderer, messages, tools)
@@ -359,7 +352,6 @@ def _recipes(options: argparse.Namespace) -> int:
     """
     from lockstep.recipes import RECIPES, SUPERVISED_RECIPES
 
-    _load_plugins(options.plugin)
     rows = [
         {"verb": verb, "name": name, "about": " ".join((recipe.__doc__ or "").split())}
         for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES))
@@ -448,18 +440,14 @@ def _split(settings: Sequence[str], verb: str, *allowed: str) -> tuple[list[str]
     return [s for s in settings if s.partition("=")[0] not in own], own
 
 
-def _load_plugins(names: Sequence[str]) -> None:
-    """Imports plugins after the package's own kinds, which they may extend."""
-    import lockstep.recipes  # noqa: F401  with them come the kinds of tasks and dialogues
-
-    _import_plugins(names)
-
-
 def _import_plugins(names: Sequence[str]) -> None:
     """Imports a user's files and modules, and the modules that installed packages name under the
-    entry point `lockstep.plugins`. Their kinds (tasks, losses, dump formats) are known then."""
+    entry point `lockstep.plugins`. Their kinds (tasks, losses, dump formats) are known then, after
+    the package's own, which they may extend."""
     import importlib
     from importlib.metadata import entry_points
+
+    import lockstep.recipes  # noqa: F401  with them come the kinds of tasks and dialogues
 
     for point in entry_points(group="lockstep.plugins"):
         try:
