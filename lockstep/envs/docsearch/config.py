@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
-from lockstep.agent.tools import Tool, ToolLimits, ToolRunner
+from lockstep.agent.tools import Tool, ToolLimits, ToolRunner, tool
 from lockstep.config import check_numbers, require
 from lockstep.envs.data_files import split_tasks
 from lockstep.envs.docsearch.folder import Library, Question, is_correct, read_documents
@@ -22,18 +22,6 @@ from lockstep.types import Message, Task
 TOOL_NAME = "get_document_chunks"
 INVALID_CALL = "error: invalid call"
 """Result of a call that could not be run, in a generated world."""
-
-_PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "keywords": {
-            "type": "array",
-            "items": {"type": "string"},
-            "description": "Words that the chunks should contain.",
-        }
-    },
-    "required": ["keywords"],
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +199,7 @@ class DocSearchEnvironment(Environment):
         self, problem: Problem, config: DocSearchConfig, limits: ToolLimits | None = None
     ) -> None:
         self._problem, self._config = problem, config
-        search = Tool(
-            name=TOOL_NAME,
-            description="Finds the chunks of the documents that match the keywords best.",
-            parameters=_PARAMETERS,
-            function=self._search,
-            is_instant=True,
-        )
-        self.tools: Sequence[Tool] = (search,)
+        self.tools: Sequence[Tool] = (tool(self._search, name=TOOL_NAME, is_instant=True),)
         self._runner = ToolRunner(self.tools, limits)
         self.found: set[str] = set()
         """Ids of the chunks that calls returned."""
@@ -257,7 +238,10 @@ class DocSearchEnvironment(Environment):
             text = INVALID_CALL
         return Message(role="tool", name=TOOL_NAME, content=text, tool_call_id=call_id)
 
-    def _search(self, keywords: list[str]) -> str:
+    def _search(
+        self, keywords: Annotated[list[str], "Words that the chunks should contain."]
+    ) -> str:
+        """Finds the chunks of the documents that match the keywords best."""
         chunks = self._problem.search(keywords)
         self.found.update(chunk_id for chunk_id, _ in chunks)
         return self._problem.separator.join(text for _, text in chunks) or NO_RESULTS

@@ -55,7 +55,8 @@ def demonstration(
     def call(arguments: str, result: str) -> None:
         nonlocal num_calls
         num_calls += 1
-        dialogue.append(_call(arguments))
+        made = ToolCall(name=TOOL_NAME, arguments=arguments)
+        dialogue.append(Message(role="assistant", tool_calls=(made,)))
         if num_calls < config.max_calls:
             dialogue.append(Message(role="tool", name=TOOL_NAME, content=result))
 
@@ -88,18 +89,8 @@ def demonstration(
     return dialogue
 
 
-def oracle(world: World) -> list[Message]:
-    """The assistant's turns without a mistake: one call per hop, then the answer."""
-    calls = [_call(_arguments(fact.name, fact.relation)) for fact in world.path]
-    return [*calls, Message(role="assistant", content=world.answer)]
-
-
 def _arguments(*keywords: str) -> str:
     return json.dumps({"keywords": list(keywords)})
-
-
-def _call(arguments: str) -> Message:
-    return Message(role="assistant", tool_calls=(ToolCall(name=TOOL_NAME, arguments=arguments),))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,9 @@ class World:
         kinds = self._choose(rng, count)
         # Words of their own for each instruction: what one demands, another cannot forbid.
         words = rng.sample(self.words, len(self.words))
-        request = "Write." if self.is_small else self._request(rng)
+        request = "Write."
+        if not self.is_small:
+            request = f"Write {rng.choice(TOPICS).format(rng.choice(THINGS))}."
         given = [
             {"id": kind, "arguments": self.arguments(kind, rng, words, request)} for kind in kinds
         ]
@@ -162,10 +164,6 @@ class World:
         if len(chosen) < count:  # the first one excludes the others
             return self._choose(rng, count)
         return chosen
-
-    @staticmethod
-    def _request(rng: random.Random) -> str:
-        return f"Write {rng.choice(TOPICS).format(rng.choice(THINGS))}."
 
     def arguments(
         self, kind: str, rng: random.Random, words: list[str], request: str

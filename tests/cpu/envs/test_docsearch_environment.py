@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lockstep.agent.config import AgentConfig
 from lockstep.config import from_dict, tag, to_dict
 from lockstep.envs.docsearch.config import INVALID_CALL, TOOL_NAME, DocSearchConfig
-from lockstep.envs.docsearch.demonstrations import CLEAN, NOISY, demonstration, oracle
+from lockstep.envs.docsearch.demonstrations import CLEAN, NOISY, demonstration
 from lockstep.envs.docsearch.worlds import (
     ENTITY_WORDS,
     LINKS,
@@ -83,6 +83,12 @@ def raw(arguments: str, name: str = TOOL_NAME) -> Message:
 
 def answer(text: str) -> Message:
     return Message(role="assistant", content=text)
+
+
+def oracle(world: World) -> list[Message]:
+    """The turns without a mistake: one call per hop, then the answer."""
+    calls = [search(fact.name, fact.relation) for fact in world.path]
+    return [*calls, answer(world.answer)]
 
 
 def garbled(text: str) -> Message:
