@@ -66,29 +66,22 @@ class Rule:
         check_choices(self, "rule")
         low, high, stat = self.low, self.high, self.stat
         given = [b for b in (low, high) if b is not None]
-        found, never = f"found low={low}, high={high}", f"but {stat} is never below 0"
-        is_unsigned, is_whole = stat in UNSIGNED, self.aggregation != "token"
+        found, how = f"found low={low}, high={high}", f": aggregation={self.aggregation}"
+        is_unsigned = stat in UNSIGNED and (low is not None or min(given, default=0) < 0)
+        is_divided = self.aggregation != "token" and self.scope == "token"
         is_swapped = len(given) > 1 and not given[0] < given[1]
         is_averaged = stat == "old_prob" and self.aggregation in ("sum", "mean")
         is_no_prob = stat == "old_prob" and not all(0 <= b <= 1 for b in given)
         is_no_ratio = stat == "ratio" and min(given, default=1) <= 0
-        how = f": aggregation={self.aggregation}"
         _refuse(
             f"correction rule {self.name}",
             (not given, " has no bound: give low, high or both; it would reject nothing."),
             (any(map(math.isnan, given)), f": a bound is not a number, {found}."),
             (is_swapped, f": low must be below high, {found}. Swapped?"),
-            (is_unsigned and low is not None, f": low={low}, {never}. Give high alone."),
-            (
-                is_unsigned and max(given, default=0) < 0,
-                f": high={high}, {never}: no token passes.",
-            ),
+            (is_unsigned, f": {stat} is never below 0, {found}. Give high alone, at least 0."),
             (is_no_prob, f": bounds of a probability are from 0 to 1, {found}. Logs?"),
             (is_no_ratio, f": bounds of a ratio are above 0, {found}. Its log is minus k1."),
-            (
-                is_whole and self.scope == "token",
-                f"{how} judges whole sequences; use scope=sequence.",
-            ),
+            (is_divided, f"{how} judges whole sequences; use scope=sequence."),
             (is_averaged, f"{how} of probabilities hides the worst. Use token or max."),
         )
 
@@ -196,29 +189,22 @@ class Correction:
         check_numbers(self, "correction.", "kl_penalty_coef", least=0)
         (low, high), level, anchor = self.limits, self.level, self.anchor
         limits, has_weights = f".limits={low:g},{high:g}", level != "none"
+        is_beside_1 = low > 1 or (has_weights and high < 1)
         is_twice = has_weights and anchor == "rollout"
         is_unread = self.behaviour == "averaged" and self.is_idle
+        is_idle_normalize = bool(self.normalize) and not has_weights
         is_cut_below = has_weights and self.bound == "truncate" and low != 0
         clip, names = self.kl_penalty_clip, [rule.name for rule in self.reject]
+        is_no_clip = clip is not None and not clip > 0
         _refuse(
             "correction",
             (not 0 <= low < high, f"{limits}: expected 0 <= lower < upper. Swapped?"),
-            (
-                has_weights and high < 1,
-                f"{limits}: an upper limit below 1 would cut a weight of 1.",
-            ),
-            (low > 1, f"{limits}: a lower limit above 1 would raise a weight of 1."),
+            (is_beside_1, f"{limits}: a weight of 1, of equal policies, must lie between them."),
             (is_cut_below, f"{limits}: bound=truncate has no lower limit; clip and mask have one."),
             (is_twice, f": level={level} with anchor=rollout counts trainer / rollout twice."),
-            (
-                bool(self.normalize) and not has_weights,
-                ".normalize=true: level=none has no weight.",
-            ),
+            (is_idle_normalize, ".normalize=true: level=none has no weight."),
             (is_unread, f".behaviour=averaged is never read with anchor={anchor} and no level."),
-            (
-                clip is not None and not clip > 0,
-                f".kl_penalty_clip={clip} must be above 0, or none.",
-            ),
+            (is_no_clip, f".kl_penalty_clip={clip} must be above 0, or none."),
             (len(set(names)) < len(names), f".reject: give one of {names} a label of its own."),
         )
 
