@@ -3,15 +3,14 @@
 The doctor scores by them to find the defect that reproduces a deviating side (`doctor.numerics`);
 faults of a run are built from them (`testing.faulty_decoders`).
 
-# T tokens  D model width  H heads
+# T tokens  D model width  E experts
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,7 +18,7 @@ from lockstep.models.attention import Attention
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.moe import MoE
-from lockstep.ops.base import Context, Ops
+from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
@@ -68,24 +67,19 @@ def without_windows(model: Decoder) -> Decoder:
     return sharing(twin, model)
 
 
-class DropoutAttention(Attention):
-    """Attention with dropout on its output, drawn anew in each call."""
-
-    def __init__(self, *args, share: float, generator: torch.Generator) -> None:
-        super().__init__(*args)
-        self._share, self._generator = share, generator
-
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context, ops: Ops) -> Tensor:
-        out_TD = super().forward(x_TD, cos, sin, context, ops)
-        kept_TD = torch.rand(out_TD.shape, generator=self._generator) >= self._share
-        return out_TD * (kept_TD / (1 - self._share)).to(out_TD.device, out_TD.dtype)
-
-
 def with_dropout(model: Decoder, share: float, *, seed: int) -> Decoder:
-    """`model` with dropout on the output of every attention. seed: of a generator on the CPU, so
-    that every device drops the same."""
+    """`model` with dropout on the output of every attention, drawn anew in each call. seed: of a
+    generator on the CPU, so that every device drops the same."""
     generator = torch.Generator().manual_seed(seed)
-    return with_attention(model, partial(DropoutAttention, share=share, generator=generator))
+
+    def drop(module: torch.nn.Module, inputs: Any, out_TD: Tensor) -> Tensor:
+        kept_TD = torch.rand(out_TD.shape, generator=generator) >= share
+        return out_TD * (kept_TD / (1 - share)).to(out_TD.device, out_TD.dtype)
+
+    twin = with_attention(model, Attention)
+    for block in twin.layers:
+        block.get_submodule("attention").register_forward_hook(drop)
+    return twin
 
 
 class PerturbedRouter(MoE):

@@ -11,7 +11,7 @@ gradient by autograd alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,12 +27,10 @@ def attend(
     v_TGD: Tensor,
     spec: AttentionSpec,
     context: PackedContext,
-    *,
-    is_compiled: bool = True,
 ) -> Tensor:
-    """[T, H, D]. is_compiled: False forms the whole score matrix, for tests."""
+    """[T, H, D]."""
     sinks_H, window = spec.sinks, spec.window
-    flex_attention, create_block_mask, aux = _functions(is_compiled)
+    flex_attention, create_block_mask, aux = _functions()
     if ("flex", window) not in context.memo:
         context.memo["flex", window] = _block_mask(context, window, create_block_mask)
     index, block_mask = context.memo["flex", window]
@@ -69,12 +67,10 @@ def _block_mask(
     return index, create_block_mask(sees, None, None, size, size, device=index.device)
 
 
-@lru_cache(maxsize=2)
-def _functions(is_compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+@cache
+def _functions() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
     from torch.nn.attention import flex_attention as flex  # brings torch's compiler with it
 
-    if not is_compiled:
-        return flex.flex_attention, flex.create_block_mask, flex.AuxRequest
     return (
         torch.compile(flex.flex_attention, dynamic=True),
         torch.compile(flex.create_block_mask, dynamic=True),

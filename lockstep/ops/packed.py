@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -183,13 +184,11 @@ def _make_layout(context: PackedContext, window: int | None) -> Layout:
 
 def _runs(claims: list[bool]) -> Iterator[tuple[int, int]]:
     """(start, stop) of each run of True."""
-    start = None
-    for at, claim in enumerate([*claims, False]):
-        if claim and start is None:
-            start = at
-        elif not claim and start is not None:
-            yield start, at
-            start = None
+    stop = 0
+    for claim, run in groupby(claims):
+        start, stop = stop, stop + len(list(run))
+        if claim:
+            yield start, stop
 
 
 def _band_masks(window: int, before: int, device: torch.device) -> Tensor:

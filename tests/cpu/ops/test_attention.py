@@ -220,7 +220,8 @@ def test_the_form_for_gpus_gives_the_same_output(window):
     inputs = make_inputs(dtype=torch.float32, lengths=[175])
     context = PackedContext.of_rows(BRANCHES)
     spec = AttentionSpec(inputs[3], window, 0.3)
-    found = flex.attend(*inputs[:3], spec, context, is_compiled=False)
+    with torch.compiler.set_stance("force_eager"):  # forms the whole score matrix
+        found = flex.attend(*inputs[:3], spec, context)
     wanted, _ = packed.attend(*inputs[:3], spec, context)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
