@@ -420,41 +420,37 @@ def plan(
     dtype = getattr(config.engine, "dtype", "same")
     is_cast = dtype not in ("same", config.dtype)
     proof = renderer.proof if isinstance(renderer, JinjaRenderer) else None
-    said = [
-        ("model", f"{config.model}: {shape}{experts if model.is_moe else ''}, {config.dtype}"),
-        ("trained", _trained(config, model_files)),
-        (
-            "sampler",
+    reason = "contract=none" if config.contract == "none" else why_no_contract(config)
+    promise = f"contract={config.contract}: the self-test decides, on the model's own shapes"
+    promise = f"stock ops: {reason}" if reason else promise
+    said = {
+        "model": f"{config.model}: {shape}{experts if model.is_moe else ''}, {config.dtype}",
+        "trained": _trained(config, model_files),
+        "sampler": (
             f"{tag(type(config.engine))} engine"
             f"{f' in {dtype}, over a cast copy of the weights' if is_cast else ''}; "
-            f"{renderer.name} tokens, token in, token out",
+            f"{renderer.name} tokens, token in, token out"
         ),
-        ("template", proof.line if proof is not None else ""),
-        (
-            "thinking",
+        "template": proof.line if proof is not None else "",
+        "thinking": (
             "dropped when a user speaks again: that begins a branch (dropped_thinking), which "
             "observes the earlier turns without it; each end is rewarded"
             if renderer.forgets([Message(role="user", content="?")])
-            else "",
+            else ""
         ),
-        ("draws", truncation_notice(config.agent, has_support=has_support)),
-        (
-            "step",
+        "draws": truncation_notice(config.agent, has_support=has_support),
+        "step": (
             f"{config.groups_per_step} tasks x {config.group_size} episodes = "
             f"{config.groups_per_step * config.group_size} trajectories of at most "
-            f"{config.max_tokens} tokens; {config.steps} steps",
+            f"{config.max_tokens} tokens; {config.steps} steps"
         ),
-        ("update", _update(config, is_kept=numerics is not None and numerics.is_kept)),
-    ]
-    lines = [f"{label:<11}{text}" for label, text in said if text]
-    reason = "contract=none" if config.contract == "none" else why_no_contract(config)
-    before = f"contract={config.contract}: the self-test decides, on the model's own shapes"
-    before = f"stock ops: {reason}" if reason else before
+        "update": _update(config, is_kept=numerics is not None and numerics.is_kept),
+        "numerics": promise if numerics is None else numerics.line,
+        "memory": describe_memory(config, model_files, numerics=numerics),
+    }
     return [
-        *lines,
+        *(f"{label:<11}{text}" for label, text in said.items() if text),
         *config.placement.describe(config.parallel, num_engines=config.engine.num_workers),
-        f"numerics   {before if numerics is None else numerics.line}",
-        f"memory     {describe_memory(config, model_files, numerics=numerics)}",
         *current_hooks().plan(),
     ]
 

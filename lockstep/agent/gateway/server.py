@@ -290,68 +290,49 @@ class GatewayServer:
         if key := self._turn_key(request, session, raw):
             asked = replace(asked, turn=replace(asked.turn, key=key))
         self.counts["requests"] += 1
-        work = self._spawn(self._sample(session, asked))
         has_ids = request.headers.get("x-lockstep-ids", "").lower() in ("1", "true", "yes")
-
-        def answered(replies: Sequence[TurnReply]) -> Answered:
-            found = Answered(
-                asked=asked,
-                replies=replies,
-                id=secrets.token_hex(12),
-                created=int(time.time()),
-                session_id=session.id,
-                renderer=self._renderer,
-                has_ids=has_ids,
-            )
-            if asked.is_stored:
-                last = replace(replies[0].message, parse_error="")
-                dialogue = [*asked.turn.messages[asked.num_instructions :], last]
-                session.memory.dialogues[responses.response_id(found)] = dialogue
-            return found
-
+        work = self._spawn(self._sample(session, asked, has_ids=has_ids))
         try:
             if asked.is_streamed:
-                return await self._stream(request, dialect, session, work, answered)
-            replies = await asyncio.shield(work)
+                return await self._stream(request, dialect, session, work)
+            found = await asyncio.shield(work)
         except (asyncio.CancelledError, ConnectionError):  # the client is gone
             if not key:
                 work.cancel()
             work.add_done_callback(partial(_lost, session))
             raise
-        found = answered(replies)
         body = {**dialect.write(found), **found.extension()}
-        return _json(body, headers=_headers(session, replies))
+        return _json(body, headers=_headers(session, found.replies))
 
     async def _stream(
         self,
         request: web.Request,
         dialect: ModuleType,
         session: GatewaySession,
-        work: asyncio.Task[list[TurnReply]],
-        answered: Callable[[list[TurnReply]], Answered],
+        work: asyncio.Task[Answered],
     ) -> web.StreamResponse:
         """Sends a stream. It begins when the turn is complete or takes long, so that an early
         refusal has its own status."""
         wait = self.config.keep_alive_seconds
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         await asyncio.wait((work,), timeout=wait)
-        known = work.result() if work.done() else []
+        known = work.result().replies if work.done() else ()
         response = web.StreamResponse(headers={**headers, **_headers(session, known)})
         await response.prepare(request)
         while not work.done():
             await response.write(dialect.KEEP_ALIVE)
             await asyncio.wait((work,), timeout=wait)
         try:
-            replies = work.result()
+            found = work.result()
         except Exception as error:
             refusal = dialect.error(self._refusal_of(error, request))
             await response.write(event({"type": "error", **refusal}, "error"))
             return response
-        await response.write(b"".join(dialect.events(answered(replies))))
+        await response.write(b"".join(dialect.events(found)))
         await response.write_eof()
         return response
 
-    async def _sample(self, session: GatewaySession, asked: Asked) -> list[TurnReply]:
+    async def _sample(self, session: GatewaySession, asked: Asked, *, has_ids: bool) -> Answered:
         """Samples the requested turns side by side."""
         turns = [asked.turn]
         if asked.num_choices > 1:
@@ -361,7 +342,20 @@ class GatewayServer:
             if not reply.is_repeated:
                 self.counts["encoded_tokens"] += len(reply.prompt_ids) - reply.num_reused_tokens
                 self.counts["sampled_tokens"] += len(reply.token_ids)
-        return replies
+        found = Answered(
+            asked=asked,
+            replies=replies,
+            id=secrets.token_hex(12),
+            created=int(time.time()),
+            session_id=session.id,
+            renderer=self._renderer,
+            has_ids=has_ids,
+        )
+        if asked.is_stored:
+            last = replace(replies[0].message, parse_error="")
+            dialogue = [*asked.turn.messages[asked.num_instructions :], last]
+            session.memory.dialogues[responses.response_id(found)] = dialogue
+        return found
 
     def _check_asked(self, asked: Asked) -> None:
         names = (self.model, *self.config.names)
@@ -509,10 +503,10 @@ def _headers(session: GatewaySession, replies: Sequence[TurnReply]) -> dict[str,
     return found
 
 
-def _lost(session: GatewaySession, work: asyncio.Task[list[TurnReply]]) -> None:
+def _lost(session: GatewaySession, work: asyncio.Task[Answered]) -> None:
     """The turns were sampled, and their client is gone."""
     if not work.cancelled() and work.exception() is None:
-        for reply in work.result():
+        for reply in work.result().replies:
             session.lost(reply.leaf)
 
 

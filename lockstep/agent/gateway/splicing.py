@@ -45,10 +45,8 @@ def common_ends(
     """
     units = [[_units(tokenizer, int(id_)) for id_ in ids] for ids in (left, right)]
     head = _common(*units)
-    tail = _common(
-        *([each[::-1] for each in ids[at:][::-1]] for ids, at in zip(units, head, strict=True))
-    )
-    return head, tail
+    rest = [[each[::-1] for each in ids[at:][::-1]] for ids, at in zip(units, head, strict=True)]
+    return head, _common(*rest)
 
 
 def _common(left: list[list[int]], right: list[list[int]]) -> tuple[int, int]:
