@@ -172,8 +172,6 @@ class EmbeddedConfig(EngineConfig):
 class ServedConfig(EngineConfig):
     """Base of engines behind HTTP."""
 
-    must_have_urls: ClassVar[bool] = False
-
     urls: tuple[str, ...] = ()
     """Addresses of servers, as http://HOST:PORT, one for each replica."""
     start_seconds: float = 600.0
@@ -187,11 +185,6 @@ class ServedConfig(EngineConfig):
     with an error."""
 
     def __post_init__(self) -> None:
-        if self.must_have_urls and not self.urls:
-            raise ConfigError(
-                f"engine={getattr(self, 'TAG', '')} needs a server: engine.urls=http://HOST:PORT, "
-                "without /v1. docs/engines.md says how to start one."
-            )
         for url in self.urls:
             if not url.startswith(("http://", "https://")) or url.endswith("/"):
                 raise ConfigError(
@@ -215,28 +208,23 @@ class ServedConfig(EngineConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenAIConfig(ServedConfig):
-    """Any server whose /v1/completions takes token ids and returns those that it sampled. Its
-    weights never change, so it evaluates and cannot train (docs/engines.md)."""
-
-    TAG: ClassVar[str] = "openai"
-    must_have_urls: ClassVar[bool] = True
-
-    served_model: str = ""
-    """Name of the model in requests; empty takes the only one that the server has."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SGLangConfig(ServedConfig):
     """SGLang, on servers that are up (docs/engines.md, also for what has run on a GPU)."""
 
     TAG: ClassVar[str] = "sglang"
-    must_have_urls: ClassVar[bool] = True
     can_record_routes: ClassVar[bool] = True
 
     deterministic: bool = False
     """Refuse a server that was started without --enable-deterministic-inference. With the flag a
     reply depends on the request's seed and not on the batch."""
+
+    def __post_init__(self) -> None:
+        ServedConfig.__post_init__(self)
+        if not self.urls:
+            raise ConfigError(
+                "engine=sglang needs a server: engine.urls=http://HOST:PORT, without /v1. "
+                "docs/engines.md says how to start one."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

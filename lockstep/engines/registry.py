@@ -12,7 +12,6 @@ from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import (
     EmbeddedConfig,
     EngineConfig,
-    OpenAIConfig,
     ServedConfig,
     SGLangConfig,
     VllmConfig,
@@ -104,13 +103,6 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
         return EmbeddedEngine(model, config, token_bytes=context.token_bytes)
     own = copy_decoder(model, dtype=getattr(torch, config.dtype))
     return EmbeddedEngine(own, config, token_bytes=context.token_bytes, is_shared=False)
-
-
-@make_engine.register
-def _(config: OpenAIConfig, context: EngineContext) -> Engine:
-    from lockstep.engines.openai import openai_engine
-
-    return openai_engine(config, context)
 
 
 @make_engine.register

@@ -117,9 +117,6 @@ class Wire(Protocol):
     """
 
     capabilities: Capabilities
-    ends_calls: bool = True
-    """`abort` and `pause` end running calls. If not, they are ended by closing their connections,
-    and should stream, so that the tokens so far have arrived."""
     keeps_labels: bool = False
     """The server stores a text beside its weights: `read_label` and `write_label` work."""
 
@@ -270,7 +267,7 @@ class ServedEngine(Engine):
             return
         reply.is_aborted = True
         try:
-            if reply.call_id and self.wire.ends_calls:  # else it waits between two calls
+            if reply.call_id:  # else it waits between two calls
                 await self.wire.abort(reply.call_id)
                 await self._settle(call for call, of in self._calls.items() if of is reply)
         finally:

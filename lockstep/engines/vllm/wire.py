@@ -119,8 +119,7 @@ def _asked(
             raise
         raise CapabilityError(
             f"{client.url} has no {path.partition('?')[0]}: a vLLM older than {CHECKED_VERSION}, "
-            f"or started without {needed}. docs/engines.md has the whole command; engine=openai "
-            "reads any server that returns token ids, and does not train."
+            f"or started without {needed}. docs/engines.md has the whole command."
         ) from None
 
 

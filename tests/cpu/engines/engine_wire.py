@@ -13,10 +13,11 @@ from lockstep.types import Delta
 
 
 class EngineWire(Wire):
-    """`Wire` over an engine in this process. change: what becomes of each chunk on its way."""
+    """`Wire` over an engine in this process. streams: whether each token comes by itself. change:
+    what becomes of each chunk on its way."""
 
-    def __init__(self, engine, *, ends_calls=True, change=lambda chunk: chunk, **claims):
-        self.engine, self.ends_calls, self.change = engine, ends_calls, change
+    def __init__(self, engine, *, streams=False, change=lambda chunk: chunk, **claims):
+        self.engine, self.streams, self.change = engine, streams, change
         self.claims = claims
         self.calls = []
         self.running = {}
@@ -42,7 +43,7 @@ class EngineWire(Wire):
         self.running[request.id] = request
         try:
             held = []
-            streams = request.stream or not self.ends_calls
+            streams = request.stream or self.streams
             asked = replace(request, stream=streams)
             async for delta in self.engine.generate(asked):
                 held.append(delta)
@@ -62,9 +63,8 @@ class EngineWire(Wire):
 
     async def pause(self):
         self.told.append("pause")
-        if self.ends_calls:
-            for call_id in list(self.running):
-                await self.engine.abort(call_id)
+        for call_id in list(self.running):
+            await self.engine.abort(call_id)
         await self.engine.pause()
 
     async def resume(self, *, drop_cache):

@@ -5,7 +5,7 @@ import urllib.error
 import urllib.request
 
 import torch
-from fake_servers import FakeOpenAI
+from fake_sglang import FakeSGLang
 
 from lockstep.model_server import BackgroundServer
 from lockstep.models.hf_io import load_checkpoint
@@ -28,8 +28,8 @@ def test_a_server_is_served_like_the_model_in_it_and_its_death_is_a_503():
     model = load_checkpoint(locate_model("tiny-qwen3"), dtype=torch.float32, device="cpu")
     with BackgroundServer("tiny-qwen3") as embedded:
         expected = ask(embedded.url, "Where was Bela born?")
-    with FakeOpenAI(model) as server:
-        settings = ("engine=openai", f"engine.urls={server.url}", "engine.start_seconds=5")
+    with FakeSGLang(model) as server:
+        settings = ("engine=sglang", f"engine.urls={server.url}", "engine.start_seconds=5")
         gateway = BackgroundServer("tiny-qwen3", *settings)
         found = ask(gateway.url, "Where was Bela born?")
     with gateway:

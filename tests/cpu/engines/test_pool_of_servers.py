@@ -6,9 +6,10 @@ import asyncio
 import numpy as np
 import pytest
 from engine_models import deltas_of, make_engine, prompt, request
-from fake_servers import JSON, FakeOpenAI, context
+from fake_servers import JSON, context
+from fake_sglang import FakeSGLang
 
-from lockstep.engines.config import OpenAIConfig, PoolConfig
+from lockstep.engines.config import PoolConfig, SGLangConfig
 from lockstep.engines.pool import Pool
 from lockstep.engines.registry import open_engine
 from lockstep.errors import ServerUnreachableError
@@ -16,28 +17,28 @@ from lockstep.errors import ServerUnreachableError
 QUICK = PoolConfig(check_seconds=0.1, frozen_seconds=1.0, retry_seconds=(0.1, 0.2))
 
 
-class Failing(FakeOpenAI):
+class Failing(FakeSGLang):
     """Sound while the run begins; from its third streamed reply on it is not."""
 
     how, num_streamed, num_failed = "", 0, 0
 
-    async def complete(self, http):
+    async def generate(self, http):
         is_streamed = bool(http[JSON].get("stream"))
         self.num_streamed += is_streamed
         if self.how == "frozen" and self.num_streamed > 2:
             self.num_failed += 1
             await asyncio.sleep(3600)
         self.transport = http.transport
-        return await super().complete(http)
+        return await super().generate(http)
 
-    async def list_models(self, http):
+    async def model_info(self, http):
         if self.how == "killed" and self.num_failed:
             http.transport.abort()
-        return await super().list_models(http)
+        return await super().model_info(http)
 
-    async def parts(self, body, request):
+    async def parts(self, body, asked, request):
         num = 0
-        async for part in super().parts(body, request):
+        async for part in super().parts(body, asked, request):
             if self.how == "killed" and self.num_streamed > 2 and num == 3:
                 self.num_failed += 1
                 self.transport.abort()
@@ -51,12 +52,12 @@ def test_a_server_that_fails_in_the_middle_of_replies_loses_none_of_them(how):
         request(f"r{i}", prompt(5 + i, seed=i), stream=True, temperature=0.0) for i in range(10)
     ]
     told = []
-    with Failing() as bad, FakeOpenAI() as good:
-        config = OpenAIConfig(
+    with Failing() as bad, FakeSGLang() as good:
+        config = SGLangConfig(
             urls=(bad.url, good.url), start_seconds=10, request_seconds=30, pool=QUICK
         )
         pool = open_engine(config, context(good.model, on_wait=told.append))
-        assert isinstance(pool, Pool) and pool.capabilities.name == "openai x2"
+        assert isinstance(pool, Pool) and pool.capabilities.name == "sglang x2"
         bad.how = how
 
         async def main():
@@ -81,7 +82,7 @@ def test_a_server_that_fails_in_the_middle_of_replies_loses_none_of_them(how):
 
 
 def test_a_server_that_is_not_up_is_named_and_the_others_are_left():
-    with FakeOpenAI() as server:
-        config = OpenAIConfig(urls=(server.url, "http://127.0.0.1:9"), start_seconds=0.5)
+    with FakeSGLang() as server:
+        config = SGLangConfig(urls=(server.url, "http://127.0.0.1:9"), start_seconds=0.5)
         with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9"):
             open_engine(config, context(server.model))

@@ -21,23 +21,20 @@ def served(model=None, **settings):
     return ServedEngine(wire), wire
 
 
-@pytest.mark.parametrize("ends_calls", [True, False])
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
-def test_a_served_engine_keeps_every_promise(kind, ends_calls):
-    if kind == "gpt_oss" and not ends_calls:
-        pytest.skip("routes come with the end of a call, and such a server ends none")
+def test_a_served_engine_keeps_every_promise(kind):
     model = make_model(kind)
-    engine, wire = served(model, ends_calls=ends_calls)
+    engine, wire = served(model)
     weights = dict(hf_tensors(make_model(kind, seed=1)))
     report = asyncio.run(check_engine(engine, prompt_ids=[1, 2, 3, 4, 5], weights=weights))
     assert set(report.skipped) <= {"stop strings", "routed experts"}
     assert "resume drop_cache=True" in wire.told
 
 
-@pytest.mark.parametrize("ends_calls", [True, False])
-def test_a_reply_over_a_load_is_two_segments_each_of_the_weights_that_sampled_it(ends_calls):
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_reply_over_a_load_is_two_segments_each_of_the_weights_that_sampled_it(streams):
     old, new = make_model(), make_model(seed=1)
-    engine, wire = served(old, ends_calls=ends_calls)
+    engine, wire = served(old, streams=streams)
     asked = request("a", prompt(9), max_tokens=100, stop_ids=())
 
     async def run():
@@ -181,7 +178,7 @@ def test_a_reply_that_ends_early_or_twice_or_without_reason_is_refused():
 
 
 def test_lost_connections_are_taken_up_where_they_broke_and_counted():
-    engine, wire = served(ends_calls=False)
+    engine, wire = served(streams=True)
     generate, broke = wire.generate, []
 
     async def breaking(asked):
