@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import ServedConfig
@@ -16,24 +14,12 @@ from lockstep.engines.http import HttpClient
 from lockstep.engines.served import Wire
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.models import peft_format
-from lockstep.types import Distribution, SamplingParams
-
-Ask = Callable[[list[int], int, dict[str, Any]], tuple[list[int], list[float]]]
-
-NUM_TOKENS = 12
-"""Tokens that a question samples: enough for the model to be in doubt about one of them."""
-
-LEAST_DOUBT = 1e-3
-"""Nats below 0 at which a log-prob shows under which distribution it was computed."""
-
-MIN_TEMPERATURE = 0.01
-"""vLLM draws at this temperature if a lower one is asked for, with at most a warning in its log."""
 
 
 def connect(
-    config: ServedConfig, context: EngineContext, *, name: str, path: str, how_started: str
+    config: ServedConfig, context: EngineContext, *, name: str, how_started: str
 ) -> HttpClient:
-    """A client of the server at the first of engine.urls. Returns when it answers at `path`."""
+    """A client of the server at the first of engine.urls. Returns when it answers."""
     client = HttpClient(
         config.urls[0],
         name=name,
@@ -41,7 +27,7 @@ def connect(
         api_key_env=config.api_key_env,
         how_started=how_started,
     )
-    client.wait_until_up(path, config.start_seconds, context.on_wait)
+    client.wait_until_up("/health", config.start_seconds, context.on_wait)
     return client
 
 
@@ -80,26 +66,6 @@ class HttpWire(Wire):
         await self._client.get(self.ping_path)
 
 
-def recorded_distribution(ask: Ask, vocab_size: int) -> Distribution | None:
-    """The distribution under which a server records log-probs; None if it ignores top_k.
-
-    ask: (prompt ids, number of tokens, sampling options) -> (ids, log-probs). With top_k=1 two
-    replies, at temperature 1 and 0.5, must choose the greedy ids. Log-probs after top_k are 0;
-    log-probs after temperature differ between the two; the model's do not.
-    """
-    prompt_ids = np.linspace(0, vocab_size - 1, 8).astype(int).tolist()
-    greedy, _ = ask(prompt_ids, NUM_TOKENS, {"temperature": 0.0})
-    plain, cool = (ask(prompt_ids, NUM_TOKENS, {"temperature": t, "top_k": 1}) for t in (1.0, 0.5))
-    if plain[0] != greedy or cool[0] != greedy:
-        return None
-    at_1, at_half = np.array(plain[1]), np.array(cool[1])
-    if max(np.abs(at_1).max(), np.abs(at_half).max()) < LEAST_DOUBT:
-        return "sampled"
-    doubted = np.abs(at_1) > LEAST_DOUBT
-    gaps = np.abs(at_1 - at_half)[doubted]
-    return "model" if gaps.mean() < 0.1 * np.abs(at_1[doubted]).mean() else "tempered"
-
-
 def check_same_config(
     name: str, url: str, context: EngineContext, found: Mapping[str, Any], keys: Sequence[str]
 ) -> None:
@@ -124,15 +90,6 @@ def is_adapter(directory: Path) -> bool:
     return (directory / peft_format.CONFIG).is_file()
 
 
-def check_temperature(sampling: SamplingParams) -> None:
-    """Raises CapabilityError for a temperature at which vLLM would not draw."""
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
-        raise CapabilityError(
-            f"temperature={sampling.temperature:g}: vLLM would draw at {MIN_TEMPERATURE:g}. Choose "
-            "0, which is greedy, or more."
-        )
-
-
 def check_told(told: list[int], ids: list[int], where: str) -> None:
     """Raises EngineError unless log-probs belong to the ids beside them."""
     if told != ids:
@@ -142,9 +99,3 @@ def check_told(told: list[int], ids: list[int], where: str) -> None:
 def labels_of(answer: Mapping[str, Any]) -> tuple[str, ...]:
     """The labels of the weights that sampled an answer, in order."""
     return tuple(span["version"] for span in answer.get("weight_versions") or ())
-
-
-def num_cached(answer: Mapping[str, Any]) -> int:
-    """Cached prompt tokens, as OpenAI's `usage` reports them."""
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)

@@ -23,18 +23,24 @@ from lockstep.engines.http_wire import (
     connect,
     is_adapter,
     labels_of,
-    recorded_distribution,
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine, WireScores
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
-from lockstep.types import Int32Array, Request, Routes
+from lockstep.types import Distribution, Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.5.23"
 """Version of SGLang that this follows."""
 
 FLUSH_SECONDS = 60.0
 """Limit of the server's wait until no request holds a cached prefix."""
+
+NUM_TOKENS = 12
+"""Tokens of a reply by which the recorded distribution is found: enough for the model to be in
+doubt about one of them."""
+
+LEAST_DOUBT = 1e-3
+"""Nats below 0 at which a log-prob shows under which distribution it was computed."""
 
 
 def _entries(about: Mapping[str, Any], name: str) -> tuple[list[int], list[float]]:
@@ -68,12 +74,6 @@ class SGLangWire(HttpWire):
             )
         found = client.call_now("/model_info")
         check_same_config("sglang", client.url, context, found, ("model_type", "architectures"))
-        distribution = recorded_distribution(self._sample_now, context.vocab_size)
-        if distribution is None:
-            raise CapabilityError(
-                f"engine sglang at {client.url} does not choose the likeliest token with top_k=1: "
-                "whose log-probs it records cannot be told. A custom sampler or logits processor?"
-            )
         self._model = getattr(context.model, "config", None)
         is_moe = bool(getattr(self._model, "is_moe", False))  # transformers' models have their own
         self._sends_increments = bool(info.get("incremental_streaming_output"))
@@ -87,7 +87,7 @@ class SGLangWire(HttpWire):
             name="sglang",
             vocab_size=context.vocab_size,
             max_tokens=int(info["max_req_input_len"]),
-            distributions=(distribution,),
+            distributions=(self._recorded_distribution(),),
             has_seeds=is_deterministic,
             has_positional_draws=is_deterministic,
             has_prefix_cache=not info.get("disable_radix_cache"),
@@ -99,13 +99,35 @@ class SGLangWire(HttpWire):
             weight_sources=("directory", "adapter") if has_adapters else ("directory",),
         )
 
-    def _sample_now(
-        self, prompt_ids: list[int], num_tokens: int, sampling: dict[str, Any]
-    ) -> tuple[list[int], list[float]]:
-        settings = {"max_new_tokens": num_tokens, "ignore_eos": True, **sampling}
-        body = {"input_ids": prompt_ids, "sampling_params": settings, "return_logprob": True}
-        about = self._client.call_now("/generate", body)["meta_info"]
-        return _entries(about, "output_token_logprobs")
+    def _recorded_distribution(self) -> Distribution:
+        """The distribution under which the server records log-probs.
+
+        With top_k=1 two replies, at temperature 1 and 0.5, must choose the greedy ids; raises
+        CapabilityError if they do not. Log-probs after top_k are 0; log-probs after temperature
+        differ between the two; the model's do not.
+        """
+        prompt_ids = np.linspace(0, self._context.vocab_size - 1, 8).astype(int).tolist()
+
+        def sample(**sampling: float) -> tuple[list[int], list[float]]:
+            settings = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, **sampling}
+            body = {"input_ids": prompt_ids, "sampling_params": settings, "return_logprob": True}
+            about = self._client.call_now("/generate", body)["meta_info"]
+            return _entries(about, "output_token_logprobs")
+
+        greedy_ids, _ = sample(temperature=0.0)
+        plain_ids, plain = sample(temperature=1.0, top_k=1)
+        cool_ids, cool = sample(temperature=0.5, top_k=1)
+        if not greedy_ids == plain_ids == cool_ids:
+            raise CapabilityError(
+                f"engine sglang at {self.url} does not choose the likeliest token with top_k=1: "
+                "whose log-probs it records cannot be told. A custom sampler or logits processor?"
+            )
+        at_1, at_half = np.array(plain), np.array(cool)
+        if max(np.abs(at_1).max(), np.abs(at_half).max()) < LEAST_DOUBT:
+            return "sampled"
+        doubted = np.abs(at_1) > LEAST_DOUBT
+        gaps = np.abs(at_1 - at_half)[doubted]
+        return "model" if gaps.mean() < 0.1 * np.abs(at_1[doubted]).mean() else "tempered"
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -256,7 +278,7 @@ HOW_STARTED = (
 
 def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
     """The engine of engine=sglang. Returns when the server answers."""
-    client = connect(config, context, name="sglang", path="/health", how_started=HOW_STARTED)
+    client = connect(config, context, name="sglang", how_started=HOW_STARTED)
     wire = SGLangWire(client, context, must_be_deterministic=config.deterministic)
     lease = Lease(context.run, server=client.url, take_over=config.take_over)
     return ServedEngine(wire, lease=lease)

@@ -28,12 +28,10 @@ from lockstep.engines.http import HttpClient
 from lockstep.engines.http_wire import (
     HttpWire,
     check_same_config,
-    check_temperature,
     check_told,
     connect,
     is_adapter,
     labels_of,
-    num_cached,
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine, WireScores
@@ -70,6 +68,9 @@ NO_LOGPROB = -9999.0
 SHAPE_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 """Keys of config.json in which two models with the same weights agree."""
 
+MIN_TEMPERATURE = 0.01
+"""vLLM draws at this temperature if a lower one is asked for, with at most a warning in its log."""
+
 DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
     "raw_logprobs": ("model",),
     "processed_logprobs": ("sampled",),
@@ -90,7 +91,11 @@ def sampling_settings(request: Request) -> dict[str, Any]:
     """The sampling parameters of a request by vLLM's names. Raises CapabilityError for a
     temperature at which vLLM would not draw."""
     sampling = request.sampling
-    check_temperature(sampling)
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        raise CapabilityError(
+            f"temperature={sampling.temperature:g}: vLLM would draw at {MIN_TEMPERATURE:g}. Choose "
+            "0, which is greedy, or more."
+        )
     settings: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -246,7 +251,7 @@ class VllmWire(HttpWire):
         return WireScores(
             logprobs=[_finite(value) for value in found],
             prompt_ids=answer["prompt_token_ids"],
-            num_cached_tokens=num_cached(answer),
+            num_cached_tokens=_num_cached(answer),
             labels=labels_of(answer["choices"][0]),
         )
 
@@ -275,7 +280,7 @@ class VllmWire(HttpWire):
             finish_reason=choice["finish_reason"] if has_ended else None,
             stop=choice.get("stop_reason"),
             prompt_ids=answer.get("prompt_token_ids"),
-            num_cached_tokens=num_cached(answer),
+            num_cached_tokens=_num_cached(answer),
             routed_experts=None if routes is None else _routes(routes),
             support=choice.get("sampling_mask"),
             labels=labels_of(choice) if has_ended else (),
@@ -354,6 +359,12 @@ class VllmWire(HttpWire):
             await asyncio.to_thread(self.server.process.stop)
 
 
+def _num_cached(answer: Mapping[str, Any]) -> int:
+    """Prompt tokens that were found in the cache, from the answer's `usage`."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
+
+
 def _finite(value: float) -> float:
     return math.nan if value <= NO_LOGPROB else value
 
@@ -367,7 +378,7 @@ def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
     """An engine on the server at the first of engine.urls, or on one that is started here and ends
     with `close`. Returns when it answers."""
     if config.urls:
-        client = connect(config, context, name="vllm", path="/health", how_started=HOW_STARTED)
+        client = connect(config, context, name="vllm", how_started=HOW_STARTED)
         lease = Lease(context.run, server=client.url, take_over=config.take_over)
         return ServedEngine(VllmWire(client, context), lease=lease)
     server = VllmServer(config, context)

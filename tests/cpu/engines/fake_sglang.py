@@ -29,12 +29,22 @@ def known(type_name, body):
 
 
 class FakeSGLang(FakeServer):
-    """settings of `flags` are the server's arguments; eos_ids: where its model's config ends."""
+    """settings of `flags` are the server's arguments; eos_ids: where its model's config ends.
+    distribution: whose log-probs it records."""
 
-    def __init__(self, model=None, *, flags=(), eos_ids=(), original_logprobs=False, **settings):
+    def __init__(
+        self,
+        model=None,
+        *,
+        flags=(),
+        eos_ids=(),
+        distribution="tempered",
+        honours_top_k=True,
+        **settings,
+    ):
         super().__init__(model or make_model(), **settings)
         self.flags, self.eos_ids = set(flags), tuple(eos_ids)
-        self.distribution = "model" if original_logprobs else "tempered"
+        self.distribution, self.honours_top_k = distribution, honours_top_k
         self.label = "default"
         self.version = 0
         self.running = set()
@@ -104,7 +114,7 @@ class FakeSGLang(FakeServer):
         seed = self.num_seeds
         if "enable_deterministic_inference" in self.flags:
             seed = asked.get("sampling_seed", 42)
-        top_k = asked.get("top_k", -1)
+        top_k = asked.get("top_k", -1) if self.honours_top_k else -1
         return Request(
             id=body.get("rid") or f"rid-{self.num_seeds}",
             prompt_ids=np.array(body["input_ids"], np.int32),

@@ -12,7 +12,13 @@ from safetensors.torch import save_file
 
 from lockstep.engines.config import SGLangConfig
 from lockstep.engines.registry import make_engine as make_any
-from lockstep.errors import CapabilityError, ConfigError, EngineError, LeaseError
+from lockstep.errors import (
+    CapabilityError,
+    ConfigError,
+    EngineError,
+    LeaseError,
+    ServerUnreachableError,
+)
 from lockstep.models.hf_io import hf_tensors
 from lockstep.testing.check_engine import check_engine
 
@@ -114,11 +120,45 @@ def test_ids_of_calls_are_no_beginnings_of_one_another():
     assert not any(a != b and b.startswith(a) for a in rids for b in rids)
 
 
-def test_log_probs_before_temperature_are_found_out():
-    with FakeSGLang(original_logprobs=True) as server:
+@pytest.mark.parametrize("distribution", ["model", "tempered", "sampled"])
+def test_whose_log_probs_a_server_records_is_found_by_two_temperatures(distribution):
+    with FakeSGLang(distribution=distribution) as server:
         engine = engine_of(server)
-    assert engine.capabilities.distributions == ("model",)
-    assert not engine.capabilities.has_seeds and not engine.capabilities.has_sleep
+        found = engine.capabilities
+        assert found.distributions == (distribution,)
+        assert not found.has_seeds and not found.has_sleep
+        hot = request("a", prompt(9), temperature=0.7)
+        if distribution == "model":
+            with pytest.raises(CapabilityError, match=r"records log-probs of model"):
+                asyncio.run(reply_of(engine, hot))
+            return
+        ids, logprobs = asyncio.run(reply_of(engine, hot))
+        path = np.concatenate([prompt(9), ids])
+        scored = make_engine(server.model).score(path, distribution="tempered", temperature=0.7)
+        assert np.abs(asyncio.run(scored).logprobs[9:] - logprobs).max() < 1e-4
+
+
+def test_a_server_that_does_not_honour_top_k_is_refused():
+    with (
+        FakeSGLang(honours_top_k=False) as server,
+        pytest.raises(CapabilityError, match="does not choose the likeliest token with top_k=1"),
+    ):
+        engine_of(server)
+
+
+def test_a_server_that_is_not_up_is_told_with_how_long_was_waited_and_how_it_starts():
+    with FakeSGLang() as server:
+        url = server.url
+    config = SGLangConfig(urls=(url,), start_seconds=0.3)
+    with pytest.raises(ServerUnreachableError, match=r"start_seconds=0.3.*sglang.launch_server"):
+        make_any(config, context())
+
+
+def test_a_server_that_has_died_fails_the_request_and_says_so():
+    with FakeSGLang() as server:
+        engine = engine_of(server)
+    with pytest.raises(EngineError, match="not reachable"):
+        asyncio.run(reply_of(engine, request("a", prompt(9))))
 
 
 def test_an_adapter_goes_by_its_name_and_the_one_before_is_unloaded(tmp_path):
