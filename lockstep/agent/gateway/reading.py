@@ -182,9 +182,7 @@ class Value:
             raise self.wrong(f"a whole number in {low}..{high}")
         return self.raw
 
-    def number(
-        self, low: float = -sys.float_info.max, high: float = sys.float_info.max
-    ) -> float | None:
+    def number(self, low: float, high: float) -> float | None:
         if self.raw is None:
             return None
         is_number = isinstance(self.raw, int | float) and not isinstance(self.raw, bool)
@@ -194,7 +192,7 @@ class Value:
 
     def finite(self) -> float:
         """A number that must be given."""
-        found = self.number()
+        found = self.number(-sys.float_info.max, sys.float_info.max)
         if found is None:
             raise self.wrong("a number")
         return found

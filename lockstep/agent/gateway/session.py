@@ -19,7 +19,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -283,7 +283,6 @@ class GatewaySession:
             text += f"{self._sampler.max_tokens}"
             raise self._exhaust("max_tokens", text, status=400, code="context_overflow")
         self._insert(drafted)
-        count(self.trajectory, "tokens/encoded", drafted.num_encoded)
         place = drafted.place
         if place.why is None:
             place.why = drafted.reason
@@ -320,7 +319,8 @@ class GatewaySession:
             raise Refusal(status, code, f"{drafted.stage}: {described(error)}") from error
         finally:
             place.num_running -= 1
-        return self._add(turn, drafted, num_reused_tokens=len(prompt_ids) - drafted.num_encoded)
+        num_reused_tokens = len(prompt_ids) - drafted.counts["tokens/encoded"]
+        return self._add(turn, drafted, num_reused_tokens=num_reused_tokens)
 
     def _add(self, turn: Turn, drafted: _Draft, *, num_reused_tokens: int) -> Answer:
         """Adds a turn that was just recorded to the tree, and counts it."""
@@ -431,8 +431,7 @@ class GatewaySession:
     def _draft(self, dialogue: Dialogue, found: Found, reason: Reason) -> _Draft:
         """Finds the place where the request asks, and encodes what is new on the way there.
 
-        New places are linked to the known ones, but nothing of the session changes. Raises Refusal
-        for messages that the renderer cannot write.
+        Nothing of the session changes. Raises Refusal for messages that the renderer cannot write.
         """
         place = found.place
         if place is not None and found.num_batches > dialogue.num_replies:
@@ -458,8 +457,9 @@ class GatewaySession:
         messages = dialogue.messages(size)
         ids = np.asarray(self._renderer.render(messages, dialogue.tools), np.int32)
         key, num_messages = dialogue.root_key(size), dialogue.num_messages(size)
-        place = Place(None, [Observed(ids, messages)], num_messages, key, reason, is_forked=True)
-        draft = _Draft(place, reason, num_encoded=len(ids), is_reason_taken=True)
+        place = Place(None, [Observed(ids, messages)], num_messages, key, is_forked=True)
+        draft = _Draft(place, reason, [place])
+        draft.counts["tokens/encoded"] += len(ids)
         return self._grow(draft, dialogue, size, None)
 
     def _grow(self, draft: _Draft, dialogue: Dialogue, first: int, above: Answer | None) -> _Draft:
@@ -491,12 +491,13 @@ class GatewaySession:
                     is_thinking_kept=reply.thinking.strip() == thought.strip(),
                 )
             ids = np.asarray(written, np.int32)
-            draft.num_encoded += num_encoded
-        reason = draft.take_reason()
+            draft.counts["tokens/encoded"] += num_encoded
         if was is not None:
-            draft.num_altered += 1
-            draft.num_altered_tokens += _num_changed(self._ids_of(was[0]), ids)
-        return Answer(place, reply, parts=[Observed(ids, (reply,))], reason=reason)
+            draft.counts["gateway/altered_replies"] += 1
+            draft.counts["gateway/altered_tokens"] += _num_changed(self._ids_of(was[0]), ids)
+        answer = Answer(place, reply, parts=[Observed(ids, (reply,))])
+        draft.new.append(answer)
+        return answer
 
     def _extend(self, draft: _Draft, above: Answer, dialogue: Dialogue, at: int) -> Place:
         """Makes the place of batch `at`, after the reply `above`."""
@@ -510,27 +511,25 @@ class GatewaySession:
                 place.is_forked, (place.base, place.parts) = True, fork
                 tail = place.parts[-1].ids
                 draft.reason = draft.reason or "dropped_thinking"
-        place.reason = draft.take_reason()
         ids = np.asarray(self._renderer.extend(tail.tolist(), batch), np.int32)
-        draft.num_encoded += len(ids)
+        draft.counts["tokens/encoded"] += len(ids)
         place.parts.append(Observed(ids, batch))
+        draft.new.append(place)
         return place
 
     def _insert(self, draft: _Draft) -> None:
-        """Links the new places of a draft into the tree."""
-        at: Place | None = draft.place
-        while at is not None and not at.is_linked:
-            at.is_linked, above = True, at.above
-            if above is None:
+        """Links what a draft adds into the tree."""
+        for at in draft.new:
+            if isinstance(at, Answer):
+                at.place.add(at)
+            elif at.above is None:
                 self._tree.insert_root(at)
-                break
-            above.places[at.key] = at
-            at = above.place
-            if above.segment is None and above not in at.all_answers():
-                at.add(above)
-        if draft.num_altered:
-            count(self.trajectory, "gateway/altered_replies", draft.num_altered)
-            count(self.trajectory, "gateway/altered_tokens", draft.num_altered_tokens)
+            else:
+                at.above.places[at.key] = at
+        if draft.new:
+            draft.new[0].reason = draft.reason
+        for name, value in draft.counts.items():
+            count(self.trajectory, name, value)
 
     def _missing(self, node: Place | Answer) -> tuple[int | None, list[Place | Answer]]:
         """Returns (last recorded segment of the node's path, nodes after it)."""
@@ -592,20 +591,12 @@ class _Draft:
     """Place where the request asks for a turn."""
     reason: Reason
     """Reason of the turn."""
-    num_encoded: int = 0
-    num_altered: int = 0
-    """Turns that the agent altered."""
-    num_altered_tokens: int = 0
-    is_reason_taken: bool = False
+    new: list[Place | Answer] = field(default_factory=list["Place | Answer"])
+    """Additions to the tree, each after the one that it follows; the first gets the reason."""
+    counts: Counter[str] = field(default_factory=Counter[str])
+    """Additions to the metrics of the trajectory."""
     stage: str = ""
     """Step of the sampling that is under way, for the text of a failure."""
-
-    def take_reason(self) -> Reason:
-        """For the first thing that is new; "" for all others."""
-        if self.is_reason_taken:
-            return ""
-        self.is_reason_taken = bool(self.reason)
-        return self.reason
 
 
 def _num_changed(before: Int32Array, after: Int32Array) -> int:

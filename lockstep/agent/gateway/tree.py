@@ -71,8 +71,6 @@ class Place:
     segment: int | None = None
     """Segment that ends the place, once it is recorded."""
     answers: dict[Key, list[Answer]] = field(default_factory=dict[Key, "list[Answer]"])
-    is_linked: bool = False
-    """The tree leads to it."""
     num_running: int = 0
 
     @property
