@@ -225,16 +225,17 @@ class ChatMLRenderer(TurnRenderer):
         thinking = ""
         texts: list[str] = []
         calls: list[ToolCall] = []
-        at = 0
         if parts and parts[0] == self._think:
             closed = _block_end(parts, 0, self._think_end)
-            text, at = text_of(self.tokenizer, parts[1:closed]), closed + 1
-            thinking = text.removeprefix("\n")
+            thinking = text_of(self.tokenizer, parts[1:closed]).removeprefix("\n")
             if closed < len(parts):
                 thinking = thinking.removesuffix("\n")
-                if at < len(parts) and isinstance(parts[at], str):
-                    parts[at] = str(parts[at]).removeprefix("\n\n")
-            error = error or ("" if closed < len(parts) else "the thinking is not closed")
+            else:
+                error = error or "the thinking is not closed"
+            parts = parts[closed + 1 :]
+            if parts and isinstance(parts[0], str):
+                parts[0] = parts[0].removeprefix("\n\n")
+        at = 0
         while at < len(parts):
             part = parts[at]
             if isinstance(part, str):

@@ -15,6 +15,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,14 @@ class Tokenizer:
         control_tokens: Mapping[str, int],
         where: str = "tokenizer",
         fast: FastTokenizer | None = None,
-        encode_batch: Callable[[list[str]], list[list[int]]] | None = None,
     ) -> None:
         """encode: turns ordinary text into ids, never control ids. text_tokens: id -> its bytes.
-        control_tokens: name -> id. fast: the tokenizer behind `encode`, which `with_dropout` needs.
-        encode_batch: a faster `encode` of many texts.
+        control_tokens: name -> id. fast: the tokenizer behind `encode`, for `encode_batch` and
+        `with_dropout`.
 
         Raises RendererError if the probe text does not come back byte for byte.
         """
         self._encode = encode
-        self._encode_batch = encode_batch or (lambda texts: [encode(text) for text in texts])
         self._control_tokens = dict(control_tokens)
         self._fast = fast
         self.where = where
@@ -118,9 +117,6 @@ class Tokenizer:
             control_tokens=control_tokens,
             where=where,
             fast=fast,
-            encode_batch=lambda texts: [
-                encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)
-            ],
         )
 
     # -- text to ids --------------------------------------------------------------------------
@@ -137,7 +133,11 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes many texts in one call, several times as fast as `encode` for short ones."""
-        out = self._encode_batch([_storable(text) for text in texts])
+        if self._fast is None:
+            return [self.encode(text) for text in texts]
+        texts = [_storable(text) for text in texts]
+        found = self._fast.encode_batch_fast(texts, add_special_tokens=False)
+        out = [encoding.ids for encoding in found]
         self.num_encoded += sum(map(len, out))
         return out
 
@@ -224,7 +224,6 @@ class Tokenizer:
             text_tokens={id_: self._token_bytes[id_] for id_ in self._known - self.control_ids},
             control_tokens=self._control_tokens,
             where=self.where,
-            fast=fast,
         )
 
 
@@ -244,19 +243,16 @@ def _merge(
     generator: random.Random,
 ) -> list[str]:
     """Merges one word by byte-pair encoding, skipping each candidate with `prob` at each step."""
-    while len(pieces) > 1:
-        best: tuple[int, int] | None = None
-        for at in range(len(pieces) - 1):
-            rank = ranks.get((pieces[at], pieces[at + 1]))
-            if rank is None or (prob and generator.random() < prob):
-                continue
-            if best is None or rank < best[0]:
-                best = (rank, at)
-        if best is None:
-            break
-        at = best[1]
+    while True:
+        found = [
+            (ranks[pair], at)
+            for at, pair in enumerate(pairwise(pieces))
+            if pair in ranks and not (prob and generator.random() < prob)
+        ]
+        if not found:
+            return pieces
+        at = min(found)[1]
         pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
-    return pieces
 
 
 def read_json(file: Path) -> dict[str, Any]:

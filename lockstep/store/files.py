@@ -111,18 +111,18 @@ def hold_lock(path: Path) -> Iterator[None]:
     otherwise hold two files of one name.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = open(path, "a+b")  # noqa: SIM115 - closed below
     except OSError as error:
         raise RunError(
             f"{path} cannot be opened ({error.strerror}); a run keeps its lock in this "
             "file. Remove what is there, or choose another directory with out=DIR."
         ) from error
-    try:
+    with file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(_in_use(path, _holder(descriptor))) from None
-        holder = _holder(descriptor)
+            raise RunError(_in_use(path, _holder(file))) from None
+        holder = _holder(file)
         if holder.get("host", platform.node()) != platform.node():
             raise RunError(
                 f"{_in_use(path, holder)} This host cannot see whether that process lives: if "
@@ -130,15 +130,13 @@ def hold_lock(path: Path) -> Iterator[None]:
             )
         since = datetime.now(UTC).isoformat(timespec="seconds")
         mine = {"pid": os.getpid(), "host": platform.node(), "since": since}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+        os.ftruncate(file.fileno(), 0)
+        os.pwrite(file.fileno(), json.dumps(mine).encode(), 0)
         try:
             yield
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
-                os.ftruncate(descriptor, 0)
-    finally:
-        os.close(descriptor)
+                os.ftruncate(file.fileno(), 0)
 
 
 def _in_use(path: Path, holder: dict[str, Any]) -> str:
@@ -155,29 +153,23 @@ def _in_use(path: Path, holder: dict[str, Any]) -> str:
 def is_locked(path: Path) -> bool:
     """Whether a writer seems to hold the lock at `path`. Takes the lock only where the writer it
     names has died."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        holder = _holder(descriptor)
-        if not holder or holder.get("host", platform.node()) != platform.node():
-            return bool(holder)
-        # A killed writer leaves its name, and the kernel's lock does not survive it.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a directory
-        return False
-    finally:
-        os.close(descriptor)  # and with it the shared lock
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # none, or a directory
+        holder = _holder(file)
+        if holder.get("host", platform.node()) != platform.node():
+            return True
+        try:
+            # A killed writer leaves its name, and the kernel's lock does not survive it.
+            if holder:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back as the file closes
+        except BlockingIOError:
+            return True
     return False
 
 
-def _holder(descriptor: int) -> dict[str, Any]:
+def _holder(file: BinaryIO) -> dict[str, Any]:
     """The holder's own words; empty if it wrote nothing readable."""
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+        holder = json.loads(os.pread(file.fileno(), 4096, 0) or b"{}")
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
