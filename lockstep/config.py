@@ -116,10 +116,12 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 
 def check_numbers(config: Any, where: str, *names: str, least: float | None = None) -> None:
-    """Raises ConfigError unless these fields are finite and at least `least`, or above 0 without
-    it. where: the path of the config, with a dot at its end."""
+    """Raises ConfigError unless these fields are None, or finite and at least `least`, or above 0
+    without it. where: the path of the config, with a dot at its end."""
     for name in names:
         value = getattr(config, name)
+        if value is None:
+            continue
         if math.isfinite(value) and (value > 0 if least is None else value >= least):
             continue
         kind = "" if isinstance(value, int) else "a finite number of "

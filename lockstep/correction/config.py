@@ -187,6 +187,7 @@ class Correction:
         check_choices(self, "correction")
         check_numbers(self, "correction.", "rescorings", "rescorings_in_flight", least=1)
         check_numbers(self, "correction.", "kl_penalty_coef", least=0)
+        check_numbers(self, "correction.", "kl_penalty_clip")
         (low, high), level, anchor = self.limits, self.level, self.anchor
         limits, has_weights = f".limits={low:g},{high:g}", level != "none"
         is_beside_1 = low > 1 or (has_weights and high < 1)
@@ -194,8 +195,7 @@ class Correction:
         is_unread = self.behaviour == "averaged" and self.is_idle
         is_idle_normalize = bool(self.normalize) and not has_weights
         is_cut_below = has_weights and self.bound == "truncate" and low != 0
-        clip, names = self.kl_penalty_clip, [rule.name for rule in self.reject]
-        is_no_clip = clip is not None and not clip > 0
+        names = [rule.name for rule in self.reject]
         _refuse(
             "correction",
             (not 0 <= low < high, f"{limits}: expected 0 <= lower < upper. Swapped?"),
@@ -204,7 +204,6 @@ class Correction:
             (is_twice, f": level={level} with anchor=rollout counts trainer / rollout twice."),
             (is_idle_normalize, ".normalize=true: level=none has no weight."),
             (is_unread, f".behaviour=averaged is never read with anchor={anchor} and no level."),
-            (is_no_clip, f".kl_penalty_clip={clip} must be above 0, or none."),
             (len(set(names)) < len(names), f".reject: give one of {names} a label of its own."),
         )
 

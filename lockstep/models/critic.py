@@ -43,10 +43,6 @@ class ValueModel(nn.Module):
     def config(self) -> ModelConfig:
         return self.body.config
 
-    @property
-    def device(self) -> torch.device:
-        return self.body.embedding.device
-
     def forward(
         self, ids_T: Tensor, positions_T: Tensor, context: PackedContext, *, states_N: Tensor
     ) -> Tensor:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.errors import CheckpointError
@@ -402,7 +403,12 @@ def save_checkpoint(
         tensors[name] = Outgoing(name, tuple(extra.shape), extra.dtype, lambda extra=extra: extra)
     placed = _files_like(like, tensors, is_tied=model.config.tie_embeddings)
     if placed is None:
-        placed = _files_by_size(tensors, max_shard_bytes)
+        placed = split_state_dict_into_shards_factory(
+            tensors,  # in the order of the model
+            get_storage_size=lambda tensor: tensor.num_bytes,
+            filename_pattern=WEIGHTS.replace(".", "{suffix}.", 1),
+            max_shard_size=max_shard_bytes,
+        ).tensor_to_filename
     if HEAD in placed and HEAD not in tensors:
         tensors[HEAD] = Outgoing(
             HEAD, tuple(model.embedding.shape), dtype, partial(source.view, EMBEDDING)
@@ -464,21 +470,3 @@ def _files_like(
     placed = {name: stored.path.name for name, stored in read_tensors(root).items()}
     extra = {HEAD} if is_tied else set[str]()
     return placed if placed.keys() - extra == tensors.keys() else None
-
-
-def _files_by_size(tensors: Mapping[str, Outgoing], max_bytes: int) -> dict[str, str]:
-    """name -> file, filled in the order of the model; one tensor larger than `max_bytes` has a
-    file of its own."""
-    shard_of: dict[str, int] = {}
-    shard = size = 0
-    for name, tensor in tensors.items():
-        if size and size + tensor.num_bytes > max_bytes:
-            shard, size = shard + 1, 0
-        shard_of[name] = shard
-        size += tensor.num_bytes
-    if not shard:
-        return dict.fromkeys(tensors, WEIGHTS)
-    stem = WEIGHTS.removesuffix(".safetensors")
-    return {
-        name: f"{stem}-{i + 1:05d}-of-{shard + 1:05d}.safetensors" for name, i in shard_of.items()
-    }

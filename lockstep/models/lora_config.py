@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Literal
 
+from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.shapes import Shapes, decoder_layout
@@ -45,10 +46,8 @@ class LoraConfig:
     """Directory of an adapter in PEFT's form to continue from."""
 
     def __post_init__(self) -> None:
-        if self.rank is not None and self.rank < 1:
-            raise ConfigError(f"lora.rank={self.rank} must be at least 1.")
-        if self.alpha is not None and not 0 < self.alpha < math.inf:
-            raise ConfigError(f"lora.alpha={self.alpha} must be a finite number above 0.")
+        check_numbers(self, "lora.", "rank", least=1)
+        check_numbers(self, "lora.", "alpha")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -307,9 +307,7 @@ def cross_entropy(
     logprobs: Tensor, weights: Tensor | None = None, *, mask: Tensor | None = None
 ) -> TokenLoss:
     """-weight * log-prob. The caller divides by the sum of weights."""
-    if weights is None:
-        (logprobs,) = read_tokens(mask, logprobs=logprobs)
-        return _report(mask, -logprobs)
+    weights = torch.ones_like(logprobs) if weights is None else weights
     logprobs, weights = read_tokens(mask, logprobs=logprobs, weights=weights)
     return _report(mask, -weights * logprobs)
 

@@ -248,21 +248,13 @@ class PagedContext:
         written = [row[a // size] * size + a % size for row, a in zip(tables, at, strict=True)]
         blocks: list[PagedBlock] = []
         first = token = 0
-        for length, group in groupby(len(a) for a in at):
-            rows = slice(first, first := first + len(list(group)))
-            positions = np.stack(at[rows])
-            num_keys = int(positions.max()) + 1
-            pages = np.ascontiguousarray(tables[rows, : -(-num_keys // size)])
-            blocks.append(
-                PagedBlock(
-                    None,
-                    torch.from_numpy(positions).to(device),
-                    torch.from_numpy(pages).to(device),
-                    num_keys,
-                    first_token=token,
-                )
-            )
-            token += length * len(positions)
+        for _, group in groupby(at, key=len):
+            positions = np.stack(list(group))
+            stop, num_keys = first + len(positions), int(positions.max()) + 1
+            pages = np.ascontiguousarray(tables[first:stop, : -(-num_keys // size)])
+            places, used = (torch.from_numpy(x).to(device) for x in (positions, pages))
+            blocks.append(PagedBlock(None, places, used, num_keys, first_token=token))
+            first, token = stop, token + positions.size
         write_index = torch.from_numpy(np.concatenate(written)).to(device)
         return cls(keys, values, write_index, tuple(blocks), None)
 

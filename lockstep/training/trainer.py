@@ -366,7 +366,9 @@ class Trainer(Learner):
         Returns at its N tokens, without gradient: log-probs, losses, and the correction's weights;
         the last two are 0.0 where a token is not trained on.
         """
-        routing = self._routing_for(batch)
+        routing = routing_of(batch)
+        if routing is None and self.model.config.routed_layers:
+            routing = Routing()  # keeps what is chosen, for `moe/...`
         logprobs, entropy = self._log_probs(batch, routing)
         tokens, reports = keep_tokens(
             batch,
@@ -450,11 +452,6 @@ class Trainer(Learner):
         for theirs in self.ranks.gather_data({i: samples[i].columns[OLD_ROUTES] for i in mine}):
             for row, routes in theirs.items():
                 samples[row].set(OLD_ROUTES, routes)
-
-    def _routing_for(self, batch: PackedBatch) -> Routing | None:
-        """The routing of a training forward: it replays, and keeps what is chosen for `moe/...`."""
-        is_routed = bool(self.model.config.routed_layers)
-        return routing_of(batch) or (Routing() if is_routed else None)
 
     # -- checks, files --------------------------------------------------------------------------
 

@@ -220,7 +220,7 @@ WEIGHED = {"anchor": "recomputed", "level": "token"}
         ({"kl_penalty_coef": -0.1}, r"kl_penalty_coef=-0\.1 must be a finite number"),
         ({"kl_penalty_coef": float("inf")}, r"kl_penalty_coef=inf must be"),
         ({"kl_penalty_coef": float("nan")}, r"kl_penalty_coef=nan must be"),
-        ({"kl_penalty_clip": 0.0}, r"kl_penalty_clip=0\.0 must be above 0, or none"),
+        ({"kl_penalty_clip": 0.0}, r"kl_penalty_clip=0\.0 must be a finite number above 0"),
         ({"kl_penalty_clip": float("nan")}, r"kl_penalty_clip=nan must be"),
         ({"reject": (Rule(stat="k3", high=1.0), Rule(stat="k3", high=2.0))},
          r"give one of \['token_k3', 'token_k3'\] a label of its own"),
