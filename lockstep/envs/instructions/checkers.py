@@ -197,7 +197,9 @@ LESS_THAN, AT_LEAST = RELATIONS = ("less than", "at least")
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 """Replies that `detectable_format:constrained_response` accepts."""
 
-Check = Callable[[str, Mapping[str, Any], Detector], bool]
+Given = Mapping[str, Any]
+"""Arguments of an instruction, and its `detector`."""
+Check = Callable[[str, Given], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ class Kind:
     """One kind of instruction."""
 
     check: Check
-    """(text, arguments, detector) -> whether the text follows it."""
+    """(text, what is given) -> whether the text follows it."""
     sentence: str
     """Sentence that asks for it, with all arguments in braces."""
 
@@ -213,6 +215,20 @@ class Kind:
     def arguments(self) -> list[str]:
         """Names of its arguments."""
         return re.findall(r"{(\w+)}", self.sentence)
+
+
+KINDS: dict[str, Kind] = {}
+"""Kinds by the ids of the published data set, in the order of the functions below."""
+
+
+def kind(instruction_id: str, sentence: str) -> Callable[[Check], Check]:
+    """Makes the function below it the check of a kind."""
+
+    def add(check: Check) -> Check:
+        KINDS[instruction_id] = Kind(check, sentence)
+        return check
+
+    return add
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +243,7 @@ class Instruction:
         """Whether the reply follows it as it is. An empty reply follows nothing."""
         if not text.strip():
             return False
-        return KINDS[self.id].check(text, self.arguments, self.detector)
+        return KINDS[self.id].check(text, {**self.arguments, "detector": self.detector})
 
     def follows_loosely(self, text: str) -> bool:
         """Whether one of eight versions of the reply follows it: all, without the first line,
@@ -343,198 +359,6 @@ def _language(value: Any) -> str:
     return code
 
 
-def _holds(found: int, relation: str, bound: int) -> bool:
-    return found < bound if relation == LESS_THAN else found >= bound
-
-
-# -- keywords --------------------------------------------------------------------------------------
-
-
-def _existence(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    return all(re.search(re.escape(w), text, re.IGNORECASE) for w in given["keywords"])
-
-
-def _frequency(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    found = re.findall(re.escape(given["keyword"]), text, re.IGNORECASE)
-    return _holds(len(found), given["relation"], given["frequency"])
-
-
-def _no_forbidden_words(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    return not any(
-        re.search(rf"(?<!\w){re.escape(w)}(?!\w)", text, re.IGNORECASE)
-        for w in given["forbidden_words"]
-    )
-
-
-def _letter_frequency(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    found = text.lower().count(given["letter"])
-    return _holds(found, given["let_relation"], given["let_frequency"])
-
-
-# -- language and case -----------------------------------------------------------------------------
-
-
-def _is_in(language: str, text: str, detector: Detector) -> bool:
-    if detector == "langdetect":
-        return detected_language(text) == language
-    if language == "en":  # all that the script can say
-        return all(char.isascii() for char in text if char.isalpha())
-    return is_in_script(text, SCRIPTS[language])
-
-
-def _response_language(text: str, given: Mapping[str, Any], detector: Detector) -> bool:
-    return _is_in(given["language"], text, detector)
-
-
-def _english_capital(text: str, _: Mapping[str, Any], detector: Detector) -> bool:
-    return text.isupper() and _is_in("en", text, detector)
-
-
-def _english_lowercase(text: str, _: Mapping[str, Any], detector: Detector) -> bool:
-    return text.islower() and _is_in("en", text, detector)
-
-
-def _capital_word_frequency(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    found = count_capital_words(text)
-    return _holds(found, given["capital_relation"], given["capital_frequency"])
-
-
-# -- lengths ---------------------------------------------------------------------------------------
-
-
-def _number_sentences(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    return _holds(len(sentences(text)), given["relation"], given["num_sentences"])
-
-
-def _number_words(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    return _holds(count_words(text), given["relation"], given["num_words"])
-
-
-def _number_paragraphs(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    paragraphs = text.split("***")
-    inner = paragraphs[1:-1]
-    if not all(paragraph.strip() for paragraph in inner):
-        return False
-    found = sum(bool(p.strip()) for p in (paragraphs[0], paragraphs[-1])[: len(paragraphs)])
-    return len(inner) + found == given["num_paragraphs"]
-
-
-_FIRST_WORD_ENDS = re.compile(r"[.,?!'\"]")
-
-
-def _nth_paragraph_first_word(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    paragraphs = text.split("\n\n")
-    num_paragraphs = sum(bool(p.strip()) for p in paragraphs)
-    nth = given["nth_paragraph"]
-    if num_paragraphs != given["num_paragraphs"] or nth > num_paragraphs:
-        return False
-    words = paragraphs[nth - 1].split(maxsplit=1)
-    if not words:
-        return False
-    first = words[0].lstrip("'").lstrip('"')
-    return _FIRST_WORD_ENDS.split(first, maxsplit=1)[0].lower() == given["first_word"].lower()
-
-
-# -- content and format ----------------------------------------------------------------------------
-
-
-def _number_placeholders(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    found = re.findall(r"\[[^\n\[\]]*\]", text)
-    return len(found) >= given["num_placeholders"]
-
-
-def _postscript(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    text, marker = text.lower(), given["postscript_marker"]
-    if marker == "P.P.S":
-        return re.search(r"p\.\s?p\.\s?s", text) is not None
-    if marker == "P.S.":
-        return re.search(r"p\.\s?s\.", text) is not None
-    return marker.lower() in text
-
-
-def _number_bullet_lists(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    lines = [line.lstrip() for line in text.split("\n")]
-    found = sum(line.startswith("-") for line in lines)
-    at = 0
-    while at < len(lines):
-        line = lines[at]
-        if line == "*" and at + 1 < len(lines):
-            found += 1
-            at += 1  # the line after a lone asterisk is its text
-        elif line.startswith("*") and line[1:2] not in ("", "*"):
-            found += 1
-        at += 1
-    return found == given["num_bullets"]
-
-
-def _constrained_response(text: str, _: Mapping[str, Any], __: Detector) -> bool:
-    return any(option in text for option in OPTIONS)
-
-
-def _number_highlighted_sections(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    found = sum(bool(h.strip("*").strip()) for h in re.findall(r"\*[^\n*]*\*", text))
-    found += sum(bool(h[2:-2].strip()) for h in re.findall(r"\*\*[^\n*]*\*\*", text))
-    return found >= given["num_highlights"]
-
-
-def _multiple_sections(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    found = re.findall(rf"{re.escape(given['section_spliter'])}\s?\d+", text)
-    return len(found) >= given["num_sections"]
-
-
-_FENCES = ("```json", "```Json", "```JSON", "```")
-
-
-def _json_format(text: str, _: Mapping[str, Any], __: Detector) -> bool:
-    text = text.strip()
-    for fence in _FENCES:
-        text = text.removeprefix(fence)
-    try:
-        json.loads(text.removesuffix("```").strip())
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _title(text: str, _: Mapping[str, Any], __: Detector) -> bool:
-    for line in text.split("\n"):
-        begin, end = line.find("<<"), line.rfind(">>")
-        if 0 <= begin < end - 2 and line[begin : end + 2].lstrip("<").rstrip(">").strip():
-            return True
-    return False
-
-
-# -- combination, start and end, punctuation -------------------------------------------------------
-
-
-def _two_responses(text: str, _: Mapping[str, Any], __: Detector) -> bool:
-    parts = [part.strip() for part in text.split("******")]
-    if not all(parts[1:-1]):
-        return False
-    found = [part for part in parts if part]
-    return len(found) == 2 and found[0] != found[1]
-
-
-def _repeat_prompt(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    return text.strip().lower().startswith(given["prompt_to_repeat"].lower())
-
-
-def _end_checker(text: str, given: Mapping[str, Any], _: Detector) -> bool:
-    return text.strip().strip('"').lower().endswith(given["end_phrase"].lower())
-
-
-def _quotation(text: str, _: Mapping[str, Any], __: Detector) -> bool:
-    text = text.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
-
-
-def _no_comma(text: str, _: Mapping[str, Any], __: Detector) -> bool:
-    return "," not in text
-
-
-# -- the table -------------------------------------------------------------------------------------
-
-
 ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("keywords", "forbidden_words"), _texts),
     **dict.fromkeys(("relation", "let_relation", "capital_relation"), _relation),
@@ -550,85 +374,262 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
 expected. Arguments that are not here are counts."""
 
 
-KINDS: dict[str, Kind] = {
-    "keywords:existence": Kind(_existence, "Include these keywords: {keywords}."),
-    "keywords:frequency": Kind(
-        _frequency, "Use the word '{keyword}' {relation} {frequency} times."
-    ),
-    "keywords:forbidden_words": Kind(
-        _no_forbidden_words, "Do not use these words: {forbidden_words}."
-    ),
-    "keywords:letter_frequency": Kind(
-        _letter_frequency,
-        "The letter '{letter}' should appear {let_relation} {let_frequency} times.",
-    ),
-    "language:response_language": Kind(
-        _response_language, "Write the entire response in {language}, and in no other language."
-    ),
-    "length_constraints:number_sentences": Kind(
-        _number_sentences, "Write {relation} {num_sentences} sentences."
-    ),
-    "length_constraints:number_paragraphs": Kind(
-        _number_paragraphs,
-        "Write {num_paragraphs} paragraphs, separated by the markdown divider: ***",
-    ),
-    "length_constraints:number_words": Kind(_number_words, "Write {relation} {num_words} words."),
-    "length_constraints:nth_paragraph_first_word": Kind(
-        _nth_paragraph_first_word,
-        "Write {num_paragraphs} paragraphs, separated by an empty line and nothing else. "
-        "Begin paragraph {nth_paragraph} with the word '{first_word}'.",
-    ),
-    "detectable_content:number_placeholders": Kind(
-        _number_placeholders,
-        "Use at least {num_placeholders} placeholders in square brackets, such as [address].",
-    ),
-    "detectable_content:postscript": Kind(
-        _postscript, "At the end, add a postscript that begins with {postscript_marker}"
-    ),
-    "detectable_format:number_bullet_lists": Kind(
-        _number_bullet_lists,
-        "Write exactly {num_bullets} markdown bullet points, such as: * This is a point.",
-    ),
-    "detectable_format:constrained_response": Kind(
-        _constrained_response, f"Answer with one of these: {' '.join(OPTIONS)}"
-    ),
-    "detectable_format:number_highlighted_sections": Kind(
-        _number_highlighted_sections,
-        "Highlight at least {num_highlights} sections with markdown, such as *this one*.",
-    ),
-    "detectable_format:multiple_sections": Kind(
-        _multiple_sections,
-        "Write {num_sections} sections, each begun with its number, such as {section_spliter} 1.",
-    ),
-    "detectable_format:json_format": Kind(
-        _json_format, "Write the entire response as JSON; markdown ticks are allowed."
-    ),
-    "detectable_format:title": Kind(
-        _title, "Give a title in double angular brackets, such as <<poem of joy>>."
-    ),
-    "combination:two_responses": Kind(
-        _two_responses, "Give two different responses, separated by six asterisks: ******"
-    ),
-    "combination:repeat_prompt": Kind(
-        _repeat_prompt, "First repeat this request word for word, then answer: {prompt_to_repeat}"
-    ),
-    "startend:end_checker": Kind(
-        _end_checker, "End with exactly this phrase, and nothing after it: {end_phrase}"
-    ),
-    "startend:quotation": Kind(_quotation, "Wrap the entire response in double quotation marks."),
-    "change_case:capital_word_frequency": Kind(
-        _capital_word_frequency,
-        "Words in capital letters should appear {capital_relation} {capital_frequency} times.",
-    ),
-    "change_case:english_capital": Kind(
-        _english_capital, "Write in English and in capital letters only."
-    ),
-    "change_case:english_lowercase": Kind(
-        _english_lowercase, "Write in English and in lowercase letters only."
-    ),
-    "punctuation:no_comma": Kind(_no_comma, "Use no commas."),
-}
-"""Kinds by the ids of the published data set."""
+def _holds(found: int, relation: str, bound: int) -> bool:
+    return found < bound if relation == LESS_THAN else found >= bound
+
+
+# -- keywords --------------------------------------------------------------------------------------
+
+
+@kind("keywords:existence", "Include these keywords: {keywords}.")
+def _existence(text: str, given: Given) -> bool:
+    return all(re.search(re.escape(w), text, re.IGNORECASE) for w in given["keywords"])
+
+
+@kind("keywords:frequency", "Use the word '{keyword}' {relation} {frequency} times.")
+def _frequency(text: str, given: Given) -> bool:
+    found = re.findall(re.escape(given["keyword"]), text, re.IGNORECASE)
+    return _holds(len(found), given["relation"], given["frequency"])
+
+
+@kind("keywords:forbidden_words", "Do not use these words: {forbidden_words}.")
+def _no_forbidden_words(text: str, given: Given) -> bool:
+    return not any(
+        re.search(rf"(?<!\w){re.escape(w)}(?!\w)", text, re.IGNORECASE)
+        for w in given["forbidden_words"]
+    )
+
+
+@kind(
+    "keywords:letter_frequency",
+    "The letter '{letter}' should appear {let_relation} {let_frequency} times.",
+)
+def _letter_frequency(text: str, given: Given) -> bool:
+    found = text.lower().count(given["letter"])
+    return _holds(found, given["let_relation"], given["let_frequency"])
+
+
+# -- language --------------------------------------------------------------------------------------
+
+
+def _is_in(language: str, text: str, detector: Detector) -> bool:
+    if detector == "langdetect":
+        return detected_language(text) == language
+    if language == "en":  # all that the script can say
+        return all(char.isascii() for char in text if char.isalpha())
+    return is_in_script(text, SCRIPTS[language])
+
+
+@kind(
+    "language:response_language",
+    "Write the entire response in {language}, and in no other language.",
+)
+def _response_language(text: str, given: Given) -> bool:
+    return _is_in(given["language"], text, given["detector"])
+
+
+# -- lengths ---------------------------------------------------------------------------------------
+
+
+@kind("length_constraints:number_sentences", "Write {relation} {num_sentences} sentences.")
+def _number_sentences(text: str, given: Given) -> bool:
+    return _holds(len(sentences(text)), given["relation"], given["num_sentences"])
+
+
+@kind(
+    "length_constraints:number_paragraphs",
+    "Write {num_paragraphs} paragraphs, separated by the markdown divider: ***",
+)
+def _number_paragraphs(text: str, given: Given) -> bool:
+    paragraphs = text.split("***")
+    inner = paragraphs[1:-1]
+    if not all(paragraph.strip() for paragraph in inner):
+        return False
+    found = sum(bool(p.strip()) for p in (paragraphs[0], paragraphs[-1])[: len(paragraphs)])
+    return len(inner) + found == given["num_paragraphs"]
+
+
+@kind("length_constraints:number_words", "Write {relation} {num_words} words.")
+def _number_words(text: str, given: Given) -> bool:
+    return _holds(count_words(text), given["relation"], given["num_words"])
+
+
+_FIRST_WORD_ENDS = re.compile(r"[.,?!'\"]")
+
+
+@kind(
+    "length_constraints:nth_paragraph_first_word",
+    "Write {num_paragraphs} paragraphs, separated by an empty line and nothing else. "
+    "Begin paragraph {nth_paragraph} with the word '{first_word}'.",
+)
+def _nth_paragraph_first_word(text: str, given: Given) -> bool:
+    paragraphs = text.split("\n\n")
+    num_paragraphs = sum(bool(p.strip()) for p in paragraphs)
+    nth = given["nth_paragraph"]
+    if num_paragraphs != given["num_paragraphs"] or nth > num_paragraphs:
+        return False
+    words = paragraphs[nth - 1].split(maxsplit=1)
+    if not words:
+        return False
+    first = words[0].lstrip("'").lstrip('"')
+    return _FIRST_WORD_ENDS.split(first, maxsplit=1)[0].lower() == given["first_word"].lower()
+
+
+# -- content and format ----------------------------------------------------------------------------
+
+
+@kind(
+    "detectable_content:number_placeholders",
+    "Use at least {num_placeholders} placeholders in square brackets, such as [address].",
+)
+def _number_placeholders(text: str, given: Given) -> bool:
+    found = re.findall(r"\[[^\n\[\]]*\]", text)
+    return len(found) >= given["num_placeholders"]
+
+
+@kind(
+    "detectable_content:postscript",
+    "At the end, add a postscript that begins with {postscript_marker}",
+)
+def _postscript(text: str, given: Given) -> bool:
+    text, marker = text.lower(), given["postscript_marker"]
+    if marker == "P.P.S":
+        return re.search(r"p\.\s?p\.\s?s", text) is not None
+    if marker == "P.S.":
+        return re.search(r"p\.\s?s\.", text) is not None
+    return marker.lower() in text
+
+
+@kind(
+    "detectable_format:number_bullet_lists",
+    "Write exactly {num_bullets} markdown bullet points, such as: * This is a point.",
+)
+def _number_bullet_lists(text: str, given: Given) -> bool:
+    lines = [line.lstrip() for line in text.split("\n")]
+    found = sum(line.startswith("-") for line in lines)
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if line == "*" and at + 1 < len(lines):
+            found += 1
+            at += 1  # the line after a lone asterisk is its text
+        elif line.startswith("*") and line[1:2] not in ("", "*"):
+            found += 1
+        at += 1
+    return found == given["num_bullets"]
+
+
+@kind("detectable_format:constrained_response", f"Answer with one of these: {' '.join(OPTIONS)}")
+def _constrained_response(text: str, _: Given) -> bool:
+    return any(option in text for option in OPTIONS)
+
+
+@kind(
+    "detectable_format:number_highlighted_sections",
+    "Highlight at least {num_highlights} sections with markdown, such as *this one*.",
+)
+def _number_highlighted_sections(text: str, given: Given) -> bool:
+    found = sum(bool(h.strip("*").strip()) for h in re.findall(r"\*[^\n*]*\*", text))
+    found += sum(bool(h[2:-2].strip()) for h in re.findall(r"\*\*[^\n*]*\*\*", text))
+    return found >= given["num_highlights"]
+
+
+@kind(
+    "detectable_format:multiple_sections",
+    "Write {num_sections} sections, each begun with its number, such as {section_spliter} 1.",
+)
+def _multiple_sections(text: str, given: Given) -> bool:
+    found = re.findall(rf"{re.escape(given['section_spliter'])}\s?\d+", text)
+    return len(found) >= given["num_sections"]
+
+
+_FENCES = ("```json", "```Json", "```JSON", "```")
+
+
+@kind(
+    "detectable_format:json_format",
+    "Write the entire response as JSON; markdown ticks are allowed.",
+)
+def _json_format(text: str, _: Given) -> bool:
+    text = text.strip()
+    for fence in _FENCES:
+        text = text.removeprefix(fence)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@kind(
+    "detectable_format:title", "Give a title in double angular brackets, such as <<poem of joy>>."
+)
+def _title(text: str, _: Given) -> bool:
+    for line in text.split("\n"):
+        begin, end = line.find("<<"), line.rfind(">>")
+        if 0 <= begin < end - 2 and line[begin : end + 2].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+# -- combination, start and end --------------------------------------------------------------------
+
+
+@kind(
+    "combination:two_responses", "Give two different responses, separated by six asterisks: ******"
+)
+def _two_responses(text: str, _: Given) -> bool:
+    parts = [part.strip() for part in text.split("******")]
+    if not all(parts[1:-1]):
+        return False
+    found = [part for part in parts if part]
+    return len(found) == 2 and found[0] != found[1]
+
+
+@kind(
+    "combination:repeat_prompt",
+    "First repeat this request word for word, then answer: {prompt_to_repeat}",
+)
+def _repeat_prompt(text: str, given: Given) -> bool:
+    return text.strip().lower().startswith(given["prompt_to_repeat"].lower())
+
+
+@kind("startend:end_checker", "End with exactly this phrase, and nothing after it: {end_phrase}")
+def _end_checker(text: str, given: Given) -> bool:
+    return text.strip().strip('"').lower().endswith(given["end_phrase"].lower())
+
+
+@kind("startend:quotation", "Wrap the entire response in double quotation marks.")
+def _quotation(text: str, _: Given) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+# -- case and punctuation --------------------------------------------------------------------------
+
+
+@kind(
+    "change_case:capital_word_frequency",
+    "Words in capital letters should appear {capital_relation} {capital_frequency} times.",
+)
+def _capital_word_frequency(text: str, given: Given) -> bool:
+    found = count_capital_words(text)
+    return _holds(found, given["capital_relation"], given["capital_frequency"])
+
+
+@kind("change_case:english_capital", "Write in English and in capital letters only.")
+def _english_capital(text: str, given: Given) -> bool:
+    return text.isupper() and _is_in("en", text, given["detector"])
+
+
+@kind("change_case:english_lowercase", "Write in English and in lowercase letters only.")
+def _english_lowercase(text: str, given: Given) -> bool:
+    return text.islower() and _is_in("en", text, given["detector"])
+
+
+@kind("punctuation:no_comma", "Use no commas.")
+def _no_comma(text: str, _: Given) -> bool:
+    return "," not in text
 
 
 # -- scores ----------------------------------------------------------------------------------------
