@@ -84,11 +84,9 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The JSON form; a value of a choice carries its tag under "type"."""
-    out: dict[str, Any] = {}
     hints = _hints(_class(config))
-    for field in dataclasses.fields(config):
-        out[field.name] = _plain(getattr(config, field.name), hints[field.name])
-    return out
+    names = _field_names(_class(config))
+    return {name: _plain(getattr(config, name), hints[name]) for name in names}
 
 
 def dumps(config: Any) -> str:
@@ -257,7 +255,7 @@ def _with(annotation: Any, current: Any, keys: Sequence[str], text: str, path: s
         )
     if text == "none" and type(None) in _union(annotation):
         return None
-    presets = cast(Mapping[str, Any], {}) if kinds else _presets(nested)
+    presets: Mapping[str, Callable[[], Any]] = {} if kinds else getattr(nested, "PRESETS", {})
     if (kinds or presets) and text not in (kinds or presets):
         kind = "kind" if kinds else "preset"
         raise ConfigError(f"{path}={text}: no such {kind}.{did_you_mean(text, kinds or presets)}")
@@ -310,11 +308,6 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
             except ValueError as error:
                 raise ConfigError(f"{path}: expected {expected} ({error}).") from None
     return text
-
-
-def _presets(cls: type | None) -> Mapping[str, Callable[[], Any]]:
-    """name -> what makes the value, of a class that names some: its `PRESETS`."""
-    return getattr(cls, "PRESETS", {})
 
 
 def _value(annotation: Any, value: Any, path: str) -> Any:

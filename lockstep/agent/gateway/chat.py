@@ -10,7 +10,7 @@ from lockstep.agent.gateway.fields import CHAT, CHAT_MESSAGE
 from lockstep.agent.gateway.reading import (
     Answered,
     Asked,
-    Memory,
+    Dialogues,
     Transcript,
     Value,
     asked_of,
@@ -28,7 +28,7 @@ KEEP_ALIVE = b": the turn is being sampled\n\n"
 # -- bodies to turns ------------------------------------------------------------------------------
 
 
-def read(body: Mapping[str, Any], memory: Memory) -> Asked:
+def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     """Raises Refusal (400) that names the field."""
     asked = Value(body)
     found = asked.check_fields(CHAT)

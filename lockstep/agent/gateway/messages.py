@@ -13,7 +13,7 @@ from lockstep.agent.gateway.fields import MESSAGES, MESSAGES_MESSAGE, MESSAGES_O
 from lockstep.agent.gateway.reading import (
     Answered,
     Asked,
-    Memory,
+    Dialogues,
     Transcript,
     Value,
     asked_of,
@@ -33,7 +33,7 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 # -- bodies to turns ------------------------------------------------------------------------------
 
 
-def read(body: Mapping[str, Any], memory: Memory, *, is_counted: bool = False) -> Asked:
+def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = False) -> Asked:
     """is_counted: the request is to count tokens and has no max_tokens. Raises Refusal (400)."""
     asked = Value(body)
     found = asked.check_fields(MESSAGES) + asked["output_config"].check_fields(MESSAGES_OUTPUT)

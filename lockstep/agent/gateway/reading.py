@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
@@ -20,6 +20,10 @@ MAX_SCHEMA_DEPTH = 64
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0: logits divided by less overflow float32."""
 MAX_INTEGER = 2**31 - 1
+
+Dialogues = dict[str, list[Message]]
+"""Response id -> its dialogue, of one session: the input of a request may be named by its response.
+"""
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -92,16 +96,6 @@ class Answered:
                 {"token": token, "logprob": logprob, "bytes": list(spelled), "top_logprobs": []}
             )
         return entries
-
-
-@dataclass(slots=True)
-class Memory:
-    """State of one session that the server needs to read its requests."""
-
-    dialogues: dict[str, list[Message]] = field(default_factory=dict[str, list[Message]])
-    """Response id -> its dialogue."""
-    keys: dict[bytes, str] = field(default_factory=dict[bytes, str])
-    """Digest of a body -> the key of the latest first attempt."""
 
 
 # -- values ---------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ class SessionRegistry:
         self._by_key: dict[str, GatewaySession] = {}
         self._offers: asyncio.Queue[_Offer | None] = asyncio.Queue()
         """None: no more will come."""
-        self._is_offering = False
         self._sweeper: asyncio.Task[None] | None = None
 
     def create(self, *, task: Task | None = None) -> GatewaySession:
@@ -100,7 +99,6 @@ class SessionRegistry:
         """Offers the episode to the next agent that claims one, and returns when the agent has
         finished the session. Raises TimeoutError if no agent claims it within wait_seconds, or the
         agent does not finish within max_seconds."""
-        self._is_offering = True
         offer = _Offer(session, task)
         self._offers.put_nowait(offer)
         for event, seconds, text in (
@@ -114,7 +112,7 @@ class SessionRegistry:
                 raise TimeoutError(f"{text} within {seconds:g} s") from None
 
     async def claim(self) -> tuple[GatewaySession, Task]:
-        if self._make is not None and not self._is_offering:
+        if self._make is not None:
             text = "nothing hands out episodes here. Make a session, or start a run (task=connect)"
             raise Refusal(409, "nothing_to_claim", text)
         while True:

@@ -13,7 +13,7 @@ from lockstep.agent.gateway.fields import ENCRYPTED, LOGPROBS, RESPONSES, RESPON
 from lockstep.agent.gateway.reading import (
     Answered,
     Asked,
-    Memory,
+    Dialogues,
     Transcript,
     Value,
     asked_of,
@@ -38,7 +38,7 @@ KEEP_ALIVE = chat.KEEP_ALIVE
 # -- bodies to turns ------------------------------------------------------------------------------
 
 
-def read(body: Mapping[str, Any], memory: Memory) -> Asked:
+def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     """Raises Refusal (400) that names the field."""
     asked = Value(body)
     found = asked.check_fields(RESPONSES) + asked["text"].check_fields(RESPONSES_TEXT)
@@ -47,10 +47,10 @@ def read(body: Mapping[str, Any], memory: Memory) -> Asked:
         transcript.add(Message(role="system", content=instructions))
     num_instructions = len(transcript.messages)
     if (previous := asked["previous_response_id"]).text(""):
-        if previous.raw not in memory.dialogues:
+        if previous.raw not in dialogues:
             text = "is no response of this session that was stored. Send the whole input."
             raise previous.refusal(text, "previous_response_not_found")
-        for message in memory.dialogues[previous.raw]:
+        for message in dialogues[previous.raw]:
             transcript.add(message)
     _add_input(transcript, asked["input"])
     for name in asked["include"].entries():

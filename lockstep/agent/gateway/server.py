@@ -48,8 +48,8 @@ except ImportError:  # pragma: no cover
 LOGGER = logging.getLogger(__name__)
 
 CLAIM_SECONDS, MAX_CLAIM_SECONDS = 30.0, 300.0
-MAX_REMEMBERED_BODIES = 1024
-"""Bodies per session that a retry can refer to."""
+MAX_REMEMBERED_BODIES = 65536
+"""Latest bodies that a retry can refer to, by their digests: at most 20 MiB."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -80,6 +80,8 @@ class GatewayServer:
         self._shared: GatewaySession | None = None
         self._turns: set[asyncio.Task[Any]] = set()
         self._numbers = itertools.count()
+        self._keys: dict[bytes, str] = {}
+        """Digest of a session's body -> the key of the latest first attempt."""
         self._runner: web.AppRunner | None = None
         self._port = self.config.port
 
@@ -285,7 +287,7 @@ class GatewayServer:
         raw = await self._body(request)
         if session.is_finished:  # the shared one may have ended meanwhile
             session = self._session(request)
-        asked: Asked = dialect.read(parse_body(raw), session.memory)
+        asked: Asked = dialect.read(parse_body(raw), session.dialogues)
         self._check_asked(asked)
         if key := self._turn_key(request, session, raw):
             asked = replace(asked, turn=replace(asked.turn, key=key))
@@ -354,7 +356,7 @@ class GatewayServer:
         if asked.is_stored:
             last = replace(replies[0].message, parse_error="")
             dialogue = [*asked.turn.messages[asked.num_instructions :], last]
-            session.memory.dialogues[responses.response_id(found)] = dialogue
+            session.dialogues[responses.response_id(found)] = dialogue
         return found
 
     def _check_asked(self, asked: Asked) -> None:
@@ -373,8 +375,8 @@ class GatewayServer:
         attempt = request.headers.get("x-stainless-retry-count", "")
         if not attempt:
             return ""
-        digest = hashlib.blake2b(request.path.encode() + b"\n" + raw, digest_size=16).digest()
-        keys = session.memory.keys
+        sent = f"{session.id} {request.path}\n".encode() + raw
+        digest, keys = hashlib.blake2b(sent, digest_size=16).digest(), self._keys
         known = keys.get(digest)
         if known is None or not attempt.strip("0"):
             keys.pop(digest, None)
@@ -398,7 +400,7 @@ class GatewayServer:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
         body = parse_body(await self._body(request))
-        asked = messages.read(body, session.memory, is_counted=True)
+        asked = messages.read(body, session.dialogues, is_counted=True)
         self._check_asked(asked)
         return _json({"input_tokens": await session.count_tokens(asked.turn)})
 

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
-from lockstep.agent.gateway.reading import Memory
+from lockstep.agent.gateway.reading import Dialogues
 from lockstep.agent.gateway.splicing import num_common, splice_reply
 from lockstep.agent.gateway.tree import (
     Answer,
@@ -99,8 +99,8 @@ class GatewaySession:
         self._finishing: asyncio.Task[None] | None = None
         self._exhausted = ""
         """The budget that refused the last request; "" after a turn."""
-        self.memory = Memory()
-        """State that the server keeps; empty after the end."""
+        self.dialogues: Dialogues = {}
+        """Dialogues that a later request may name; empty after the end."""
         self.last_used = time.monotonic()
         self.ended = asyncio.Event()
         """Set when the trajectory is complete."""
@@ -254,7 +254,7 @@ class GatewaySession:
             trajectory.status = "truncated" if self._exhausted else "finished"
             trajectory.error = self._exhausted
             self._lay_rewards()
-        self.memory = Memory()
+        self.dialogues.clear()
         self.ended.set()
         self.on_finish(self)
 

@@ -8,7 +8,7 @@ from gateways import MODEL, Gateway, says
 
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.reading import Memory, Value, parse_body
+from lockstep.agent.gateway.reading import Value, parse_body
 from lockstep.types import Message
 
 USER = {"role": "user", "content": "hi"}
@@ -29,15 +29,15 @@ def messages_body(**more: Any) -> dict[str, Any]:
 
 
 def read_chat(body: dict[str, Any]) -> Any:
-    return chat.read(body, Memory())
+    return chat.read(body, {})
 
 
 def read_responses(body: dict[str, Any]) -> Any:
-    return responses.read(body, Memory())
+    return responses.read(body, {})
 
 
 def read_messages(body: dict[str, Any]) -> Any:
-    return messages.read(body, Memory())
+    return messages.read(body, {})
 
 
 def script(prompt: str) -> Message:
@@ -219,7 +219,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_field(case: str):
         responses: {"model": MODEL, "input": "hi"},
     }[dialect]
     with pytest.raises(Refusal) as caught:
-        dialect.read({**base, **change}, Memory())
+        dialect.read({**base, **change}, {})
     assert caught.value.status == 400
     assert caught.value.parameter.startswith(field), str(caught.value)
     assert len(str(caught.value)) > len(field) + 10
