@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lockstep.doctor.checks.attribution import SPLIT_BY, Gap, Place, Split
-from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.base import Evidence, Finding, Setting
 from lockstep.doctor.checks.causes import CAUSES, Cause
 from lockstep.doctor.checks.examine import Examination, Share
-from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.inputs.base import HOW_TO_GET, Dump
 from lockstep.doctor.row_choice import RowChoice
 from lockstep.observe.alarms import WARNING_LIMIT

@@ -8,8 +8,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.doctor.checks.base import Evidence, Finding
 from lockstep.doctor.checks.causes import Cause
-from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnosis import FLOAT_NOISE, Diagnosis
 from lockstep.doctor.row_choice import fetch

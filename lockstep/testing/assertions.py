@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.agent.gateway.splicing import num_common
-from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Stage, examine
-from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.checks.training.unphysical import Unphysical

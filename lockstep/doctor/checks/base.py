@@ -1,17 +1,16 @@
-"""Base class of checks, and the facts they know besides the rows."""
+"""Base class of checks, the facts they know besides the rows, and the findings they report."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from lockstep.doctor.checks.causes import CAUSES
-from lockstep.doctor.checks.findings import MAX_EVIDENCE, Evidence, Finding, Verdict
 from lockstep.doctor.checks.rows import Once, Rows
 from lockstep.errors import ConfigError
 from lockstep.types import Int64Array
@@ -19,6 +18,14 @@ from lockstep.types import Int64Array
 if TYPE_CHECKING:
     from lockstep.renderers.base import Renderer
     from lockstep.renderers.tokenizer import Tokenizer
+
+Verdict = Literal["consistent", "information", "differs", "not_checkable"]
+"""consistent: the claim holds. differs: it does not, and `cause` says why. information: worth
+knowing, and no defect. not_checkable: the dump lacks what the check needs."""
+
+MAX_EVIDENCE = 8
+"""Places that a finding shows; its figures count all of them."""
+
 
 StageName = Literal["masks", "structure", "values", "processed", "noise", "training"]
 MAX_SHOWN = 64
@@ -51,6 +58,42 @@ class Setting(Once):
     """Metrics of each step, by the names of docs/reference/metrics.md."""
     seed: int = 0
     """Seed of everything that a check draws."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Tokens of one row that prove a finding."""
+
+    row: str
+    begin: int
+    """Position of the first token in its row."""
+    end: int
+    """Position after the last token."""
+    note: str
+    """The defect of these tokens, in words."""
+    expected_ids: tuple[int, ...] = ()
+    """Ids that should be there, where they are known (the engine's, or rendered)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    """Name of the check, as `--only` takes it: "tokens/shifted"."""
+    claim: str
+    """The property that healthy data has, in one sentence."""
+    verdict: Verdict
+    measured: str
+    """The result, with numbers, in one sentence."""
+    cause: str = ""
+    """Name in `causes.CAUSES`, unless the finding is consistent."""
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The numbers behind `measured`, by stable names."""
+    evidence: tuple[Evidence, ...] = ()
+    """Strongest first, at most MAX_EVIDENCE."""
+    lacks: tuple[str, ...] = ()
+    """Missing inputs of a check that cannot be made: columns, `tokenizer`, `model`."""
 
 
 def evidence_at(

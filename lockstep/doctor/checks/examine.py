@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from lockstep.doctor.checks.attribution import Gap, Split, gap_of_all
-from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import Rows
 
 Chunks = Callable[[], Iterable[Rows]]

@@ -12,8 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check
-from lockstep.doctor.checks.findings import MAX_EVIDENCE, Finding
+from lockstep.doctor.checks.base import MAX_EVIDENCE, Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.numerics.compare import (
     COLUMN_OF,

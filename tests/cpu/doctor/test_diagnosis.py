@@ -12,9 +12,8 @@ from rich.console import Console
 
 import lockstep
 from lockstep.cli import main
-from lockstep.doctor.checks.base import Check
+from lockstep.doctor.checks.base import Check, Evidence
 from lockstep.doctor.checks.examine import Stage, examine
-from lockstep.doctor.checks.findings import Evidence
 from lockstep.doctor.diagnosis import EXIT_CODES, evidence_to_json
 from lockstep.doctor.row_choice import RowChoice, fetch
 from lockstep.doctor.terminal import show

@@ -10,8 +10,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import Float64Array, Rows, indices_of
 from lockstep.types import Int64Array
 

@@ -15,8 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lockstep.doctor.checks.base import MAX_SHOWN, Check, Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import MAX_SHOWN, Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.renderers.base import Renderer
 from lockstep.types import Int32Array, Int64Array, Message

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.doctor.checks.base import MAX_SHOWN, Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import MAX_SHOWN, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.context import TemplateCheck
 from lockstep.doctor.checks.tokens.masks import misplaced

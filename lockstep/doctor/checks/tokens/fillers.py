@@ -9,8 +9,7 @@ from collections import Counter
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.context import TemplateCheck
 from lockstep.doctor.checks.tokens.masks import misplaced

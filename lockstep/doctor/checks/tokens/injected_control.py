@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.spelling import control_spelling
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.checks.base import MAX_SHOWN
-from lockstep.doctor.checks.findings import Evidence, Finding
+from lockstep.doctor.checks.base import MAX_SHOWN, Evidence, Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.context import TemplateCheck, TemplateIds, first_of
 from lockstep.types import Int32Array, Int64Array

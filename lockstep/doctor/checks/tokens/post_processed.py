@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Finding
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.tokens.dialogue import dialogues
 from lockstep.doctor.checks.tokens.reencoded import BREAK, first_breaks

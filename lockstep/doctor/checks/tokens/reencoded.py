@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Setting, evidence_at
-from lockstep.doctor.checks.findings import MAX_EVIDENCE, Evidence, Finding
+from lockstep.doctor.checks.base import MAX_EVIDENCE, Evidence, Finding, Setting, evidence_at
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.tokens.alignment import MIN_GAIN, best_moves, in_question
 from lockstep.doctor.checks.tokens.replies import ReplyCheck

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.tokens.dialogue import (
     Dialogue,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.doctor.checks.base import Check
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import Rows
 
 MIN_LINE = 6

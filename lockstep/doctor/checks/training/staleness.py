@@ -10,8 +10,7 @@ from collections import defaultdict
 import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, gap_of, gap_of_all
-from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Int64Array
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 
 Columns = Mapping[str, Float64Array]

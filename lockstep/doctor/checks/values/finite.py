@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.findings import Finding
+from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Float32Array, Int64Array
 

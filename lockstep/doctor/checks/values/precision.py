@@ -13,9 +13,8 @@ from collections import Counter
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.contexts import contexts_of
-from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import Rows
 from lockstep.types import Float32Array
 

@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.base import Check, Evidence, Finding, Setting
 from lockstep.doctor.checks.contexts import contexts_of
-from lockstep.doctor.checks.findings import Evidence, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 
 SAMPLE_TOKENS = 4096

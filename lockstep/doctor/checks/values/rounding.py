@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Check, Setting, evidence_at
-from lockstep.doctor.checks.findings import Evidence, Finding
+from lockstep.doctor.checks.base import Check, Evidence, Finding, Setting, evidence_at
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Float32Array, Int64Array
 

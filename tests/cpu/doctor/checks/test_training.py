@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from made_rows import noisy, policy_rows
 
-from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.examine import Examination, Stage, examine
-from lockstep.doctor.checks.findings import Finding
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.suite import stages
 from lockstep.doctor.checks.training.unphysical import RULES
