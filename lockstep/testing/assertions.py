@@ -209,25 +209,22 @@ def _ids(values: Any) -> npt.NDArray[np.int32]:
 
 
 def _rows(rollout: Any, trainer: Any, mask: Any, ids: Any, name: str) -> Rows:
-    one, other = ([len(row) for row in _ragged(side)] for side in (rollout, trainer))
-    for at, (num_one, num_other) in enumerate(zip_longest(one, other, fillvalue="none")):
-        if num_one != num_other:
-            raise AssertionError(
-                f"{name} {at}: {num_one} log-probs of the sampler, {num_other} of the trainer. "
-                "Each token needs one of both, at its own index."
-            )
-    num = sum(one)
-    given = {"loss_mask": np.ones(num) if mask is None else mask}
-    given["row_ids"] = np.arange(num) if ids is None else ids
-    flat = {what: _flat(values) for what, values in given.items()}
-    for what, values in flat.items():
-        if len(values) != num:
-            raise AssertionError(f"{what} has {len(values)} entries, the log-probs {num}.")
+    num = [len(row) for row in _ragged(rollout)]
+    given = {"trainer": trainer, "loss mask": mask, "ids": ids}
+    for side, values in given.items():
+        found = num if values is None else [len(row) for row in _ragged(values)]
+        for at, (one, other) in enumerate(zip_longest(num, found, fillvalue="none")):
+            if one != other:
+                raise AssertionError(
+                    f"{name} {at}: {one} log-probs of the sampler, {other} of the {side}. Each "
+                    "token needs one of each, at its own index."
+                )
+    total = sum(num)
     return Rows(
-        row_ids=tuple(f"{name} {at}" for at in range(len(one))) if len(one) > 1 else (name,),
-        offsets=np.cumsum([0, *one], dtype=np.int64),
-        token_ids=flat["row_ids"].astype(np.int32),
-        loss_mask=flat["loss_mask"].astype(np.bool_),
+        row_ids=tuple(f"{name} {at}" for at in range(len(num))) if len(num) > 1 else (name,),
+        offsets=np.cumsum([0, *num], dtype=np.int64),
+        token_ids=(np.arange(total) if ids is None else _flat(ids)).astype(np.int32),
+        loss_mask=(np.ones(total) if mask is None else _flat(mask)).astype(np.bool_),
         rollout_logprobs=_flat(rollout).astype(np.float32),
         trainer_logprobs=_flat(trainer).astype(np.float32),
     )

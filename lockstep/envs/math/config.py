@@ -18,7 +18,7 @@ from lockstep.children import Child
 from lockstep.config import check_numbers, require
 from lockstep.envs.data_files import split_tasks
 from lockstep.envs.math.grading import Form, grade_reply, math_verify_child
-from lockstep.envs.math.problem_sets import PUBLIC, Problem, files_of, read_problems
+from lockstep.envs.math.problem_sets import PUBLIC, Problem, read_problems
 from lockstep.envs.math.problems import Kind, make_problem
 from lockstep.errors import DataError
 from lockstep.types import Message, Task
@@ -159,25 +159,21 @@ class MathConfig(TaskConfig):
     @cached_property
     def _problems(self) -> dict[str, list[Problem]]:
         """Problems of both splits, [] for a generated one."""
-        train = [] if self.source in _GENERATED else self._read(self.source, self.path, "train")
-        eval_source = self._source_of("eval")
-        if eval_source in _GENERATED:
-            return {"train": train, "eval": []}
-        if self.eval_path or self.eval_source not in (None, self.source):
-            held_out = self._read(eval_source, self.eval_path, "eval")
-            held_out = held_out or self._read(eval_source, self.eval_path, "train")
-        else:
-            held_out = self._read(self.source, self.path, "eval")
-            if not held_out:
-                where = train[0].where
-                return split_tasks(
-                    train, None, self.eval_share, name=where, key=lambda p: p.question
-                )
-        return {"train": self._without(train, held_out), "eval": held_out}
+        train = self._read(self.source, self.path, "train")
+        source, path = self._source_of("eval"), self.eval_path
+        if path or source != self.source:
+            held_out = self._read(source, path, "eval") or self._read(source, path, "train")
+            return {"train": self._without(train, held_out), "eval": held_out}
+        held_out = self._read(source, self.path, "eval")
+        if held_out or not train:
+            return {"train": self._without(train, held_out), "eval": held_out}
+        where = train[0].where
+        return split_tasks(train, None, self.eval_share, name=where, key=lambda p: p.question)
 
     def _read(self, source: Source, path: str, split: Split) -> list[Problem]:
-        files = files_of(source, path, split)
-        return read_problems(source, files, bad_rows=self.bad_rows) if files else []
+        if source in _GENERATED:
+            return []
+        return read_problems(source, path, split, bad_rows=self.bad_rows)
 
     def _without(self, train: list[Problem], held_out: list[Problem]) -> list[Problem]:
         held = {p.question: p for p in held_out}

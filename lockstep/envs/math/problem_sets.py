@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import derive_seed
 from lockstep.envs.data_files import locate_data, read_rows
 from lockstep.envs.math.grading import Form, find_answer, why_ungradable
@@ -133,7 +134,7 @@ PUBLIC: dict[str, PublicSource] = {
 """Sources by the setting `task.source`."""
 
 
-def files_of(source: str, path: str, split: Literal["train", "eval"]) -> list[Path]:
+def _files_of(source: str, path: str, split: Split) -> list[Path]:
     """The files of a split in the file or folder that `path` names, downloaded if it is a data set
     of the hub; [] if there are none. A single file is the training split. path: "" is the data set
     that the source was published as."""
@@ -155,19 +156,19 @@ def files_of(source: str, path: str, split: Literal["train", "eval"]) -> list[Pa
     return []
 
 
-def read_problems(source: str, files: list[Path], *, bad_rows: BadRows) -> list[Problem]:
-    """All problems of `files`. Rows with the same question and answer are one problem: DAPO's file
-    has each row about a hundred times.
+def read_problems(source: str, path: str, split: Split, *, bad_rows: BadRows) -> list[Problem]:
+    """All problems of a split; [] if it has no files. Rows with the same question and answer are
+    one problem: DAPO's file has each row about a hundred times.
 
     bad_rows: what to do with an answer that cannot be graded, and with a question that has two
     answers: raise DataError, or leave out all rows of the question. A malformed row always raises.
     """
-    public = PUBLIC[source]
+    public, files = PUBLIC[source], _files_of(source, path, split)
     by_question: dict[str, Problem] = {}
     dropped: set[str] = set()
-    for path in files:
-        for number, (where, row) in enumerate(read_rows(path, columns=public.columns)):
-            if not number or path.suffix != ".parquet":  # a parquet file has one schema
+    for file in files:
+        for number, (where, row) in enumerate(read_rows(file, columns=public.columns)):
+            if not number or file.suffix != ".parquet":  # a parquet file has one schema
                 _check_columns(row, source, where)
             question, answer = public.read(row, where)
             known = by_question.get(question)
@@ -190,7 +191,7 @@ def read_problems(source: str, files: list[Path], *, bad_rows: BadRows) -> list[
                 where=where,
             )
     problems = [p for p in by_question.values() if p.question not in dropped]
-    if not problems:
+    if files and not problems:
         names = ", ".join(map(str, files))
         raise DataError(f"{names}: none of {len(by_question)} problems is usable.")
     return problems

@@ -17,12 +17,12 @@ import ast
 import dataclasses
 import datetime
 import enum
-import functools
 import importlib
 import json
 import resource
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import reasoning_gym
@@ -113,7 +113,7 @@ def guard_verifiers() -> None:
         importlib.import_module(f"reasoning_gym.{name}").eval = ast.literal_eval  # type: ignore[attr-defined]
     parse: Callable[..., Any] = sympy.parse_expr
 
-    @functools.wraps(parse)
+    @wraps(parse)
     def checked(text: str, *args: Any, **kwargs: Any) -> Any:
         check_expression(text)
         return parse(text, *args, **kwargs)
@@ -177,29 +177,32 @@ def _setting(cls: Any, hint: Any, name: str, value: Any) -> Any:
 # -- requests -------------------------------------------------------------------------------------
 
 
-def check(dataset: str, settings: Mapping[str, Any], level: int | None) -> dict[str, Any]:
-    config_of(dataset, settings, level)
-    return {}
+Item = Callable[[int], tuple[Any, Any]]
+"""A seed -> (the dataset of one item that it makes, the item)."""
 
 
-def draw(
-    dataset: str,
-    settings: Mapping[str, Any],
-    level: int | None,
-    seed: int,
-    split: str,
-    eval_share: float,
+def answer(
+    do: str, dataset: str, settings: Mapping[str, Any], level: int | None, **given: Any
 ) -> dict[str, Any]:
+    """Answers a request about a dataset: `check` its settings, `draw` a task, `score` an answer."""
+    if do == "check":
+        config_of(dataset, settings, level)
+        return {}
+    item = partial(_item, dataset, json.dumps(settings), level)
+    return draw(item, dataset, **given) if do == "draw" else score(item, **given)
+
+
+def draw(item: Item, dataset: str, *, seed: int, split: str, eval_share: float) -> dict[str, Any]:
     """The first question of the split among those that `seed` leads to. A question's text decides
     its split, so no question is in both, whatever the seeds."""
     for attempt in range(MAX_DRAWS):
         # 32 bits: some datasets seed numpy, which takes no more.
         own_seed = derive_seed("reasoning-gym", seed, attempt) % 2**32
-        entry = _entry(dataset, json.dumps(settings), level, own_seed)[1]
+        _, entry = item(own_seed)
         question = entry["question"]
         if is_held_out(eval_share, dataset, question) == (split == "eval"):
-            answer = None if entry["answer"] is None else str(entry["answer"])
-            return {"seed": own_seed, "question": question, "answer": answer}
+            expected = None if entry["answer"] is None else str(entry["answer"])
+            return {"seed": own_seed, "question": question, "answer": expected}
     raise DataError(
         f"dataset={dataset}: none of {MAX_DRAWS} questions belongs to the split {split!r}: with "
         "these settings there are too few different ones. Make it harder (settings, level), or "
@@ -207,29 +210,23 @@ def draw(
     )
 
 
-def score(
-    dataset: str, settings: Mapping[str, Any], level: int | None, seed: int, answer: str
-) -> dict[str, Any]:
-    made, entry = _entry(dataset, json.dumps(settings), level, seed)
+def score(item: Item, *, seed: int, answer: str) -> dict[str, Any]:
+    made, entry = item(seed)
     return {"score": float(made.score_answer(answer, entry))}
 
 
-@functools.lru_cache(maxsize=4096)  # the episodes of a group ask for one task
-def _entry(dataset: str, settings: str, level: int | None, seed: int) -> tuple[Any, Any]:
-    """(the dataset, its item 0)."""
+@lru_cache(maxsize=4096)  # the episodes of a group ask for one task
+def _item(dataset: str, settings: str, level: int | None, seed: int) -> tuple[Any, Any]:
     config = dataclasses.replace(config_of(dataset, json.loads(settings), level), seed=seed, size=1)
     made: Any = DATASETS[dataset][0](config)
     return made, made[0]
-
-
-REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {"check": check, "draw": draw, "score": score}
 
 
 def main() -> None:
     for limit, value in ((resource.RLIMIT_AS, MAX_MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))
     guard_verifiers()
-    serve(lambda do, **request: REQUESTS[do](**request))
+    serve(answer)
 
 
 if __name__ == "__main__":
