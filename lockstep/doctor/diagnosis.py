@@ -75,16 +75,12 @@ class Diagnosis:
         left = self.examination.after.total.means()
         if self.only or max(left["k2"], left["k3"]) <= WARNING_LIMIT:
             return []
-        steps: list[str] = []
         lacking = {name for finding in self.with_verdict("not_checkable") for name in finding.lacks}
-        if "model" in lacking:
-            steps.append(HOW_TO_GET["model"])
-        if lacking & {"tokenizer", "renderer"}:
-            steps.append(HOW_TO_GET["tokenizer" if "tokenizer" in lacking else "renderer"])
-        if "engine_ids" in lacking:
-            steps.append(HOW_TO_GET["engine_ids"])
-        steps.append("play the rungs with your model and template: lockstep doctor --ladder")
-        return steps
+        if "tokenizer" in lacking:
+            lacking.discard("renderer")  # it comes with the tokenizer
+        names = ("model", "tokenizer", "renderer", "engine_ids")
+        steps = [HOW_TO_GET[name] for name in names if name in lacking]
+        return [*steps, "play the rungs with your model and template: lockstep doctor --ladder"]
 
     # -- what was found -----------------------------------------------------------------------
 
@@ -117,11 +113,12 @@ class Diagnosis:
         else is wrong with the rows."""
         return self.examination.gap.max_abs < FLOAT_NOISE
 
-    def share_of(self, cause: str) -> float:
-        """Share of the sum of d^2 / 2 that the cause explains; 0 if it moves no log-prob."""
+    def share_of(self, cause: str, kind: Literal["k2", "k3"] = "k2") -> float:
+        """Share of the sum of k2 = d^2 / 2, or of k3, that the cause explains; 0 if it moves no
+        log-prob."""
         if self.is_float_noise:
             return 0.0
-        return sum(share.k2 for share in self._shares(cause))
+        return sum(getattr(share, kind) for share in self._shares(cause))
 
     def certainty_of(self, cause: Cause, finding: Finding) -> tuple[Certainty, str]:
         """How certain the cause is, and why."""
@@ -217,9 +214,7 @@ class Diagnosis:
             "check": finding.check,
             "measured": finding.measured,
             "share_k2": self.share_of(cause.name),
-            "share_k3": 0.0
-            if self.is_float_noise
-            else sum(share.k3 for share in self._shares(cause.name)),
+            "share_k3": self.share_of(cause.name, "k3"),
             "certainty": certainty,
             "why": why,
             "remedy": self.remedy_for(cause),

@@ -7,14 +7,14 @@ imports nothing of the doctor.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Examination, Stage, examine
 from lockstep.doctor.checks.rows import Rows
@@ -34,56 +34,44 @@ MAX_KEPT = 8
 
 
 def open_monitor(
-    config: Config,
-    path: Path,
-    *,
-    renderer: Renderer,
-    is_moe: bool,
-    is_one_process: bool,
-    warn: Callable[[str], None],
+    config: Config, path: Path, **known: Any
 ) -> Callable[..., dict[str, float]] | None:
-    """The `Monitor.look` of a run; None if `doctor.rows` is 0. path: directory of the run. warn:
-    prints a line for the user."""
-    if not config.doctor.rows:
-        return None
-    facts = Facts(
-        trainer="lockstep",
-        model=config.model,
-        stop_ids=frozenset(renderer.stop_ids),
-        temperature=config.agent.temperature,
-        top_p=config.agent.top_p,
-        top_k=config.agent.top_k,
-        is_moe=is_moe,
-        max_staleness=config.max_staleness * config.trainer.updates_per_batch,
-        is_one_process=is_one_process,
-    )
-    # Without the renderer: rendering again costs more than all other checks together.
-    words = Tokenization(tokenizer=renderer.tokenizer)
-    monitor = Monitor(
-        num_rows=config.doctor.rows,
-        setting=make_setting(facts, words),
-        facts=facts,
-        directory=path / MONITOR,
-        warn=warn,
-    )
-    return monitor.look
+    """The `Monitor.look` of a run; None if `doctor.rows` is 0. Arguments as for `Monitor`."""
+    return Monitor(config, path, **known).look if config.doctor.rows else None
 
 
-@dataclass(slots=True)
 class Monitor:
     """Checks some rows of each step, after its update, with the log-probs of both sides."""
 
-    num_rows: int
-    """Rows of a step that are checked."""
-    setting: Setting
-    facts: Facts
-    """Facts in the files of kept rows."""
-    directory: Path
-    """Directory for rows that show a cause: RUN/doctor."""
-    warn: Callable[[str], None]
-
-    _kept: dict[str, int] = field(init=False, default_factory=dict[str, int])
-    """Cause -> number of steps in which it was found."""
+    def __init__(
+        self,
+        config: Config,
+        path: Path,
+        *,
+        renderer: Renderer,
+        is_moe: bool,
+        is_one_process: bool,
+        warn: Callable[[str], None],
+    ) -> None:
+        """path: directory of the run; rows that show a cause are written below it. warn: prints a
+        line for the user."""
+        self.num_rows = config.doctor.rows
+        self.facts = Facts(
+            trainer="lockstep",
+            model=config.model,
+            stop_ids=frozenset(renderer.stop_ids),
+            temperature=config.agent.temperature,
+            top_p=config.agent.top_p,
+            top_k=config.agent.top_k,
+            is_moe=is_moe,
+            max_staleness=config.max_staleness * config.trainer.updates_per_batch,
+            is_one_process=is_one_process,
+        )
+        # Without the renderer: rendering again costs more than all other checks together.
+        self.setting = make_setting(self.facts, Tokenization(tokenizer=renderer.tokenizer))
+        self.directory, self.warn = path / MONITOR, warn
+        self._kept: Counter[str] = Counter()
+        """Cause -> number of steps in which it was found."""
 
     def look(
         self, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
@@ -113,7 +101,7 @@ class Monitor:
 
     def _keep(self, step: int, rows: Rows, examined: Examination, causes: Sequence[str]) -> None:
         path = self.directory / f"step-{step:06d}.parquet"
-        if any(self._kept.get(cause, 0) < MAX_KEPT for cause in causes):
+        if any(self._kept[cause] < MAX_KEPT for cause in causes):
             self.directory.mkdir(exist_ok=True)
             write_rows(path, [rows], self.facts)
         share = {s.cause: s.k2 for s in examined.shares}
@@ -126,8 +114,7 @@ class Monitor:
                 f"step {step}: doctor: {cause}{explained}: {CAUSES[cause].title} "
                 f"{finding.measured}. `lockstep doctor {self.directory}` shows the tokens."
             )
-        for cause in causes:
-            self._kept[cause] = self._kept.get(cause, 0) + 1
+        self._kept.update(causes)
 
 
 def choose(rows: Sequence[Sample], num_rows: int, *, step: int) -> list[Sample]:

@@ -3,7 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,40 +82,38 @@ def weights_at_hand(
     else:
         found = [Weights(name=str(model), directory=locate_model(str(model)))]
     first = found[0].model_directory
-    config, is_fallback = _config_of(first)
+    config = _config_of(first)
     for other in against:
         path = Path(other).expanduser()
         if (path / POLICY).is_dir():
             path = path / POLICY  # a checkpoint of a run
         is_adapter = (path / ADAPTER_CONFIG).is_file()
         path = path if is_adapter else locate_model(str(path))
-        if not is_adapter and _config_of(path)[0] != config:
+        if not is_adapter and _config_of(path) != config:
             raise CheckpointError(f"--against {other}: a model of other shapes than {first}.")
         found.append(Weights(name=str(other), directory=path, base=first if is_adapter else None))
+    is_fallback = isinstance(config, FallbackConfig)
     return WeightsAtHand(
         all=tuple(replace(weights, is_fallback=is_fallback) for weights in found), config=config
     )
 
 
-def _config_of(directory: Path) -> tuple[ModelConfig | FallbackConfig, bool]:
+def _config_of(directory: Path) -> ModelConfig | FallbackConfig:
     try:
-        return ModelConfig.from_directory(directory), False
+        return ModelConfig.from_directory(directory)
     except CheckpointError:
-        return FallbackConfig.from_directory(directory), True
+        return FallbackConfig.from_directory(directory)
 
 
 def _of_run(path: Path) -> list[Weights]:
     """The model that the run started from, as the weights of step 0, and its last checkpoints."""
     run = load_run(path)
     base = locate_model(str(run.config["model"]))
-    is_lora = run.config.get("lora") is not None
-    kept: list[Weights] = []
-    for folder in (path / "checkpoints").glob("step-*"):
-        policy, state = folder / POLICY, folder / "state.json"
-        if policy.is_dir() and state.is_file():
-            step = int(json.loads(state.read_text("utf-8"))["state"]["step"])
-            of = base if is_lora else None
-            kept.append(Weights(name=folder.name, directory=policy, base=of, step=step))
-    kept.sort(key=lambda weights: weights.step or 0)
+    of = base if run.config.get("lora") is not None else None
+    kept = [
+        Weights(name=folder.name, directory=folder / POLICY, base=of, step=step)
+        for step, folder in run.checkpoints().items()
+        if (folder / POLICY).is_dir()
+    ]
     started = Weights(name=str(run.config["model"]), directory=base, step=0)
     return [started, *kept[-(MAX_WEIGHTS - 1) :]]
