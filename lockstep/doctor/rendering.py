@@ -70,23 +70,21 @@ def read_dialogue(
 
 
 def _read_json(path: str | Path) -> Any:
+    """The JSON of a file, or else of its first line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text; expected JSON.") from None
+        text = Path(path).read_bytes().strip()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        whole = str(error)
-    try:
-        return json.loads(next(line for line in text.splitlines() if line.strip()))
-    except (ValueError, RecursionError, StopIteration):
-        raise DataError(
-            f"{path} is not JSON: {whole}. Expected a list of messages, as "
-            '[{"role": "user", "content": "hi"}], or one object with `messages` per line.'
-        ) from None
+    reason = ""
+    for part in (text, text.partition(b"\n")[0]):
+        try:
+            return json.loads(part)
+        except (ValueError, RecursionError) as error:
+            reason = reason or str(error)
+    raise DataError(
+        f"{path} is not JSON: {reason}. Expected UTF-8 text of a list of messages, as "
+        '[{"role": "user", "content": "hi"}], or one object with `messages` per line.'
+    )
 
 
 # -- shown ----------------------------------------------------------------------------------------

@@ -144,10 +144,10 @@ def _show_tokens(
     has_all_tokens: bool,
 ) -> None:
     """All tokens in their colours; of a sampled segment, a table of those that differ most."""
-    none = np.full(len(segment), np.nan, np.float32)
-    rollout = none if segment.logprobs is None else segment.logprobs
-    trainer = none if trainer is None else trainer
-    gap = trainer - rollout
+    rollout = segment.logprobs
+    gap = np.full(len(segment), np.nan, np.float32)
+    if rollout is not None and trainer is not None:
+        gap = trainer - rollout
     line = Text("  ")
     for id_, d in zip(segment.token_ids.tolist(), gap.tolist(), strict=True):
         text = f"{id_} " if tokenizer is None else _lines(tokenizer.decode([id_]))
@@ -156,10 +156,8 @@ def _show_tokens(
     if not segment.is_sampled:
         return
     worst_first = np.argsort(-np.nan_to_num(np.abs(gap)), kind="stable")
-    chosen = np.sort(worst_first if has_all_tokens else worst_first[:NUM_TOKENS])
-    table = token_table(
-        begin + chosen, segment.token_ids[chosen], rollout[chosen], trainer[chosen], tokenizer
-    )
+    chosen = sorted(worst_first.tolist()[: None if has_all_tokens else NUM_TOKENS])
+    table = token_table(chosen, segment.token_ids, rollout, trainer, tokenizer, begin=begin)
     if len(chosen) < len(segment):
         table.caption = f"{len(chosen)} of {len(segment)} tokens; --tokens lists all"
         table.caption_justify = "left"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.doctor.checks.base import Evidence, Finding
-from lockstep.doctor.checks.causes import Cause
+from lockstep.doctor.checks.base import Evidence
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnosis import FLOAT_NOISE, Diagnosis
 from lockstep.doctor.row_choice import fetch
 from lockstep.errors import printable
 from lockstep.observe.live import format_number, format_seconds
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.types import Float32Array, Int32Array, Int64Array
+from lockstep.types import Float32Array, Int32Array
 
 NUM_SHOWN = 2
 """Causes that are shown with their tokens; each other cause gets a line."""
@@ -41,8 +42,8 @@ def show(diagnosis: Diagnosis, console: Console, *, page: str = "") -> None:
     shown = diagnosis.causes[:NUM_SHOWN]
     names = {finding.evidence[0].row for _, finding in shown if finding.evidence}
     rows = {rows.row_ids[0]: rows for rows in fetch(diagnosis.dump, names=names).values()}
-    for number, (cause, finding) in enumerate(shown, 1):
-        _show_cause(diagnosis, console, number, cause, finding, rows)
+    for number in range(len(shown)):
+        _show_cause(diagnosis, console, number, rows)
     console.print()
     for cause, finding in diagnosis.causes[NUM_SHOWN:]:
         share = diagnosis.share_of(cause.name)
@@ -68,18 +69,12 @@ def _show_head(diagnosis: Diagnosis, console: Console) -> None:
     _line(console, "gap", measured if gap.tokens else "not measured: no token has both log-probs")
 
 
-def _show_cause(
-    diagnosis: Diagnosis,
-    console: Console,
-    number: int,
-    cause: Cause,
-    finding: Finding,
-    rows: dict[str, Rows],
-) -> None:
+def _show_cause(diagnosis: Diagnosis, console: Console, number: int, rows: dict[str, Rows]) -> None:
+    cause, finding = diagnosis.causes[number]
     certainty, why = diagnosis.certainty_of(cause, finding)
     share = diagnosis.share_of(cause.name)
     moves = f"  {share:.1%} of k2  " if share >= 0.001 else "  moves few log-probs, or none  "
-    title = (f"\n{number}. {cause.name}", "bold red")
+    title = (f"\n{number + 1}. {cause.name}", "bold red")
     console.print(Text.assemble(title, (moves, "bold"), (certainty, _CERTAINTY[certainty])))
     _line(console, "what", cause.title)
     _line(console, "measured", finding.measured)
@@ -118,14 +113,9 @@ def _proof(evidence: Evidence, rows: Rows, tokenizer: Tokenizer | None) -> Table
     gap = np.abs(np.nan_to_num(rows.gap[begin:end]))
     worst = begin + (int(gap.argmax()) if len(gap) else 0)
     first = max(0, min(worst - NUM_TOKENS // 2, rows.num_tokens - NUM_TOKENS))
-    shown = slice(first, first + NUM_TOKENS)
-    none = np.full(rows.num_tokens, np.nan, np.float32)
-    rollout, trainer = (
-        none if side is None else side for side in (rows.rollout_logprobs, rows.trainer_logprobs)
-    )
-    places = np.arange(rows.num_tokens)[shown]
-    ids = rows.token_ids[shown]
-    return token_table(places, ids, rollout[shown], trainer[shown], tokenizer)
+    places = range(first, min(first + NUM_TOKENS, rows.num_tokens))
+    sides = rows.rollout_logprobs, rows.trainer_logprobs
+    return token_table(places, rows.token_ids, *sides, tokenizer)
 
 
 def _show_rest(diagnosis: Diagnosis, console: Console) -> None:
@@ -221,18 +211,24 @@ def _plain_table(*columns: str) -> Table:
 
 
 def token_table(
-    places: Int64Array,
+    chosen: Iterable[int],
     token_ids: Int32Array,
-    rollout: Float32Array,
-    trainer: Float32Array,
+    rollout: Float32Array | None,
+    trainer: Float32Array | None,
     tokenizer: Tokenizer | None,
+    *,
+    begin: int = 0,
 ) -> Table:
-    """A line per token, with both sides' log-probs and their difference."""
+    """A line for each chosen token, with both sides' log-probs and their difference.
+
+    begin: place in the row of the token with index 0.
+    """
     table = _plain_table("place", "token", "rollout", "trainer", "difference")
-    columns = (values.tolist() for values in (places, token_ids, rollout, trainer))
-    for place, id_, sampled, trained in zip(*columns, strict=True):
+    for at in chosen:
+        sides = (rollout, trainer)
+        sampled, trained = (np.nan if side is None else float(side[at]) for side in sides)
         d = trained - sampled
         gap = Text("-" if np.isnan(d) else f"{d:+.4g}", style=gap_style(d))
         logprobs = _logprob_text(sampled), _logprob_text(trained)
-        table.add_row(str(place), _token_text(id_, tokenizer), *logprobs, gap)
+        table.add_row(str(begin + at), _token_text(int(token_ids[at]), tokenizer), *logprobs, gap)
     return table

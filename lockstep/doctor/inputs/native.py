@@ -8,10 +8,8 @@ under the key `lockstep.doctor`, as JSON; in a JSONL file they are a first line
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -50,18 +48,7 @@ _BYTES_PER_TOKEN = 8
 # -- reading ---------------------------------------------------------------------------------------
 
 _Blocks = Iterator[tuple[Mapping[str, Values], Where]]
-"""Rows of a file in blocks of at most so many tokens, or of one row."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """One file."""
-
-    path: Path
-    columns: frozenset[str]
-    """All its columns, known ones and others."""
-    facts: Facts
-    blocks: Callable[[int], _Blocks]
+"""Rows of a file as columns, in blocks of at most so many tokens, or of one row."""
 
 
 class RowsDump(Dump):
@@ -144,7 +131,7 @@ def _open_part(path: Path) -> _Part:
     check_place(path)
     if why := why_no_rows(path):
         raise DataError(f"{path} {why}.")
-    return _open_parquet(path) if head_of(path, 4) == PARQUET_MAGIC else _open_json(path)
+    return _ParquetFile(path) if head_of(path, 4) == PARQUET_MAGIC else _JsonLines(path)
 
 
 # -- Parquet
@@ -166,58 +153,58 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
         ) from None
 
 
-def _open_parquet(path: Path) -> _Part:
-    with _parquet(path) as file:
-        schema, metadata = file.schema_arrow, file.metadata
-        columns = frozenset(schema.names)
-        num_rows = metadata.num_rows
-        # Sizes of row groups and not of columns: pyarrow ends the process over statistics that a
-        # flipped bit has damaged (26.0), where reading the column raises an error.
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        sizes = [group.total_byte_size / max(group.num_rows, 1) for group in groups]
-        source = (schema.metadata or {}).get(HEAD.encode())
-    if not num_rows:
-        raise DataError(
-            f"{path} has no rows: a Parquet file of 0 rows with the columns "
-            f"{', '.join(sorted(columns)) or '(none)'}. Was it written before the first step?"
-        )
-    where = f"{path}: metadata {HEAD}"
-    return _Part(
-        path=path,
-        columns=columns,
-        facts=Facts() if source is None else facts_from_dict(parse_json(source, where), where),
-        blocks=partial(_parquet_blocks, path, columns, max(sizes, default=1.0)),
-    )
+class _ParquetFile:
+    """One Parquet file: its columns, known ones and others, its facts, and its rows."""
 
-
-def _parquet_blocks(
-    path: Path, columns: frozenset[str], row_bytes: float, max_tokens: int
-) -> _Blocks:
-    def slices() -> Iterator[tuple[int, pa.RecordBatch]]:
-        """(tokens, rows) of runs of rows of at most `max_tokens`, or of one row."""
-        names = [name for name in BY_NAME if name in columns]
-        batch_rows = int(_BYTES_PER_TOKEN * max_tokens / max(row_bytes, 1.0))
-        batch_rows = min(max(batch_rows, 1), _MAX_BATCH_ROWS)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         with _parquet(path) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+            # Sizes of row groups and not of columns: pyarrow ends the process over statistics that
+            # a flipped bit has damaged (26.0), where reading the column raises an error.
+            groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+            sizes = [group.total_byte_size / max(group.num_rows, 1) for group in groups]
+            self._row_bytes = max([1.0, *sizes])
+            num_rows = metadata.num_rows
+            source = (schema.metadata or {}).get(HEAD.encode())
+        self.columns = frozenset(schema.names)
+        if not num_rows:
+            raise DataError(
+                f"{path} has no rows: a Parquet file of 0 rows with the columns "
+                f"{', '.join(sorted(self.columns)) or '(none)'}. Was it written before the first "
+                "step?"
+            )
+        where, self.facts = f"{path}: metadata {HEAD}", Facts()
+        if source is not None:
+            self.facts = facts_from_dict(parse_json(source, where), where)
+
+    def blocks(self, max_tokens: int) -> _Blocks:
+        first = 0
+        for batches in grouped(self._slices(max_tokens), max_tokens):
+            table = pa.Table.from_batches(batches)
+            rows = f"rows {first} to {first + len(table) - 1}"
+            found: dict[str, Values] = {}
+            for name in table.column_names:
+                column = table.column(name)
+                try:
+                    is_text = BY_NAME[name].shape in ("text", "messages")
+                    found[name] = column.to_pylist() if is_text else pa.concat_arrays(column.chunks)
+                except UnicodeDecodeError as error:
+                    reason = f"not UTF-8 ({error.reason})"
+                    raise DataError(f"{self.path}: {name}, {rows}: {reason}.") from None
+            yield found, lambda i, first=first: f"{self.path}: row {first + i}"
+            first += len(table)
+
+    def _slices(self, max_tokens: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """(tokens, rows) of runs of rows of at most `max_tokens`, or of one row."""
+        names = [name for name in BY_NAME if name in self.columns]
+        batch_rows = int(_BYTES_PER_TOKEN * max_tokens / self._row_bytes)
+        batch_rows = min(max(batch_rows, 1), _MAX_BATCH_ROWS)
+        with _parquet(self.path) as file:
             for batch in file.iter_batches(batch_rows, columns=names, use_threads=False):
                 sizes = _sizes(batch.column("token_ids"))
                 for run in grouped(((n, i) for i, n in enumerate(sizes)), max_tokens):
                     yield sum(sizes[run[0] : run[-1] + 1]), batch.slice(run[0], len(run))
-
-    first = 0
-    for batches in grouped(slices(), max_tokens):
-        table = pa.Table.from_batches(batches)
-        rows = f"rows {first} to {first + len(table) - 1}"
-        found: dict[str, Values] = {}
-        for name in table.column_names:
-            column = table.column(name)
-            try:
-                is_text = BY_NAME[name].shape in ("text", "messages")
-                found[name] = column.to_pylist() if is_text else pa.concat_arrays(column.chunks)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: {name}, {rows}: not UTF-8 ({error.reason}).") from None
-        yield found, lambda i, first=first: f"{path}: row {first + i}"
-        first += len(table)
 
 
 def _sizes(column: pa.Array) -> list[int]:
@@ -231,52 +218,57 @@ def _sizes(column: pa.Array) -> list[int]:
 # -- JSON lines
 
 
-def _open_json(path: Path) -> _Part:
-    columns: set[str] = set()
-    facts, num_bytes = Facts(), 0
-    for line, row, size in _json_rows(path):
-        if HEAD in row:
-            facts = facts_from_dict(row[HEAD], f"{path}:{line}: {HEAD}")
-            continue
-        columns |= {name for name, value in row.items() if value is not None}
-        num_bytes += size
-        if num_bytes >= HEAD_BYTES:
-            break
-    if not num_bytes:
-        raise DataError(f"{path} has no rows; expected one JSON object per line and row.")
-    names = frozenset(columns)
-    return _Part(path=path, columns=names, facts=facts, blocks=partial(_json_blocks, path, names))
+class _JsonLines:
+    """One JSONL file: the columns of its first rows, its facts, and its rows."""
 
+    def __init__(self, path: Path) -> None:
+        self.path, self.facts = path, Facts()
+        columns: set[str] = set()
+        num_bytes = 0
+        for line, row, size in self._rows():
+            if HEAD in row:
+                self.facts = facts_from_dict(row[HEAD], f"{path}:{line}: {HEAD}")
+                continue
+            columns |= {name for name, value in row.items() if value is not None}
+            num_bytes += size
+            if num_bytes >= HEAD_BYTES:
+                break
+        if not num_bytes:
+            raise DataError(f"{path} has no rows; expected one JSON object per line and row.")
+        self.columns = frozenset(columns)
 
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """(line, object, bytes) of each line: the facts of the file, if it has any, and its rows."""
-    for place, (line, text) in enumerate(lines_of(path)):
-        row = json_line(text, f"{path}:{line}")
-        if place and HEAD in row:
-            raise DataError(f"{path}:{line}: {HEAD} again; expected it in the first line alone.")
-        yield line, row, len(text)
+    def blocks(self, max_tokens: int) -> _Blocks:
+        for rows in grouped(self._checked(), max_tokens):
+            lines = [line for line, _ in rows]
+            names = [name for name in BY_NAME if name in self.columns]
+            found = {name: [row.get(name) for _, row in rows] for name in names}
+            yield found, lambda i, lines=lines: f"{self.path}:{lines[i]}"
 
+    def _rows(self) -> Iterator[tuple[int, dict[str, Any], int]]:
+        """(line, object, bytes) of each line: the facts of the file, if it has any, and rows."""
+        for place, (line, text) in enumerate(lines_of(self.path)):
+            where = f"{self.path}:{line}"
+            row = json_line(text, where)
+            if place and HEAD in row:
+                raise DataError(f"{where}: {HEAD} again; expected it in the first line alone.")
+            yield line, row, len(text)
 
-def _json_blocks(path: Path, columns: frozenset[str], max_tokens: int) -> _Blocks:
-    def checked() -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:
+    def _checked(self) -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:
         """(tokens, (line, row)) of each row."""
-        for line, row, _ in _json_rows(path):
+        for line, row, _ in self._rows():
             if HEAD in row:
                 continue
-            for name in row.keys() - columns:
+            for name in row.keys() - self.columns:
                 if name in BY_NAME and row[name] is not None:
                     raise DataError(
-                        f"{path}:{line}: the first row with {name}. Write it into the first row of "
-                        "the file too, or leave it out of all."
+                        f"{self.path}:{line}: the first row with {name}. Write it into the first "
+                        "row of the file too, or leave it out of all."
                     )
             ids = row.get("token_ids")
             yield len(ids) if isinstance(ids, list) else 1, (line, row)
 
-    for rows in grouped(checked(), max_tokens):
-        lines = [line for line, _ in rows]
 
-        found = {n: [row.get(n) for _, row in rows] for n in BY_NAME if n in columns}
-        yield found, lambda i, lines=lines: f"{path}:{lines[i]}"
+_Part = _ParquetFile | _JsonLines
 
 
 # -- writing ---------------------------------------------------------------------------------------
