@@ -6,8 +6,9 @@ never stops a run.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ class Loggers:
         self._loggers: dict[str, Any] = {}
         self._failed: set[str] = set()
         for name in names:
-            module = _import("tensorboard.summary" if name == "tensorboard" else name, extra=name)
+            if find_spec(name) is None:
+                raise MissingExtraError.of(name, extra=name, needed_for="record.loggers")
+            module = import_module("tensorboard.summary" if name == "tensorboard" else name)
 
             def open_logger(name: str = name, module: Any = module) -> None:
                 self._loggers[name] = _open(name, module, run_path, project, dict(config))
@@ -87,13 +90,3 @@ def _open(name: str, module: Any, run_path: Path, project: str, config: dict[str
     # wandb's id makes a resumed run continue its curves.
     own = {"id": run_path.name, "dir": str(run_path)} if name == "wandb" else {}
     return module.init(project=project, name=run_path.name, resume="allow", config=config, **own)
-
-
-def _import(module: str, *, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # A package that is there and lacks one of its own is another problem, and says so itself.
-        if error.name is not None and error.name.partition(".")[0] != extra:
-            raise
-        raise MissingExtraError.of(extra, extra=extra, needed_for="record.loggers") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from itertools import groupby
 
 from lockstep.errors import RendererError
 from lockstep.renderers.tokenizer import Tokenizer
@@ -17,31 +18,24 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> list[int]:
     """Returns the ids of `pieces`. Text between two control tokens is encoded in one call: a seam
     inside it would give other tokens than the model was trained on."""
     ids: list[int] = []
-    text = ""
-    for piece in pieces:
-        if isinstance(piece, str):
-            text += piece
-            continue
-        if text:
-            ids += tokenizer.encode(text)
-            text = ""
-        ids.append(piece)
-    return ids + tokenizer.encode(text)
+    for is_text, run in groupby(pieces, lambda piece: isinstance(piece, str)):
+        if is_text:
+            ids += tokenizer.encode("".join(map(str, run)))
+        else:
+            ids += map(int, run)
+    return ids
 
 
 def split_ids(tokenizer: Tokenizer, ids: Sequence[int] | Int32Array) -> list[Piece]:
     """Splits a sampled turn into runs of text and control ids. Incomplete characters become
     U+FFFD."""
-    ids = list(map(int, ids))
-    control_ids = tokenizer.control_ids
     parts: list[Piece] = []
-    begin = 0
-    for at in [at for at, id_ in enumerate(ids) if id_ in control_ids]:
-        if begin < at:
-            parts.append(tokenizer.decode(ids[begin:at]))
-        parts.append(ids[at])
-        begin = at + 1
-    return [*parts, tokenizer.decode(ids[begin:])] if begin < len(ids) else parts
+    for is_control, run in groupby(map(int, ids), tokenizer.control_ids.__contains__):
+        if is_control:
+            parts += run
+        else:
+            parts.append(tokenizer.decode(run))
+    return parts
 
 
 def split_turn(

@@ -169,7 +169,7 @@ def to_document(
                 "finish_reason": segment.finish_reason,
                 "stop": segment.stop,
                 "reason": segment.reason,
-                "reward": None if segment.reward is None else encode_number(segment.reward),
+                "reward": encode_number(segment.reward),
                 "token_ids": segment.token_ids.tolist(),
                 "rollout_logprobs": shortest(segment.logprobs),
                 "trainer_logprobs": shortest(trainer),
@@ -232,7 +232,7 @@ def build_document(
         ],
         "groups": groups,
         "metrics": _meanings(series),
-        "held_out": {name: held_out_label(name) for run in runs for name in evaluation_names(run)},
+        "held_out": _held_out(runs),
         "headlines": _headlines(runs, groups),
         "config_differences": differences,
         "trajectories": documents,
@@ -259,10 +259,7 @@ def _identity(run: Run) -> dict[str, Any]:
         "recipe": _words(config.get("recipe") or config.get("name")),
         "model": _words(config.get("model")),
         "seed": config.get("seed"),
-        "host": environment.get("host", ""),
-        "cpu": environment.get("cpu", ""),
-        "device": environment.get("device", ""),
-        "started_at": environment.get("started_at", ""),
+        **{key: environment.get(key, "") for key in ("host", "cpu", "device", "started_at")},
         "num_resumes": len(environment.get("resumes", ())),
         "num_steps": len({row["step"] for row in run.metrics if is_step_row(row)}),
         "seconds": encode_number(_seconds(run)),
@@ -395,10 +392,10 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------
 
 
-def evaluation_names(run: Run) -> list[str]:
-    """Held-out means and pass rates of a run, in order of first appearance."""
-    names = dict.fromkeys(name for row in run.metrics for name in row)
-    return [name for name in names if held_out_label(name)]
+def _held_out(runs: Sequence[Run]) -> dict[str, str]:
+    """Held-out means and pass rates, in order of first appearance, each with its label."""
+    names = dict.fromkeys(name for run in runs for row in run.metrics for name in row)
+    return {name: label for name in names if (label := held_out_label(name))}
 
 
 def _speed(run: Run) -> float | None:
@@ -409,7 +406,7 @@ def _speed(run: Run) -> float | None:
 
 def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The few figures that a reader wants first, each with its meaning in plain words."""
-    names = [name for run in runs for name in evaluation_names(run)]
+    names = _held_out(runs)
     alarms = [worst_alarm(run) for run in runs]
     seconds = [(None, _seconds(run) or None) for run in runs]
     out: list[dict[str, Any]] = []
@@ -428,7 +425,7 @@ def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list
         "Mean reward of the sampled episodes that were trained on, at the end of the run. "
         "It is measured with exploration on, on tasks drawn fresh for each step.",
     )
-    for word, title, meaning in _HELD_OUT:
+    for word, title, meaning in _HELD_OUT_TILES:
         if name := next((n for n in names if f"/{word}/mean" in n), ""):
             values = [_ends(run.column(name)[1], 1) for run in runs]
             add(title, "reward", "up", values, meaning)
@@ -451,7 +448,7 @@ Ends = tuple[float | None, float | None]
 """(value at the start, value at the end) of one run; None where it was not measured."""
 
 _WORST = "Worst mismatch"
-_HELD_OUT = (
+_HELD_OUT_TILES = (
     (
         "sampled",
         "Held-out, sampled",

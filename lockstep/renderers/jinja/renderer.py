@@ -122,9 +122,8 @@ class JinjaRenderer:
             self._require(what)
         ids = [int(id_) for id_ in sampled_ids]
         num_calls = sum(message.role == "tool" for message in messages)
-        turn = Message(role="assistant", content=WORDS)
-        if num_calls:
-            turn = Message(role="assistant", tool_calls=calls_of(num_calls))
+        words = "" if num_calls else WORDS
+        turn = Message(role="assistant", content=words, tool_calls=calls_of(num_calls))
         text, mark = self._write(messages, before=(HELLO, turn), has_opening=True)
         behind = self.shape.opening
         if messages or not self.shape.is_ended_by_next:

@@ -27,22 +27,15 @@ def read_template(tokenizer: Tokenizer, config: JinjaConfig) -> tuple[str, str, 
         for name, token in fields.items()
         if name.endswith("_token") and (text := _content(token)) is not None
     }
-    return *_text(directory, fields, config), special
-
-
-def _text(
-    directory: Path | None, fields: Mapping[str, Any], config: JinjaConfig
-) -> tuple[str, str]:
     path = Path(config.template).expanduser() if config.template else None
     if path is None and directory is not None and (directory / "chat_template.jinja").is_file():
         path = directory / "chat_template.jinja"
     if path is not None:
         try:
-            return path.read_text(encoding="utf-8"), str(path)
+            return path.read_text(encoding="utf-8"), str(path), special
         except (OSError, UnicodeDecodeError) as error:
             raise RendererError(f"the chat template {path} cannot be read: {error}.") from None
     text = fields.get("chat_template")
-    where = f"{directory}/tokenizer_config.json"
     if isinstance(text, list):  # several, by name: transformers takes the default one
         several = cast("list[Mapping[str, Any]]", text)
         text = next((t.get("template") for t in several if t.get("name") == "default"), None)
@@ -51,7 +44,7 @@ def _text(
             f"renderer=jinja: {directory or 'the tokenizer'} has no chat template. Name one with "
             "renderer.template=FILE."
         )
-    return text, where
+    return text, f"{directory}/tokenizer_config.json", special
 
 
 def _tokenizer_config(directory: Path) -> Mapping[str, Any]:
