@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,6 @@ _ERROR = re.compile(r"\b\w*(?:Error|Exception)\b: \S")
 
 END_SECONDS = guard.GRACE_SECONDS + 5.0
 """Time that a server has to end; then it is killed."""
-
-
-def free_port() -> int:
-    """A port that nobody listens on now. A server that then finds it taken, which is rare, has to
-    be started again with another."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 class ServerProcess:

@@ -37,7 +37,8 @@ class Place:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens at."""
+    """A port of this machine that nothing listens on now. It may be taken before it is used, which
+    is rare."""
     with socket.socket() as found:
         found.bind(("", 0))
         return found.getsockname()[1]

@@ -96,14 +96,11 @@ class Publisher:
             )
         self._is_qualifying = self._probe is not None and self.config.qualify != "off"
         if self.config.qualify == "on" and not self._is_qualifying:
+            why = "cannot score given ids, which shows what weights it runs"
+            if self.form == "shared":
+                why = "shares the trainer's weights: there is nothing to qualify"
             raise CapabilityError(
-                f"sync.qualify=on: engine {capabilities.name} "
-                + (
-                    "shares the trainer's weights: there is nothing to qualify."
-                    if self.form == "shared"
-                    else "cannot score given ids, which shows what weights it runs."
-                )
-                + " Set sync.qualify=auto."
+                f"sync.qualify=on: engine {capabilities.name} {why}. Set sync.qualify=auto."
             )
 
     async def publish(self, version: int) -> dict[str, float]:
@@ -116,7 +113,24 @@ class Publisher:
         if self.form == "shared":
             await self._keeping(self._send_shared(version))
             return {}
-        return await self._publish(version)
+        if version == self.version:
+            return {}
+        self.version = None
+        if self._is_qualifying and self.qualification is None:
+            await self._qualify(version)
+        else:
+            await self._keeping(self._send(version))
+        self.version = version
+        self._num_loads += 1
+        metrics = {
+            "time/sync_seconds": self.seconds,
+            "sync/bytes": float(self.num_bytes),
+            "sync/level": _NUMBER[self.level],
+        }
+        every = self.config.verify_every
+        if self._probe is not None and every and (self._num_loads - 1) % every == 0:
+            metrics |= await self._look(self._probe, version)
+        return metrics
 
     @property
     def level(self) -> Level:
@@ -151,13 +165,9 @@ class Publisher:
             return f"{how}. Verified as {self.level}: {self.qualification.describe()}"
         if self._is_qualifying:
             return f"{how}; qualified before the first step"
-        why = (
-            "a fault is injected"
-            if not self._is_verifying
-            else "sync.qualify=off"
-            if self.config.qualify == "off"
-            else "it cannot score"
-        )
+        why = "sync.qualify=off" if self.config.qualify == "off" else "it cannot score"
+        if not self._is_verifying:
+            why = "a fault is injected"
         return f"{how}. Not qualified: {why}"
 
     def facts(self) -> dict[str, Any]:
@@ -173,26 +183,6 @@ class Publisher:
             self._directory.close()
 
     # -- a load -----------------------------------------------------------------------------------
-
-    async def _publish(self, version: int) -> dict[str, float]:
-        if version == self.version:
-            return {}
-        self.version = None
-        if self._is_qualifying and self.qualification is None:
-            await self._qualify(version)
-        else:
-            await self._keeping(self._send(version))
-        self.version = version
-        self._num_loads += 1
-        metrics = {
-            "time/sync_seconds": self.seconds,
-            "sync/bytes": float(self.num_bytes),
-            "sync/level": _NUMBER[self.level],
-        }
-        every = self.config.verify_every
-        if self._probe is not None and every and (self._num_loads - 1) % every == 0:
-            metrics |= await self._look(self._probe, version)
-        return metrics
 
     async def _keeping(self, load: Awaitable[None]) -> None:
         """Awaits a load; running requests keep their keys and values if `sync.kv` says so."""
@@ -252,8 +242,7 @@ class Publisher:
     def _written(self, version: int) -> Path:
         """The directory of this version; rank 0 writes it, and all ranks gather sharded tensors."""
         model, like = self.trainer.model, self.trainer.like
-        is_leader = self.ranks is None or self.ranks.is_leader
-        if self._directory is None and is_leader:
+        if self._directory is None and (self.ranks is None or self.ranks.is_leader):
             self._directory = WeightsDirectory(self._place)
 
         def write(directory: Path) -> None:
@@ -295,14 +284,14 @@ class Publisher:
         if found.is_passed:
             return
         name = self.engine.capabilities.name
-        what = f"engine {name} does not run the weights that it is sent ({self.form})"
         sources = self.engine.capabilities.weight_sources
         others = [form for form in sources if form not in (self.form, "shared")]
+        advice = f"Try sync.form={others[0]}, or another" if others else "Use another"
         raise EngineError(
-            f"sync: {what}: {found.describe()}. Nothing was sampled. "
-            + (f"Try sync.form={others[0]}, or another" if others else "Use another")
-            + " version of the engine, or engine=embedded. sync.qualify=off goes on regardless, "
-            "with a sampler that is not the policy in training."
+            f"sync: engine {name} does not run the weights that it is sent ({self.form}): "
+            f"{found.describe()}. Nothing was sampled. {advice} version of the engine, or "
+            "engine=embedded. sync.qualify=off goes on regardless, with a sampler that is not the "
+            "policy in training."
         )
 
     async def _look(self, probe: Probe, version: int) -> dict[str, float]:
@@ -357,14 +346,11 @@ def choose_form(config: SyncConfig, capabilities: Capabilities, *, has_adapter: 
     found: Form | None = next((f for f in offered if config.form in ("auto", f)), None)
     if found is None:
         takes = ", ".join(capabilities.weight_sources) or "no weights at all"
+        if config.form == "adapter" and not has_adapter:
+            takes += ", and this run has no adapter"
+        advice = "Choose one of these." if offered else "It cannot follow a training run."
         raise CapabilityError(
-            f"sync.form={config.form}: engine {capabilities.name} takes {takes}"
-            + (
-                ", and this run has no adapter"
-                if config.form == "adapter" and not has_adapter
-                else ""
-            )
-            + f". {'Choose one of these.' if offered else 'It cannot follow a training run.'}"
+            f"sync.form={config.form}: engine {capabilities.name} takes {takes}. {advice}"
         )
     return found
 

@@ -177,20 +177,15 @@ class Qualifier:
         return self._explain(every[worst], changed[worst], restored[worst])
 
     async def _stages(self, version: int) -> dict[Who, Stage]:
-        """The stage of every engine, under the trainer's current weights."""
-        theirs = await self._by_engines(version)
-        ours = self.probe.by_trainer()
-        marks = {group: self._with(n) - ours for group, n in self.change.groups().items()}
-        return {who: Stage(ours, of_engine, marks) for who, of_engine in theirs.items()}
-
-    async def _by_engines(self, version: int) -> dict[Who, LogProbs]:
-        """Sends the weights; returns the scores of every engine of every rank."""
+        """(rank, name) -> the stage of an engine, under the trainer's current weights."""
         await self.send(version)
         of_ranks = self.share(await self.probe.by_engines(version=version))
+        ours = self.probe.by_trainer()
+        marks = {group: self._with(n) - ours for group, n in self.change.groups().items()}
         return {
-            (rank, name): values
+            (rank, name): Stage(ours, theirs, marks)
             for rank, by_each in enumerate(of_ranks)
-            for name, values in by_each.items()
+            for name, theirs in by_each.items()
         }
 
     def _with(self, names: Iterable[str]) -> LogProbs:

@@ -15,9 +15,10 @@ import torch
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.server_process import ServerProcess, free_port
+from lockstep.engines.server_process import ServerProcess
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
 from lockstep.errors import CapabilityError, EngineError
+from lockstep.launch.place import free_port
 
 SERVED_NAME = "lockstep"
 WORKER_EXTENSION = "lockstep.engines.vllm.worker.LockstepWorker"
