@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 END_SECONDS = 10.0
@@ -47,6 +50,22 @@ def free_port() -> int:
 def is_follower() -> bool:
     """Whether another process of the run speaks for this one."""
     return int(os.environ.get("RANK", "0")) > 0
+
+
+@contextmanager
+def hearing_interrupts(hear: Callable[[], object]) -> Generator[None]:
+    """Calls `hear` at each Ctrl-C within the block, in place of the handler of before.
+
+    Python calls handlers in the main thread alone; elsewhere this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: hear())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def end_by_sigterm() -> None:

@@ -7,11 +7,9 @@ ranks 0 and 1 are a pair, and ranks 0, 2, 4 and 6 divide the rows.
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,9 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.config import differences
 from lockstep.errors import ConfigError, RankError
-
-if TYPE_CHECKING:
-    from lockstep.launch.place import Place
+from lockstep.launch.place import Place, hearing_interrupts
 
 T = TypeVar("T")
 
@@ -147,24 +143,16 @@ class Ranks:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def taking_interrupts(self) -> Iterator[None]:
+    def taking_interrupts(self) -> contextlib.AbstractContextManager[None]:
         """Makes Ctrl-C ask for a stop at the next point where all ranks can stop (`is_stop_asked`).
         A second one stops this process at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
 
-        def ask(*_: object) -> None:
+        def ask() -> None:
             if self._is_stop_asked:
                 raise KeyboardInterrupt
             self._is_stop_asked = True
 
-        before = signal.signal(signal.SIGINT, ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+        return hearing_interrupts(ask)
 
     def is_stop_asked(self) -> bool:
         """Whether any rank was interrupted."""

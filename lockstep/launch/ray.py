@@ -18,7 +18,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from typing import Any, TypeVar
 from lockstep import errors
 from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankError
 from lockstep.launch.config import ParallelConfig
-from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port
+from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port, hearing_interrupts
 from lockstep.launch.placement import RayPlacement
 from lockstep.launch.workers import Line, Worker, end_now, start_worker
 
@@ -215,12 +214,11 @@ def _run(hosts: Sequence[Any], payload: bytes, *, has_gpus: bool) -> Any:
     raise error
 
 
-@contextlib.contextmanager
-def _passing_interrupts(hosts: Sequence[Any]) -> Iterator[None]:
+def _passing_interrupts(hosts: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Ctrl-C goes to rank 0, which stops the others at the next step; a second one to all."""
     num_interrupts = 0
 
-    def interrupt(*_: object) -> None:
+    def pass_on() -> None:
         nonlocal num_interrupts
         num_interrupts += 1
         if num_interrupts > 2:
@@ -228,14 +226,7 @@ def _passing_interrupts(hosts: Sequence[Any]) -> Iterator[None]:
         for host in hosts[: 1 if num_interrupts == 1 else None]:
             host.signal.remote(int(signal.SIGINT))
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return hearing_interrupts(pass_on)
 
 
 # -- in an actor ----------------------------------------------------------------------------------

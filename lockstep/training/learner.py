@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.errors import CheckpointError
+from lockstep.launch.place import hearing_interrupts
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.critic import ValueModel
 from lockstep.models.decoder import Decoder
@@ -293,24 +293,17 @@ class Learner:
 
 @contextmanager
 def uninterrupted() -> Generator[None]:
-    """Delays Ctrl-C until the block has ended: an update is made whole or not at all.
-
-    Python raises KeyboardInterrupt in the main thread alone; elsewhere this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Delays Ctrl-C until the block has ended: an update is made whole or not at all."""
     is_interrupted = False
 
-    def note(*_: object) -> None:
+    def note() -> None:
         nonlocal is_interrupted
         is_interrupted = True
 
-    before = signal.signal(signal.SIGINT, note)
     try:
-        yield
+        with hearing_interrupts(note):
+            yield
     finally:
-        signal.signal(signal.SIGINT, before)
         if is_interrupted:
             signal.raise_signal(signal.SIGINT)
 
