@@ -26,7 +26,7 @@ from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
 from lockstep.run.build import checkpoint_of, load_model
-from lockstep.run.preflight import ModelFiles, read_model_files
+from lockstep.run.preflight import ModelFiles, check_fallback, read_model_files
 from lockstep.run_config import ServeConfig
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.types import Group, SamplingParams, Task, Trajectory
@@ -94,6 +94,7 @@ def open_served(
     from lockstep.engines.registry import check_capabilities, open_engine
 
     config = served.config
+    check_fallback(config)
     model_files = read_model_files(config)
     directory, model = model_files.directory, None
     if isinstance(config.engine, EmbeddedConfig):

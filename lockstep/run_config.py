@@ -115,16 +115,6 @@ class ModelChoice:
         is_name = bool(self.name) and "/" not in self.name
         require(self, "", name=(is_name, "usable as part of a directory name"))
         self.trainer.check_budget(self.max_tokens)
-        if self.fallback and self.lora is not None:
-            raise ConfigError(
-                "fallback=true with lora: adapters are put on the decoder's projections. Leave "
-                "lora out, or fallback."
-            )
-        if self.fallback and self.trainer.recompute != "none":
-            raise ConfigError(
-                f"fallback=true with trainer.recompute={self.trainer.recompute}: it is the "
-                "decoder's blocks that are run again. Set trainer.recompute=none."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,11 +310,6 @@ class ServeConfig(ModelChoice):
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
         self.engine.check_budget(self.max_tokens)
-        if self.fallback and isinstance(self.engine, EmbeddedConfig):
-            raise ConfigError(
-                "fallback=true: engine=embedded runs the decoder alone; choose an engine outside "
-                "of this process."
-            )
         check_numbers(self, "", "temperature", "top_k", "idle_seconds", least=0)
         check_numbers(self, "", "turn_seconds")
         check_numbers(self, "", "max_turn_tokens", "max_sessions", least=1)

@@ -23,6 +23,7 @@ from lockstep.renderers.registry import make_renderer
 from lockstep.run.build import load_model, resolve_device
 from lockstep.run.preflight import (
     ModelFiles,
+    check_fallback,
     check_memory,
     check_parallel,
     describe_memory,
@@ -71,6 +72,7 @@ def check_supervised(
 
     Raises DataError `file:line`, ConfigError, CheckpointError or RendererError.
     """
+    check_fallback(config)
     model_files = read_model_files(config)
     check_parallel(config, model_files.model)
     check_memory(config, model_files, device or expected_device(config))

@@ -93,8 +93,7 @@ def preflight(config: Config, *, is_training: bool = True) -> ModelFiles:
     """
     model_files = read_model_files(config)
     current_hooks().check(config, model_files.model, model_files.renderer)
-    if config.fallback:
-        _check_fallback(config)
+    check_fallback(config)
     if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
         raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
     if config.chosen_correction.behaviour == "averaged" and config.agent.is_truncated:
@@ -290,23 +289,32 @@ def check_critic(config: Config, model_files: ModelFiles) -> None:
         raise ConfigError(f"{where} {problem}. Leave it empty to start from the policy.")
 
 
-def _check_fallback(config: Config) -> None:
+def check_fallback(config: ModelChoice) -> None:
     """Raises ConfigError listing the settings that a model which transformers runs cannot keep:
     before it is loaded, and before transformers is imported."""
+    if not config.fallback:
+        return
     cases = {
-        "engine=embedded runs the decoder alone; choose an engine outside of this process": (
-            isinstance(config.engine, EmbeddedConfig)
-        ),
-        f"contract={TRUE_ON_POLICY} is a promise of the decoder's ops; set contract=none": (
-            config.contract == TRUE_ON_POLICY
-        ),
-        "a critic is a decoder: name one with critic.model": (
-            config.advantage.needs_critic and not config.critic.model
+        "adapters are put on the decoder's projections; leave lora out": config.lora is not None,
+        "the decoder's blocks alone are run again; set trainer.recompute=none": (
+            config.trainer.recompute != "none"
         ),
         "routers are known of the decoder alone; set trainer.routing_replay=none": (
             config.trainer.routing_replay != "none"
         ),
+        "engine=embedded runs the decoder alone; choose an engine outside of this process": (
+            isinstance(getattr(config, "engine", None), EmbeddedConfig)
+        ),
     }
+    if isinstance(config, Config):
+        cases |= {
+            f"contract={TRUE_ON_POLICY} is a promise of the decoder's ops; set contract=none": (
+                config.contract == TRUE_ON_POLICY
+            ),
+            "a critic is a decoder: name one with critic.model": (
+                config.advantage.needs_critic and not config.critic.model
+            ),
+        }
     if problems := [text for text, is_asked in cases.items() if is_asked]:
         raise ConfigError(f"fallback=true: {'; '.join(problems)}.")
     if find_spec("transformers") is None:
