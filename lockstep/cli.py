@@ -230,7 +230,7 @@ def _serve(options: argparse.Namespace) -> int:
         return OK
     key = options.key or os.environ.get("LOCKSTEP_KEY", "")
     with contextlib.suppress(KeyboardInterrupt):
-        serve(served, key=key, out=options.out, is_json=options.json)
+        serve(served, key=key, out=options.out or None, is_json=options.json)
     # Everything is stored; a late Ctrl-C would end the interpreter as if it had been killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return OK

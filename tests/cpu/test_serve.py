@@ -160,11 +160,13 @@ def test_a_server_in_the_background_tells_what_was_wrong_and_closes_twice(monkey
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_at_once(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    words: list[str], text: str, capsys: Any, monkeypatch: Any, tmp_path: Path
 ):
     monkeypatch.delenv("LOCKSTEP_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert text in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir()), "without --out nothing is kept"
 
 
 def test_help_lists_every_setting_and_a_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str]):
