@@ -77,10 +77,6 @@ class MemoryPlan:
     def num_bytes(self) -> int:
         return sum(self.parts.values())
 
-    @property
-    def host_bytes(self) -> int:
-        return sum(self.host_parts.values())
-
     def describe(self, available: int | None = None) -> str:
         """One line: the peak, and the parts that are at least a twentieth of it. available: bytes
         of the device, if known."""
@@ -91,7 +87,8 @@ class MemoryPlan:
         where = " of the GPU" if self.device == "cuda" else ""
         there = "" if available is None else f" ({_gib(available)} are there)"
         each = f" of each of {self.num_ranks} processes" if self.num_ranks > 1 else ""
-        host = f"; {_gib(self.host_bytes)} GiB of the host" if self.host_parts else ""
+        on_host = sum(self.host_parts.values())
+        host = f"; {_gib(on_host)} GiB of the host" if on_host else ""
         return (
             f"about {_gib(self.num_bytes)} GiB{where}{each} at the peak{there}: "
             f"{', '.join(texts)}{host}"

@@ -26,7 +26,7 @@ from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, plan
 from lockstep.run_config import Config
-from lockstep.store.run import TRAIN, Outcome, RunDirectory, Status, default_run_path, load_run
+from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.critic import CRITIC, Critic
@@ -170,17 +170,10 @@ class TrainingRun:
         self.tested_at, self.test_reward = self.step, metrics[self.tester.criterion]
         return metrics
 
-    def record(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        *,
-        samples: Sequence[Sample] = (),
-        split: str = TRAIN,
-    ) -> None:
-        """Stores trajectories; see `RunDirectory.write_trajectories`."""
+    def record(self, step: int, groups: Sequence[Group], **options: Any) -> None:
+        """Stores trajectories. options: those of `RunDirectory.write_trajectories`."""
         if self.directory is not None:
-            self.directory.write_trajectories(step, groups, samples=samples, split=split)
+            self.directory.write_trajectories(step, groups, **options)
 
     def watch(
         self, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
