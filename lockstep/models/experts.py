@@ -11,7 +11,7 @@ experts' gradients are summed in place. A token's numbers are the same with and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,11 +124,28 @@ class _Plan:
     num_chunk_tokens: int | None
 
     def chunks(self, experts_TA: Tensor) -> list[_Chunk]:
-        num_tokens, num_experts = self.num_chunk_tokens, len(self.down.weight)
-        if num_tokens is None:
-            rows = ROWS_PER_EXPERT.get(experts_TA.device.type, ROWS_PER_EXPERT["cpu"])
-            num_tokens = max(LEAST_CHUNK, rows * num_experts // experts_TA.shape[1])
-        return list(_chunks(experts_TA, num_experts, num_tokens))
+        """One sort of all pairs, by chunk and then by expert: one wait for the device per layer."""
+        (T, A), num_experts, device = experts_TA.shape, len(self.down.weight), experts_TA.device
+        size = self.num_chunk_tokens
+        if size is None:
+            rows = ROWS_PER_EXPERT.get(device.type, ROWS_PER_EXPERT["cpu"])
+            size = max(LEAST_CHUNK, rows * num_experts // A)
+        num_chunks = -(-T // size)
+        group_P = (
+            torch.arange(T, device=device)[:, None] // size * num_experts + experts_TA
+        ).flatten()
+        order_P = group_P.argsort(stable=True)
+        counts = (
+            group_P.bincount(minlength=num_chunks * num_experts)
+            .view(num_chunks, num_experts)
+            .tolist()
+        )
+        out: list[_Chunk] = []
+        for i, of_chunk in enumerate(counts):
+            start, stop = i * size, min((i + 1) * size, T)
+            order_R = order_P[start * A : stop * A] - start * A
+            out.append(_Chunk(slice(start, stop), order_R, of_chunk, A))
+        return out
 
 
 def mix_experts(
@@ -269,21 +286,6 @@ class _Chunk:
         place_R = torch.empty_like(self.order_R)
         place_R[self.order_R] = torch.arange(len(self.order_R), device=place_R.device)
         return _rows(sorted_R, place_R.view(-1, self.num_active))
-
-
-def _chunks(experts_TA: Tensor, num_experts: int, num_tokens: int) -> Iterator[_Chunk]:
-    """One sort of all pairs, by chunk and then by expert: one wait for the device per layer."""
-    T, A = experts_TA.shape
-    if not T:
-        return
-    num_chunks = -(-T // num_tokens)
-    chunk_T = torch.arange(T, device=experts_TA.device) // num_tokens
-    group_P = (chunk_T[:, None] * num_experts + experts_TA).flatten()
-    order_P = group_P.argsort(stable=True)
-    counts = group_P.bincount(minlength=num_chunks * num_experts).view(num_chunks, -1).tolist()
-    for i, of_chunk in enumerate(counts):
-        start, stop = i * num_tokens, min((i + 1) * num_tokens, T)
-        yield _Chunk(slice(start, stop), order_P[start * A : stop * A] - start * A, of_chunk, A)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

@@ -107,11 +107,6 @@ class TokenBatch:
             return values
         return values.new_zeros(self.num_all).index_copy(0, self.kept, values)
 
-    def weights_or_ones(self) -> Tensor:
-        if self.weights is not None:
-            return self.weights
-        return torch.ones(len(self.logprobs), device=self.logprobs.device)
-
     @property
     def layout(self) -> Layout:
         """The rows of the tokens, for losses that need sums over a row."""

@@ -24,15 +24,11 @@ def expert_load(batch: PackedBatch, chosen_TLA: Tensor, num_experts: int) -> Ten
     T, L, A = chosen_TLA.shape
     layer_L = torch.arange(L, device=chosen_TLA.device)
     place_TLA = layer_L[:, None] * num_experts + chosen_TLA.long()
-    weight_TLA = row_counts(batch)[:, None, None].expand(T, L, A)
+    rows_T = np.bincount(np.concatenate(batch.inputs), minlength=T)  # that contain each token
+    weight_T = torch.from_numpy(rows_T.astype(np.float64)).to(chosen_TLA.device)
+    weight_TLA = weight_T[:, None, None].expand(T, L, A)
     counts = torch.bincount(place_TLA.flatten(), weight_TLA.flatten(), minlength=L * num_experts)
     return counts.view(L, num_experts)
-
-
-def row_counts(batch: PackedBatch) -> Tensor:
-    """[T] float64: number of rows of the micro-batch that contain each token."""
-    counts = np.bincount(np.concatenate(batch.inputs), minlength=len(batch.ids))
-    return torch.from_numpy(counts.astype(np.float64)).to(batch.ids.device)
 
 
 def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:

@@ -37,10 +37,6 @@ class Totals:
         those of them with routes, and these times the layers."""
         self.reports: dict[str, MismatchReport] = {}
 
-    @property
-    def num_kept(self) -> int:
-        return self.counts["kept"]
-
     def add(
         self,
         batch: PackedBatch,
@@ -100,8 +96,8 @@ class Totals:
         found = torch.stack([*named.values(), *self.maxima.values()]).tolist()
         sums = dict(zip(named, found, strict=False))
         maxima = dict(zip(self.maxima, found[len(sums) :], strict=True))
-        counts, kept = self.counts, max(self.num_kept, 1)
-        out = {"train/loss": sums["loss"], "tokens/trained": float(self.num_kept)}
+        counts, kept = self.counts, max(self.counts["kept"], 1)
+        out = {"train/loss": sums["loss"], "tokens/trained": float(counts["kept"])}
         out |= {name: x / kept for name, x in sums.items() if name.startswith("train/")}
         out |= {f"train/{name}": top for name, top in maxima.items()}
         if counts["fed"]:

@@ -231,7 +231,7 @@ class Trainer(Learner):
             _keep(samples, self._by_row(samples, weights, fill=0.0), WEIGHTS)
         if self.ranks is not None:
             totals = reduce(Totals.merge, self.ranks.gather_data(totals.on_host()))
-        self._num_kept += totals.num_kept
+        self._num_kept += totals.counts["kept"]
         metrics = totals.to_metrics()
         if not np.isfinite(metrics["train/loss"]):
             found = self._by_row(samples, losses, fill=0.0)
@@ -400,7 +400,8 @@ class Trainer(Learner):
                 reports=reports,
                 routing=routing,
             )
-        return logprobs.detach(), loss_N, tokens.spread(tokens.weights_or_ones())
+        weights = torch.ones_like(tokens.logprobs) if tokens.weights is None else tokens.weights
+        return logprobs.detach(), loss_N, tokens.spread(weights)
 
     def _log_probs(
         self,
