@@ -11,7 +11,7 @@ neighbouring tokens of one row and one cell of the report.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 
@@ -40,7 +40,7 @@ _STRIDES = {
 _POSITIONS = next(part for part in _CELL_PARTS if part.name == "position")
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TokenFacts:
     """Optional columns of the tokens, by which the report tells them apart; [N] or [B, T]."""
 
@@ -54,10 +54,6 @@ class TokenFacts:
     """int: the token's place in its row; None counts from the row's first token in the layout."""
     kinds: Tensor | None = None
     """int: index into TOKEN_KINDS."""
-
-    def columns(self) -> dict[str, Tensor | None]:
-        """The columns by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class Runs:

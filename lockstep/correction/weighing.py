@@ -161,7 +161,7 @@ def weigh(
     rows on every rank of `layout.group`). Arguments as for `correct`."""
     layout, facts = Layout.of(layout, logprobs), facts or TokenFacts()
     _check(logprobs, rollout_logprobs, correction, layout, facts)
-    columns = {"new": logprobs, "old": rollout_logprobs, "mask": layout.mask, **facts.columns()}
+    columns = {"new": logprobs, "old": rollout_logprobs, "mask": layout.mask, **vars(facts)}
     flat = {name: None if x is None else x.cpu().reshape(-1) for name, x in columns.items()}
     with _one_thread():
         parts = [_Weighing(correction, flat, layout, rows).run() for rows in chunks_of(layout)]
@@ -441,7 +441,7 @@ def _check(
     layout: Layout,
     facts: TokenFacts,
 ) -> None:
-    layout.check(logprobs=logprobs, rollout_logprobs=rollout_logprobs, **facts.columns())
+    layout.check(logprobs=logprobs, rollout_logprobs=rollout_logprobs, **vars(facts))
     for name, values in (("logprobs", logprobs), ("rollout_logprobs", rollout_logprobs)):
         if values.requires_grad:
             raise AlignmentError(

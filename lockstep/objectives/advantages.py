@@ -100,19 +100,14 @@ def _(config: RLOO, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Arra
 
 
 @leaf_advantages.register
-def _(
-    config: ReinforcePlusPlus,
-    rewards: Float64Array,
-    *,
-    trajectories: Int64Array,
-    groups: Int64Array,
-) -> Float64Array:
+def _(config: ReinforcePlusPlus, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Array:
+    trajectories = of_leaf["trajectories"]
     if config.baseline == "batch":
         return centered(
             rewards, trajectories=trajectories, normalize_std=config.normalize_std, eps=config.eps
         )
     compare = partial(centered, normalize_std=False)
-    out = _in_groups(compare, rewards, trajectories=trajectories, groups=groups)
+    out = _in_groups(compare, rewards, **of_leaf)
     # Group means are 0 already, so the batch's is: only the deviation is the batch's to give.
     _, owner, leaves = _leaves(out, trajectories)
     return out / (_deviation(out, 1.0 / leaves[owner]) + config.eps) if len(leaves) > 1 else out

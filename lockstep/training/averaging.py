@@ -29,7 +29,8 @@ def average_rows(
     by_count: dict[int, list[tuple[Sample, slice, list[Float32Array]]]] = {}
     """Number of scorings -> (row, tokens, scorings) of the trained segments that have so many."""
     for row in rows:
-        row.set("averaged_logprobs", np.full(len(row), np.nan, np.float32))
+        recorded = row.columns["rollout_logprobs"]
+        row.set("averaged_logprobs", np.where(row.loss_mask, recorded, np.float32(np.nan)))
         rescorings = trajectories[row.id.rpartition("/")[0]].rescorings
         for i, tokens in row.segments.items():
             scorings = [] if rescorings is None else rescorings.logprobs.get(i, [])
@@ -42,27 +43,24 @@ def average_rows(
         )
     variances: list[torch.Tensor] = []
     biases: list[torch.Tensor] = []
-    num_scored = num_fallback = num_tokens = 0
+    num_fallback = sum(tokens.stop - tokens.start for _, tokens, _ in by_count.pop(0, []))
+    num_scored, num_tokens = 0, num_fallback
     for count, pieces in sorted(by_count.items()):
         values = [row.columns["rollout_logprobs"][tokens] for row, tokens, _ in pieces]
-        sizes = [len(part) for part in values]
-        num_tokens += sum(sizes)
-        num_scored += count * sum(sizes)
-        if count:
-            by_pass = zip(*(scorings for _, _, scorings in pieces), strict=True)
-            averaged = average_logprobs(
-                [torch.from_numpy(np.concatenate(of_pass)) for of_pass in by_pass],
-                rollout_logprobs=torch.from_numpy(np.concatenate(values)),
-                average_sampling_pass=average_sampling_pass,
-            )
-            values = np.split(averaged.logprobs.numpy(), np.cumsum(sizes)[:-1])
-            variances.append(averaged.variance)
-            if averaged.sampling_bias is not None:
-                biases.append(averaged.sampling_bias)
-        else:
-            num_fallback += sum(sizes)
-        for (row, tokens, _), part in zip(pieces, values, strict=True):
+        by_pass = zip(*(scorings for _, _, scorings in pieces), strict=True)
+        averaged = average_logprobs(
+            [torch.from_numpy(np.concatenate(of_pass)) for of_pass in by_pass],
+            rollout_logprobs=torch.from_numpy(np.concatenate(values)),
+            average_sampling_pass=average_sampling_pass,
+        )
+        parts = np.split(averaged.logprobs.numpy(), np.cumsum([len(part) for part in values])[:-1])
+        for (row, tokens, _), part in zip(pieces, parts, strict=True):
             row.columns["averaged_logprobs"][tokens] = part
+        num_tokens += len(averaged.logprobs)
+        num_scored += count * len(averaged.logprobs)
+        variances.append(averaged.variance)
+        if averaged.sampling_bias is not None:
+            biases.append(averaged.sampling_bias)
     return _metrics_of(found) | {
         "noise/rescorings": num_scored / max(num_tokens, 1),
         "noise/fallback_tokens": float(num_fallback),
