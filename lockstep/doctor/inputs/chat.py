@@ -125,13 +125,11 @@ def _replies(line: Mapping[str, Any]) -> tuple[bool, list[Any]]:
     answer = response if isinstance(response, dict) else line
     if isinstance(choices := answer.get("choices"), list):
         shared = {"prompt_token_ids": answer.get("prompt_token_ids")}
-        names = (*_IDS, *_LOGPROBS, "prompt_token_ids")
         out: list[Any] = []
         for choice in (c for c in choices if isinstance(c, dict)):
             message = choice.get("message")  # has the ids in NeMo-Gym's servers
-            nested = message if isinstance(message, dict) else {}
-            found = choice | {name: nested.get(name, choice.get(name)) for name in names}
-            out.append(shared | {key: value for key, value in found.items() if value is not None})
+            sources = (shared, choice, message if isinstance(message, dict) else {})
+            out.append({k: v for source in sources for k, v in source.items() if v is not None})
         return True, out
     for name in ("output", "messages"):
         if isinstance(found := answer.get(name, line.get(name)), list):

@@ -194,10 +194,9 @@ def rows_of(columns: Mapping[str, Values], *, row_ids: Sequence[str], where: Whe
 def _texts(
     column: Column, found: Sequence[Any], row_ids: Sequence[str], where: Where
 ) -> tuple[str | None, ...]:
-    is_id = column.name == "id"
     out: list[str | None] = []
     for i, value in enumerate(found):
-        if is_id and (value is None or type(value) is int):
+        if column.name == "id" and (value is None or type(value) is int):
             value = row_ids[i] if value is None else str(value)
         if value is not None and not isinstance(value, str):
             raise DataError(f"{where(i)}: {column.name} must be text, found {value!r:.40}.")

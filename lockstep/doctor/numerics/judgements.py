@@ -68,10 +68,6 @@ class _Compared(Check):
         assert self._comparison is not None, f"{self.name} concluded before it looked at rows"
         return self._comparison
 
-    @property
-    def sides(self) -> list[Side]:
-        return list(self.comparison.sides.values())
-
     def repetition(self, side: Side) -> float | None:
         """`variance_within` of the deviation that no variant explains; None if two precisions
         could make as much. What mostly goes with the sampler's routes does not repeat."""
@@ -114,7 +110,7 @@ class _Compared(Check):
     def repaired(self, rows: Rows, is_hit: Callable[[Side], BoolArray | None]) -> Rows:
         """`rows` with the model's log-probs in the rows that `is_hit` [R] names, side by side; as
         they are if they were not scored."""
-        for side in self.sides if self.has_scored(rows) else ():
+        for side in self.comparison.sides.values() if self.has_scored(rows) else ():
             chosen = is_hit(side)
             if chosen is not None and chosen.any():
                 rows = self.set_side(rows, side, chosen, side.reference)
@@ -150,7 +146,7 @@ class Reproduced(_Compared):
             return self._untried()
         figures: dict[str, float] = {"bfloat16_k2": comparison.floor}
         texts: list[str] = []
-        for side in self.sides:
+        for side in self.comparison.sides.values():
             is_hit = side.explained_by(self.cause)
             if not is_hit.any():
                 continue
@@ -239,7 +235,7 @@ class OtherWeights(Reproduced):
         found = super().judge()
         if found.verdict == "differs":
             return found
-        for side in self.sides:
+        for side in self.comparison.sides.values():
             within = self.repetition(side)
             if within is None or not within <= MAX_WITHIN:
                 continue
@@ -262,7 +258,7 @@ class OtherWeights(Reproduced):
                 "with, and more of them by --against DIR",
                 foreign_rows=float(comparison.is_foreign.sum()),
             )
-        if not any(side.is_known.any() for side in self.sides):
+        if not any(side.is_known.any() for side in self.comparison.sides.values()):
             return self.unable(
                 "no row was trained by weights that are at hand: give the checkpoint by --model DIR"
             )
@@ -299,7 +295,7 @@ class Precision(Reproduced):
         texts = [
             f"the {side.name} is {np.sqrt(2 * side.noise):.1e} nats (root mean square) from the "
             f"model; computing in bfloat16 makes {np.sqrt(2 * comparison.floor):.1e}"
-            for side in self.sides
+            for side in self.comparison.sides.values()
             if side.noise > FLOAT_K2 and not comparison.is_noisy(side)
         ]
         if texts:
@@ -341,7 +337,7 @@ class _Noise(_Compared):
         texts: list[str] = []
         figures: dict[str, float] = {"bfloat16_k2": comparison.floor}
         self._mine = mine = list[str]()
-        for side in self.sides:
+        for side in self.comparison.sides.values():
             within = self.repetition(side)
             if within is None or within <= MAX_WITHIN or not self.is_mine(side):
                 continue
@@ -351,7 +347,9 @@ class _Noise(_Compared):
             self.show_worst(side, side.is_unexplained)
         if texts:
             return self.found("differs", "; ".join([*texts, comparison.describe()]), **figures)
-        sizes = ", ".join(f"the {side.name} at k2 {side.noise:.1e}" for side in self.sides)
+        sizes = ", ".join(
+            f"the {side.name} at k2 {side.noise:.1e}" for side in self.comparison.sides.values()
+        )
         text = f"no such noise: {sizes} of the model, where computing in bfloat16 makes "
         return self.found("consistent", f"{text}{comparison.floor:.1e}", **figures)
 
