@@ -24,6 +24,7 @@ from lockstep.models.hf_io import save_checkpoint
 from lockstep.renderers.base import dialogue_pieces
 from lockstep.renderers.chatml import CHATML_TOKENS, THINKING_TOKENS
 from lockstep.renderers.config import RendererConfig
+from lockstep.renderers.harmony import HARMONY_TOKENS
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message
@@ -31,16 +32,7 @@ from lockstep.types import Message
 VOCAB_SIZE = 640  # an upper bound: the demonstrations yield fewer merges
 
 CONTROL_TOKENS: dict[Architecture, tuple[str, ...]] = {
-    "gpt_oss": (
-        "<|endoftext|>",
-        "<|start|>",
-        "<|end|>",
-        "<|message|>",
-        "<|channel|>",
-        "<|constrain|>",
-        "<|call|>",
-        "<|return|>",
-    ),
+    "gpt_oss": ("<|endoftext|>", *HARMONY_TOKENS),
     "qwen3": ("<|endoftext|>", *CHATML_TOKENS, *THINKING_TOKENS),
 }
 END_TOKEN: dict[Architecture, str] = {"gpt_oss": "<|return|>", "qwen3": "<|im_end|>"}

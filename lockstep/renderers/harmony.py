@@ -33,6 +33,10 @@ _NAMESPACE = "functions."
 _CHANNELS = ("analysis", "commentary", "final")
 
 
+_NAMES = ("start", "end", "message", "channel", "constrain", "call", "return")
+HARMONY_TOKENS = tuple(f"<|{name}|>" for name in _NAMES)
+
+
 class HarmonyRenderer(TurnRenderer):
     """Messages to gpt-oss tokens and back.
 
@@ -60,10 +64,9 @@ class HarmonyRenderer(TurnRenderer):
     def __init__(self, tokenizer: Tokenizer, config: HarmonyConfig | None = None) -> None:
         """Raises RendererError, which lists the missing control tokens."""
         self.config = config or HarmonyConfig()
-        names = ("start", "message", "channel", "constrain", "end", "call", "return")
-        ids = list(tokenizer.require(f"<|{name}|>" for name in names).values())
-        self._start, self._message, self._channel, self._constrain = ids[:4]
-        self._end, self._call, self._return = ids[4:]
+        ids = list(tokenizer.require(HARMONY_TOKENS).values())
+        self._start, self._end, self._message, self._channel = ids[:4]
+        self._constrain, self._call, self._return = ids[4:]
         stop_ids = (self._call, self._return, *([self._end] if self.config.stop_at_end else []))
         super().__init__(tokenizer, stop_ids=stop_ids)
         self._closers = frozenset((self._end, self._call, self._return))

@@ -61,10 +61,15 @@ _KEY = "parameters"
 _IGNORED = ("type",)  # the models often write the tool's "type": "function" with the call
 
 
+_HEADER_NAMES = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id")
+_TURN_NAMES = ("eot_id", "eom_id", "python_tag")
+LLAMA3_TOKENS = tuple(f"<|{name}|>" for name in (*_HEADER_NAMES, *_TURN_NAMES))
+
+
 class Llama3Renderer(TurnRenderer):
     """Messages to Llama 3 tokens and back.
 
-    >>> from lockstep.testing.tokenizers import LLAMA3_TOKENS, byte_tokenizer
+    >>> from lockstep.testing.tokenizers import byte_tokenizer
     >>> tokenizer = byte_tokenizer(control_tokens=LLAMA3_TOKENS)
     >>> renderer = Llama3Renderer(tokenizer, Llama3Config(has_dates=False))
     >>> begun = tokenizer.decode(renderer.render([Message(role="user", content="hi")]))
@@ -82,11 +87,9 @@ class Llama3Renderer(TurnRenderer):
 
     def __init__(self, tokenizer: Tokenizer, config: Llama3Config | None = None) -> None:
         """Raises RendererError, which lists the missing control tokens."""
-        begin = ("begin_of_text", "start_header_id", "end_header_id")
-        end = ("eot_id", "eom_id", "end_of_text", "python_tag")
-        ids = list(tokenizer.require(f"<|{name}|>" for name in (*begin, *end)).values())
-        self._begin, self._start, self._header_end = ids[:3]
-        self._end, self._handover, end_of_text, self._python = ids[3:]
+        ids = list(tokenizer.require(LLAMA3_TOKENS).values())
+        self._begin, end_of_text, self._start, self._header_end = ids[:4]
+        self._end, self._handover, self._python = ids[4:]
         super().__init__(tokenizer, stop_ids=(self._end, self._handover, end_of_text))
         self.config = config or Llama3Config()
         self._opening = self._header("assistant")

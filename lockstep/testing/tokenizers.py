@@ -8,17 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from lockstep.renderers.harmony import HARMONY_TOKENS
 from lockstep.renderers.tokenizer import Tokenizer
 
-HARMONY_TOKENS = (
-    "<|start|>",
-    "<|end|>",
-    "<|message|>",
-    "<|channel|>",
-    "<|constrain|>",
-    "<|call|>",
-    "<|return|>",
-)
 CHATML_TOKENS = (
     "<|im_start|>",
     "<|im_end|>",
@@ -28,16 +20,6 @@ CHATML_TOKENS = (
     "</tool_call>",
     "<tool_response>",
     "</tool_response>",
-)
-
-LLAMA3_TOKENS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|python_tag|>",
 )
 GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 

@@ -14,13 +14,11 @@ from lockstep.renderers.config import (
     HarmonyConfig,
     Llama3Config,
 )
+from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.engines import FakeEngine
-from lockstep.testing.tokenizers import (
-    LLAMA3_TOKENS,
-    byte_tokenizer_json,
-)
+from lockstep.testing.tokenizers import byte_tokenizer_json
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Message, Task, ToolCall
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, RendererError
 from lockstep.renderers.config import HarmonyConfig
-from lockstep.renderers.harmony import HarmonyRenderer
+from lockstep.renderers.harmony import HARMONY_TOKENS, HarmonyRenderer
 from lockstep.testing.renderers import DIALOGUES, TOOLS, check_renderer
-from lockstep.testing.tokenizers import HARMONY_TOKENS, byte_tokenizer
+from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Message, ToolCall
 
 TOKENIZER = byte_tokenizer()

@@ -9,9 +9,9 @@ from written_turns import any_ids, ids_of
 
 from lockstep.errors import ConfigError, RendererError
 from lockstep.renderers.config import Llama3Config
-from lockstep.renderers.llama3 import Llama3Renderer
+from lockstep.renderers.llama3 import LLAMA3_TOKENS, Llama3Renderer
 from lockstep.testing.renderers import TOOLS, check_renderer
-from lockstep.testing.tokenizers import LLAMA3_TOKENS, byte_tokenizer
+from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Message, ToolCall
 
 TOKENIZER = byte_tokenizer(control_tokens=LLAMA3_TOKENS)

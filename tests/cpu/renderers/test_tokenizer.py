@@ -8,11 +8,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from lockstep.errors import RendererError
+from lockstep.renderers.harmony import HARMONY_TOKENS
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.tokenizers import (
     CHATML_TOKENS,
     GEMMA_TOKENS,
-    HARMONY_TOKENS,
     byte_tokenizer,
     sentencepiece_json,
 )

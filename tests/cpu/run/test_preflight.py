@@ -9,10 +9,11 @@ from lockstep.config import resolve
 from lockstep.errors import CheckpointError, ConfigError, RendererError
 from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.recipes import find_recipe
+from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.run.preflight import plan, preflight, read_model_files
 from lockstep.testing.faults import injected
 from lockstep.testing.faults.rows import ShiftedLogprobs
-from lockstep.testing.tokenizers import LLAMA3_TOKENS, byte_tokenizer_json
+from lockstep.testing.tokenizers import byte_tokenizer_json
 
 
 @pytest.fixture

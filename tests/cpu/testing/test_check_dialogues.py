@@ -13,14 +13,10 @@ from lockstep.renderers.config import (
     HarmonyConfig,
     Llama3Config,
 )
+from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.renderers.registry import make_renderer
 from lockstep.testing.renderers import check_dialogues, hostile_text
-from lockstep.testing.tokenizers import (
-    CHATML_TOKENS,
-    LLAMA3_TOKENS,
-    byte_tokenizer,
-    sentencepiece_tokenizer,
-)
+from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer, sentencepiece_tokenizer
 
 BYTES = byte_tokenizer()
 QWEN25 = byte_tokenizer(control_tokens=CHATML_TOKENS[:2] + CHATML_TOKENS[4:6])

@@ -18,8 +18,8 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.chatml import ChatMLRenderer
-from lockstep.renderers.harmony import HarmonyRenderer
-from lockstep.testing.tokenizers import CHATML_TOKENS, HARMONY_TOKENS, byte_tokenizer
+from lockstep.renderers.harmony import HARMONY_TOKENS, HarmonyRenderer
+from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer
 from lockstep.types import Message, ToolCall
 
 _MERGES = [("a", "s"), ("as", "s"), ("u", "s"), ("us", "e"), ("i", "s"), ("t", "h"), ("th", "e")]
