@@ -252,7 +252,7 @@ def _find(ids: npt.NDArray[np.int32], turn: npt.NDArray[np.int32], begin: int) -
 
 def _token(ids: npt.NDArray[np.int32], at: int, tokenizer: Tokenizer | None) -> str:
     if at >= len(ids):
-        return "nothing"
+        return "nothing more"
     text = "" if tokenizer is None else f" ({tokenizer.decode([int(ids[at])])!r})"
     return f"id {int(ids[at])}{text}"
 
