@@ -97,9 +97,8 @@ class Rule:
     @property
     def is_sequence(self) -> bool:
         """Whether it rejects whole sequences."""
-        return (self.scope or ("token" if self.aggregation == "token" else "sequence")) == (
-            "sequence"
-        )
+        usual = "token" if self.aggregation == "token" else "sequence"
+        return (self.scope or usual) == "sequence"
 
     @property
     def needs_worst_token(self) -> bool:

@@ -490,16 +490,15 @@ def value_loss(
         max((v - R)^2, (clamp(v, v_old - clip, v_old + clip) - R)^2) / 2
 
     values: carry gradient; old_values, from before the batch, and returns are constants; all of one
-    shape, float32. clip: 0 is off. Places where `mask` is False may hold anything: loss and
-    gradient are 0 there. `clip_fraction` is the share of tokens whose gradient the clip cuts off.
+    shape, float32. clip: at least 0; 0 is off. Places where `mask` is False may hold anything: loss
+    and gradient are 0 there. `clip_fraction` is the share of tokens whose gradient the clip cuts
+    off.
     Source: Schulman et al.'s PPO code (openai/baselines, ppo2); as in TRL and verl.
 
     >>> one, two = torch.tensor([1.0]), torch.tensor([2.0])
     >>> value_loss(one, 0 * one, two).loss.tolist(), value_loss(one, 0 * one, two, clip=0.5).loss
     ([0.5], tensor([1.1250]))
     """
-    if not 0 <= clip < float("inf"):
-        raise ConfigError(f"clip={clip} must be a finite number, at least 0; 0 is off.")
     values, old_values, returns = read_tokens(
         mask, values=values, old_values=old_values, returns=returns
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.correction.layout import Layout
-from lockstep.errors import AlignmentError, ConfigError
+from lockstep.errors import AlignmentError
 
 Tensor = torch.Tensor
 
@@ -41,17 +41,14 @@ def gae(
     less, and untrained values would enter. A reward on a token that does not count is not read:
     put it on the sampled token before.
 
-    Not whitened: see `whiten`. Raises AlignmentError if shapes differ, if the layout is one rank's
-    piece of longer rows, or if what counts is not finite; ConfigError if gamma or lam are not in
-    [0, 1]. Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 16.
+    gamma, lam: in [0, 1]. Not whitened: see `whiten`. Raises AlignmentError if shapes differ, if
+    the layout is one rank's piece of longer rows, or if what counts is not finite. Source: Schulman
+    et al. 2016 (arXiv 1506.02438), eq. 16.
 
     >>> layout = Layout.packed([3])
     >>> gae(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.5, 0.5]), layout, lam=0.5)
     (tensor([0.1250, 0.2500, 0.5000]), tensor([0.6250, 0.7500, 1.0000]))
     """
-    for name, factor in {"gamma": gamma, "lam": lam}.items():
-        if not 0 <= factor <= 1:
-            raise ConfigError(f"{name}={factor} must lie in [0, 1].")
     layout.check(rewards=rewards, values=values)
     if layout.group is not None:
         raise AlignmentError(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.correction.layout import Layout
-from lockstep.errors import AlignmentError, ConfigError
+from lockstep.errors import AlignmentError
 from lockstep.objectives.token_advantages import BLOCK, gae, whiten
 
 EXAMPLES = settings(max_examples=1000 if PROOF else 25, deadline=None)
@@ -122,9 +122,6 @@ def test_whitened_values_have_mean_zero_and_deviation_one_over_all_tokens():
 
 def test_bad_input_is_refused_with_what_was_found():
     zeros, layout = torch.zeros(3), Layout.packed([1, 2])
-    for name in ("gamma", "lam"):
-        with pytest.raises(ConfigError, match=rf"{name}=1\.5 must lie in \[0, 1\]"):
-            gae(zeros, zeros, layout, **{name: 1.5})
     with pytest.raises(AlignmentError, match=r"found values \[2\]"):
         gae(zeros, torch.zeros(2), layout)
     with pytest.raises(AlignmentError, match=r"bootstrap has the shape \[3\].*\[2\]"):
