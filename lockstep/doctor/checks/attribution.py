@@ -1,13 +1,13 @@
 """Where the gap is: its sums by position, turn, kind of token, age, routes and step.
 
-# N tokens  n compared tokens  C cells of all parts crossed
+# N tokens  n compared tokens
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,12 +30,6 @@ RATIO_LIMIT = 20.0
 """Bound of log ratios before exp, as in correction/kl.py."""
 HISTOGRAM_EDGES = np.array([10.0**e for e in np.arange(-8.0, 2.01, 0.5)])
 """Edges of |d|: two bins per decade, from 1e-8 (far below float noise) to 100 nats."""
-_CELLS = tuple(len(part.labels) for part in SPLIT_BY)
-_TABLES = [
-    np.searchsorted(part.starts, np.arange(part.starts[-1] + 1), side="right").clip(1) - 1
-    for part in SPLIT_BY
-]
-"""For each part, number -> index of its label, up to the start of the last label."""
 
 
 @dataclass(slots=True)
@@ -81,6 +75,18 @@ def gap_of(gap: Float64Array) -> Gap:
     )
 
 
+def add_by(gaps: dict[int, Gap], label: npt.NDArray[Any], d: Float64Array) -> None:
+    """Adds the differences `d` [n] to the sums of their labels [n].
+
+    >>> gaps = defaultdict[int, Gap](Gap)
+    >>> add_by(gaps, np.array([3, 7, 3]), np.array([0.5, 0.0, -0.5]))
+    >>> {label: gap.tokens for label, gap in gaps.items()}
+    {3: 2, 7: 1}
+    """
+    for number in np.unique(label).tolist():
+        gaps[number].add(gap_of(d[label == number]))
+
+
 def gap_of_all(rows: Rows) -> Gap:
     """The sums over a chunk; must not be changed."""
     return rows.once("gap", lambda: gap_of(rows.gap))
@@ -114,7 +120,7 @@ class Place:
 class Split:
     """The gap of all added rows, split by SPLIT_BY, routes and steps.
 
-    Memory does not grow with the rows: one table holds the sums of all parts crossed.
+    Memory does not grow with the rows.
 
     >>> split = Split()
     >>> split.add(
@@ -133,15 +139,15 @@ class Split:
 
     tokenizer: Tokenizer | None = None
     """Needed to split by control tokens and spelling; None leaves these out."""
-    steps: dict[int, Gap] = field(default_factory=dict[int, Gap])
+    total: Gap = field(default_factory=Gap)
+    steps: dict[int, Gap] = field(default_factory=lambda: defaultdict[int, Gap](Gap))
     routes: tuple[Gap, Gap] = field(default_factory=lambda: (Gap(), Gap()))
     """Gaps of the tokens that both sides predicted with the same experts, and of the others; empty
     unless both sides' routes are recorded."""
 
     def __post_init__(self) -> None:
-        self._sums = np.zeros((4, prod(_CELLS)))  # tokens, d, k2, k3
-        self._largest = np.zeros(prod(_CELLS))
-        self._known: set[str] = set()
+        self._parts = {part.name: defaultdict[int, Gap](Gap) for part in SPLIT_BY}
+        """Part -> index of its label -> sums."""
         self._histogram = np.zeros((2, len(HISTOGRAM_EDGES) + 1), np.int64)
         self._num_equal = 0
 
@@ -153,30 +159,19 @@ class Split:
         if not len(at):
             return
         d = rows.gap[at]
-        cell = self._cells(rows, at)
-        for out, weights in zip(self._sums, (None, d, 0.5 * d * d, k3_of(d)), strict=True):
-            out += np.bincount(cell, weights, minlength=len(out))
-        np.maximum.at(self._largest, cell, np.abs(d))
+        self.total.add(gap_of_all(rows))
+        for part in SPLIT_BY:
+            numbers = self._numbers(part.name, rows, at)
+            if numbers is not None:
+                label = np.searchsorted(part.starts, numbers, side="right").clip(1) - 1
+                add_by(self._parts[part.name], label.astype(np.int8), d)
         self._num_equal += int(np.count_nonzero(d == 0))
         bins = np.searchsorted(HISTOGRAM_EDGES, np.abs(d), side="right")
         for out, is_side in zip(self._histogram, (d < 0, d > 0), strict=True):
             out += np.bincount(bins[is_side], minlength=len(out))
         if rows.steps is not None:
-            step_of = rows.steps[rows.row_of[at]]
-            for step in np.unique(step_of).tolist():
-                self.steps.setdefault(step, Gap()).add(gap_of(d[step_of == step]))
+            add_by(self.steps, rows.steps[rows.row_of[at]], d)
         self._add_routes(rows, at, d)
-
-    def _cells(self, rows: Rows, at: Int64Array) -> Int64Array:
-        """[n] cell of each compared token."""
-        cell = np.zeros(len(at), np.int64)
-        for part, table, size in zip(SPLIT_BY, _TABLES, _CELLS, strict=True):
-            cell *= size
-            numbers = self._numbers(part.name, rows, at)
-            if numbers is not None:
-                self._known.add(part.name)
-                cell += table[np.clip(numbers, 0, len(table) - 1)]
-        return cell
 
     def _numbers(self, part: str, rows: Rows, at: Int64Array) -> npt.NDArray[Any] | None:
         """[n] the number that the part splits by; None if unknown."""
@@ -214,30 +209,18 @@ class Split:
 
     # -- reading ------------------------------------------------------------------------------
 
-    @property
-    def total(self) -> Gap:
-        tokens, d, k2, k3 = self._sums.sum(1)
-        return Gap(int(tokens), float(d), float(k2), float(k3), float(self._largest.max()))
-
     def places(self, part: str) -> list[Place]:
         """The labels of a part that have compared tokens, in order."""
-        if part not in self._known:
-            return []
-        axis = next(i for i, p in enumerate(SPLIT_BY) if p.name == part)
-        others = tuple(i for i in range(len(_CELLS)) if i != axis)
-        sums = self._sums.reshape(4, *_CELLS).sum(tuple(i + 1 for i in others))
-        largest = self._largest.reshape(_CELLS).max(others)
-        tokens, _, k2, _ = sums.sum(1)
+        labels = next(p.labels for p in SPLIT_BY if p.name == part)
         return [
             Place(
                 part=part,
-                label=label,
-                gap=Gap(int(s[0]), float(s[1]), float(s[2]), float(s[3]), float(top)),
-                share_k2=float(s[2] / k2) if k2 else 0.0,
-                share_tokens=float(s[0] / tokens),
+                label=labels[number],
+                gap=gap,
+                share_k2=gap.k2 / self.total.k2 if self.total.k2 else 0.0,
+                share_tokens=gap.tokens / self.total.tokens,
             )
-            for label, s, top in zip(SPLIT_BY[axis].labels, sums.T, largest, strict=True)
-            if s[0]
+            for number, gap in sorted(self._parts[part].items())
         ]
 
     def histogram(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from lockstep.doctor.checks.attribution import Gap, gap_of, gap_of_all
+from lockstep.doctor.checks.attribution import Gap, add_by
 from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Int64Array
@@ -54,13 +54,9 @@ class Stale(Check):
         self._by_age: dict[int, Gap] = defaultdict(Gap)
 
     def look(self, rows: Rows) -> None:
-        age, gap, compared = ages(rows), rows.gap, rows.compared
-        if not age.any():
-            self._by_age[0].add(gap_of_all(rows))
-            return
-        age = age[compared]
-        for number in np.unique(age).tolist():
-            self._by_age[number].add(gap_of(gap[compared[age == number]]))
+        gap, compared = rows.gap, rows.compared
+        age = ages(rows)[compared]
+        add_by(self._by_age, age, gap[compared])
         old = compared[(age > (self.setting.max_staleness or 0)) | (age < 0)]
         for at in old[np.argsort(-np.abs(gap[old]), kind="stable")][:NUM_SHOWN].tolist():
             assert rows.policy_version is not None and rows.trainer_version is not None, "needs"
@@ -204,12 +200,7 @@ class GrowingGap(Check):
     def look(self, rows: Rows) -> None:
         assert rows.steps is not None, "the check's needs"
         at = rows.compared[self._young(rows)[rows.compared]]
-        step, d = rows.steps[rows.row_of[at]], rows.gap[at]
-        numbers = np.unique(rows.steps).tolist()
-        for number in numbers:
-            gap = gap_of(d if len(numbers) == 1 else d[step == number])
-            if gap.tokens:
-                self._by_step[number].add(gap)
+        add_by(self._by_step, rows.steps[rows.row_of[at]], rows.gap[at])
 
     def _young(self, rows: Rows) -> BoolArray:
         if rows.policy_version is None or rows.trainer_version is None:
