@@ -27,8 +27,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.checks.examine import all_stages
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.inputs.base import CHUNK_TOKENS
 from lockstep.models.locate import locate_model
 from lockstep.renderers.chatml import ChatMLRenderer

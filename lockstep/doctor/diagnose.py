@@ -10,8 +10,7 @@ from typing import Any
 
 from lockstep.config import did_you_mean
 from lockstep.doctor.checks.base import Setting
-from lockstep.doctor.checks.examine import Stage, examine
-from lockstep.doctor.checks.suite import stages as all_stages
+from lockstep.doctor.checks.examine import Stage, all_stages, examine
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump

@@ -26,9 +26,8 @@ from lockstep.config import tag
 from lockstep.doctor.checks.attribution import Gap, gap_of_all
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.causes import CAUSES
-from lockstep.doctor.checks.examine import Stage, examine
+from lockstep.doctor.checks.examine import Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.errors import ConfigError, DataError
 from lockstep.launch.config import ParallelConfig
 from lockstep.objectives.config import GRPO

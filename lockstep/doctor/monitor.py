@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.doctor.checks.causes import CAUSES
-from lockstep.doctor.checks.examine import Examination, Stage, examine
+from lockstep.doctor.checks.examine import Examination, Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.diagnose import make_setting
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows

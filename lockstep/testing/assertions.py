@@ -16,9 +16,8 @@ import numpy.typing as npt
 from lockstep.agent.gateway.splicing import num_common
 from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.causes import CAUSES
-from lockstep.doctor.checks.examine import Stage, examine
+from lockstep.doctor.checks.examine import Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.checks.training.unphysical import Unphysical
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer

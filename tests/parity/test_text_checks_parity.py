@@ -5,14 +5,14 @@ import pytest
 from cpu.doctor.checks.text_dumps import looked, play, policy, rows_of
 from real_tokenizers import o200k_harmony, tokenizer_of
 
+from lockstep.doctor.checks.examine import all_stages
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import stages
 from lockstep.doctor.checks.tokens.alignment import Shifted
 from lockstep.doctor.checks.tokens.injected_control import InjectedControl
 from lockstep.doctor.checks.tokens.post_processed import PostProcessed
 from lockstep.doctor.checks.tokens.reencoded import Reencoded
+from lockstep.doctor.checks.tokens.replies import Speller
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
-from lockstep.doctor.checks.tokens.spelling import Speller
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.harmony import HarmonyRenderer
@@ -40,7 +40,7 @@ def episodes_of(renderer, *, split=0.1, **how):
 def test_no_cause_is_named_in_healthy_rows(renderer, split, engine):
     for how in ({}, {"thinks": True}, {"cut": True}, {"tool_text": "<|im_end|><|end|><think>"}):
         rows = rows_of(episodes_of(renderer, split=split, **how), engine=engine, noise=0.05)
-        _, findings = looked((*stages()["masks"], *stages()["structure"]), rows, renderer)
+        _, findings = looked((*all_stages()["masks"], *all_stages()["structure"]), rows, renderer)
         differing = [f.check for f in findings.values() if f.verdict == "differs"]
         assert not differing, how
 

@@ -112,8 +112,8 @@ class Check(ABC):
     A subclass declares the class variables, counts in `look`, and judges in `conclude`. Its memory
     must not grow with the dump. It never raises about the data: what is wrong is its finding.
 
-    Checks run in stages (`suite.py`). A check sees the rows after the `repair` of every cause that
-    an earlier stage found, so that it explains only what is left.
+    Checks run in stages (`examine.py`). A check sees the rows after the `repair` of every cause
+    that an earlier stage found, so that it explains only what is left.
 
     A plugin adds one by a subclass that names its `stage`: docs/doctor-causes.md has an example.
     """

@@ -11,9 +11,32 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
+import numpy as np
+
 from lockstep.doctor.checks.attribution import Gap, Split, gap_of_all
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows
+from lockstep.doctor.checks.tokens.alignment import Shifted
+from lockstep.doctor.checks.tokens.context import DroppedSeparator, DuplicatedPrompt, Padding
+from lockstep.doctor.checks.tokens.fillers import Fillers
+from lockstep.doctor.checks.tokens.injected_control import InjectedControl
+from lockstep.doctor.checks.tokens.masks import (
+    AfterStop,
+    Boundary,
+    MissingFinal,
+    ObservationTrained,
+)
+from lockstep.doctor.checks.tokens.post_processed import PostProcessed
+from lockstep.doctor.checks.tokens.reencoded import Reencoded
+from lockstep.doctor.checks.tokens.rerendered import Rerendered
+from lockstep.doctor.checks.tokens.template import ThinkingDropped
+from lockstep.doctor.checks.training.staleness import AfterUpdate, GrowingGap, Stale
+from lockstep.doctor.checks.training.unphysical import Unphysical
+from lockstep.doctor.checks.values.finite import NonFinite, Positive
+from lockstep.doctor.checks.values.noise import NoisySampler, NoisyTrainer
+from lockstep.doctor.checks.values.precision import Precision
+from lockstep.doctor.checks.values.processed import Processed
+from lockstep.doctor.checks.values.rounding import Clamped, Quantised
 
 Chunks = Callable[[], Iterable[Rows]]
 """Yields the rows from the beginning, each time that it is called."""
@@ -104,7 +127,7 @@ def examine(
     }
     found: list[Check] = []
     rows_left = chunks  # what is read at the end, without the causes
-    left = {"k2": 1.0, "k3": 1.0}
+    left = np.ones(2)
     last = max(
         (i for i, s in enumerate(stages) if any(k.name in only for k in s.checks)), default=0
     )
@@ -186,43 +209,90 @@ def _divide(
     chunks: Chunks,
     before: Sequence[Check],
     new: Sequence[Check],
-    left: dict[str, float],
+    left: Float64Array,
     out: Examination,
 ) -> None:
-    """Adds the shares of `new`, and subtracts them from `left`.
+    """Adds the shares of `new`, and subtracts them from `left`: [2] shares of k2 and k3.
 
     A token that two causes hit loses its gap to the one that is repaired first. To be fair, repairs
     are made in order and in reverse order, and a share is the mean of both.
     """
-    gaps = [Gap() for _ in range(len(new) + 1)]
-    """In order: before the first repair, and after each."""
-    back = [Gap() for _ in range(len(new) + 1)]
-    """In reverse order: entry i is the gap with all repaired from i on."""
+    orders = [new, new[::-1]] if len(new) > 1 else [new]
+    sums = [[Gap() for _ in range(len(new) + 1)] for _ in orders]
+    """For each order, the gap before the first repair, and after each."""
     for rows in chunks():
         rows = _without(before, rows)
-        gaps[0].add(gap_of_all(rows))
-        back[-1].add(gap_of_all(rows))
-        one = other = rows
-        for check, gap in zip(new, gaps[1:], strict=True):
-            one = check.repair(one)
-            gap.add(gap_of_all(one))
-        for check, gap in zip(reversed(new), reversed(back[:-1]), strict=True):
-            other = check.repair(other) if len(new) > 1 else one  # one cause has one order
-            gap.add(gap_of_all(other))
-    whole = gaps[0]
-    # Later stages continue with what the repairs in order leave, so shares sum to that.
-    shares: dict[str, list[float]] = {}
-    for name in left:
-        total = getattr(whole, name)
-        lost = [getattr(a, name) - getattr(b, name) for a, b in pairwise(gaps)]
-        other = [getattr(b, name) - getattr(a, name) for a, b in pairwise(back)]
-        if sum(other) > 0:
-            scale = sum(lost) / sum(other)
-            lost = [(one + scale * two) / 2 for one, two in zip(lost, other, strict=True)]
-        shares[name] = [left[name] * value / total if total else 0.0 for value in lost]
-    for check, k2, k3, (gap, after) in zip(
-        new, shares["k2"], shares["k3"], pairwise(gaps), strict=True
-    ):
+        for checks, gaps in zip(orders, sums, strict=True):
+            repaired = rows
+            gaps[0].add(gap_of_all(repaired))
+            for check, gap in zip(checks, gaps[1:], strict=True):
+                repaired = check.repair(repaired)
+                gap.add(gap_of_all(repaired))
+    # [causes, 2]: the k2 and k3 that each repair removes, in the order of `new`
+    lost, *others = (
+        np.array([(a.k2 - b.k2, a.k3 - b.k3) for a, b in pairwise(gaps)]) for gaps in sums
+    )
+    for reverse in others:
+        # Later stages continue with what the repairs in order leave, so shares sum to that.
+        scale = lost.sum(0) / np.where(reverse.sum(0) > 0, reverse.sum(0), np.inf)
+        mean = (lost + scale * reverse[::-1]) / 2
+        lost = np.where(reverse.sum(0) > 0, mean, lost)
+    whole = np.array([sums[0][0].k2, sums[0][0].k3])
+    shares = left * lost / np.where(whole, whole, np.inf)
+    for check, (k2, k3), (gap, after) in zip(new, shares.tolist(), pairwise(sums[0]), strict=True):
         out.shares.append(Share(cause=check.cause, k2=k2, k3=k3, before=gap, after=after))
-    for name in left:
-        left[name] -= sum(shares[name])
+    left -= shares.sum(0)
+
+
+_OWN: dict[str, tuple[type[Check], ...]] = {
+    # Which tokens are the model's: first whose ids they are, for what follows another id bears the
+    # marks of what comes later; then which of them are trained. A token that should not be trained
+    # has no right log-prob either.
+    "masks": (
+        Boundary,
+        InjectedControl,
+        ThinkingDropped,
+        Rerendered,
+        PostProcessed,
+        ObservationTrained,
+        AfterStop,
+        MissingFinal,
+    ),
+    # What is obvious: the ids, and which number is beside which token.
+    "structure": (
+        Reencoded,
+        Shifted,
+        Fillers,
+        Padding,
+        DuplicatedPrompt,
+        DroppedSeparator,
+        NonFinite,
+        Positive,
+    ),
+    # How log-probs were stored.
+    "values": (Clamped, Quantised),
+    # Which distribution they are of.
+    "processed": (Processed,),
+    # What repeats and what does not, in rows that are otherwise explained.
+    "noise": (Precision, NoisySampler, NoisyTrainer),
+    # What training does with the rows.
+    "training": (Stale, AfterUpdate, GrowingGap, Unphysical),
+}
+
+
+def all_stages() -> dict[str, tuple[type[Check], ...]]:
+    """Stage -> its checks, in the order of their repairs; a plugin's come after the built-in ones.
+
+    Each stage sees the rows as the repairs of the stages before it leave them. Of several causes in
+    one stage, one that is gone after the repairs of those before it was their mark, and is not
+    named.
+    """
+    out = {stage: list(checks) for stage, checks in _OWN.items()}
+    for kind in _subclasses(Check):
+        if kind.stage and kind not in out[kind.stage]:
+            out[kind.stage].append(kind)
+    return {stage: tuple(checks) for stage, checks in out.items()}
+
+
+def _subclasses(kind: type[Check]) -> list[type[Check]]:
+    return [one for sub in kind.__subclasses__() for one in (sub, *_subclasses(sub))]

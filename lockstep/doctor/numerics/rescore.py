@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.doctor.checks.base import Setting
-from lockstep.doctor.checks.examine import Chunks, Stage
+from lockstep.doctor.checks.examine import Chunks, Stage, all_stages
 from lockstep.doctor.checks.rows import Float32Array, Float64Array, Once, Rows
-from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.compare import (
     COLUMN_OF,

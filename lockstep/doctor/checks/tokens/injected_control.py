@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
-from lockstep.doctor.checks.tokens.spelling import control_spelling
+from lockstep.doctor.checks.tokens.replies import control_spelling
 
 MIN_WORDS_BYTES = 4
 """Bytes of a message that is searched for: shorter text is everywhere."""

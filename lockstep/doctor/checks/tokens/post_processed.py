@@ -8,9 +8,8 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Finding
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.tokens.dialogue import dialogues
 from lockstep.doctor.checks.tokens.reencoded import BREAK, first_breaks
-from lockstep.doctor.checks.tokens.replies import ReplyCheck, rewriting
+from lockstep.doctor.checks.tokens.replies import ReplyCheck, dialogues, rewriting
 from lockstep.errors import RendererError
 from lockstep.types import Int32Array, Int64Array, Message
 

@@ -1,8 +1,12 @@
-"""How replies were changed between engine and row, where the engine's ids were kept."""
+"""The replies of rows: as messages, as text encoded again, and as the engine gave them.
+
+# N tokens  U runs of sampled text
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,11 +15,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Setting
-from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.tokens.spelling import Speller, speller_of
+from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
-from lockstep.types import Int32Array, Message
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Int32Array, Int64Array, Message
 
 MIN_SHARED = 0.5
 """Share of a reply's characters that must be left in order, for a turn to be that reply after a
@@ -27,6 +31,179 @@ Change = Literal["reencoded", "rerendered", "post_processed"]
 
 _WORDS = Message(role="user", content="?")
 """Message before the one whose rendering is wanted; its content does not matter."""
+
+
+MAX_KNOWN_TOKENS = 1 << 20
+"""Tokens of runs whose spelling is cached: 10 MB, for a dump of any size."""
+
+
+def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches the name of any control token, the longest first."""
+    names = sorted((tokenizer.control_name(i) for i in tokenizer.control_ids), key=len)
+    return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
+
+
+def speller_of(setting: Setting) -> Speller:
+    """The speller of the setting's tokenizer, shared by all checks."""
+    tokenizer = setting.tokenizer
+    assert tokenizer is not None, "the check's needs"
+    return setting.once("speller", lambda: Speller(tokenizer))
+
+
+class Speller:
+    """Decodes and encodes runs of text, each distinct run once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._bytes = tokenizer.all_token_bytes()
+        size = tokenizer.vocab_size
+        is_text = np.zeros(size + 1, np.bool_)  # the last one is for ids beyond the vocabulary
+        is_text[:size] = [len(piece) > 0 for piece in self._bytes]
+        is_text[list(tokenizer.control_ids)] = False
+        self._is_text = is_text
+        self._known: dict[bytes, Int32Array | None] = {}
+        self._num_known = 0
+
+    def is_text(self, ids: Int32Array) -> BoolArray:
+        """[N] True for ids of text: in the vocabulary, and no control token."""
+        index = np.where((ids < 0) | (ids >= len(self._is_text)), len(self._is_text) - 1, ids)
+        return self._is_text[index]
+
+    def runs(self, rows: Rows) -> tuple[Int64Array, Int64Array, list[Int32Array | None]]:
+        """(begin, end, ids that their text is encoded to again or None if they are the same) of all
+        runs of sampled text in `rows`. A run ends at a control token and with its turn."""
+        is_text = rows.sampled & self.is_text(rows.token_ids)
+        number = np.full(rows.num_tokens, -1, np.int64)
+        spans = rows.spans
+        number[rows.sampled] = np.repeat(np.arange(len(spans)), spans.size)
+        begins = is_text.copy()
+        begins[1:] &= ~is_text[:-1] | (number[1:] != number[:-1])
+        ends = is_text.copy()
+        ends[:-1] &= ~is_text[1:] | (number[1:] != number[:-1])
+        begin, end = np.flatnonzero(begins), np.flatnonzero(ends) + 1
+        ids = np.ascontiguousarray(rows.token_ids)
+        parts = [ids[b:e] for b, e in zip(begin.tolist(), end.tolist(), strict=True)]
+        return begin, end, self.respelt(parts)
+
+    def respelt(self, runs: Sequence[Int32Array]) -> list[Int32Array | None]:
+        """The ids that each run of text is encoded to again; None if they are the same."""
+        if self._num_known > MAX_KNOWN_TOKENS:
+            self._known.clear()
+            self._num_known = 0
+        keys = [run.tobytes() for run in runs]
+        new: dict[bytes, list[int]] = {}
+        for key, run in zip(keys, runs, strict=True):
+            if key not in self._known and key not in new:
+                new[key] = run.tolist()
+        of = self._bytes
+        texts = [
+            b"".join([of[i] for i in ids]).decode("utf-8", errors="replace") for ids in new.values()
+        ]
+        for (key, ids), again in zip(new.items(), self.tokenizer.encode_batch(texts), strict=True):
+            self._known[key] = None if ids == again else np.array(again, np.int32)
+            self._num_known += len(ids)
+        return [self._known[key] for key in keys]
+
+    def turn(self, ids: Int32Array) -> Int32Array:
+        """One turn with all of its text encoded again, and its control tokens kept."""
+        is_text = self.is_text(ids)
+        at = np.flatnonzero(np.diff(is_text)) + 1
+        parts = np.split(np.asarray(ids, np.int32), at)
+        texts = [p for p in parts if len(p) and self.is_text(p[:1])[0]]
+        again = iter(self.respelt(texts))
+        out: list[Int32Array] = []
+        for part in parts:
+            spelt = next(again) if len(part) and self.is_text(part[:1])[0] else None
+            out.append(part if spelt is None else spelt)
+        return np.concatenate(out) if out else np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dialogue:
+    """One row with its messages."""
+
+    row: int
+    ids: Int32Array
+    """[T]"""
+    offset: int
+    """Index of the row's first token."""
+    begin: Int64Array
+    """[S] position of the first token of each sampled turn."""
+    end: Int64Array
+    """[S] position after its last token."""
+    messages: tuple[Message, ...]
+    replies: list[int]
+    """Indices of the assistant's messages."""
+
+    @property
+    def is_paired(self) -> bool:
+        """True if each assistant message is a sampled turn of this row."""
+        return len(self.replies) == len(self.begin)
+
+    def between(self, turn: int) -> Sequence[Message]:
+        """The messages after sampled turn `turn`, before the next one."""
+        return self.messages[self.replies[turn] + 1 : self.replies[turn + 1]]
+
+
+def dialogues(rows: Rows) -> list[Dialogue]:
+    """The rows that have messages and a reply."""
+    if rows.messages is None:
+        return []
+    spans = rows.spans
+    first = spans.of_rows(len(rows))
+    out: list[Dialogue] = []
+    for r, messages in enumerate(rows.messages):
+        low, high = int(first[r]), int(first[r + 1])
+        offset, end = int(rows.offsets[r]), int(rows.offsets[r + 1])
+        if not messages or low == high:
+            continue
+        out.append(
+            Dialogue(
+                row=r,
+                ids=rows.token_ids[offset:end],
+                offset=offset,
+                begin=spans.begin[low:high] - offset,
+                end=spans.end[low:high] - offset,
+                messages=messages,
+                replies=[i for i, message in enumerate(messages) if message.role == "assistant"],
+            )
+        )
+    return out
+
+
+def is_extended(dialogue: Dialogue, renderer: Renderer) -> bool:
+    """True if the row is its turns, extended: between them is what the renderer writes after the
+    sampled turn. Also where it cannot write that.
+
+    Only for a paired dialogue. The first prompt is not compared: it declares tools, which a row
+    does not record.
+    """
+    for turn in range(len(dialogue.begin) - 1):
+        begin, end = int(dialogue.end[turn]), int(dialogue.begin[turn + 1])
+        sampled = dialogue.ids[int(dialogue.begin[turn]) : begin]
+        try:
+            glue = renderer.extend(sampled.tolist(), dialogue.between(turn))
+        except RendererError:
+            return True
+        if not np.array_equal(dialogue.ids[begin:end], glue):
+            return False
+    return True
+
+
+def rendered_whole(dialogue: Dialogue, renderer: Renderer) -> Int32Array | None:
+    """The row's first prompt, then the ids that the renderer writes for all messages before the
+    last reply; None without an earlier reply, or if the first prompt is no prefix of it."""
+    if len(dialogue.replies) < 2:
+        return None
+    try:
+        first = renderer.render(dialogue.messages[: dialogue.replies[0]])
+        whole = renderer.render(dialogue.messages[: dialogue.replies[-1]])
+    except RendererError:
+        return None
+    if whole[: len(first)] != first:
+        return None
+    prompt = dialogue.ids[: int(dialogue.begin[0])]
+    return np.concatenate([prompt, np.asarray(whole[len(first) :], np.int32)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

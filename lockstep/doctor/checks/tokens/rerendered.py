@@ -11,14 +11,16 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
-from lockstep.doctor.checks.tokens.dialogue import (
+from lockstep.doctor.checks.tokens.reencoded import MIN_BROKEN_ROWS, first_breaks
+from lockstep.doctor.checks.tokens.replies import (
+    MIN_FORM_TOKENS,
     Dialogue,
+    ReplyCheck,
     dialogues,
     is_extended,
     rendered_whole,
+    renderings,
 )
-from lockstep.doctor.checks.tokens.reencoded import MIN_BROKEN_ROWS, first_breaks
-from lockstep.doctor.checks.tokens.replies import MIN_FORM_TOKENS, ReplyCheck, renderings
 from lockstep.errors import RendererError
 from lockstep.types import Int64Array
 

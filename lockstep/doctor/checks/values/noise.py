@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.contexts import Contexts, contexts_of
 from lockstep.doctor.checks.rows import Float64Array, Rows
-from lockstep.doctor.checks.values.precision import MIN_SHARE_NOISY, Marks
+from lockstep.doctor.checks.values.precision import MIN_SHARE_NOISY, Contexts, Marks, contexts_of
 from lockstep.observe.alarms import DENSE_BAND, MOE_BAND
 from lockstep.types import FORCED_LOGPROB, Float32Array
 

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.doctor.checks.base import Check, Evidence, Finding, Setting
-from lockstep.doctor.checks.contexts import contexts_of
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.values.precision import contexts_of
 
 SAMPLE_TOKENS = 4096
 """Tokens of a chunk that are read; the whole dump would tell no more."""

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.doctor.checks.base import Setting
-from lockstep.doctor.checks.examine import Examination, Stage, examine
+from lockstep.doctor.checks.examine import Examination, Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.harmony import HARMONY_TOKENS, HarmonyRenderer

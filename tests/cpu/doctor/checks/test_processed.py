@@ -5,9 +5,8 @@ import pytest
 from made_rows import best_of, bfloat16, noisy, nucleus, policy_rows, tempered
 
 from lockstep.doctor.checks.base import Setting
-from lockstep.doctor.checks.examine import Examination, Stage, examine
+from lockstep.doctor.checks.examine import Examination, Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import stages as all_stages
 
 HAS = frozenset({"rollout_logprobs", "trainer_logprobs"})
 

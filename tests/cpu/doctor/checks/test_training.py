@@ -5,9 +5,8 @@ import pytest
 from made_rows import noisy, policy_rows
 
 from lockstep.doctor.checks.base import Finding, Setting
-from lockstep.doctor.checks.examine import Examination, Stage, examine
+from lockstep.doctor.checks.examine import Examination, Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import stages
 from lockstep.doctor.checks.training.unphysical import RULES
 
 EXACT = policy_rows(sampler=noisy(1e-6))
@@ -24,7 +23,7 @@ def examined(rows: Rows, **setting) -> Examination:
         if getattr(rows, name) is not None
     )  # fmt: skip
     return examine(
-        lambda: [rows], [Stage(checks=stages()["training"])], Setting(**setting), has=has
+        lambda: [rows], [Stage(checks=all_stages()["training"])], Setting(**setting), has=has
     )
 
 

@@ -5,11 +5,10 @@ import pytest
 from made_rows import bfloat16, noisy, policy_rows
 
 from lockstep.doctor.checks.base import Setting
-from lockstep.doctor.checks.contexts import contexts_of
-from lockstep.doctor.checks.examine import Examination, Stage, examine
+from lockstep.doctor.checks.examine import Examination, Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.suite import stages as all_stages
 from lockstep.doctor.checks.values.noise import Noise, noise_of
+from lockstep.doctor.checks.values.precision import contexts_of
 
 
 def examined(rows: Rows, setting: Setting | None = None) -> Examination:

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from cpu.doctor.checks.text_dumps import looked, played, policy, rows_of
 
-from lockstep.doctor.checks.suite import stages
+from lockstep.doctor.checks.examine import all_stages
 from lockstep.doctor.checks.tokens.alignment import Shifted
 from lockstep.doctor.checks.tokens.injected_control import InjectedControl
 from lockstep.doctor.checks.tokens.post_processed import PostProcessed
 from lockstep.doctor.checks.tokens.reencoded import Reencoded
-from lockstep.doctor.checks.tokens.replies import as_history
+from lockstep.doctor.checks.tokens.replies import Speller, as_history
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
-from lockstep.doctor.checks.tokens.spelling import Speller
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.testing.faults.rows import RetokenizedRows, ShiftedLogprobs
 from lockstep.types import Message, Sample
@@ -48,7 +47,7 @@ def test_no_cause_is_named_in_healthy_rows(name, engine, how):
     renderer, episodes = played(name, **how)
     for noise in (0.0, 0.1):
         rows = rows_of(episodes, engine=engine, noise=noise)
-        _, findings = looked((*stages()["masks"], *stages()["structure"]), rows, renderer)
+        _, findings = looked((*all_stages()["masks"], *all_stages()["structure"]), rows, renderer)
         assert "differs" not in verdicts(findings).values(), findings
 
 
