@@ -266,16 +266,21 @@ class Rows(Once):
         return Spans(begin=begin, end=end, row=self.row_of[begin])
 
     @cached_property
+    def span_of(self) -> Int64Array:
+        """[N] index in `spans` of the turn that each token belongs to, -1 where not sampled."""
+        out = np.full(self.num_tokens, -1, np.int64)
+        out[self.sampled] = np.repeat(np.arange(len(self.spans)), self.spans.size)
+        return out
+
+    @cached_property
     def turns(self) -> Int32Array:
         """[N] number of the sampled turn in its row, -1 where not sampled."""
         if self.turn is not None:
             return self.turn
         spans = self.spans
         first = np.searchsorted(spans.row, spans.row)  # the first span of the same row
-        number = np.arange(len(spans.row)) - first
-        out = np.full(self.num_tokens, -1, np.int32)
-        out[self.sampled] = np.repeat(number, spans.end - spans.begin)
-        return out
+        number = np.arange(len(spans)) - first
+        return np.append(number, -1)[self.span_of].astype(np.int32)
 
     @cached_property
     def gap(self) -> Float64Array:

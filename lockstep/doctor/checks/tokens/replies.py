@@ -73,14 +73,10 @@ class Speller:
         """(begin, end, ids that their text is encoded to again or None if they are the same) of all
         runs of sampled text in `rows`. A run ends at a control token and with its turn."""
         is_text = rows.sampled & self.is_text(rows.token_ids)
-        number = np.full(rows.num_tokens, -1, np.int64)
-        spans = rows.spans
-        number[rows.sampled] = np.repeat(np.arange(len(spans)), spans.size)
-        begins = is_text.copy()
-        begins[1:] &= ~is_text[:-1] | (number[1:] != number[:-1])
-        ends = is_text.copy()
-        ends[:-1] &= ~is_text[1:] | (number[1:] != number[:-1])
-        begin, end = np.flatnonzero(begins), np.flatnonzero(ends) + 1
+        number = np.where(is_text, rows.span_of, -1)
+        is_edge = np.diff(number, prepend=-1, append=-1) != 0
+        begin = np.flatnonzero(is_edge[:-1] & is_text)
+        end = np.flatnonzero(is_edge[1:] & is_text) + 1
         ids = np.ascontiguousarray(rows.token_ids)
         parts = [ids[b:e] for b, e in zip(begin.tolist(), end.tolist(), strict=True)]
         return begin, end, self.respelt(parts)

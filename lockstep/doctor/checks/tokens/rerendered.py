@@ -80,11 +80,10 @@ class Rerendered(ReplyCheck):
         spans, gap = rows.spans, rows.gap
         if not len(spans) or not len(rows.compared):
             return [], np.zeros(4)
-        number = np.full(rows.num_tokens, -1, np.int64)
-        number[rows.sampled] = np.repeat(np.arange(len(spans)), spans.size)
-        known = rows.compared[number[rows.compared] >= 0]
+        known = rows.compared[rows.span_of[rows.compared] >= 0]
+        span = rows.span_of[known]
         # [R, 2]: earlier turns, last turn
-        where = spans.row[number[known]] * 2 + spans.is_last[number[known]]
+        where = spans.row[span] * 2 + spans.is_last[span]
 
         def count(chosen: BoolArray) -> Int64Array:
             return np.bincount(where[chosen], minlength=2 * len(rows)).reshape(-1, 2)

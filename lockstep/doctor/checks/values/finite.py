@@ -72,9 +72,7 @@ def nonfinite(rows: Rows, side: Float32Array) -> BoolArray:
     spans, is_nan = rows.spans, np.isnan(side)
     total = np.concatenate([[0], np.cumsum(rows.loss_mask & ~is_nan)])
     is_empty = total[spans.end] == total[spans.begin]
-    in_empty = np.zeros(rows.num_tokens, np.bool_)
-    in_empty[rows.sampled] = np.repeat(is_empty, spans.size)
-    return wrong & ~(in_empty & is_nan)
+    return wrong & ~(np.append(is_empty, False)[rows.span_of] & is_nan)
 
 
 class Positive(Check):

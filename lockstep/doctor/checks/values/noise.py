@@ -145,9 +145,6 @@ class _Repeated(Check):
         spread = np.sqrt(_within(contexts, values) / (contexts.size - 1))
         begin = np.cumsum(contexts.size) - contexts.size
         largest = np.flatnonzero(spread > FLOAT32_STD)
-        if len(largest) > NUM_SHOWN:
-            least = np.partition(spread[largest], -NUM_SHOWN)[-NUM_SHOWN]
-            largest = largest[spread[largest] >= least]
         for g in largest[np.argsort(-spread[largest], kind="stable")][:NUM_SHOWN].tolist():
             places = contexts.repeated[begin[g] : begin[g] + contexts.size[g]]
             told = ", ".join(f"{v:.4f}" for v in side[places[:NUM_SHOWN]].tolist())

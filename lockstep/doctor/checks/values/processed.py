@@ -18,12 +18,10 @@ trainer's by -log(mass), never below, and by the same amount for all tokens at a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Check, Evidence, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.values.precision import contexts_of
 
@@ -121,7 +119,7 @@ class Processed(Check):
         if not self._samples:
             return self.consistent("there are no rows")
         sample = _Sample(Rows.joined(self._samples))
-        told = f"{len(sample.rollout)} tokens of {len(sample.names)} rows were read"
+        told = f"{len(sample.rollout)} tokens of {len(sample.rows)} rows were read"
         if sample.is_judged.sum() < MIN_ROWS:
             return self.consistent(f"{told}: they agree, or are too few")
         fits = [_Fit(processing, sample) for processing in self._candidates(sample)]
@@ -203,9 +201,9 @@ class Processed(Check):
         d = np.abs(sample.d)
         hit = np.flatnonzero(best.hit[sample.row])
         for i in hit[np.argsort(-d[hit])][:NUM_SHOWN].tolist():
-            row, begin = sample.names[int(sample.row[i])], int(sample.place[i])
+            at = int(sample.at[i])
             note = f"sampler {sample.rollout[i]:.4f}, trainer {sample.trainer[i]:.4f}"
-            self.keep(float(d[i]), Evidence(row=row, begin=begin, end=begin + 1, note=note))
+            self.show(float(d[i]), sample.rows, at, at + 1, note)
 
 
 class _Sample:
@@ -213,11 +211,11 @@ class _Sample:
 
     def __init__(self, rows: Rows) -> None:
         at, contexts = rows.compared, contexts_of(rows)
-        self.names = rows.row_ids
+        self.rows = rows
+        self.at = at
+        """[N] index in the rows."""
         self.row = rows.row_of[at]
         """[N]"""
-        self.place = rows.position[at]
-        """[N] position in the row."""
         self.rollout = np.minimum(rows.rollout[at].astype(np.float64), 0.0)
         """[N]"""
         self.trainer = np.minimum(rows.trainer[at].astype(np.float64), 0.0)
@@ -227,12 +225,8 @@ class _Sample:
         pairs = np.stack([to[contexts.one], to[contexts.other]])
         self.one, self.other = pairs[:, (pairs >= 0).all(axis=0)]
         """[B] indices of two different tokens at a branch."""
-        self.is_judged = self.sums(np.abs(self.d) > MIN_GAP) >= MIN_TOLD
+        self.is_judged = rows.row_sums(at, np.abs(self.d) > MIN_GAP) >= MIN_TOLD
         """[R] True for rows with enough informative tokens."""
-
-    def sums(self, values: npt.NDArray[Any]) -> Float64Array:
-        """[R] sum of `values` [N] over the tokens of each row."""
-        return np.bincount(self.row, values, minlength=len(self.names)).astype(np.float64)
 
     def slope_at_branches(self, hit: BoolArray | None = None) -> float | None:
         """Median ratio of the two sides' differences at branches between rows of `hit` [R], over
@@ -257,7 +251,7 @@ class _Fit:
         self.processing = processing
         d, judged = sample.d, sample.is_judged
         left = processing.left_over(sample.rollout, sample.trainer)
-        whole, rest = sample.sums(np.abs(d)), sample.sums(np.abs(left))
+        whole, rest = (sample.rows.row_sums(sample.at, np.abs(x)) for x in (d, left))
         self.hit = judged & (rest <= MAX_RESIDUAL * whole)
         """[R] True for rows that it explains."""
         explained, unexplained = float(whole[self.hit].sum()), float(rest[self.hit].sum())
