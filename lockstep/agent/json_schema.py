@@ -1,132 +1,134 @@
-"""Checks a JSON value against a JSON schema, in words that a model can act on.
+"""Checks arguments against the JSON schema of a tool, in words that a model can act on.
 
-Knows the keywords of draft 2020-12 that schemas of tools use: types, values, properties, items,
-alternatives and references. Any other keyword (ranges, sizes, patterns) is not checked here; the
-owner of the tool checks it.
+The package jsonschema decides, by draft 2020-12. Regular expressions are not tried: they come from
+servers of tools, and one of them can take for ever. Nothing is fetched.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-MAX_DEPTH = 100
-"""Levels of schemas within schemas, references included; one may refer to itself without end."""
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from jsonschema.validators import extend
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
 MAX_INLINED = 8
 """Levels of references within references that `simplified` puts in place."""
 
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ONE = ("additionalProperties", "items")
 _SEVERAL = ("allOf", "anyOf", "oneOf")
-_NAMED = ("properties", "$defs", "definitions")
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly"}
 """Keywords that do not change which values are accepted."""
+
+_DRAFT = Draft202012Validator.VALIDATORS
+
+
+def _unchecked(*_: Any) -> Iterator[ValidationError]:
+    return iter(())
+
+
+def _unknown_keys(
+    validator: Any, allowed: Any, value: Any, schema: Any
+) -> Iterator[ValidationError]:
+    if "patternProperties" not in schema:
+        yield from _DRAFT["additionalProperties"](validator, allowed, value, schema)
+
+
+_Validator = extend(
+    Draft202012Validator,
+    {
+        "pattern": _unchecked,
+        "patternProperties": _unchecked,
+        "additionalProperties": _unknown_keys,
+    },
+)
 
 
 # -- values ---------------------------------------------------------------------------------------
 
 
-def mismatch(value: Any, schema: Any, where: str, root: Any = None, depth: int = 0) -> str:
-    """Describes what is wrong with `value`, or returns "". where: its place. root: the schema that
-    `$ref` is resolved in; None is `schema` itself.
+def mismatch(value: Any, schema: Any, where: str) -> str:
+    """Describes what is wrong with `value`, or returns "". where: its name.
 
     >>> mismatch({"n": "3"}, {"properties": {"n": {"type": "integer"}}}, "size")
     'size.n must be integer, found string'
     """
-    if schema is True:
-        return ""
-    if schema is False:
-        return f"{where} must not be given"
-    if depth > MAX_DEPTH:
+    try:
+        error = best_match(_Validator(schema, registry=Registry()).iter_errors(value))
+        return "" if error is None else _said(error, where, error.absolute_path)
+    except Unresolvable as unknown:
+        return f"{where} cannot be checked: $ref {unknown.ref!r} leads nowhere"
+    except RecursionError:
         return f"{where} cannot be checked: it is nested too deep"
-    root = schema if root is None else root
-    if "$ref" in schema:
-        try:
-            target = resolve(schema["$ref"], root)
-        except LookupError as error:
-            return f"{where} cannot be checked: {error.args[0]}"
-        if problem := mismatch(value, target, where, root, depth + 1):
-            return problem
-    return (
-        _kind_problem(value, schema, where)
-        or _choice_problem(value, schema, where, root, depth + 1)
-        or _part_problem(value, schema, where, root, depth + 1)
-    )
 
 
-def _kind_problem(value: Any, schema: Mapping[str, Any], where: str) -> str:
-    if "type" in schema:
-        allowed, found = _listed(schema["type"]), json_type(value)
-        is_whole = isinstance(value, float) and value.is_integer() and "integer" in allowed
-        is_number = found == "integer" and "number" in allowed
-        if found not in allowed and not is_number and not is_whole:
-            return f"{where} must be {' or '.join(allowed)}, found {found}"
-    if "enum" in schema and not any(_equal(value, each) for each in schema["enum"]):
-        return f"{where} must be one of {json.dumps(schema['enum'])}, found {_short(value)}"
-    if "const" in schema and not _equal(value, schema["const"]):
-        return f"{where} must be {json.dumps(schema['const'])}, found {_short(value)}"
-    return ""
-
-
-def _choice_problem(
-    value: Any, schema: Mapping[str, Any], where: str, root: Any, depth: int
-) -> str:
-    for option in schema.get("allOf", ()):
-        if problem := mismatch(value, option, where, root, depth):
-            return problem
-    for name in ("anyOf", "oneOf"):
-        if options := schema.get(name):
-            problems = [mismatch(value, option, where, root, depth) for option in options]
-            num_met = problems.count("")
-            if not num_met:
-                return _nearest(problems, options, value, where)
-            if name == "oneOf" and num_met > 1:
-                return f"{where} fits {num_met} of its alternatives, and must fit one alone"
-    return ""
-
-
-def _part_problem(value: Any, schema: Mapping[str, Any], where: str, root: Any, depth: int) -> str:
-    if isinstance(value, list) and "prefixItems" not in schema:
-        for index, each in enumerate(value):
-            part = schema.get("items", True)
-            if problem := mismatch(each, part, f"{where}[{index}]", root, depth):
-                return problem
-    if isinstance(value, dict):
-        for name in schema.get("required", ()):
-            if name not in value:
-                return f"{where} lacks {name!r}"
-        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-        others = True if "patternProperties" in schema else others
-        for key, each in value.items():
-            if key not in known and others is False:
-                return f"{where} has an unknown key {key!r}; known: {', '.join(known) or '-'}"
-            part = known.get(key, others)
-            if problem := mismatch(each, part, f"{where}.{key}", root, depth):
-                return problem
-    return ""
-
-
-def _nearest(problems: Sequence[str], options: Sequence[Any], value: Any, where: str) -> str:
-    """The problem with the alternative that was probably meant: the first whose type fits, or the
-    one that got deepest into the value."""
-    types = [str(option.get("type", "")) for option in options if isinstance(option, Mapping)]
-    if len(types) == len(problems) and all(types):
-        found = json_type(value)
-        fitting = [p for p, kind in zip(problems, types, strict=True) if kind == found]
-        if not fitting:
-            return f"{where} must be {' or '.join(dict.fromkeys(types))}, found {found}"
-        return fitting[0]
-    return max(problems, key=lambda p: p.split(" ", 1)[0].count(".") + p.count("["))
+def _said(error: ValidationError, where: str, path: Iterable[str | int]) -> str:
+    """where: the place that `path` begins at."""
+    for step in path:
+        where += f"[{step}]" if isinstance(step, int) else f".{step}"
+    expected: Any = error.validator_value
+    found: Any = error.instance
+    schema: Any = error.schema
+    match error.validator:
+        case "type":
+            return f"{where} must be {' or '.join(_listed(expected))}, found {json_type(found)}"
+        case "enum":
+            return f"{where} must be one of {json.dumps(expected)}, found {_short(found)}"
+        case "const":
+            return f"{where} must be {json.dumps(expected)}, found {_short(found)}"
+        case "required":
+            return f"{where} lacks {next(name for name in expected if name not in found)!r}"
+        case "additionalProperties":
+            known = schema.get("properties", {})
+            unknown = next(key for key in found if key not in known)
+            return f"{where} has an unknown key {unknown!r}; known: {', '.join(known) or '-'}"
+        case "anyOf" | "oneOf" if error.context:
+            problems = dict.fromkeys(
+                _said(each, where, each.relative_path) for each in error.context
+            )
+            return ", or ".join(problems)
+    return f"{where} does not fit: {error.message[:200]}"
 
 
 # -- schemas --------------------------------------------------------------------------------------
 
 
-def resolve(reference: Any, root: Any) -> Any:
+def schema_problem(schema: Any) -> str:
+    """Describes why `schema` cannot be that of an object of arguments, or returns ""."""
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        found = schema.get("type") if isinstance(schema, Mapping) else schema
+        return f"arguments are an object, and its type is {_short(found)}"
+    try:
+        _Validator.check_schema(schema)
+        for reference in _references(schema):
+            resolve(reference, schema)
+    except SchemaError as error:
+        return f"{'/'.join(map(str, ['#', *error.absolute_path]))}: {error.message[:200]}"
+    except LookupError as error:
+        return str(error.args[0])
+    except RecursionError:
+        return "it is nested too deep"
+    return ""
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, Mapping):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _references(part)
+
+
+def resolve(reference: str, root: Any) -> Any:
     """Returns the schema that a `$ref` within `root` refers to. Raises LookupError if there is no
-    such place, or it is in another document: nothing is fetched."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    such place, or it is in another document."""
+    if not reference.startswith("#"):
         raise LookupError(f"$ref {reference!r} is not of this schema (#/...)")
     at = root
     for part in [p for p in reference[1:].split("/") if p]:
@@ -136,53 +138,6 @@ def resolve(reference: Any, root: Any) -> Any:
         except (LookupError, TypeError, ValueError):
             raise LookupError(f"$ref {reference!r} leads nowhere") from None
     return at
-
-
-def schema_problem(schema: Any) -> str:
-    """Describes why `schema` cannot be that of an object of arguments, or returns "". A schema
-    without a problem makes `mismatch` and `simplified` raise nothing."""
-    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        found = schema.get("type") if isinstance(schema, Mapping) else schema
-        return f"arguments are an object, and its type is {_short(found)}"
-    try:
-        return _form_problem(schema, schema, "#", 0)
-    except RecursionError:
-        return "it is nested too deep"
-
-
-def _form_problem(schema: Any, root: Any, at: str, depth: int) -> str:
-    if isinstance(schema, bool):
-        return ""
-    if not isinstance(schema, Mapping):
-        return f"{at} is {_short(schema)}, and a schema is an object, true or false"
-    if depth > MAX_DEPTH:
-        return f"{at} is nested too deep"
-    parts: list[tuple[str, Any]] = []
-    for name, value in schema.items():
-        place, expected, is_list = f"{at}/{name}", "", isinstance(value, list)
-        if name == "type" and not (_listed(value) and all(t in _TYPES for t in _listed(value))):
-            expected = "one or several of " + ", ".join(_TYPES)
-        elif name == "required" and not (is_list and all(isinstance(v, str) for v in value)):
-            expected = "a list of names"
-        elif name in (*_SEVERAL, "enum") and not (is_list and value):
-            expected = "a list with a value"
-        elif name in _NAMED and not isinstance(value, Mapping):
-            expected = "schemas by name"
-        elif name in _SEVERAL:
-            parts += [(f"{place}/{i}", each) for i, each in enumerate(value)]
-        elif name in _NAMED:
-            parts += [(f"{place}/{key}", each) for key, each in value.items()]
-        elif name in _ONE:
-            parts.append((place, value))
-        elif name == "$ref":
-            try:
-                resolve(value, root)
-            except LookupError as error:
-                return f"{at}: {error.args[0]}"
-        if expected:
-            return f"{place} must be {expected}, found {_short(value)}"
-    problems = (_form_problem(each, root, place, depth + 1) for place, each in parts)
-    return next(filter(None, problems), "")
 
 
 def simplified(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,17 +213,6 @@ def json_type(value: Any) -> str:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """Equality of JSON: true is not 1, and 1 is 1.0."""
-    if isinstance(left, bool) or isinstance(right, bool):
-        return left is right
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_equal(left[k], right[k]) for k in left)
-    return left == right
 
 
 def _short(value: Any) -> str:

@@ -223,11 +223,8 @@ def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
     missing = [name for name in parameters.get("required", ()) if name not in arguments]
     if missing:
         raise ValueError(f"missing argument {missing[0]!r}")
-    for name, value in arguments.items():
-        if problem := mismatch(value, properties.get(name, True), name, parameters):
-            raise ValueError(problem)
     if problem := mismatch(arguments, parameters, "arguments"):
-        raise ValueError(problem)
+        raise ValueError(problem.removeprefix("arguments."))
     return arguments
 
 
