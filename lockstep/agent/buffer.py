@@ -71,16 +71,6 @@ def gather_groups(ranks: Ranks | None, tasks: Sequence[Task], own: Sequence[Grou
     return [at[i] for i in range(len(tasks))]
 
 
-async def collect_over(
-    ranks: Ranks | None,
-    tasks: Sequence[Task],
-    play: Callable[[Sequence[Task]], Awaitable[list[Group]]],
-) -> list[Group]:
-    """Returns `gather_groups` of the groups that each rank plays. play: makes the groups of some
-    tasks."""
-    return gather_groups(ranks, tasks, await play(own_tasks(ranks, tasks)))
-
-
 T = TypeVar("T")
 
 Play = Callable[[int, Sequence[Task], Callable[[], None]], Awaitable[list[Group]]]

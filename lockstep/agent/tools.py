@@ -213,18 +213,11 @@ def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
         raise ValueError(f"arguments are not valid JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise ValueError(f"arguments must be a JSON object, found {json_type(arguments)}")
-    parameters = schema.parameters
-    properties = parameters.get("properties", {})
-    unknown = [name for name in arguments if name not in properties]
-    if unknown and not _OPEN & parameters.keys():
-        raise ValueError(
-            f"unknown argument {unknown[0]!r}; {schema.name} takes: {', '.join(properties) or '-'}"
-        )
-    missing = [name for name in parameters.get("required", ()) if name not in arguments]
-    if missing:
-        raise ValueError(f"missing argument {missing[0]!r}")
-    if problem := mismatch(arguments, parameters, "arguments"):
-        raise ValueError(problem.removeprefix("arguments."))
+    parameters = dict(schema.parameters)
+    if not _OPEN & parameters.keys():
+        parameters["additionalProperties"] = False
+    if problem := mismatch(arguments, parameters, "the call"):
+        raise ValueError(problem.removeprefix("the call."))
     return arguments
 
 

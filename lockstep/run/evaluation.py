@@ -6,12 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 
 import numpy as np
 
-from lockstep.agent.buffer import collect_over
+from lockstep.agent.buffer import gather_groups, own_tasks
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import Budget, EpisodeSlots, collect, sampling_of
 from lockstep.errors import DataError
@@ -78,11 +77,11 @@ class Tester:
         """The groups of one arm. The draws depend on (seed, name, task, sample), so that two
         evaluations of one policy are equal, and those of two policies are paired."""
         config, total, done = self.config, len(self.tasks) * num_samples, count(1)
-        play = partial(
-            collect,
+        own = await collect(
             self.parts.engine,
             self.parts.renderer,
             lambda task: config.task.environment(task, config.agent),
+            own_tasks(self.ranks, self.tasks),
             group_size=num_samples,
             sampling=replace(sampling_of(config.agent), temperature=temperature),
             budget=Budget.of(config.agent, max_tokens=config.max_tokens),
@@ -94,7 +93,7 @@ class Tester:
             gateway=self.gateway.open,
             on_progress=lambda _: self.view.phase(f"evaluating ({name})", next(done), total),
         )
-        return await collect_over(self.ranks, self.tasks, play)
+        return gather_groups(self.ranks, self.tasks, own)
 
 
 def evaluation_metrics(

@@ -256,7 +256,7 @@ def test_an_episode_is_rewarded_for_finding_and_answering(tmp_path):
 
     bad, wrong, found, score = asyncio.run(episode())
     assert bad.messages[0].content == "no results"
-    assert wrong.messages[0].content == "error: missing argument 'keywords'"
+    assert wrong.messages[0].content == "error: the call lacks 'keywords'"
     assert found.messages[0].content.startswith("[handbook.md#0]")
     assert score.parts == {"retrieval": 1.0, "correctness": 0.0, "format_penalty": 1.0}
 

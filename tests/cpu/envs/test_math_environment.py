@@ -107,7 +107,7 @@ def test_failed_code_is_an_observation_and_a_metric_and_the_episode_goes_on():
 def test_a_malformed_call_is_answered_and_a_call_without_an_answer_is_worth_nothing():
     turns = [calls("1", wrong=2), Message(role="assistant", parse_error="no JSON"), calls("30796")]
     seen, score = play(RetoolConfig(), turns)
-    assert "unknown argument" in seen[0].messages[0].content
+    assert "has an unknown key" in seen[0].messages[0].content
     assert "could not be read" in seen[1].messages[0].content
     assert score.parts == {"correctness": 0.0, "format": 0.0}
 
