@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.agent.environment import Score
-from lockstep.agent.guard import number_problem
 from lockstep.agent.scoring import ScorerConfig, accepted_answers
 from lockstep.config import check_numbers, require
 from lockstep.engines.http import HttpClient
@@ -30,6 +29,9 @@ from lockstep.errors import ConfigError, EngineError, JudgeError, ServerRefusedE
 from lockstep.types import Message, Task
 
 MAX_PAUSE_SECONDS = 30.0
+MAX_CHARS = 20_000
+"""Characters of the answer, or of the dialogue, that the judge reads; the rest is cut, with a note
+to the judge."""
 FIELDS = ("rubric", "question", "answer", "reference", "dialogue", "low", "high")
 
 PROMPT = """{rubric}
@@ -55,6 +57,8 @@ CONTROL = re.compile(
     r"|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>)"
 )
 """Spellings of control tokens, which a server may read in text as the tokens themselves."""
+SCORE = re.compile(r'"score"\s*:\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*[,}]')
+"""The member of a JSON object that is the grade, with its number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +95,11 @@ class JudgeScorer(ScorerConfig):
     """Seconds before the first retry; each pause after it is twice as long, up to 30 s."""
     max_in_flight: int = 32
     """Gradings that run at the same time."""
-    max_answer_chars: int = 20_000
-    """Characters of the answer that the judge reads; the rest is cut, with a note to the judge."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "judge: ", "timeout_seconds")
         check_numbers(self, "judge: ", "temperature", "retries", "retry_seconds", least=0)
-        counts = ("samples", "max_tokens", "max_in_flight", "max_answer_chars")
-        check_numbers(self, "judge: ", *counts, least=1)
+        check_numbers(self, "judge: ", "samples", "max_tokens", "max_in_flight", least=1)
         low, high = self.grades
         require(
             self,
@@ -117,12 +118,10 @@ class JudgeScorer(ScorerConfig):
         try:
             found = self._client.call_now("/models", seconds=min(30.0, self.timeout_seconds))
             names = [str(each["id"]) for each in found["data"]]
-        except ServerRefusedError as error:
-            if error.status in (401, 403):
+        except (ServerRefusedError, LookupError, TypeError) as error:
+            if isinstance(error, ServerRefusedError) and error.status in (401, 403):
                 raise
-            return  # no such route: many have none
-        except (LookupError, TypeError):  # or one of another form
-            return
+            return  # many servers have no such route, or one of another form
         if names and self.model not in names:
             known = ", ".join(names[:20])
             raise ConfigError(f"judge: {self.url} has no model {self.model!r}; it has: {known}.")
@@ -130,15 +129,15 @@ class JudgeScorer(ScorerConfig):
     async def score(
         self, task: Task, answer: str | None, dialogue: Sequence[Message]
     ) -> tuple[Score, dict[str, float]]:
-        """Counters: judge/calls, judge/retries, judge/cached, judge/seconds (waiting), and with
-        several gradings judge/spread: the highest minus the lowest, from 0 to 1."""
+        """Counters: judge/calls, judge/retries, judge/seconds (waiting), and with several
+        gradings judge/spread: the highest minus the lowest, from 0 to 1."""
         if answer is None:
             return Score(reward=0.0, parts={"judged": 0.0, "answered": 0.0}), {}
         question = self._question(task, answer, dialogue)
         counters: Counter[str] = Counter()
         started = time.monotonic()
         grades = await asyncio.gather(
-            *(self._grade(question, sample, counters) for sample in range(self.samples))
+            *(self._grade(question, counters) for _ in range(self.samples))
         )
         counted: dict[str, float] = {**counters, "judge/seconds": time.monotonic() - started}
         if len(grades) > 1:
@@ -148,16 +147,14 @@ class JudgeScorer(ScorerConfig):
 
     # -- asking ---------------------------------------------------------------------------------
 
-    async def _grade(self, question: str, sample: int, counters: Counter[str]) -> float:
+    async def _grade(self, question: str, counters: Counter[str]) -> float:
         """Returns one grading, scaled to 0..1. Raises JudgeError if no attempt gave one."""
-        key = (question, sample)
-        if key in self._known:
-            counters["judge/cached"] += 1
-            return self._known[key]
-        asked = {"system": PROTOCOL, "user": question}
         body = {
             "model": self.model,
-            "messages": [{"role": role, "content": text} for role, text in asked.items()],
+            "messages": [
+                {"role": "system", "content": PROTOCOL},
+                {"role": "user", "content": question},
+            ],
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
@@ -170,15 +167,12 @@ class JudgeScorer(ScorerConfig):
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             counters["judge/calls"] += 1
             try:
-                reply = await self._client.post("/chat/completions", body)
-                grade = self._known[key] = self._read(reply)
+                return self._read(await self._client.post("/chat/completions", body))
             except (EngineError, JudgeError) as error:
                 failure = error
                 status = error.status if isinstance(error, ServerRefusedError) else 0
                 if 400 <= status < 500 and status not in (408, 409, 429):  # it will say so again
                     break
-            else:
-                return grade
         raise JudgeError(f"judge: no grading in {attempt + 1} tries. The last: {failure}")
 
     def _read(self, reply: Any) -> float:
@@ -201,9 +195,9 @@ class JudgeScorer(ScorerConfig):
         values = {
             "rubric": rubric,
             "question": quoted(question),
-            "answer": quoted(answer, limit=self.max_answer_chars),
+            "answer": quoted(answer, limit=MAX_CHARS),
             "reference": quoted("\n".join(accepted_answers(task)) or "(none)"),
-            "dialogue": quoted("\n".join(_lines_of(dialogue)), limit=self.max_answer_chars),
+            "dialogue": quoted("\n".join(_lines_of(dialogue)), limit=MAX_CHARS),
             "low": f"{low:g}",
             "high": f"{high:g}",
         }
@@ -237,11 +231,6 @@ class JudgeScorer(ScorerConfig):
             max_connections=self.max_in_flight,
         )
 
-    @cached_property
-    def _known(self) -> dict[tuple[str, int], float]:
-        """(question, sample) -> grade: equal answers are graded once."""
-        return {}
-
 
 def quoted(text: str, *, limit: int = 0) -> str:
     """Quotes `text` so that it cannot end the quotation: every line begins with "> ", and spellings
@@ -261,22 +250,14 @@ def quoted(text: str, *, limit: int = 0) -> str:
 
 
 def grade_in(text: str) -> float | None:
-    """Returns the score in the last JSON object of `text` that has one, outside of quotations.
+    """Returns the last finite score that JSON in `text` gives, outside of quotations.
 
     >>> grade_in('It is {"score": 3} at first sight, but {"score": 7.5}.')
     7.5
     """
     own = "\n".join(line for line in text.splitlines() if not line.startswith(">"))
-    grade: float | None = None
-    for found in re.finditer(r"\{", own):
-        try:
-            value, _ = json.JSONDecoder().raw_decode(own, found.start())
-        except ValueError:
-            continue
-        score = value.get("score")
-        if not isinstance(score, bool) and not number_problem(score, "score"):
-            grade = float(score)
-    return grade
+    grades = [float(number) for number in SCORE.findall(own)]
+    return next((grade for grade in reversed(grades) if math.isfinite(grade)), None)
 
 
 def _lines_of(dialogue: Sequence[Message]) -> Iterator[str]:

@@ -132,14 +132,6 @@ def test_a_failed_judge_fails_the_episode_and_not_the_run():
             asyncio.run(environment.step(DIALOGUE[1]))
 
 
-def test_the_same_question_is_asked_once():
-    with JudgeServer('{"score": 5}') as server:
-        scorer = judge(server)
-        assert score(scorer) == (0.5, {"judge/calls": 1})
-        assert score(scorer) == (0.5, {"judge/cached": 1})
-        assert score(scorer, answer="Four.")[1] == {"judge/calls": 1}
-
-
 def test_several_gradings_give_their_median_and_how_far_they_are_apart():
     with JudgeServer('{"score": 2}', '{"score": 9}', '{"score": 8}') as server:
         scorer = judge(server, samples=3, temperature=1.0, max_in_flight=1)
