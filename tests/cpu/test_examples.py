@@ -198,7 +198,17 @@ def test_an_example_proves_itself_as_a_program(name, printed, capsys):
     assert printed in capsys.readouterr().out
 
 
-def test_the_metric_is_in_every_step(tmp_path):
+@pytest.fixture
+def own_metrics(monkeypatch):
+    """Metrics registered in a test end with it: no later run of this process logs them."""
+    from lockstep.observe import metrics
+
+    monkeypatch.setattr(metrics, "_REGISTERED", {})
+    monkeypatch.setattr(metrics, "_EXACT", dict(metrics._EXACT))
+    return metrics
+
+
+def test_the_metric_is_in_every_step(tmp_path, own_metrics):
     run = tmp_path / "run"
     words = ["train", "quickstart", "--plugin", "my_metric", "steps=2", f"out={run}", *SMALL]
     assert main(words) == OK
@@ -206,15 +216,12 @@ def test_the_metric_is_in_every_step(tmp_path):
     assert len(shares) == 2 and all(0 < share < 1 for share in shares)
 
 
-def test_a_metric_that_fails_is_left_out_and_a_known_name_is_refused(caplog):
+def test_a_metric_that_fails_is_left_out_and_a_known_name_is_refused(own_metrics, caplog):
     from lockstep.errors import DataError
-    from lockstep.observe import metrics
 
     with pytest.raises(DataError, match="reward/mean exists already"):
-        metrics.step_metric("reward/mean", unit="1", better="up", meaning="")(lambda g, r: 0.0)
-    metrics.step_metric("mine/broken", unit="1", better="none", meaning="x")(lambda g, r: 1 / 0)
-    try:
-        assert "mine/broken" not in metrics.registered_metrics([], [])
-    finally:
-        del metrics._REGISTERED["mine/broken"]
+        own_metrics.step_metric("reward/mean", unit="1", better="up", meaning="")(lambda g, r: 0.0)
+    broken = own_metrics.step_metric("mine/broken", unit="1", better="none", meaning="x")
+    broken(lambda g, r: 1 / 0)
+    assert "mine/broken" not in own_metrics.registered_metrics([], [])
     assert "mine/broken left out: ZeroDivisionError" in caplog.text
