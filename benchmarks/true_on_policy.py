@@ -235,7 +235,7 @@ class Side:
 
 
 def counts(engine: EmbeddedEngine) -> tuple[int, int, int]:
-    return engine.stats.steps, engine.stats.sampled_tokens, engine.stats.prefilled_tokens
+    return engine.stats["steps"], engine.stats["sampled_tokens"], engine.stats["prefilled_tokens"]
 
 
 def sample_of(name: str, prompt: np.ndarray, reply: np.ndarray, logprobs: np.ndarray) -> Sample:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -30,39 +30,6 @@ from lockstep.types import (
 
 NUM_REMEMBERED = 4096
 """Ended replies that are kept, so that a repeated id is answered and not sampled again."""
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counters since the start of an engine; each kind of engine uses some."""
-
-    requests: int = 0
-    failed_requests: int = 0
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    """Prompt tokens computed, including those computed again after a preemption."""
-    cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found in the cache."""
-    scored_tokens: int = 0
-    retries: int = 0
-    """Calls repeated after a lost connection or in another replica."""
-
-    steps: int = 0
-    preemptions: int = 0
-    """Requests computed again because the cache was out of pages."""
-
-    lost_replicas: int = 0
-    frozen_replicas: int = 0
-    returned_replicas: int = 0
-    continued_tokens: int = 0
-    """Tokens that had arrived of requests that were continued in another replica."""
-    dropped_tokens: int = 0
-    duplicated_deltas: int = 0
-    misordered_deltas: int = 0
-    lost_replies: int = 0
-    wrong_versions: int = 0
-    spilled_requests: int = 0
-    """Requests sent away from the replica with their prefix, because it was too busy."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -121,13 +88,14 @@ class Ledger(Generic[E]):
     def __init__(self) -> None:
         self.running: dict[str, E] = {}
         """Requests that have not ended, by id."""
-        self.stats = Stats()
+        self.stats: Counter[str] = Counter()
+        """Events since the start; each kind of engine counts some."""
         self.is_paused = self.is_asleep = self.is_closed = False
         self.broken = ""
         """Why the engine cannot answer anything; empty if it can."""
         self._ended: OrderedDict[str, E] = OrderedDict()
         self._waiters: list[asyncio.Future[None]] = []
-        self._reported: dict[str, float] = {}
+        self._reported: Counter[str] = Counter()
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -160,9 +128,8 @@ class Ledger(Generic[E]):
 
     def take_counts(self, *names: str) -> dict[str, float]:
         """How much these counters have grown since the last call."""
-        now = {name: float(getattr(self.stats, name)) for name in names}
-        found = {name: count - self._reported.get(name, 0.0) for name, count in now.items()}
-        self._reported |= now
+        found = {name: float(self.stats[name] - self._reported[name]) for name in names}
+        self._reported = self.stats.copy()
         return found
 
     # -- requests ---------------------------------------------------------------------------------
@@ -188,7 +155,7 @@ class Ledger(Generic[E]):
         if entry is None:
             self.check_ready(f"request {request.id}")
             entry = start(request)
-            self.stats.requests += 1
+            self.stats["requests"] += 1
             if not entry.is_done:
                 self.running[request.id] = entry
         entry.num_readers += 1
@@ -212,23 +179,18 @@ class Ledger(Generic[E]):
                 if ending is not None:
                     await ending
 
-    def deliver(self, entry: E, delta: Delta) -> bool:
-        """Hands a delta to the readers of a request. Returns False for a duplicate, which is
-        counted and dropped.
+    def deliver(self, entry: E, delta: Delta) -> None:
+        """Hands a delta to the readers of a request, unless it is a duplicate.
 
         Tokens of another version than the last ones begin a segment: if the last delta did not end
         its segment, an empty one with finish_reason "weight_update" is put between. Raises
         EngineDownError for a delta that leaves tokens out, or comes before its predecessors.
         """
-        count, stats = len(delta.token_ids), self.stats
+        count = len(delta.token_ids)
         first = entry.num_sent if delta.first is None else delta.first
         if entry.is_done or (count and first + count <= entry.num_sent):
-            stats.duplicated_deltas += 1
-            stats.dropped_tokens += count
-            return False
+            return
         if count and first != entry.num_sent:
-            stats.misordered_deltas += 1
-            stats.dropped_tokens += count
             raise EngineDownError(
                 f"a delta of request {entry.request.id} begins at sampled token {first}; "
                 f"{entry.num_sent} came before it: one was lost, or came out of order"
@@ -249,7 +211,6 @@ class Ledger(Generic[E]):
             # Whoever repeats an aborted id wants an answer, not the news that somebody gave up.
             self._close(entry, is_forgotten=delta.finish_reason == "abort")
         _wake(entry.waiters)
-        return True
 
     def fail(self, entry: E, error: Exception, *, doing: str = "") -> None:
         """Ends a request with an error, which its readers get. A repeated id is sampled anew.
@@ -262,7 +223,7 @@ class Ledger(Generic[E]):
             unforeseen = error
             error = EngineError(f"{entry.where}: {doing}: {type(error).__name__}: {error}")
             error.__cause__ = unforeseen
-        self.stats.failed_requests += 1
+        self.stats["failed_requests"] += 1
         entry.error = error
         self._close(entry, is_forgotten=True)
         _wake(entry.waiters)

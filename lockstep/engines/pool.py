@@ -48,9 +48,6 @@ EVENTS = (
     "returned_replicas",
     "retries",
     "continued_tokens",
-    "dropped_tokens",
-    "duplicated_deltas",
-    "misordered_deltas",
     "lost_replies",
     "wrong_versions",
     "spilled_requests",
@@ -323,7 +320,7 @@ class Pool(Engine):
                 f"{reply.where}: {tries.failures[-1]}. {reply.num_sent} tokens had come, and "
                 "another replica would not see a stop string that begins in them."
             )
-        self._ledger.stats.continued_tokens += reply.num_sent
+        self._ledger.stats["continued_tokens"] += reply.num_sent
 
     def _note_failure(self, tries: _Tries, replica: _Replica, error: BaseException) -> None:
         """Raises EngineError after the last attempt."""
@@ -333,7 +330,7 @@ class Pool(Engine):
             raise EngineError(
                 f"{tries.where}: {len(tries.failures)} tries failed. {'; '.join(tries.failures)}"
             ) from error
-        self._ledger.stats.retries += 1
+        self._ledger.stats["retries"] += 1
 
     async def _stream(self, replica: _Replica, reply: _Entry, num_failed: int) -> None:
         """Hands over what one replica samples of a request. Raises if the replica fails."""
@@ -376,7 +373,7 @@ class Pool(Engine):
 
     def _check_version(self, replica: _Replica, version: int) -> None:
         if version not in replica.versions:
-            self._ledger.stats.wrong_versions += 1
+            self._ledger.stats["wrong_versions"] += 1
             raise EngineDownError(
                 f"it samples with weights that it calls version {version}, which this run has not "
                 "given it. Another trainer on it, or a server that was started again?"
@@ -440,7 +437,7 @@ class Pool(Engine):
             if len(home.streams) - len(least.streams) < self._config.spill_requests:
                 chosen = home
             else:
-                self._ledger.stats.spilled_requests += 1
+                self._ledger.stats["spilled_requests"] += 1
         if affinity:
             self._homes[affinity] = chosen
             self._homes.move_to_end(affinity)
@@ -461,7 +458,7 @@ class Pool(Engine):
         if replica.state != "ready":  # it is known to be out, or its load will tell
             return
         if isinstance(error, TimeoutError):  # an OSError too
-            self._ledger.stats.lost_replies += 1
+            self._ledger.stats["lost_replies"] += 1
         elif isinstance(error, _GONE):
             self._lose(replica, _text(error))
             return
@@ -506,8 +503,8 @@ class Pool(Engine):
         if replica.state == "out":
             return
         replica.state, replica.is_frozen = "out", is_frozen
-        self._ledger.stats.lost_replicas += 1
-        self._ledger.stats.frozen_replicas += is_frozen
+        self._ledger.stats["lost_replicas"] += 1
+        self._ledger.stats["frozen_replicas"] += is_frozen
         left = sum(r.state != "out" for r in self._replicas)
         self._on_event(f"{replica.name} is out: {reason}. Replicas left: {left}.")
         for limit in replica.streams:
@@ -653,7 +650,7 @@ class Pool(Engine):
         if version != self._version:  # newer weights came meanwhile
             return
         replica.state, replica.num_failures, replica.last_words = "ready", 0, ""
-        self._ledger.stats.returned_replicas += 1
+        self._ledger.stats["returned_replicas"] += 1
         self._on_event(f"{replica.name} is back, with version {version}.")
         self._ledger.wake()
 

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +30,6 @@ from lockstep.engines.lease import FREE, Lease
 from lockstep.engines.ledger import (
     Entry,
     Ledger,
-    Stats,
     check_abilities,
     check_source,
     checked_ids,
@@ -98,17 +98,6 @@ class Chunk:
     """Labels of the weights that sampled the chunk, from a server that reports them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WireScores:
-    """A server's log-probs of given ids."""
-
-    logprobs: Sequence[float]
-    """Log-prob of each of `token_ids[first:]`."""
-    prompt_ids: Sequence[int] | None = None
-    num_cached_tokens: int = 0
-    labels: Sequence[str] = ()
-
-
 class Wire(Protocol):
     """The wire format of one server; subclass it, the methods after `score` have defaults.
 
@@ -127,8 +116,8 @@ class Wire(Protocol):
 
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
-    ) -> WireScores:
-        """The model's log-probs of `token_ids[first:]`, with 1 <= first < their number."""
+    ) -> Chunk:
+        """`token_ids[first:]` with the model's log-probs of them; 1 <= first < their number."""
         raise CapabilityError(f"score: engine {self.capabilities.name} scores nothing.")
 
     async def abort(self, call_id: str) -> None:
@@ -210,8 +199,8 @@ class ServedEngine(Engine):
         return self._version
 
     @property
-    def stats(self) -> Stats:
-        """Counters since the start."""
+    def stats(self) -> Counter[str]:
+        """Events since the start."""
         return self._ledger.stats
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
@@ -237,7 +226,7 @@ class ServedEngine(Engine):
         if len(ids) <= first:
             return Scores(logprobs=values, policy_version=self._version)
 
-        async def call(call_id: str) -> tuple[WireScores, int]:
+        async def call(call_id: str) -> tuple[Chunk, int]:
             version = self._version
             return await self.wire.score(call_id, ids, first=first, priority=priority), version
 
@@ -252,7 +241,7 @@ class ServedEngine(Engine):
         values[first:] = scores.logprobs
         self._check_logprobs("score", ids[first:], values[first:], "id", first)
         num_prefilled = max(0, len(ids) - scores.num_cached_tokens)
-        self.stats.scored_tokens += num_prefilled
+        self.stats["scored_tokens"] += num_prefilled
         return Scores(
             logprobs=values,
             policy_version=version,
@@ -327,7 +316,7 @@ class ServedEngine(Engine):
 
     def take_metrics(self) -> dict[str, float]:
         """Requests that failed, and calls that were repeated."""
-        return self._ledger.take_counts("failed_requests", "retries")
+        return self._ledger.take_counts("failed_requests", "retries", "dropped_tokens")
 
     async def ping(self) -> None:
         self._ledger.check_open()
@@ -430,7 +419,7 @@ class ServedEngine(Engine):
             if not isinstance(error, ServerUnreachableError) or num_retries == NUM_RETRIES:
                 return task.result()
             num_retries += 1
-            self.stats.retries += 1
+            self.stats["retries"] += 1
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _call(self, reply: _Entry, call_id: str) -> None:
@@ -508,7 +497,7 @@ class ServedEngine(Engine):
             reply.support += chunk.support
         reply.token_ids += ids.tolist()
         reply.logprobs += values.tolist()
-        self.stats.sampled_tokens += len(ids)
+        self.stats["sampled_tokens"] += len(ids)
 
     def _end_call(self, reply: _Entry, chunk: Chunk, num_sampled: int) -> None:
         """Ends the reply where this call completes it. Raises EngineError for an end that the
@@ -551,7 +540,7 @@ class ServedEngine(Engine):
         del reply.token_ids[stop:], reply.logprobs[stop:]
         if reply.support is not None:
             del reply.support[stop:]
-        self.stats.dropped_tokens += num_sampled
+        self.stats["dropped_tokens"] += num_sampled
 
     def _take_routes(self, reply: _Entry, routes: Routes | None) -> None:
         stop = max(reply.num_routed, len(reply.request.prompt_ids) + len(reply.token_ids) - 1)

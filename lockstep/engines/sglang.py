@@ -25,7 +25,7 @@ from lockstep.engines.http_wire import (
     labels_of,
 )
 from lockstep.engines.lease import Lease
-from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.served import Chunk, ServedEngine
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
@@ -222,14 +222,15 @@ class SGLangWire(HttpWire):
 
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
-    ) -> WireScores:
+    ) -> Chunk:
         settings = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         body = self._body(call_id, token_ids, settings, priority)
         # The first entry is that of the id at this index, without a log-prob.
         body["logprob_start_len"] = first - 1
         answer = await self._client.post("/generate", body)
         about = answer["meta_info"]
-        return WireScores(
+        return Chunk(
+            token_ids=token_ids[first:].tolist(),
             logprobs=_entries(about, "input_token_logprobs")[1][1:],
             prompt_ids=answer.get("prompt_token_ids"),
             num_cached_tokens=int(about.get("cached_tokens") or 0),

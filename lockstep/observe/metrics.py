@@ -243,8 +243,6 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("retries", "requests", "down", "Requests asked again of another replica."),
         ("continued_tokens", "tokens", "none", "Tokens of a cut reply that were kept."),
         ("dropped_tokens", "tokens", "down", "Tokens that arrived and were thrown away."),
-        ("duplicated_deltas", "events", "down", "Pieces of replies that came twice."),
-        ("misordered_deltas", "events", "down", "Pieces of replies that came out of order."),
         ("lost_replies", "requests", "down", "Requests that a replica never answered."),
         ("wrong_versions", "events", "down", "Replies from weights that were not given."),
         ("spilled_requests", "requests", "down", "Turns sent to a replica without their prefix."),

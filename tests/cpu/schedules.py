@@ -305,8 +305,8 @@ def _run(trainer: Trainer, arm: Arm, seed: int, tally: Tally) -> None:
         tally.updates += 1
         starts = [int(row.loss_mask.argmax()) for row in rows]
         tally.chunked_prompts += sum(start > settings.max_step_tokens for start in starts)
-    tally.preemptions += engine.stats.preemptions
-    tally.cached_tokens += engine.stats.cached_tokens
+    tally.preemptions += engine.stats["preemptions"]
+    tally.cached_tokens += engine.stats["cached_tokens"]
     tally.page_sizes.add(settings.page_size)
     tally.resident.add(settings.resident_rows)
 

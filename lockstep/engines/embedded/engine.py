@@ -12,6 +12,7 @@ length; per sampled token there is none.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -28,7 +29,6 @@ from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.engines.ledger import (
     Ledger,
-    Stats,
     check_abilities,
     checked_prompt,
     checked_text,
@@ -137,8 +137,8 @@ class EmbeddedEngine(Engine):
         return self._version
 
     @property
-    def stats(self) -> Stats:
-        """Counters since the start."""
+    def stats(self) -> Counter[str]:
+        """Events since the start."""
         return self._ledger.stats
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
@@ -354,7 +354,7 @@ class EmbeddedEngine(Engine):
                 self._after_chunk(chunk)
         if rows.num:
             self._after_sampling(drawn, logprobs, support)
-        self.stats.steps += 1
+        self.stats["steps"] += 1
 
     def _finish_prefill(self, chunks: Seq[Chunk]) -> list[int]:
         """Adds rows for requests whose prefill ends in this step; returns the places of their last
@@ -406,10 +406,10 @@ class EmbeddedEngine(Engine):
         sequence, scoring = chunk.sequence, chunk.sequence.scoring
         sequence.num_computed = chunk.stop
         if scoring is None:
-            self.stats.prefilled_tokens += chunk.stop - chunk.start
+            self.stats["prefilled_tokens"] += chunk.stop - chunk.start
             self._cache.commit(sequence.held, sequence.ids[: chunk.stop])
             return
-        self.stats.scored_tokens += chunk.stop - chunk.start
+        self.stats["scored_tokens"] += chunk.stop - chunk.start
         if chunk.is_last:
             self._scheduler.remove(sequence)
             self._has_finished = True
@@ -431,7 +431,7 @@ class EmbeddedEngine(Engine):
         rows, stats = self._rows, self.stats
         num = rows.num
         ended = rows.record(ids, logprobs, support)
-        stats.sampled_tokens += num
+        stats["sampled_tokens"] += num
         finished = [rows.sequences[i] for i in np.flatnonzero(ended)] if ended.any() else []
         for sequence in list(self._watched):
             if sequence.row < 0:

@@ -8,19 +8,22 @@ pages, and any request fits into all pages, so there is always progress.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 
 import numpy as np
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence
 from lockstep.engines.embedded.kv_cache import PagedCache
-from lockstep.engines.ledger import Stats
+from lockstep.types import Int32Array
 
 
 class Scheduler:
     """Waiting, prefilling and running requests over one cache."""
 
-    def __init__(self, config: EmbeddedConfig, rows: Rows, cache: PagedCache, stats: Stats) -> None:
+    def __init__(
+        self, config: EmbeddedConfig, rows: Rows, cache: PagedCache, stats: Counter[str]
+    ) -> None:
         self.rows, self.cache, self.stats = rows, cache, stats
         self.max_sequences, self.max_tokens = config.max_num_sequences, config.max_step_tokens
         self._waiting: list[Sequence] = []
@@ -112,7 +115,7 @@ class Scheduler:
                     self.rows.add_page(sequence.row, page)
                     break
                 self.preempt(self._last_in_order())
-                self.stats.preemptions += 1
+                self.stats["preemptions"] += 1
 
     def _last_in_order(self) -> Sequence:
         return max([*self.rows.sequences, *self.prefilling], key=lambda s: s.rank)
@@ -136,17 +139,17 @@ class Scheduler:
                 if victim.request.priority <= sequence.request.priority:
                     break
                 self.preempt(victim)
-                self.stats.preemptions += 1
+                self.stats["preemptions"] += 1
                 continue
             del self._waiting[at]
             sequence.lease = lease
             sequence.num_computed = lease.num_cached
-            self.stats.cached_tokens += lease.num_cached
+            self.stats["cached_tokens"] += lease.num_cached
             if sequence.num_cached < 0:
                 sequence.num_cached = lease.num_cached
             remaining = sequence.num_to_compute - lease.num_cached
             if remaining == 1 and not sequence.scoring:
-                self.stats.prefilled_tokens += 1
+                self.stats["prefilled_tokens"] += 1
                 self.rows.append(sequence)  # its one token is fed as a sampled one would be
             else:
                 self.prefilling.append(sequence)
@@ -158,16 +161,17 @@ class Scheduler:
         if not self.cache.is_caching or sequence.scoring:
             return False
         ids = sequence.ids
-        least = -(-len(ids) // 2)
-        head = ids[:least].tobytes()
-        others = [
-            other.ids
-            for other in self.prefilling
-            if not other.scoring and other.ids[:least].tobytes() == head
-        ]
-        if not others:
+        others = [other.ids for other in self.prefilling if not other.scoring]
+        num_shared = max((_num_common(ids, other) for other in others), default=0)
+        if 2 * num_shared < len(ids):
             return False
         known = self.cache.num_known(ids[:-1])
         needed = known + -(-(len(ids) - 1 - known) // 2)
-        wanted = ids[:needed].tobytes()
-        return needed > known and any(other[:needed].tobytes() == wanted for other in others)
+        return known < needed <= num_shared
+
+
+def _num_common(ids: Int32Array, others: Int32Array) -> int:
+    """Length of the longest common beginning."""
+    length = min(len(ids), len(others))
+    differs = ids[:length] != others[:length]
+    return int(differs.argmax()) if differs.any() else length

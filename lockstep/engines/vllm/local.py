@@ -22,7 +22,7 @@ import torch
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http_wire import is_adapter
-from lockstep.engines.served import Chunk, Wire, WireScores
+from lockstep.engines.served import Chunk, Wire
 from lockstep.engines.vllm.checkpoint import check_readable
 from lockstep.engines.vllm.started import engine_arguments
 from lockstep.engines.vllm.wire import SCORE_SETTINGS, sampling_settings
@@ -174,7 +174,7 @@ class LocalWire(Wire):
 
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
-    ) -> WireScores:
+    ) -> Chunk:
         asked = self._vllm.SamplingParams(
             **SCORE_SETTINGS,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
@@ -185,7 +185,8 @@ class LocalWire(Wire):
         finally:
             self._drop(call_id)
         found = output.prompt_logprobs
-        return WireScores(
+        return Chunk(
+            token_ids=token_ids[first:].tolist(),
             logprobs=[found[at][int(token_ids[at])].logprob for at in range(first, len(token_ids))],
             prompt_ids=output.prompt_token_ids,
             num_cached_tokens=output.num_cached_tokens or 0,

@@ -34,7 +34,7 @@ from lockstep.engines.http_wire import (
     labels_of,
 )
 from lockstep.engines.lease import Lease
-from lockstep.engines.served import Chunk, ServedEngine, WireScores
+from lockstep.engines.served import Chunk, ServedEngine
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.errors import (
     CapabilityError,
@@ -239,17 +239,18 @@ class VllmWire(HttpWire):
 
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
-    ) -> WireScores:
+    ) -> Chunk:
         body = self._body(call_id, token_ids, SCORE_SETTINGS, priority)
         answer = await self._client.post(GENERATE, body)
         entries = answer["prompt_logprobs"]
         found = [
-            float(entries[at][str(token_id)]["logprob"])
+            _finite(float(entries[at][str(token_id)]["logprob"]))
             for at, token_id in enumerate(token_ids.tolist())
             if at >= first
         ]
-        return WireScores(
-            logprobs=[_finite(value) for value in found],
+        return Chunk(
+            token_ids=token_ids[first:].tolist(),
+            logprobs=found,
             prompt_ids=answer["prompt_token_ids"],
             num_cached_tokens=_num_cached(answer),
             labels=labels_of(answer["choices"][0]),

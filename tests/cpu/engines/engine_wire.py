@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.engines.served import Chunk, Wire, WireScores
+from lockstep.engines.served import Chunk, Wire
 from lockstep.types import Delta
 
 
@@ -55,7 +55,10 @@ class EngineWire(Wire):
 
     async def score(self, call_id, token_ids, *, first, priority):
         found = await self.engine.score(token_ids, first=first)
-        return WireScores(logprobs=found.logprobs[first:], prompt_ids=token_ids)
+        wanted = slice(first, None)
+        return Chunk(
+            token_ids=token_ids[wanted], logprobs=found.logprobs[wanted], prompt_ids=token_ids
+        )
 
     async def abort(self, call_id):
         self.told.append(f"abort {call_id}")

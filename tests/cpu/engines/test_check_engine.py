@@ -51,10 +51,10 @@ class Broken(EmbeddedEngine):
     async def generate(self, request):
         changes = {}
         if self.fault == "seeds":
-            changes = {"seed": request.seed + self.stats.requests}
+            changes = {"seed": request.seed + self.stats["requests"]}
         if self.fault == "many replies at once":
             other = request.prompt_ids.copy()
-            other[0] += self.stats.requests % 3
+            other[0] += self.stats["requests"] % 3
             changes = {"prompt_ids": other}
         if self.fault == "repeated ids":
             self.asked[request.id] += 1

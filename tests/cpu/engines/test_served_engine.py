@@ -39,7 +39,7 @@ def test_a_reply_over_a_load_is_two_segments_each_of_the_weights_that_sampled_it
 
     async def run():
         task = asyncio.ensure_future(deltas_of(engine, asked))
-        await until(lambda: wire.engine.stats.sampled_tokens > 10)
+        await until(lambda: wire.engine.stats["sampled_tokens"] > 10)
         await engine.load_weights(dict(hf_tensors(new)), version=1)
         return await task
 
@@ -65,7 +65,7 @@ def test_what_is_left_of_a_reply_is_drawn_with_another_seed():
 
     async def run():
         task = asyncio.ensure_future(deltas_of(engine, request("a", prompt(9), max_tokens=60)))
-        await until(lambda: wire.engine.stats.sampled_tokens > 5)
+        await until(lambda: wire.engine.stats["sampled_tokens"] > 5)
         await engine.pause()
         await engine.resume(kv="keep")
         return await task
@@ -73,7 +73,7 @@ def test_what_is_left_of_a_reply_is_drawn_with_another_seed():
     (delta,) = asyncio.run(run())
     assert len(delta.token_ids) == 60 and delta.finish_reason == "length"
     assert len({call.seed for call in wire.calls}) == len(wire.calls) == 2
-    assert engine.stats.requests == 1 and engine.stats.sampled_tokens == 60
+    assert engine.stats["requests"] == 1 and engine.stats["sampled_tokens"] == 60
 
 
 def test_a_call_that_a_paused_server_holds_is_cut_and_asked_for_again():
@@ -102,7 +102,7 @@ def broken(change, **sampling):
     engine, wire = served(change=change)
     with pytest.raises(EngineError) as caught:
         asyncio.run(reply_of(engine, request("a", prompt(9), **sampling)))
-    assert engine.stats.failed_requests == 1 and wire.running == {}
+    assert engine.stats["failed_requests"] == 1 and wire.running == {}
     return str(caught.value)
 
 
@@ -193,7 +193,7 @@ def test_lost_connections_are_taken_up_where_they_broke_and_counted():
     wire.generate = breaking
     ids, logprobs = asyncio.run(reply_of(engine, request("a", prompt(9))))
     assert len(ids) == len(logprobs) == 12
-    assert engine.stats.retries == 2 and broke == [9, 13]
+    assert engine.stats["retries"] == 2 and broke == [9, 13]
     path = np.concatenate([prompt(9), ids])
     scores = asyncio.run(make_engine().score(path)).logprobs[9:]
     assert np.abs(scores - logprobs).max() < 1e-4
@@ -209,7 +209,7 @@ def test_a_server_that_stays_away_fails_the_request():
     wire.generate = away
     with pytest.raises(ServerUnreachableError, match="not reachable"):
         asyncio.run(reply_of(engine, request("a", prompt(9))))
-    assert engine.stats.retries == 2 and engine.stats.failed_requests == 1
+    assert engine.stats["retries"] == 2 and engine.stats["failed_requests"] == 1
 
 
 def test_an_engine_whose_load_failed_answers_nothing_until_one_succeeds():
@@ -261,7 +261,7 @@ def test_scores_survive_a_pause():
         return await task
 
     found = asyncio.run(run())
-    assert np.isfinite(found.logprobs[1:]).all() and engine.stats.scored_tokens == 30
+    assert np.isfinite(found.logprobs[1:]).all() and engine.stats["scored_tokens"] == 30
 
 
 def test_a_run_whose_engine_takes_no_weights_is_refused():

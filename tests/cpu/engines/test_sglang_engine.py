@@ -74,8 +74,8 @@ def test_a_reply_over_an_update_is_two_segments_each_of_its_own_weights(weights)
 
         async def run():
             task = asyncio.ensure_future(deltas_of(engine, asked))
-            sampled = server.engine.stats.sampled_tokens
-            await until(lambda: server.engine.stats.sampled_tokens > sampled + 10)
+            sampled = server.engine.stats["sampled_tokens"]
+            await until(lambda: server.engine.stats["sampled_tokens"] > sampled + 10)
             await engine.load_weights(directory, version=1)
             return await task
 

@@ -101,7 +101,7 @@ def test_preempted_requests_and_those_that_change_rows_keep_their_support():
     ample = ask(make_engine(model), *requests)
     engine = make_engine(model, kv_cache_tokens=16 * 12)
     scarce = ask(engine, *requests)
-    assert engine.stats.preemptions > 0
+    assert engine.stats["preemptions"] > 0
     for a, b in zip(ample, scarce, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         assert a.support.offsets.tolist() == b.support.offsets.tolist()
