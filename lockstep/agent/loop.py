@@ -365,8 +365,12 @@ class _Episode:
         """Scores the episode by its environment, unless it failed."""
         if self.trajectory.status == "failed" or self.environment is None:
             return
-        if isinstance(self.environment, Harness):
-            self._score_harness(self.environment)
+        if isinstance(harness := self.environment, Harness):
+            if self.given_score is not None:
+                self.set_score(self.given_score)
+            elif self.session is None or not self.session.has_reward:
+                text = f"no reward: {harness.lacks_reward}, and none was posted to the session"
+                self.fail(f"{text} (POST /sessions/SESSION/reward){_shown_output(harness)}")
             return
         try:
             score = await guarded(self.environment.score, seconds=self.budget.max_seconds)
@@ -374,13 +378,6 @@ class _Episode:
             self.fail("environment.score", error)
         else:
             self.set_score(score)
-
-    def _score_harness(self, harness: Harness) -> None:
-        if self.given_score is not None:
-            self.set_score(self.given_score)
-        elif self.session is None or not self.session.has_reward:
-            text = f"no reward: {harness.lacks_reward}, and none was posted to the session"
-            self.fail(f"{text} (POST /sessions/SESSION/reward){_shown_output(harness)}")
 
     def set_score(self, score: Score) -> None:
         """Puts rewards on the leaves and on turns. All leaves get the reward: a path that was left
@@ -488,7 +485,7 @@ async def collect(
     split: str = "train",
     slots: EpisodeSlots | None = None,
     order: Callable[[], int] = lambda: 0,
-    score_group: GroupScorer | None = None,
+    group_scorer: Callable[[Task], GroupScorer | None] = lambda task: None,
     rescorer: Rescorer | None = None,
     gateway: OpenGateway | None = None,
     on_progress: Callable[[Trajectory], None] | None = None,
@@ -503,8 +500,9 @@ async def collect(
     sampling: a template, see `run_episode`. slots: limits concurrent episodes; None runs all.
     order: priority of these episodes in the engine, evaluated for each turn; lower comes first.
     rescorer: scores each finished turn again while others are sampled; awaited and closed at the
-    end. gateway: opens the gateway for agents that are not environments. on_progress: called with
-    each complete trajectory, in order of completion.
+    end. gateway: opens the gateway for agents that are not environments. group_scorer: returns the
+    scorer of a task's group; None scores each episode alone. on_progress: called with each complete
+    trajectory, in order of completion.
     """
     seen: Counter[str] = Counter()
     groups: list[tuple[Task, list[_Episode]]] = []
@@ -531,7 +529,9 @@ async def collect(
     all_episodes = [episode for _, episodes in groups for episode in episodes]
     slots = slots or EpisodeSlots()
 
-    async def work(task: Task, group: list[_Episode], episode: _Episode) -> None:
+    async def work(
+        task: Task, group: list[_Episode], episode: _Episode, score_group: GroupScorer | None
+    ) -> None:
         async with slots:
             await episode.play(make_environment, task)
             finished = [episode]
@@ -551,8 +551,9 @@ async def collect(
         # In this order they get slots, so that the episodes of a group end together.
         async with asyncio.TaskGroup() as workers:
             for task, episodes in groups:
+                score_group = group_scorer(task)
                 for episode in episodes:
-                    workers.create_task(work(task, episodes, episode))
+                    workers.create_task(work(task, episodes, episode, score_group))
         if rescorer is not None:
             await rescorer.wait(episode.trajectory for episode in all_episodes)
     except BaseExceptionGroup as errors:

@@ -40,8 +40,8 @@ class TaskConfig:
         episode over HTTP."""
         raise NotImplementedError
 
-    def group_scorer(self) -> GroupScorer | None:
-        """Returns the scorer of whole groups; None scores each episode alone."""
+    def group_scorer(self, task: Task) -> GroupScorer | None:
+        """Returns the scorer of the task's whole group; None scores each episode alone."""
         return None
 
     def label(self, task: Task) -> str:

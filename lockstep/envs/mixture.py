@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import re
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, GroupScorer, Score
+from lockstep.agent.environment import Environment, GroupScorer
 from lockstep.agent.harness import Harness
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import MixtureSource, TaskSource, derive_seed
@@ -91,25 +88,10 @@ class MixtureConfig(TaskConfig):
         return firsts
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment | Harness:
-        environment = self.parts[task.source].environment(task, agent)
-        self._part_of[id(environment)] = task.source
-        weakref.finalize(environment, self._part_of.pop, id(environment), None)
-        return environment
+        return self.parts[task.source].environment(task, agent)
 
-    def group_scorer(self) -> GroupScorer | None:
-        scorers = {name: part.group_scorer() for name, part in self.parts.items()}
-        if not any(scorers.values()):
-            return None
-
-        async def score(environments: Sequence[Environment]) -> Sequence[Score]:
-            # A group has one task, and so one part.
-            scorer = scorers[self._part_of[id(environments[0])]]
-            if scorer is None:
-                return [await environment.score() for environment in environments]
-            scores = scorer(environments)
-            return await scores if inspect.isawaitable(scores) else scores
-
-        return score
+    def group_scorer(self, task: Task) -> GroupScorer | None:
+        return self.parts[task.source].group_scorer(task)
 
     def label(self, task: Task) -> str:
         """PART/LABEL, if the part has labels; otherwise ""."""
@@ -118,11 +100,6 @@ class MixtureConfig(TaskConfig):
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self.parts.values()))
-
-    @cached_property
-    def _part_of(self) -> dict[int, str]:
-        """`id` of a living environment -> part; environments need not be hashable."""
-        return {}
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Tester:
             split=name,
             slots=self.slots or EpisodeSlots(config.agent.max_in_flight),
             order=lambda: FIRST,
-            score_group=config.task.group_scorer(),
+            group_scorer=config.task.group_scorer,
             gateway=self.gateway.open,
             on_progress=lambda _: self.view.phase(f"evaluating ({name})", next(done), total),
         )

@@ -230,7 +230,7 @@ async def sample(
         step=step,
         slots=run.slots,
         order=lambda: step - run.step,
-        score_group=config.task.group_scorer(),
+        group_scorer=config.task.group_scorer,
         rescorer=make_rescorer(run, step),
         gateway=run.gateway.open,
         on_progress=lambda _: on_episode(),

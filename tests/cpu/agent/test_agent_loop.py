@@ -687,7 +687,7 @@ def test_a_group_is_scored_together_after_its_last_episode_and_before_it_closes(
         lambda task: breaks_in("step") if task.id == "task-2" else Looks(),
         TASKS,
         group_size=3,
-        score_group=rank,
+        group_scorer=lambda task: rank,
         on_progress=lambda trajectory: complete.append(trajectory.id),
     )
     assert [group.rewards for group in groups] == [[0, 1, 2], [0, 1, 2], [], [0, 1, 2], [0, 1, 2]]
@@ -705,7 +705,10 @@ def test_a_group_is_scored_together_after_its_last_episode_and_before_it_closes(
 )
 def test_a_group_scorer_that_breaks_fails_its_group(scores, text):
     (group,) = gather(
-        FakeEngine(calls_then_answers(0)), lambda task: Looks(), [TASK], score_group=scores
+        FakeEngine(calls_then_answers(0)),
+        lambda task: Looks(),
+        [TASK],
+        group_scorer=lambda task: scores,
     )
     assert [t.status for t in group.trajectories] == ["failed"] * 2
     assert all(text in t.error for t in group.trajectories)

@@ -79,7 +79,7 @@ def test_one_cancelled_episode_leaves_its_group_the_rewards(name):
 
     (group,) = gather(
         FakeEngine(calls_then_answers(1)), make, [Task(id="a")], group_size=3,
-        score_group=lambda those: [Score(reward=1.0)] * len(those),
+        group_scorer=lambda task: lambda those: [Score(reward=1.0)] * len(those),
     )  # fmt: skip
     assert [t.status for t in group.trajectories] == ["failed", "finished", "finished"]
     assert [t.reward for t in group.trajectories[1:]] == [1.0, 1.0]
@@ -89,7 +89,10 @@ def test_one_cancelled_episode_leaves_its_group_the_rewards(name):
 def test_a_group_scorer_that_raises_what_is_no_exception_fails_its_group(name):
     hook, text = BAD[name]
     (group,) = gather(
-        FakeEngine(calls_then_answers(1)), lambda task: Looks(), [Task(id="a")], score_group=hook
+        FakeEngine(calls_then_answers(1)),
+        lambda task: Looks(),
+        [Task(id="a")],
+        group_scorer=lambda task: hook,
     )
     assert all(text in t.error and t.status == "failed" for t in group.trajectories)
 

@@ -73,7 +73,7 @@ class CountingConfig(TaskConfig):
     def environment(self, task, agent):
         return Counting(self.base)
 
-    def group_scorer(self):
+    def group_scorer(self, task):
         if not self.ranked:
             return None
         return lambda environments: [Score(reward=float(i)) for i, _ in enumerate(environments)]
@@ -163,17 +163,12 @@ def test_a_mixture_goes_on_where_it_was_stopped():
 
 
 def test_a_group_is_scored_by_its_own_part():
-    task = MixtureConfig(parts={"ranked": CountingConfig(ranked=True), "alone": CountingConfig()})
-    score = task.group_scorer()
-
-    def rewards(part):
-        group = [task.environment(Task(id="t", source=part), AGENT) for _ in range(2)]
-        return [s.reward for s in asyncio.run(score(group))]
-
-    assert rewards("ranked") == [0.0, 1.0]
-    assert rewards("alone") == [10.0, 10.0]
-    assert not task._part_of  # nothing is kept of environments that are gone
-    assert MixtureConfig(parts={"alone": CountingConfig()}).group_scorer() is None
+    mixed = MixtureConfig(parts={"ranked": CountingConfig(ranked=True), "alone": CountingConfig()})
+    ranked = Task(id="t", source="ranked")
+    score = mixed.group_scorer(ranked)
+    group = [mixed.environment(ranked, AGENT) for _ in range(2)]
+    assert [s.reward for s in score(group)] == [0.0, 1.0]
+    assert mixed.group_scorer(Task(id="t", source="alone")) is None
 
 
 def test_the_first_task_of_each_part_is_tried_before_a_model_is_loaded():

@@ -239,7 +239,9 @@ def test_a_score_of_a_group_is_for_harnesses_too():
             budget=Budget.of(agent, max_tokens=1000),
             run_seed=0,
             gateway=gateway,
-            score_group=lambda those: [Score(reward=float(n)) for n in range(len(those))],
+            group_scorer=lambda task: (
+                lambda those: [Score(reward=float(n)) for n in range(len(those))]
+            ),
         )
 
     (group,) = asyncio.run(main())
