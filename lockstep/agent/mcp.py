@@ -19,17 +19,16 @@ import shlex
 import sys
 import tempfile
 import threading
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from lockstep.agent.json_schema import schema_problem, simplified
 from lockstep.agent.tools import Tool, ToolFailure, ToolOutput
 from lockstep.config import did_you_mean
-from lockstep.errors import ConfigError, MissingExtraError, ToolServerError
+from lockstep.errors import ConfigError, LockstepError, MissingExtraError, ToolServerError
 
 T = TypeVar("T")
 
@@ -39,6 +38,9 @@ MAX_CHARS = 16_384
 """Characters of a tool's description and schema together; every prompt contains them."""
 MAX_TOOLS = 256
 STOP_SECONDS = 10.0
+PING_SECONDS = 5.0
+"""Seconds within which a server that was too slow for a call must answer another request, unless
+calls have less."""
 TAIL_BYTES = 500
 
 
@@ -85,6 +87,16 @@ class ServerAddress:
         return {name: os.environ[name] for name in names}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Connection:
+    """A session with a server."""
+
+    client: asyncio.Future[Any]
+    """The SDK's client, once the server has told its tools; else the reason why it has not."""
+    task: asyncio.Task[None]
+    """Runs as long as the connection; cancelling it ends both."""
+
+
 class ToolServer:
     """One MCP server and its tools. Used from any event loop; started on first use, and again
     after it died.
@@ -99,61 +111,51 @@ class ToolServer:
         *,
         only: Sequence[str] = (),
         start_seconds: float = 30.0,
-        ping_seconds: float = 5.0,
-        expected: Sequence[Tool] | None = None,
+        offered: Offered | None = None,
     ) -> None:
-        """only: names of the tools to take; empty takes all. ping_seconds: time within which a
-        server that was too slow for a call must answer a ping, or is ended. expected: the tools
-        that it must offer, if another start of it is known."""
+        """only: names of the tools to take; empty takes all. offered: the tools of the first start,
+        shared by several servers with one address; filled by the first of them that starts."""
         self.address = address
         self._only, self._start_seconds = tuple(only), start_seconds
-        self._ping_seconds = ping_seconds
-        self._expected: Offered | None = None
-        if expected is not None:
-            self._expected = {t.name: (t.description, dict(t.parameters)) for t in expected}
+        self._offered: Offered = {} if offered is None else offered
         self._connection: _Connection | None = None
         self._lock = asyncio.Lock()
-        """Held while the server is started or ended; used in the background loop alone."""
-        self._settling: set[asyncio.Task[None]] = set()
+        """Held while the server is started or tried; used in the background loop alone."""
         self.num_starts = 0
 
     async def tools(self, *, call_seconds: float = 30.0) -> tuple[Tool, ...]:
-        """Returns its tools. call_seconds: limit of each call; a restart before it has
-        start_seconds of its own. Calls count mcp/restarts (it was started again), mcp/lost (it went
-        away in the middle of a call) and mcp/omitted_parts (images and the like).
+        """Starts the server if it does not run, and returns its tools. call_seconds: limit of each
+        call; a restart before it has start_seconds of its own. Calls count mcp/restarts (it was
+        started again), mcp/lost (it went away in the middle of a call) and mcp/omitted_parts
+        (images and the like).
 
         Raises ToolServerError if it cannot be started or offers something unusable.
         """
-        return self._with_calls(await _from_background(self._connected({})), call_seconds)
+        await _in_background(self._connected({}))
+        return self.known_tools(call_seconds=call_seconds)
 
-    def tools_now(self) -> tuple[Tool, ...]:
-        """`tools`, for a caller that cannot await."""
-        return self._with_calls(_in_background(self._connected({})).result(), 30.0)
-
-    def _with_calls(self, connection: _Connection, seconds: float) -> tuple[Tool, ...]:
+    def known_tools(self, *, call_seconds: float = 30.0) -> tuple[Tool, ...]:
+        """The tools of the first start; none before it."""
         return tuple(
             Tool(
                 name=name,
                 description=description,
                 parameters=parameters,
-                function=partial(self._call, name, seconds),
+                function=partial(self._call, name, call_seconds),
                 bounds_itself=True,
             )
-            for name, (description, parameters) in connection.offered.items()
+            for name, (description, parameters) in self._offered.items()
         )
 
     async def close(self) -> None:
         """Ends the connection, and the process if it was started here."""
-        await _from_background(self._disconnect())
-
-    def close_now(self) -> None:
-        """`close`, for a caller that cannot await."""
-        _in_background(self._disconnect()).result()
-
-    # -- in the background loop -------------------------------------------------------------------
+        if self._connection is not None:
+            await _in_background(self._disconnect())
 
     async def _call(self, _name: str, _seconds: float, /, **arguments: Any) -> ToolOutput:
-        return await _from_background(self._call_there(_name, _seconds, arguments))
+        return await _in_background(self._call_there(_name, _seconds, arguments))
+
+    # -- in the background loop -------------------------------------------------------------------
 
     async def _call_there(self, name: str, seconds: float, arguments: dict[str, Any]) -> ToolOutput:
         counters: dict[str, float] = {}
@@ -161,33 +163,20 @@ class ToolServer:
             connection = await self._connected(counters)
         except ToolServerError as error:
             raise ToolFailure(str(error), metrics=counters) from error
-        call = asyncio.ensure_future(connection.client.call_tool(name, arguments))
+        clock = asyncio.timeout(seconds)
         try:
-            # Watches the end of the connection too: a death must not look like a slow tool.
-            done, _ = await asyncio.wait(
-                {call, connection.task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                text = f"{name} took longer than {seconds:g} s"
-                raise ToolFailure(text, outcome="timeouts", metrics=counters)
-            if not call.done():
-                raise ToolServerError("the connection ended")
-            result = call.result()
-        except (asyncio.CancelledError, ToolFailure):  # given up: does the server still answer?
-            task = asyncio.create_task(self._settle(connection))
-            self._settling.add(task)
-            task.add_done_callback(self._settling.discard)
-            raise
+            async with clock:
+                result = await connection.client.result().call_tool(name, arguments)
         except Exception as error:
-            if await self._is_alive(connection):
-                raise ToolFailure(_words(error), metrics=counters) from error
-            counters["mcp/lost"] = 1.0
-            if self._connection is connection:  # nobody has started it again yet
-                await self._disconnect()
-            text = f"the tool's server went away during the call ({_words(error)})"
+            is_alive = await self._is_alive(connection, min(PING_SECONDS, seconds))
+            if clock.expired():
+                text = f"{name} took longer than {seconds:g} s"
+                raise ToolFailure(text, outcome="timeouts", metrics=counters) from error
+            text = _words(error)
+            if not is_alive:
+                counters["mcp/lost"] = 1.0
+                text = f"the tool's server went away during the call ({text})"
             raise ToolFailure(text, metrics=counters) from error
-        finally:
-            call.cancel()
         text, num_omitted = _text_of(result)
         if num_omitted:
             counters["mcp/omitted_parts"] = float(num_omitted)
@@ -195,141 +184,120 @@ class ToolServer:
             raise ToolFailure(text or "the tool failed without a word", metrics=counters)
         return ToolOutput(text=text, metrics=counters)
 
-    async def _settle(self, connection: _Connection) -> None:
-        """Ends a server that answers nothing any more, before another call waits for it."""
+    async def _is_alive(self, connection: _Connection, seconds: float) -> bool:
+        """Whether the server answers within `seconds`. If not, it is ended before another call
+        waits for it."""
         async with self._lock:
-            if self._connection is connection and not await self._is_alive(connection):
-                await self._disconnect()
-
-    async def _is_alive(self, connection: _Connection) -> bool:
-        if not connection.task.done():
+            if self._connection is not connection:  # another call found it silent
+                return False
             with contextlib.suppress(Exception):
-                ping = connection.client.list_tools(cache_mode="bypass")
-                await asyncio.wait_for(ping, self._ping_seconds)
-                return not connection.task.done()
-        return False
+                await asyncio.wait_for(connection.client.result().list_tools(), seconds)
+                return True
+            await self._disconnect()
+            return False
 
     async def _connected(self, counters: dict[str, float]) -> _Connection:
         async with self._lock:
             if self._connection is None or self._connection.task.done():
                 if self.num_starts:
                     counters["mcp/restarts"] = 1.0
-                self._connection = connection = _Connection(self.address)
-                await connection.open(self._start_seconds)
                 self.num_starts += 1
-                try:
-                    connection.offered = check_offer(connection.listed, self.address, self._only)
-                    self._check_same(connection.offered)
-                except BaseException:
-                    await self._disconnect()
-                    raise
+                client = asyncio.get_running_loop().create_future()
+                self._connection = _Connection(client, asyncio.create_task(self._connect(client)))
+            await asyncio.shield(self._connection.client)
             return self._connection
 
-    def _check_same(self, offered: Offered) -> None:
-        before = self._expected = offered if self._expected is None else self._expected
-        if before != offered:
+    async def _connect(self, opened: asyncio.Future[Any]) -> None:
+        """Opens the connection and holds it until the task is cancelled: the SDK wants its context
+        left by the task that entered it."""
+        clock = asyncio.timeout(self._start_seconds)
+        # Its error output must not fill the terminal, and says why it did not start.
+        with tempfile.TemporaryFile("w+") as printed:
+            try:
+                async with clock, _client_of(self.address, printed) as client:
+                    self._admit(await _listed(client))
+                    clock.reschedule(None)
+                    opened.set_result(client)
+                    await asyncio.Event().wait()
+            except BaseException as error:
+                if opened.done():  # the calls that this breaks off fail by themselves
+                    return
+                cause = _first_cause(error)
+                if not isinstance(cause, LockstepError):
+                    what = f"could not be reached or spoken to ({_words(cause)})"
+                    if clock.expired():
+                        what = f"did not answer within start_seconds={self._start_seconds:g}"
+                    text = f"{self.address} {what}. {_hint(self.address)}"
+                    tail = _tail(printed)
+                    cause = ToolServerError(f"{text} It printed: {tail}" if tail else text)
+                opened.set_exception(cause)
+
+    def _admit(self, listed: Sequence[Any]) -> None:
+        """Keeps the tools of the first start. Raises ToolServerError if these are others."""
+        offered, before = check_offer(listed, self.address, self._only), self._offered
+        if not before:
+            before.update(offered)
+        elif before != offered:
             names = f"{sorted(before)} then, {sorted(offered)} now, or with other schemas"
             raise ToolServerError(f"{self.address} offers other tools than at the start: {names}.")
 
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            await connection.close()
+            for _ in range(2):  # the second time ends a farewell that hangs
+                connection.task.cancel()
+                await asyncio.wait({connection.task}, timeout=STOP_SECONDS)
 
 
-class _Connection:
-    """A session with a server. Its context is entered and left in one task, as the SDK needs."""
+@contextlib.asynccontextmanager
+async def _client_of(address: ServerAddress, errors: TextIO) -> AsyncIterator[Any]:
+    """Connects the SDK's client. errors: takes the error output of a command."""
+    import httpx2
+    from mcp import Client, StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
 
-    def __init__(self, address: ServerAddress) -> None:
-        self._address = address
-        self.client: Any = None
-        self.listed: list[Any] = []
-        self.offered: Offered = {}
-        self._ready = asyncio.get_running_loop().create_future()
-        self._is_over = asyncio.Event()
-        self._printed = ""
-        """End of the process's error output, once it is over."""
-        self.task = asyncio.create_task(self._run())
-
-    async def open(self, seconds: float) -> None:
-        try:
-            await asyncio.wait(
-                {self._ready, self.task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-        except asyncio.CancelledError:
-            self.task.cancel()
-            raise
-        if self._ready.done():
-            return
-        what = f"did not answer within start_seconds={seconds:g}"
-        if self.task.done():
-            what = f"could not be reached or spoken to ({_words(self.task.exception())})"
-        await self.close()
-        printed = f" It printed: {self._printed}" if self._printed else ""
-        raise ToolServerError(f"{self._address} {what}. {_hint(self._address)}{printed}")
-
-    async def _run(self) -> None:
-        from mcp import Client
-
-        async with contextlib.AsyncExitStack() as stack:
-            transport = await self._transport(stack)
-            self.client = await stack.enter_async_context(Client(transport, cache=None))
-            cursor: str | None = ""
-            while cursor is not None and len(self.listed) <= MAX_TOOLS:
-                page = await self.client.list_tools(cursor=cursor or None)
-                self.listed += page.tools
-                cursor = page.next_cursor or None
-            self._ready.set_result(None)
-            await self._is_over.wait()
-
-    async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
-        address, variables = self._address, self._address.variables()
+    variables = address.variables()
+    async with contextlib.AsyncExitStack() as stack:
         if address.url:
-            import httpx2
-            from mcp.client.streamable_http import streamable_http_client
-
             token = variables.get(address.token_variable)
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             # trust_env: a proxy of the environment must not see what is meant for this server.
             http = await stack.enter_async_context(
                 httpx2.AsyncClient(headers=headers, timeout=None, trust_env=False)
             )
-            return streamable_http_client(address.url, http_client=http)
-        from mcp import StdioServerParameters, stdio_client
+            transport = streamable_http_client(address.url, http_client=http)
+        else:
+            program, *arguments = shlex.split(address.command)
+            parameters = StdioServerParameters(
+                command=sys.executable if program == "python" else program,
+                args=arguments,
+                env=variables,
+                encoding_error_handler="replace",
+            )
+            transport = stdio_client(parameters, errlog=errors)
+        yield await stack.enter_async_context(Client(transport, cache=None))
 
-        # Its error output must not fill the terminal, and says why it did not start.
-        errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
 
-        def keep_tail() -> None:
-            start = max(0, os.fstat(errors.fileno()).st_size - TAIL_BYTES)
-            tail = os.pread(errors.fileno(), TAIL_BYTES, start)
-            self._printed = tail.decode("utf-8", "replace").strip()
-
-        stack.callback(keep_tail)
-        program, *arguments = shlex.split(address.command)
-        parameters = StdioServerParameters(
-            command=sys.executable if program == "python" else program,
-            args=arguments,
-            env=variables,
-            encoding_error_handler="replace",
-        )
-        return stdio_client(parameters, errlog=errors)
-
-    async def close(self) -> None:
-        self._is_over.set()
-        seconds = STOP_SECONDS if self._ready.done() else 0.0
-        done, _ = await asyncio.wait({self.task}, timeout=seconds)
-        if not done:
-            self.task.cancel()
-            done, _ = await asyncio.wait({self.task}, timeout=STOP_SECONDS)
-        if done and not self.task.cancelled():
-            self.task.exception()  # retrieved: whoever waited got it
+def _tail(printed: TextIO) -> str:
+    start = max(0, os.fstat(printed.fileno()).st_size - TAIL_BYTES)
+    return os.pread(printed.fileno(), TAIL_BYTES, start).decode("utf-8", "replace").strip()
 
 
 # -- the tools of a server ------------------------------------------------------------------------
 
 Offered = dict[str, tuple[str, dict[str, Any]]]
 """Name -> (description, schema of the arguments)."""
+
+
+async def _listed(client: Any) -> list[Any]:
+    """All pages of a server's tools, but not many more than MAX_TOOLS."""
+    tools: list[Any] = []
+    cursor: str | None = ""
+    while cursor is not None and len(tools) <= MAX_TOOLS:
+        page = await client.list_tools(cursor=cursor or None)
+        tools += page.tools
+        cursor = page.next_cursor or None
+    return tools
 
 
 def check_offer(listed: Sequence[Any], address: ServerAddress, only: Sequence[str]) -> Offered:
@@ -390,10 +358,15 @@ def _hint(address: ServerAddress) -> str:
     return f"Does {shlex.split(address.command)[0]!r} start in a terminal, and speak MCP?"
 
 
-def _words(error: BaseException | None) -> str:
-    """The first cause in a group of them, in words."""
+def _first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def _words(error: BaseException) -> str:
+    """The first cause in a group of them, in words."""
+    error = _first_cause(error)
     text = " ".join(str(error).partition("For further information visit")[0].split())
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
@@ -427,9 +400,5 @@ def _background_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _in_background(work: Coroutine[Any, Any, T]) -> Future[T]:
-    return asyncio.run_coroutine_threadsafe(work, _background_loop())
-
-
-async def _from_background(work: Coroutine[Any, Any, T]) -> T:
-    return await asyncio.wrap_future(_in_background(work))
+def _in_background(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _background_loop()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,8 +10,8 @@ from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment
-from lockstep.agent.mcp import ServerAddress, ToolServer
-from lockstep.agent.tools import Tool, ToolLimits
+from lockstep.agent.mcp import Offered, ServerAddress, ToolServer
+from lockstep.agent.tools import ToolLimits
 from lockstep.config import check_numbers
 from lockstep.envs.questions import QuestionEnvironment, _ScoredTasks
 from lockstep.errors import ConfigError
@@ -18,16 +19,11 @@ from lockstep.types import Message, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class MCPConfig(_ScoredTasks):
+class MCPConfig(ServerAddress, _ScoredTasks):
     """Tasks from a file, answered with the tools of an MCP server. Needs the extra `mcp`."""
 
     TAG: ClassVar[str] = "mcp"
 
-    command: str = ""
-    """Command that starts a server on its standard input and output, without a shell. `python` is
-    the interpreter that runs Lockstep."""
-    url: str = ""
-    """Address of a running server (streamable HTTP), instead of command."""
     tools: tuple[str, ...] = ()
     """Names of the tools that the model gets. Empty: all."""
     server: Literal["shared", "episode"] = "shared"
@@ -35,14 +31,10 @@ class MCPConfig(_ScoredTasks):
     tools that change something."""
     start_seconds: float = 30.0
     """Seconds for a server to start, or to be connected, and to list its tools."""
-    pass_variables: tuple[str, ...] = ()
-    """Environment variables for the command, in addition to PATH, HOME and the like."""
-    token_variable: str = ""
-    """Environment variable with the bearer token for the URL."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self._address
+        ServerAddress.__post_init__(self)
+        _ScoredTasks.__post_init__(self)
         if self.server == "episode" and self.url:
             raise ConfigError(
                 "server=episode starts a process for each episode, and a url names a running "
@@ -53,32 +45,28 @@ class MCPConfig(_ScoredTasks):
     def check(self) -> None:
         """Also starts the server, and lists its tools."""
         super().check()
-        self._address.variables()
-        _ = self._offered
+        asyncio.run(self._start_once())
+
+    async def _start_once(self) -> None:
+        server = self._server_for_episode()
+        await server.tools()
+        if server is not self._shared:
+            await server.close()
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        is_own = self.server == "episode"
-        server = self._new_server(expected=self._offered) if is_own else self._shared
-        return MCPEnvironment(self, task, server, ToolLimits.of(agent))
+        return MCPEnvironment(self, task, self._server_for_episode(), ToolLimits.of(agent))
 
     async def close(self) -> None:
         """Ends the shared server, if it was started."""
         await super().close()
-        if "_shared" in self.__dict__:
-            await self._shared.close()
+        await self._shared.close()
 
-    @property
-    def _address(self) -> ServerAddress:
-        return ServerAddress(
-            command=self.command,
-            url=self.url,
-            pass_variables=self.pass_variables,
-            token_variable=self.token_variable,
-        )
+    def _server_for_episode(self) -> ToolServer:
+        return self._shared if self.server == "shared" else self._new_server()
 
-    def _new_server(self, expected: Sequence[Tool] | None = None) -> ToolServer:
+    def _new_server(self) -> ToolServer:
         return ToolServer(
-            self._address, only=self.tools, start_seconds=self.start_seconds, expected=expected
+            self, only=self.tools, start_seconds=self.start_seconds, offered=self._offered
         )
 
     @cached_property
@@ -86,15 +74,9 @@ class MCPConfig(_ScoredTasks):
         return self._new_server()
 
     @cached_property
-    def _offered(self) -> tuple[Tool, ...]:
+    def _offered(self) -> Offered:
         """Tools of the first start, which every later start must offer too."""
-        if self.server == "shared":
-            return self._shared.tools_now()
-        server = self._new_server()
-        try:
-            return server.tools_now()
-        finally:
-            server.close_now()
+        return {}
 
 
 class MCPEnvironment(QuestionEnvironment):
@@ -105,7 +87,7 @@ class MCPEnvironment(QuestionEnvironment):
     ) -> None:
         super().__init__(config, task, limits)
         self._server, self._is_own = server, config.server == "episode"
-        self.tools = config._offered  # until `reset` binds them to a running server
+        self.tools = server.known_tools()
 
     async def reset(self) -> Sequence[Message]:
         self.tools = await self._server.tools(call_seconds=self.limits.timeout_seconds)

@@ -109,7 +109,7 @@ def test_nested_types_of_a_server_reach_the_prompt(honest):
 
 
 def test_a_server_that_pours_out_a_line_without_an_end_is_ended():
-    with server("plain", ping_seconds=0.3) as made:
+    with server("plain") as made:
         assert call(made, "pour", seconds=0.3)[1] == {"tool/timeouts": 1}
         assert call(made, "add", '{"a": 1, "b": 1}') == ("2", {})
         assert made.num_starts == 2
