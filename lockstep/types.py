@@ -188,11 +188,14 @@ class Message:
             raise DataError("a tool message needs `name`: the function that answers.")
 
     @classmethod
-    def from_dict(cls, source: Mapping[str, Any]) -> Message:
+    def from_dict(cls, source: Any) -> Message:
         """Reads the OpenAI chat form and our own: a call nested under "function", or flat.
 
-        Raises DataError for an unknown key: nothing is dropped silently.
+        Raises DataError for anything else, also for an unknown key: nothing is dropped silently.
         """
+        if not isinstance(source, Mapping):
+            raise DataError(f"a message must be an object, found {type(source).__name__}.")
+        source = cast("Mapping[str, Any]", source)
         known = {"role", "content", "thinking", "reasoning_content", "tool_calls", "name"}
         known |= {"tool_call_id", "parse_error"}
         unknown = sorted(set(source) - known)
@@ -205,12 +208,16 @@ class Message:
                 "Content parts (images, audio) are not supported."
             )
         calls: list[ToolCall] = []
-        for call in source.get("tool_calls") or ():
-            body = call.get("function", call)
-            arguments = body.get("arguments", "{}")
-            if not isinstance(arguments, str):
-                arguments = json.dumps(arguments)
-            calls.append(ToolCall(name=body["name"], arguments=arguments, id=call.get("id") or ""))
+        try:
+            for call in source.get("tool_calls") or ():
+                body = call.get("function", call)
+                arguments = body.get("arguments", "{}")
+                if not isinstance(arguments, str):
+                    arguments = json.dumps(arguments)
+                call_id = call.get("id") or ""
+                calls.append(ToolCall(name=body["name"], arguments=arguments, id=call_id))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"tool_calls is malformed: {error!r}. Each needs a `name`.") from error
         return cls(
             role=source.get("role", "?"),
             content=content,

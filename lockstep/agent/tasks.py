@@ -268,13 +268,7 @@ def _check_messages(messages: Any, where: str) -> None:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: messages must be a list with at least one message.")
     for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise DataError(
-                f"{where}: message {index} must be an object, found {type(message).__name__}."
-            )
         try:
             Message.from_dict(message)
         except DataError as error:
             raise DataError(f"{where}: message {index}: {error}") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{where}: message {index} is malformed: {error!r}.") from error

@@ -195,7 +195,7 @@ def _read_dialogue(source: Mapping[str, Any], where: str) -> SFTExample:
         try:
             weights.append(_weight(fields.pop("weight", 1.0), "weight"))
             messages.append(Message.from_dict(fields))
-        except (LockstepError, KeyError, TypeError, AttributeError) as error:
+        except LockstepError as error:
             raise DataError(f"message {at}: {error}") from error
     if not messages or messages[-1].role != "assistant":
         last = f"the last is a {messages[-1].role}'s" if messages else "there is none"

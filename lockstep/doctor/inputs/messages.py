@@ -20,7 +20,8 @@ def read_messages(source: object, *, where: str) -> tuple[Message, ...]:
         try:
             source = json.loads(source)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is text that is not JSON: {_reason(error)}.") from None
+            reason = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise DataError(f"{where} is text that is not JSON: {reason}.") from None
     if not isinstance(source, list):
         raise DataError(f"{where} must be a list of messages, found {type(source).__name__}.")
     out: list[Message] = []
@@ -33,8 +34,8 @@ def read_messages(source: object, *, where: str) -> tuple[Message, ...]:
             known["name"] = _called(known.get("tool_call_id"), out)
         try:
             out.append(Message.from_dict(known))
-        except (DataError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{where}: message {number}: {_reason(error)}") from None
+        except DataError as error:
+            raise DataError(f"{where}: message {number}: {error}") from None
     return tuple(out)
 
 
@@ -49,11 +50,3 @@ def _called(call_id: Any, before: list[Message]) -> str:
             answered = len(before) - 1 - place
             return calls[answered].name if answered < len(calls) else ""
     return ""
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"a tool call without {error}."
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    return str(error)

@@ -168,10 +168,13 @@ def test_a_file_of_questions_and_messages_becomes_tasks(tmp_path):
         (b'{"id": "", "question": "q"}', "id must be text"),
         (b'{"id": "one", "question": "q"}', "'one' is already on line 1"),
         (b'{"messages": []}', "at least one message"),
-        (b'{"messages": ["hi"]}', "message 0 must be an object"),
+        (b'{"messages": ["hi"]}', "message 0: a message must be an object, found str"),
         (b'{"messages": [{"role": "robot"}]}', "message 0: message role 'robot'"),
         (b'{"messages": [{"role": "user", "text": "hi"}]}', "unknown keys \\['text'\\]"),
-        (b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}', "message 0 is malformed"),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}',
+            "message 0: tool_calls is malformed: KeyError",
+        ),
         (b"[" * 100_000, "not a JSON object"),
     ],
 )
