@@ -229,6 +229,33 @@ class MixtureSource(TaskSource):
 # ---------------------------------------------------------------------------------------------
 
 
+def read_entries(
+    path: str | Path, make: Callable[[str, dict[str, Any]], T], *, prefix: str
+) -> list[T]:
+    """Reads one entry per line of a JSONL file.
+
+    make: (id, the line's object without it) -> the entry. prefix: comes before the line's number in
+    the id of a line that gives none. Raises DataError that begins with `path:line`.
+    """
+    entries: list[T] = []
+    lines: dict[str, int] = {}
+    for number, record in read_jsonl(path):
+        try:
+            given = record.pop("id", f"{prefix}{number}")
+            if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+                raise DataError(f"id must be text or a whole number, found {given!r}.")
+            entry_id = str(given)
+            entries.append(make(entry_id, record))
+            if first := lines.get(entry_id):
+                raise DataError(f"the id {entry_id!r} is already on line {first}.")
+            lines[entry_id] = number
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error}") from error
+    if not entries:
+        raise DataError(f"{path}: has no task: expected one JSON object per line.")
+    return entries
+
+
 def read_tasks(path: str | Path, *, has_prompts: bool = True) -> list[Task]:
     """Reads the user's tasks, one JSON object per line.
 
@@ -236,39 +263,27 @@ def read_tasks(path: str | Path, *, has_prompts: bool = True) -> list[Task]:
     list) or `question` (text). All other keys belong to the environment, which finds them in
     `Task.payload`. Raises DataError that begins with `path:line`.
     """
-    path = Path(path)
-    tasks: dict[str, Task] = {}
-    lines: dict[str, int] = {}
-    for number, record in read_jsonl(path):
-        where = f"{path}:{number}"
-        task_id = record.get("id", f"{path.stem}-{number}" if has_prompts else number)
-        if isinstance(task_id, int):
-            task_id = str(task_id)
-        if not isinstance(task_id, str) or not task_id:
-            raise DataError(f"{where}: id must be text or a whole number, found {task_id!r}.")
-        if task_id in tasks:
-            raise DataError(f"{where}: the id {task_id!r} is already on line {lines[task_id]}.")
-        if "messages" in record and has_prompts:
-            _check_messages(record["messages"], where)
-        elif has_prompts and not (
-            isinstance(record.get("question"), str) and record["question"].strip()
-        ):
-            raise DataError(
-                f"{where}: expected `messages` (a list) or `question` (text); found the keys "
-                f"{sorted(record)}."
-            )
-        lines[task_id] = number
-        tasks[task_id] = Task(id=task_id, payload={k: v for k, v in record.items() if k != "id"})
-    if not tasks:
-        raise DataError(f"{path}: has no task: expected one JSON object per line.")
-    return list(tasks.values())
+
+    def make(task_id: str, record: dict[str, Any]) -> Task:
+        if has_prompts:
+            _check_prompt(record)
+        return Task(id=task_id, payload=record)
+
+    return read_entries(path, make, prefix=f"{Path(path).stem}-" if has_prompts else "")
 
 
-def _check_messages(messages: Any, where: str) -> None:
+def _check_prompt(record: Mapping[str, Any]) -> None:
+    if "messages" not in record:
+        question = record.get("question")
+        if not isinstance(question, str) or not question.strip():
+            found = f"found the keys {sorted(record)}"
+            raise DataError(f"expected `messages` (a list) or `question` (text); {found}.")
+        return
+    messages = record["messages"]
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: messages must be a list with at least one message.")
+        raise DataError("messages must be a list with at least one message.")
     for index, message in enumerate(messages):
         try:
             Message.from_dict(message)
         except DataError as error:
-            raise DataError(f"{where}: message {index}: {error}") from error
+            raise DataError(f"message {index}: {error}") from error

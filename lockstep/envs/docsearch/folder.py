@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.agent.tasks import read_entries
 from lockstep.errors import DataError
-from lockstep.store.files import read_jsonl
 
 SUFFIXES = (".md", ".markdown", ".txt")
 
@@ -213,21 +213,9 @@ class Library:
     def read_questions(self, path: str | Path) -> list[Question]:
         """Questions of a JSONL file. Raises DataError, `path:line` first, for a malformed line and
         for a gold passage that does not exist."""
-        questions: dict[str, Question] = {}
-        lines: dict[str, int] = {}
-        for number, record in read_jsonl(path):
-            try:
-                question = self._question({"id": f"question-{number}", **record})
-                if first := lines.get(question.id):
-                    raise DataError(f"the id {question.id!r} is on line {first} too.")
-            except DataError as error:
-                raise DataError(f"{path}:{number}: {error}") from error
-            questions[question.id], lines[question.id] = question, number
-        if not questions:
-            raise DataError(f"{path}: has no question: expected one JSON object per line.")
-        return list(questions.values())
+        return read_entries(path, self._question, prefix="question-")
 
-    def _question(self, record: Mapping[str, Any]) -> Question:
+    def _question(self, question_id: str, record: Mapping[str, Any]) -> Question:
         known = ("id", "question", "answer", "answers", "gold", "label")
         if unknown := sorted(set(record) - set(known)):
             raise DataError(f"unknown keys {unknown}; known are {', '.join(known)}.")
@@ -244,11 +232,8 @@ class Library:
                 "`gold` is missing: name the passages that hold the answer, as "
                 '"FILE#CHUNK" or {"document": FILE, "quote": TEXT}.'
             )
-        question_id = record["id"]
-        if not isinstance(question_id, str | int) or isinstance(question_id, bool):
-            raise DataError(f"id must be text or a whole number, found {question_id!r}.")
         return Question(
-            id=str(question_id),
+            id=question_id,
             question=_text(record, "question"),
             answers=tuple(answers),
             gold=tuple(map(self._gold, entries)),

@@ -211,7 +211,7 @@ def test_a_quote_across_a_border_is_found_in_the_chunk_with_most_of_it():
         ({**GOOD, "answer": 7}, "expected `answer` to be text"),
         ({**GOOD, "sources": []}, "unknown keys"),
         ({**GOOD, "id": 1.5}, "id must be text"),
-        (GOOD, "'ada' is on line 1 too"),
+        (GOOD, "'ada' is already on line 1"),
     ],
 )
 def test_a_malformed_question_is_named_by_file_and_line(tmp_path, record, text):
