@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import did_you_mean
-from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.base import RunFacts, Setting
 from lockstep.doctor.checks.examine import Stage, all_stages, examine
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import Dump, Facts
@@ -105,8 +105,7 @@ def make_setting(
     facts: Facts, words: Tokenization, step_metrics: Sequence[Mapping[str, Any]] = ()
 ) -> Setting:
     """The facts that checks may use: those of the input, and the user's choices."""
-    shared = {f.name for f in fields(Setting)} & {f.name for f in fields(Facts)}
-    known = {name: getattr(facts, name) for name in shared - {"tokenizer", "renderer", "model"}}
+    known = {fact.name: getattr(facts, fact.name) for fact in fields(RunFacts)}
     known["pad_id"] = words.pad_id if facts.pad_id is None else facts.pad_id
     setting = Setting(
         **known, tokenizer=words.tokenizer, renderer=words.renderer, step_metrics=step_metrics

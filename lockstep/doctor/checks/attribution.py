@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,6 +149,8 @@ class Split:
         """Part -> index of its label -> sums."""
         self._histogram = np.zeros((2, len(HISTOGRAM_EDGES) + 1), np.int64)
         self._num_equal = 0
+        self._spellings: dict[int, int] = {}
+        """Id -> index in SPELLINGS."""
 
     # -- taking in ----------------------------------------------------------------------------
 
@@ -186,14 +187,14 @@ class Split:
         if part == "forced":
             assert rows.rollout_logprobs is not None, "a gap has both sides"
             return rows.rollout_logprobs[at] > FORCED_LOGPROB
-        if self._spellings is None:
+        if self.tokenizer is None:
             return None
-        spelling = self._spellings.of(rows.token_ids[at])
+        ids, index = np.unique(rows.token_ids[at], return_inverse=True)
+        for id_ in ids.tolist():
+            if id_ not in self._spellings:
+                self._spellings[id_] = SPELLINGS.index(spelling_of(id_, self.tokenizer))
+        spelling = np.array([self._spellings[id_] for id_ in ids.tolist()])[index]
         return spelling == SPELLINGS.index("control") if part == "kind" else spelling
-
-    @cached_property
-    def _spellings(self) -> Spellings | None:
-        return None if self.tokenizer is None else Spellings(self.tokenizer)
 
     def _add_routes(self, rows: Rows, at: Int64Array, d: Float64Array) -> None:
         """Sums by agreement. A token is predicted by the routes of the position before it."""
@@ -245,37 +246,19 @@ class Split:
         return sorted(found, key=lambda p: p.share_tokens / p.share_k2)[:limit]
 
 
-class Spellings:
-    """Kind of text of each id. An id is decoded once."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        # One place more for the ids that the tokenizer does not have.
-        self._table = np.full(tokenizer.vocab_size + 1, -1, np.int8)
-        self._table[-1] = SPELLINGS.index("bytes")
-
-    def of(self, token_ids: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
-        """[n] index in SPELLINGS; "bytes" for an id that the tokenizer does not have."""
-        last = len(self._table) - 1
-        index = np.where((token_ids < 0) | (token_ids > last), last, token_ids)
-        out = self._table[index]
-        if (out < 0).any():
-            for id_ in np.unique(index[out < 0]).tolist():
-                self._table[id_] = SPELLINGS.index(self._spelling(id_))
-            out = self._table[index]
-        return out
-
-    def _spelling(self, id_: int) -> str:
-        if id_ in self._tokenizer.control_ids:
-            return "control"
-        text = self._tokenizer.token_bytes(id_).decode(errors="replace")
-        if not text or "\ufffd" in text:
-            return "bytes"
-        if text.isspace():
-            return "space"
-        if any(c.isalpha() for c in text):
-            return "word"
-        return "number" if any(c.isnumeric() for c in text) else "punctuation"
+def spelling_of(id_: int, tokenizer: Tokenizer) -> str:
+    """Kind of text of one id; "bytes" for an id that the tokenizer does not have."""
+    if id_ in tokenizer.control_ids:
+        return "control"
+    is_known = 0 <= id_ < tokenizer.vocab_size
+    text = tokenizer.token_bytes(id_).decode(errors="replace") if is_known else ""
+    if not text or "\ufffd" in text:
+        return "bytes"
+    if text.isspace():
+        return "space"
+    if any(c.isalpha() for c in text):
+        return "word"
+    return "number" if any(c.isnumeric() for c in text) else "punctuation"
 
 
 def is_touched(rows: Rows, repaired: Rows) -> BoolArray:

@@ -33,31 +33,40 @@ MAX_SHOWN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(Once):
-    """Known facts about a run besides its rows. None and empty mean unknown."""
+class RunFacts:
+    """Facts about the run that made the rows. None and empty values are unknown."""
 
     trainer: str = ""
-    """Trainer that wrote the rows ("lockstep", "verl", "trl", ...): remedies name its settings."""
+    """Program that wrote the rows: "lockstep", "verl", "slime", "trl", "prime-rl", "nemo-rl",
+    "tinker", or a name of your own."""
+    stop_ids: frozenset[int] = frozenset()
+    """Ids that end a reply; default: those of the renderer."""
+    pad_id: int | None = None
+    """Id of the padding token; default: the one in tokenizer_config.json."""
+    temperature: float | None = None
+    """Sampling temperature."""
+    top_p: float | None = None
+    """Sampling top-p; 1 keeps the whole vocabulary."""
+    top_k: int | None = None
+    """Sampling top-k; 0 keeps the whole vocabulary."""
+    max_staleness: int | None = None
+    """Number of updates that a token may lag behind, according to the settings of the run."""
+    is_one_process: bool | None = None
+    """Whether sampler and trainer share one process and the same ops, so that noise is a defect."""
+    is_moe: bool | None = None
+    """Whether the model is a mixture of experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(RunFacts, Once):
+    """Everything that checks know besides the rows. None and empty values are unknown."""
+
     tokenizer: Tokenizer | None = None
     renderer: Renderer | None = None
-    stop_ids: frozenset[int] = frozenset()
-    """Ids that end a turn."""
-    pad_id: int | None = None
-    temperature: float | None = None
-    """Temperature of sampling."""
-    top_p: float | None = None
-    top_k: int | None = None
-    is_moe: bool | None = None
     model: object | None = None
     """Model that can score rows again: a `doctor.numerics.rescore.Rescoring`."""
-    is_one_process: bool | None = None
-    """True if sampler and trainer are one process over the same ops."""
-    max_staleness: int | None = None
-    """Updates that a token may be behind by the run's settings."""
     step_metrics: Sequence[Mapping[str, Any]] = ()
     """Metrics of each step, by the names of docs/reference/metrics.md."""
-    seed: int = 0
-    """Seed of everything that a check draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,8 +70,6 @@ class Rows(Once):
     there is none."""
     trainer_logprobs: Float32Array | None = None
     """[N] the same by the trainer, before its update."""
-    rescored_logprobs: Float32Array | None = None
-    """[N] the same by a model that was given to the doctor; NaN where it did not score."""
     is_sampled: BoolArray | None = None
     """[N] True where the source says that the model drew the token."""
     turn: Int32Array | None = None
@@ -464,9 +462,10 @@ class Spans:
         """[S] True for the first span of its row."""
         return np.diff(self.row, prepend=-1) > 0
 
-    def of_rows(self, num_rows: int) -> Int64Array:
-        """[num_rows + 1] index of each row's first span; those of row r are of[r] .. of[r+1]."""
-        return np.searchsorted(self.row, np.arange(num_rows + 1))
+    def of_rows(self, num_rows: int) -> list[range]:
+        """[num_rows] indices of each row's spans."""
+        first = np.searchsorted(self.row, np.arange(num_rows + 1)).tolist()
+        return [range(low, high) for low, high in pairwise(first)]
 
 
 def indices_of(begin: Int64Array, end: Int64Array) -> Int64Array:

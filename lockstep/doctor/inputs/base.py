@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lockstep.doctor.checks.base import RunFacts
 from lockstep.doctor.checks.rows import Rows
 
 CHUNK_TOKENS = 1 << 18
@@ -39,34 +40,15 @@ HOW_TO_GET: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Facts(RunFacts):
     """Facts that a dump states beside its rows. None and empty values are unknown."""
 
-    trainer: str = ""
-    """Program that wrote the rows: "lockstep", "verl", "slime", "trl", "prime-rl", "nemo-rl",
-    "tinker", or a name of your own."""
     model: str = ""
     """Directory or name of the trained model."""
     tokenizer: str = ""
     """Directory or file of the tokenizer, if it is not beside the model."""
     renderer: str = ""
     """Name of the renderer (harmony, chatml, ...), or its settings as JSON: {"type": "chatml"}."""
-    stop_ids: frozenset[int] = frozenset()
-    """Ids that end a reply; default: those of the renderer."""
-    pad_id: int | None = None
-    """Id of the padding token; default: the one in tokenizer_config.json."""
-    temperature: float | None = None
-    """Sampling temperature."""
-    top_p: float | None = None
-    """Sampling top-p; 1 keeps the whole vocabulary."""
-    top_k: int | None = None
-    """Sampling top-k; 0 keeps the whole vocabulary."""
-    max_staleness: int | None = None
-    """Number of updates that a token may lag behind, according to the settings of the run."""
-    is_one_process: bool | None = None
-    """Whether sampler and trainer share one process and the same ops, so that noise is a defect."""
-    is_moe: bool | None = None
-    """Whether the model is a mixture of experts."""
 
 
 class Dump(ABC):

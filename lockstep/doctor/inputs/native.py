@@ -278,7 +278,7 @@ def write_rows(path: str | Path, chunks: Iterable[Rows], facts: Facts | None = N
     """Writes rows to a Parquet file in the doctor's own columns.
 
     chunks: taken one at a time, so that memory holds one. All must have the same fields; the
-    columns are those that are not None, without `rescored_logprobs`. Returns the number of rows.
+    columns are those that are not None. Returns the number of rows.
     The file appears when all rows are written, or not at all.
 
     Raises DataError if there are no rows, or for another ending; AlignmentError if a chunk has

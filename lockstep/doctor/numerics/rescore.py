@@ -163,7 +163,7 @@ class Rescoring(Once):
         """The rows with the model's log-probs in place of a side that has none."""
         reference = self.evidence(rows).reference.astype(np.float32)
         filled = {COLUMN_OF[name]: reference for name in COLUMN_OF if name not in self.sides}
-        return rows.with_(rescored_logprobs=reference, **filled)
+        return rows.with_(**filled)
 
     # -- what was computed --------------------------------------------------------------------
 

@@ -52,9 +52,9 @@ rarer ones are no openings."""
 class TemplateCheck(Check):
     """Base of checks that must know which ids end and open a turn."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.template = TemplateIds(setting)
+    @cached_property
+    def template(self) -> TemplateIds:
+        return TemplateIds(self.setting)
 
 
 class TemplateIds:

@@ -272,9 +272,7 @@ class MissingFinal(TemplateCheck):
         it)."""
         spans = rows.spans
         is_cut, is_answered = np.zeros(len(spans), np.bool_), np.zeros(len(spans), np.bool_)
-        first = spans.of_rows(len(rows))
-        for r, answers in enumerate(rows.engine_ids or ()):
-            turns = range(int(first[r]), int(first[r + 1]))
+        for turns, answers in zip(spans.of_rows(len(rows)), rows.engine_ids or (), strict=False):
             for s, answer in zip(turns, answers or (), strict=False):
                 begin, size = int(spans.begin[s]), int(spans.size[s])
                 found = rows.token_ids[begin : begin + size]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -41,13 +42,6 @@ def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
     """Matches the name of any control token, the longest first."""
     names = sorted((tokenizer.control_name(i) for i in tokenizer.control_ids), key=len)
     return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
-
-
-def speller_of(setting: Setting) -> Speller:
-    """The speller of the setting's tokenizer, shared by all checks."""
-    tokenizer = setting.tokenizer
-    assert tokenizer is not None, "the check's needs"
-    return setting.once("speller", lambda: Speller(tokenizer))
 
 
 class Speller:
@@ -145,21 +139,19 @@ def dialogues(rows: Rows) -> list[Dialogue]:
     """The rows that have messages and a reply."""
     if rows.messages is None:
         return []
-    spans = rows.spans
-    first = spans.of_rows(len(rows))
+    spans, of_rows = rows.spans, rows.spans.of_rows(len(rows))
     out: list[Dialogue] = []
-    for r, messages in enumerate(rows.messages):
-        low, high = int(first[r]), int(first[r + 1])
+    for r, (turns, messages) in enumerate(zip(of_rows, rows.messages, strict=True)):
         offset, end = int(rows.offsets[r]), int(rows.offsets[r + 1])
-        if not messages or low == high:
+        if not messages or not turns:
             continue
         out.append(
             Dialogue(
                 row=r,
                 ids=rows.token_ids[offset:end],
                 offset=offset,
-                begin=spans.begin[low:high] - offset,
-                end=spans.end[low:high] - offset,
+                begin=spans.begin[turns] - offset,
+                end=spans.end[turns] - offset,
                 messages=messages,
                 replies=[i for i, message in enumerate(messages) if message.role == "assistant"],
             )
@@ -224,9 +216,10 @@ class ReplyCheck(Check):
 
     change: ClassVar[Change]
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.speller = speller_of(setting)
+    @cached_property
+    def speller(self) -> Speller:
+        """The speller of the setting's tokenizer, shared by all checks."""
+        return self.setting.once("speller", lambda: Speller(self.tokenizer))
 
     def changed(self, rows: Rows) -> list[ChangedReply]:
         """The turns that were changed in this check's way."""
@@ -255,13 +248,11 @@ def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[
     rendering for sure, or by a last turn that kept a spelling of its own.
     """
     spans = rows.spans
-    first_span = spans.of_rows(len(rows))
-    for r, answered in enumerate(rows.engine_ids or ()):
-        low, high = int(first_span[r]), int(first_span[r + 1])
-        if answered is None or len(answered) != high - low:
+    for turns, answered in zip(spans.of_rows(len(rows)), rows.engine_ids or (), strict=False):
+        if answered is None or len(answered) != len(turns):
             continue
         of_row: list[ChangedReply] = []
-        for s, engine in zip(range(low, high), answered, strict=True):
+        for s, engine in zip(turns, answered, strict=True):
             begin, end = int(spans.begin[s]), int(spans.end[s])
             found = rows.token_ids[begin:end]
             if np.array_equal(found, engine):
@@ -285,13 +276,13 @@ def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[
             )
         if not of_row:
             continue
-        last = rows.token_ids[int(spans.begin[high - 1]) : int(spans.end[high - 1])]
+        last_begin, last_end = int(spans.begin[turns[-1]]), int(spans.end[turns[-1]])
+        last = rows.token_ids[last_begin:last_end]
         is_rendered = any(reply.change == "rerendered" for reply in of_row) or (
             np.array_equal(last, answered[-1]) and not np.array_equal(last, speller.turn(last))
         )
         for reply in of_row:
-            is_early = reply.begin < int(spans.begin[high - 1])
-            is_other = reply.change == "reencoded" and is_early and is_rendered
+            is_other = reply.change == "reencoded" and reply.begin < last_begin and is_rendered
             yield replace(reply, change="rerendered") if is_other else reply
 
 

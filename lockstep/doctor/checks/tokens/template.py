@@ -33,19 +33,19 @@ class ThinkingDropped(Check):
     def _dropped(self, rows: Rows) -> Iterator[tuple[int, int, str]]:
         """(begin, end, thinking) of each earlier turn whose thinking is not in its row."""
         spans = rows.spans
-        first = spans.of_rows(len(rows))
-        for r, (_, tokens) in enumerate(rows.rows()):
+        for r, ((_, tokens), turns) in enumerate(
+            zip(rows.rows(), spans.of_rows(len(rows)), strict=True)
+        ):
             messages = None if rows.messages is None else rows.messages[r]
             answered = None if rows.engine_ids is None else rows.engine_ids[r]
             replies = [m.thinking for m in messages or () if m.role == "assistant"]
             if answered is not None and (not replies or len(answered) == len(replies)):
                 # The last turn's thinking is not searched.
                 replies = [*(self.renderer.parse(ids).thinking for ids in answered[:-1]), ""]
-            low, high = int(first[r]), int(first[r + 1])
-            if not any(replies[:-1]) or len(replies) != high - low:
+            if not any(replies[:-1]) or len(replies) != len(turns):
                 continue
             begin = tokens.start
-            for span, thinking in zip(range(low, high - 1), replies, strict=False):
+            for span, thinking in zip(turns[:-1], replies, strict=False):
                 end = int(spans.end[span])
                 lines = [line for line in thinking.splitlines() if len(line.strip()) >= MIN_LINE]
                 self.count(thoughts=bool(lines))

@@ -24,6 +24,7 @@ import numpy as np
 from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.values.precision import contexts_of
+from lockstep.types import Int64Array
 
 SAMPLE_TOKENS = 4096
 """Tokens of a chunk that are read; the whole dump would tell no more."""
@@ -129,7 +130,7 @@ class Processed(Check):
         if not best.is_proof and (slope := sample.slope_at_branches()) is not None:
             both = [Processing(slope=slope, truncated=who) for who in (1, -1)]
             best = max((_Fit(kind, sample) for kind in both), key=lambda fit: fit.score)
-        self.count(judged_rows=sample.is_judged, explained_rows=best.hit, branches=best.pairs)
+        self.count(judged_rows=sample.is_judged, explained_rows=best.hit, branches=best.num_pairs)
         figures = {"explained_gap": best.share, "left_of_it": best.residual}
         if not best.is_proof:
             return self.consistent(f"{told}: no processing explains the gap", **figures)
@@ -139,8 +140,8 @@ class Processed(Check):
             f"in {self.counts['explained_rows']} of {self.counts['judged_rows']} judged rows "
             f"{best.processing}: it leaves {best.residual:.1%} of their gap"
         )
-        if best.pairs >= MIN_PAIRS:
-            told += f", and {best.pair_residual:.1%} at {best.pairs} branches"
+        if best.num_pairs >= MIN_PAIRS:
+            told += f", and {best.pair_residual:.1%} at {best.num_pairs} branches"
         if best.processing.slope == 1.0:
             kept = np.exp(-np.abs(sample.d)[best.hit[sample.row]].max())
             told += f"; at least {kept:.3g} of the mass was kept at each place"
@@ -185,12 +186,9 @@ class Processed(Check):
 
     def _refined(self, best: _Fit, sample: _Sample) -> _Fit:
         """The fit with the temperature that branches show, or the best of smaller steps."""
-        truncated = best.processing.truncated
-        if best.pairs >= MIN_PAIRS:
+        if best.num_pairs >= MIN_PAIRS:
             slope = sample.slope_at_branches(best.hit)
-            if slope is None:
-                return best
-            return _Fit(Processing(slope=slope, truncated=truncated), sample)
+            return best if slope is None else _Fit(Processing(slope=slope), sample)
         around = [
             _Fit(Processing(slope=1 / (1 / best.processing.slope + step)), sample)
             for step in (-0.04, -0.03, -0.02, -0.01, 0.01, 0.02, 0.03, 0.04)
@@ -223,19 +221,25 @@ class _Sample:
         to = np.full(rows.num_tokens, -1, np.int64)
         to[at] = np.arange(len(at))
         pairs = np.stack([to[contexts.one], to[contexts.other]])
-        self.one, self.other = pairs[:, (pairs >= 0).all(axis=0)]
-        """[B] indices of two different tokens at a branch."""
+        self.pairs = pairs[:, (pairs >= 0).all(axis=0)]
+        """[2, B] indices of two different tokens at a branch."""
         self.is_judged = rows.row_sums(at, np.abs(self.d) > MIN_GAP) >= MIN_TOLD
         """[R] True for rows with enough informative tokens."""
+
+    def pairs_of(self, hit: BoolArray) -> Int64Array:
+        """[2, b] the branches between rows of `hit` [R]."""
+        return self.pairs[:, hit[self.row[self.pairs]].all(axis=0)]
+
+    def apart(self, pairs: Int64Array) -> tuple[Float64Array, Float64Array]:
+        """([b], [b]) differences at branches of the sampler's log-probs, and of the trainer's."""
+        one, other = pairs
+        return self.rollout[one] - self.rollout[other], self.trainer[one] - self.trainer[other]
 
     def slope_at_branches(self, hit: BoolArray | None = None) -> float | None:
         """Median ratio of the two sides' differences at branches between rows of `hit` [R], over
         differences that are large enough and ratios that are not 1."""
-        of_rollout = self.rollout[self.one] - self.rollout[self.other]
-        of_trainer = self.trainer[self.one] - self.trainer[self.other]
+        of_rollout, of_trainer = self.apart(self.pairs if hit is None else self.pairs_of(hit))
         clear = np.abs(of_trainer) > 0.2  # nats: the ratio is then known to noise
-        if hit is not None:
-            clear &= hit[self.row[self.one]] & hit[self.row[self.other]]
         ratio = of_rollout[clear] / of_trainer[clear]
         ratio = ratio[np.abs(ratio - 1.0) > 0.01]
         if len(ratio) < MIN_PAIRS:
@@ -262,25 +266,21 @@ class _Fit:
         """Share of the explained rows' sum of |d| that is left."""
         self.score = explained - 5.0 * unexplained
         """A close temperature explains the same rows worse."""
-        both = self.hit[sample.row[sample.one]] & self.hit[sample.row[sample.other]]
-        one, other = sample.one[both], sample.other[both]
-        self.pairs = len(one)
+        one, other = pairs = sample.pairs_of(self.hit)
+        self.num_pairs = len(one)
         """Branches between explained rows."""
+        of_rollout, of_trainer = sample.apart(pairs)
+        base = (of_rollout - of_trainer) ** 2
         if processing.slope == 1.0:
-            apart = d[one] - d[other]
             base = d[one] ** 2 + d[other] ** 2
-        else:
-            of_trainer = sample.trainer[one] - sample.trainer[other]
-            of_rollout = sample.rollout[one] - sample.rollout[other]
-            apart = of_rollout - processing.slope * of_trainer
-            base = (of_rollout - of_trainer) ** 2
-        self.pair_residual = float((apart**2).sum() / max(float(base.sum()), 1e-300))
+        left_apart = float(((of_rollout - processing.slope * of_trainer) ** 2).sum())
+        self.pair_residual = left_apart / max(float(base.sum()), 1e-300)
 
     @property
     def is_proof(self) -> bool:
         if self.hit.sum() < MIN_ROWS:
             return False
-        has_pairs = self.pairs >= MIN_PAIRS
+        has_pairs = self.num_pairs >= MIN_PAIRS
         is_exact = has_pairs and self.pair_residual <= MAX_PAIR_RESIDUAL_OF_SOME
         if self.processing.truncated and self.processing.slope != 1.0:
             # One edge fits much by chance; only branches prove it.

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.doctor.checks.base import Check, Evidence, Finding, Setting, evidence_at
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
@@ -151,9 +150,9 @@ def _at_bounds(
     beyond = np.flatnonzero((side[judged] < -1e-6) & (apart > CUT_MARGIN))
     if not len(beyond):
         return
-    grids = grids_of(rows, side)
+    margin = np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids_of(rows, side)))
     at = judged[beyond]
-    at = at[apart[beyond] > _margins(rows, side, grids, at)]
+    at = at[apart[beyond] > margin[at]]
     values, count = np.unique(side[at], return_counts=True)
     values = values[count >= 2][np.argsort(-count[count >= 2], kind="stable")][:MAX_BOUNDS]
     for value in values:
@@ -164,7 +163,7 @@ def _at_bounds(
         beside = judged[(rows.row_sums(equal) > 0)[rows.row_of[judged]]]
         inward, inward_other = (sign * (x[beside] - value) for x in (side, other))
         is_at = judged[side[judged] == value]
-        is_inside = sign * (other[is_at] - value) > _margins(rows, side, grids, is_at)
+        is_inside = sign * (other[is_at] - value) > margin[is_at]
         counts = {
             "at": len(is_at),
             "beyond": len(equal),
@@ -175,13 +174,6 @@ def _at_bounds(
             "close": int(((inward > 0) & (inward <= PILE_WIDTH)).sum()),
         }
         yield float(value), int(equal[0]), counts
-
-
-def _margins(
-    rows: Rows, side: Float32Array, grids: npt.NDArray[np.int64], at: Int64Array
-) -> Float64Array:
-    """Nats beyond a bound that do not count, for each token `at`. grids: [R]."""
-    return np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids, at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +270,7 @@ class Quantised(Check):
             for number, grid in enumerate(GRIDS):
                 if (who, grid) not in found:
                     number_of_row[number_of_row == number] = -1
-            half = _half_steps(rows, side, number_of_row, np.arange(rows.num_tokens))
+            half = _half_steps(rows, side, number_of_row)
             room += half * (1 + 1e-3) + 1e-6 * (half > 0)  # and float32's own rounding
         rollout, trainer = rows.rollout, rows.trainer
         with np.errstate(invalid="ignore"):
@@ -300,14 +292,14 @@ def _judged(rows: Rows, side: Float32Array) -> BoolArray:
         return rows.loss_mask & (side < FINE) & np.isfinite(side)
 
 
-def grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
+def grids_of(rows: Rows, side: Float32Array) -> Int64Array:
     """[R] index into GRIDS of the coarsest grid that holds a row's log-probs, -1 for none; must not
     be changed. side: one of the two of `rows`."""
     name = "sampler" if side is rows.rollout_logprobs else "trainer"
     return rows.once(f"{name}'s grids", lambda: _grids_of(rows, side))
 
 
-def _grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
+def _grids_of(rows: Rows, side: Float32Array) -> Int64Array:
     at = np.flatnonzero(_judged(rows, side))
     row, values = rows.row_of[at], side[at]
     judged = np.bincount(row, minlength=len(rows))
@@ -323,12 +315,10 @@ def _grids_of(rows: Rows, side: Float32Array) -> npt.NDArray[np.int64]:
     return out
 
 
-def _half_steps(
-    rows: Rows, side: Float32Array, grid_of_row: npt.NDArray[np.int64], at: Int64Array
-) -> Float64Array:
-    """[M] largest error of rounding the tokens `at` [M] to their row's grid; 0.0 without one."""
-    out = np.zeros(len(at))
+def _half_steps(rows: Rows, side: Float32Array, grid_of_row: Int64Array) -> Float64Array:
+    """[N] largest error of rounding each log-prob to its row's grid; 0.0 without one."""
+    out = np.zeros(rows.num_tokens)
     for number in np.unique(grid_of_row[grid_of_row >= 0]).tolist():
-        here = np.flatnonzero((grid_of_row == number)[rows.row_of[at]] & np.isfinite(side[at]))
-        out[here] = GRIDS[number].half_step(side[at[here]])
+        at = np.flatnonzero((grid_of_row == number)[rows.row_of] & np.isfinite(side))
+        out[at] = GRIDS[number].half_step(side[at])
     return out
