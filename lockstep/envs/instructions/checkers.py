@@ -267,51 +267,41 @@ def loose_versions(text: str) -> list[str]:
 
 
 def instruction(
-    instruction_id: str,
-    arguments: Mapping[str, Any],
-    *,
-    where: str = "",
-    detector: Detector = "script",
+    instruction_id: str, arguments: Mapping[str, Any], *, detector: Detector = "script"
 ) -> Instruction:
     """An instruction with checked arguments. Arguments that are None count as not given: published
     records have all arguments of all kinds.
 
-    Raises DataError, `where` first, for an unknown id, and for missing, unknown or wrong arguments.
+    Raises DataError for an unknown id, and for missing, unknown or wrong arguments.
     """
-    where = f"{where}: " if where else ""
     kind = KINDS.get(instruction_id)
     if kind is None:
-        raise DataError(
-            f"{where}no instruction is called {instruction_id!r}."
-            f"{did_you_mean(instruction_id, KINDS)}"
-        )
+        hint = did_you_mean(instruction_id, KINDS)
+        raise DataError(f"no instruction is called {instruction_id!r}.{hint}")
     if not isinstance(arguments, Mapping):
-        raise DataError(f"{where}{instruction_id}: arguments must be an object: {arguments!r}.")
+        raise DataError(f"{instruction_id}: arguments must be an object: {arguments!r}.")
     given = {name: value for name, value in arguments.items() if value is not None}
     if unknown := sorted(set(given) - set(kind.arguments)):
         expected = ", ".join(kind.arguments) or "none"
-        raise DataError(
-            f"{where}{instruction_id} has no argument {unknown[0]!r}; it takes: {expected}."
-        )
+        raise DataError(f"{instruction_id} has no argument {unknown[0]!r}; it takes: {expected}.")
     checked: dict[str, Any] = {}
     for name in kind.arguments:
         if name not in given:
-            raise DataError(f"{where}{instruction_id} needs the argument {name!r}.")
+            raise DataError(f"{instruction_id} needs the argument {name!r}.")
         try:
             checked[name] = ARGUMENTS.get(name, _count)(given[name])
         except ValueError as error:
-            raise DataError(
-                f"{where}{instruction_id}: {name}={given[name]!r} must be {error}."
-            ) from error
+            text = f"{instruction_id}: {name}={given[name]!r} must be {error}."
+            raise DataError(text) from error
     if checked.get("nth_paragraph", 0) > checked.get("num_paragraphs", 0):
         raise DataError(
-            f"{where}{instruction_id}: nth_paragraph={checked['nth_paragraph']} of "
+            f"{instruction_id}: nth_paragraph={checked['nth_paragraph']} of "
             f"{checked['num_paragraphs']} paragraphs."
         )
     language = checked.get("language", "")
     if language and detector == "script" and language not in SCRIPTS and language != "en":
         raise DataError(
-            f"{where}{instruction_id}: its script alone does not tell {LANGUAGES[language]} from "
+            f"{instruction_id}: its script alone does not tell {LANGUAGES[language]} from "
             "other languages. Set task.detector=langdetect (extra `instructions`), or leave such "
             "tasks out with task.bad_rows=drop."
         )

@@ -92,9 +92,7 @@ class InstructionsConfig(FileTasks):
             (
                 turn["prompt"],
                 [
-                    instruction(
-                        given["id"], given["arguments"], where=task.id, detector=self.detector
-                    )
+                    instruction(given["id"], given["arguments"], detector=self.detector)
                     for given in turn["instructions"]
                 ],
             )

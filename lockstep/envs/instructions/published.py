@@ -34,14 +34,14 @@ def read_published(
     for where, record in read_rows(file):
         num_rows += 1
         try:
-            task = _task(record, where, detector=detector, name=f"{file.stem}-{num_rows}")
+            task = _task(record, detector=detector, name=f"{file.stem}-{num_rows}")
             if task.id in tasks:
-                raise DataError(f"{where}: the key {task.id!r} is at {places[task.id]} too.")
+                raise DataError(f"the key {task.id!r} is at {places[task.id]} too.")
         except DataError as error:
             if bad_rows == "drop":
                 continue
             hint = "" if "task.bad_rows" in str(error) else " task.bad_rows=drop leaves it out."
-            raise DataError(f"{error}{hint}") from error
+            raise DataError(f"{where}: {error}{hint}") from error
         tasks[task.id], places[task.id] = task, where
     if not tasks:
         raise DataError(f"{file}: none of its {num_rows} records is a task.")
@@ -66,66 +66,66 @@ def _data_file(path: str) -> Path:
     return found[0]
 
 
-def _task(record: Mapping[str, Any], where: str, *, detector: Detector, name: str) -> Task:
+def _task(record: Mapping[str, Any], *, detector: Detector, name: str) -> Task:
     """One record as a task with checked instructions. name: its id if it has no key."""
-    turns = _turns(record, where)
+    turns = _turns(record)
     for number, turn in enumerate(turns):
         if not turn["instructions"]:
-            raise DataError(f"{where}: turn {number + 1} has no instruction to check.")
+            raise DataError(f"turn {number + 1} has no instruction to check.")
         for given in turn["instructions"]:
-            instruction(given["id"], given["arguments"], where=where, detector=detector)
+            instruction(given["id"], given["arguments"], detector=detector)
     language = str(record.get("language") or "")
     key = record.get("key")
     task_id = name if key in (None, "") else f"{key} {language}".strip()
     return Task(id=task_id, payload={"turns": turns, "language": language})
 
 
-def _turns(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "prompt" in record:
-        return [_turn(record, "", where)]
+        return [_turn(record, "")]
     prefixes = [f"turn_{number}_" for number in range(1, MAX_TURNS + 1)]
     # A dialogue of fewer turns has none, or "None".
     given = takewhile(lambda p: record.get(f"{p}prompt") not in (None, "", "None"), prefixes)
-    turns = [_turn(record, prefix, f"{where}: {prefix}") for prefix in given]
+    turns = [_turn(record, prefix) for prefix in given]
     if not turns:
         raise DataError(
-            f"{where}: expected the fields prompt, instruction_id_list and kwargs (IFEval), or "
+            f"expected the fields prompt, instruction_id_list and kwargs (IFEval), or "
             f"turn_1_prompt and so on (Multi-IF); found {sorted(map(str, record))}."
         )
     return turns
 
 
-def _turn(record: Mapping[str, Any], prefix: str, where: str) -> dict[str, Any]:
+def _turn(record: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     names = ("prompt", "instruction_id_list", "kwargs")
     fields = {name: record.get(prefix + name) for name in names}
     prompt = fields["prompt"]
     if prefix:  # Multi-IF has it as a message
-        message = _json(prompt, f"{where}prompt")
+        message = _json(prompt, f"{prefix}prompt")
         prompt = message.get("content") if isinstance(message, dict) else message
     if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError(f"{where}: prompt must be text that is not empty, found {prompt!r}.")
-    ids = _json(fields["instruction_id_list"], f"{where}: instruction_id_list")
-    arguments = _json(fields["kwargs"], f"{where}: kwargs")
+        raise DataError(f"{prefix}prompt must be text that is not empty, found {prompt!r}.")
+    ids = _json(fields["instruction_id_list"], f"{prefix}instruction_id_list")
+    arguments = _json(fields["kwargs"], f"{prefix}kwargs")
     if not isinstance(ids, list) or not isinstance(arguments, list) or len(ids) != len(arguments):
         raise DataError(
-            f"{where}: instruction_id_list and kwargs must be lists of the same length, found "
-            f"{ids!r:.80} and {arguments!r:.80}."
+            f"{prefix}instruction_id_list and {prefix}kwargs must be lists of the same length, "
+            f"found {ids!r:.80} and {arguments!r:.80}."
         )
     instructions = []
     for instruction_id, given in zip(ids, arguments, strict=True):
-        found = _json(given, f"{where}: kwargs") if given else {}
+        found = _json(given, f"{prefix}kwargs") if given else {}
         if not isinstance(found, dict) or not isinstance(instruction_id, str):
-            raise DataError(f"{where}: {instruction_id!r} with kwargs {found!r:.80}.")
+            raise DataError(f"{instruction_id!r} with {prefix}kwargs {found!r:.80}.")
         filled = {name: value for name, value in found.items() if value is not None}
         instructions.append({"id": instruction_id, "arguments": filled})
     return {"prompt": prompt, "instructions": instructions}
 
 
-def _json(value: Any, where: str) -> Any:
+def _json(value: Any, name: str) -> Any:
     """Parses text as JSON: CSV files have lists and objects as text, and objects in lists again."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {value!r:.80}.") from error
+        raise DataError(f"{name} is not JSON: {value!r:.80}.") from error

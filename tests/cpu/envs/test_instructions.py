@@ -135,8 +135,8 @@ BAD_ARGUMENTS = [
 )
 def test_arguments_are_checked(kind, arguments, text):
     with pytest.raises(DataError) as error:
-        instruction(kind, arguments, where="f.jsonl:3")
-    assert text in str(error.value) and str(error.value).startswith("f.jsonl:3: ")
+        instruction(kind, arguments)
+    assert text in str(error.value)
 
 
 def test_arguments_of_published_files_may_be_none_or_floats():
