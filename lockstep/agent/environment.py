@@ -56,6 +56,12 @@ class Environment:
         """Frees the resources of `reset`. Called once, also after a failure."""
 
 
+def first_messages(question: str, *, instructions: str) -> list[Message]:
+    """The developer's instructions, unless they are empty, and the user's question."""
+    said = [Message(role="developer", content=instructions)] if instructions else []
+    return [*said, Message(role="user", content=question)]
+
+
 GroupScorer = Callable[[Sequence[Environment]], "Sequence[Score] | Awaitable[Sequence[Score]]"]
 """Scores the episodes of one group against each other, instead of each `Environment.score`.
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.environment import Environment, Observation, Score, first_messages
 from lockstep.agent.json_schema import schema_problem
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
@@ -152,10 +152,7 @@ class OpenEnvEnvironment(Environment):
         first = await self._opened(sent)
         if first.get("done"):
             raise ToolServerError(f"{self.config.url}: the episode is over before its first step.")
-        messages = [Message(role="user", content=self._text(first))]
-        if self.config.instructions:
-            messages.insert(0, Message(role="developer", content=self.config.instructions))
-        return messages
+        return first_messages(self._text(first), instructions=self.config.instructions)
 
     async def step(self, message: Message) -> Observation:
         if message.parse_error:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Annotated, ClassVar
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.environment import Environment, Observation, Score, first_messages
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolRunner, tool
@@ -45,7 +45,7 @@ class DocSearchConfig(TaskConfig):
     eval_share: float = 0.1
     """Share of `questions` that is held out, chosen by id."""
     instructions: str = "Search, then answer."
-    """Developer message."""
+    """Developer message. Empty: none."""
     two_hop_share: float = 0.5
     """Share of questions about worlds with two hops: "the city of the friend of Bela"."""
     max_calls: int = 4
@@ -208,10 +208,7 @@ class DocSearchEnvironment(Environment):
         self.answer: str | None = None
 
     async def reset(self) -> Sequence[Message]:
-        return (
-            Message(role="developer", content=self._config.instructions),
-            Message(role="user", content=self._problem.question),
-        )
+        return first_messages(self._problem.question, instructions=self._config.instructions)
 
     async def step(self, message: Message) -> Observation:
         if not message.parse_error and not message.tool_calls:

@@ -10,6 +10,7 @@ import json
 import random
 from dataclasses import dataclass, fields
 
+from lockstep.agent.environment import first_messages
 from lockstep.envs.demonstrations import _Demonstrations
 from lockstep.envs.docsearch.config import INVALID_CALL, TOOL_NAME, DocSearchConfig, world_problem
 from lockstep.envs.docsearch.worlds import ENTITY_WORDS, NAMES, NO_RESULTS, VALUES, World
@@ -46,10 +47,7 @@ def demonstration(
     """
     config = config or DocSearchConfig()
     problem = world_problem(world, config)
-    dialogue = [
-        Message(role="developer", content=config.instructions),
-        Message(role="user", content=world.question),
-    ]
+    dialogue = first_messages(world.question, instructions=config.instructions)
     num_calls = 0
 
     def call(arguments: str, result: str) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.environment import Environment, Observation, Score, first_messages
 from lockstep.agent.sandbox import MontyConfig, Sandbox, SandboxConfig, python_tool
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
@@ -131,8 +131,7 @@ class MathConfig(TaskConfig):
     def opening(self, task: Task) -> list[Message]:
         """The messages before the first reply."""
         instructions = self._instructions_for(task, self._form_of(task))
-        said = [Message(role="developer", content=instructions)] if instructions else []
-        return [*said, Message(role="user", content=task.payload["question"])]
+        return first_messages(task.payload["question"], instructions=instructions)
 
     def _source_of(self, split: Split) -> Source:
         return (self.eval_source or self.source) if split == "eval" else self.source

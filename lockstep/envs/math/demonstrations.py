@@ -11,6 +11,7 @@ import json
 import random
 from dataclasses import dataclass, fields, replace
 
+from lockstep.agent.environment import first_messages
 from lockstep.config import require
 from lockstep.envs.demonstrations import _Demonstrations
 from lockstep.envs.math.problems import Made, Operation, chain, word_problem
@@ -82,14 +83,14 @@ def demonstrate_steps(made: Made, rng: random.Random, noise: Noise) -> list[Mess
         lines.append(f"{done.code}={have}")
     lines.append(_answer(have, rng, noise))
     return [
-        *_opening(STEPS_INSTRUCTIONS, made),
+        *first_messages(made.question, instructions=STEPS_INSTRUCTIONS),
         Message(role="assistant", content="\n".join(lines)),
     ]
 
 
 def demonstrate_calls(made: Made, rng: random.Random, noise: Noise) -> list[Message]:
     """A chain with one call per step. Results are those of the sandbox."""
-    dialogue = _opening(TOOL_INSTRUCTIONS, made)
+    dialogue = first_messages(made.question, instructions=TOOL_INSTRUCTIONS)
     if rng.random() < noise.from_head:
         return [*dialogue, Message(role="assistant", content=_answer(int(made.answer), rng, noise))]
     steps = list(made.steps)
@@ -116,15 +117,8 @@ def demonstrate_calls(made: Made, rng: random.Random, noise: Noise) -> list[Mess
 def demonstrate_head(made: Made) -> list[Message]:
     """A chain answered without the tool, with the true answer."""
     return [
-        *_opening(HEAD_INSTRUCTIONS, made),
+        *first_messages(made.question, instructions=HEAD_INSTRUCTIONS),
         Message(role="assistant", content=f"#### {made.answer}"),
-    ]
-
-
-def _opening(instructions: str, made: Made) -> list[Message]:
-    return [
-        Message(role="developer", content=instructions),
-        Message(role="user", content=made.question),
     ]
 
 

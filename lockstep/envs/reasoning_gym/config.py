@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from lockstep import errors
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.environment import Environment, Observation, Score, first_messages
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.children import Child
@@ -133,8 +133,7 @@ class ReasoningGymEnvironment(Environment):
         instructions = self.config.instructions
         if instructions is None:
             instructions = INSTRUCTIONS[self.config.answer]
-        said = [Message(role="developer", content=instructions)] if instructions else []
-        return [*said, Message(role="user", content=self.task.payload["question"])]
+        return first_messages(self.task.payload["question"], instructions=instructions)
 
     async def step(self, message: Message) -> Observation:
         if not message.parse_error:

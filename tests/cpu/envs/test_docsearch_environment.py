@@ -160,10 +160,10 @@ def test_train_and_eval_are_different_streams_that_repeat():
 def test_the_dialogue_opens_with_the_instruction_and_the_question():
     environment = environment_of(TWO_HOPS)
     messages = asyncio.run(environment.reset())
-    assert messages == (
+    assert messages == [
         Message(role="developer", content="Search, then answer."),
         Message(role="user", content="What is the city of the friend of Bela?"),
-    )
+    ]
     assert [entry.name for entry in environment.tools] == ["get_document_chunks"]
 
 
