@@ -32,7 +32,7 @@ from lockstep.agent.guard import (
     settle,
 )
 from lockstep.agent.json_schema import json_type, mismatch
-from lockstep.errors import ConfigError, SandboxError
+from lockstep.errors import ConfigError, SandboxError, ToolServerError
 from lockstep.types import Message, ToolCall, ToolSchema
 
 MAX_NAME_CHARS = 64
@@ -247,6 +247,14 @@ class ToolLimits:
     def of(cls, agent: AgentConfig) -> ToolLimits:
         return cls(timeout_seconds=agent.tool_timeout_seconds, output_chars=agent.tool_output_chars)
 
+    def shown(self, text: str) -> str:
+        """Returns the part of an output that the model reads."""
+        if len(text) > self.output_chars:
+            notice = f"\n[cut: {len(text)} characters in all]"
+            text = text[: max(0, self.output_chars - len(notice))] + notice
+        # A lone surrogate cannot be encoded as UTF-8, and so not as tokens either.
+        return text.encode("utf-8", "replace").decode("utf-8")
+
 
 class ToolFailure(Exception):
     """Raised by a tool to tell the model this text alone; of any other exception it reads the type
@@ -263,7 +271,8 @@ class ToolFailure(Exception):
 
 class ToolRunner:
     """Runs calls against a set of tools, within limits. Raises nothing that a tool raises, except
-    SandboxError when there is nothing to run code in.
+    SandboxError when there is nothing to run code in, and ToolServerError when an environment's
+    server cannot be used.
 
     Counters of `run`: tool/calls, tool/errors, tool/timeouts, tool/truncated,
     tool/invalid_arguments, tool/unknown; and those of each `ToolOutput`.
@@ -279,20 +288,15 @@ class ToolRunner:
         """Runs the calls one after the other. Returns one tool message per call, and counters."""
         replies: list[Message] = []
         counters: dict[str, float] = {}
-        limit = self.limits.output_chars
         for call in calls:
             output, outcome = await self.call(call)
-            is_cut, text = len(output.text) > limit, output.text
-            if is_cut:
-                notice = f"\n[cut: {len(text)} characters in all]"
-                text = text[: max(0, limit - len(notice))] + notice
-            # A lone surrogate cannot be encoded as UTF-8, and so not as tokens either.
-            text = text.encode("utf-8", "replace").decode("utf-8")
+            is_cut = len(output.text) > self.limits.output_chars
             happened = {"calls": True, outcome: outcome != "ok", "truncated": is_cut}
             own = {f"tool/{name}": 1.0 for name, is_so in happened.items() if is_so}
             for name, value in {**output.metrics, **own}.items():
                 counters[name] = counters.get(name, 0.0) + value
             name = call.name[:MAX_NAME_CHARS] or "unknown"
+            text = self.limits.shown(output.text)
             replies.append(Message(role="tool", name=name, content=text, tool_call_id=call.id))
         return replies, dict(counters)
 
@@ -314,8 +318,8 @@ class ToolRunner:
             return ToolOutput(text=f"error: {error}", metrics=error.metrics), error.outcome
 
     async def _invoke(self, entry: Tool, arguments: dict[str, Any]) -> ToolOutput:
-        """Returns the result of a call. Raises TookTooLong, SandboxError (not the model's fault),
-        and ToolFailure for everything else that the tool raised."""
+        """Returns the result of a call. Raises TookTooLong, SandboxError and ToolServerError (not
+        the model's fault), and ToolFailure for everything else that the tool raised."""
         call = functools.partial(entry.function, **arguments)
         try:
             if entry.is_instant:
@@ -327,7 +331,7 @@ class ToolRunner:
                 seconds=None if entry.bounds_itself else self.limits.timeout_seconds,
             )
             return _as_output(found if is_coroutine else result_of(found))
-        except (TookTooLong, SandboxError, ToolFailure):
+        except (TookTooLong, SandboxError, ToolServerError, ToolFailure):
             raise
         except ForeignExit as error:
             is_cancelled = isinstance(error.__cause__, asyncio.CancelledError)

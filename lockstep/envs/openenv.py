@@ -22,11 +22,11 @@ from lockstep.agent.environment import Environment, Observation, Score, first_me
 from lockstep.agent.json_schema import schema_problem
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
-from lockstep.agent.tools import ToolLimits, parse_arguments, unreadable
+from lockstep.agent.tools import Tool, ToolLimits, ToolOutput, ToolRunner, unreadable
 from lockstep.config import check_numbers, did_you_mean
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, MissingExtraError, ToolServerError
-from lockstep.types import Message, Task, ToolCall, ToolSchema
+from lockstep.types import Message, Task
 
 MAX_MESSAGE_BYTES = 64 << 20
 FULL_PAUSE_SECONDS = 0.2
@@ -134,16 +134,21 @@ class OpenEnvEnvironment(Environment):
 
     def __init__(self, config: OpenEnvConfig, task: Task, limits: ToolLimits) -> None:
         self.config, self.task, self.limits = config, task, limits
+        self.tools: Sequence[Tool] = ()
         self.rewards: list[float] = []
+        self._is_over = False
         if config.action == "tool":
             schema = config._schema
             self.tools = (
-                ToolSchema(
+                Tool(
                     name=config.action_name,
                     description=schema.get("description", "").strip() or "Acts in the environment.",
                     parameters={k: v for k, v in schema.items() if k != "description"},
+                    function=self._act,
+                    bounds_itself=True,
                 ),
             )
+        self._runner = ToolRunner(self.tools, limits)
         self._http: Any = None
         self._socket: Any = None
 
@@ -158,20 +163,19 @@ class OpenEnvEnvironment(Environment):
         if message.parse_error:
             return Observation(messages=(unreadable(message),))
         if self.config.action == "text":
-            text, counters, done = await self._act({self.config._text_field: message.content})
-            reply = Message(role="user", content=text)
-            return Observation(messages=(reply,), done=done, metrics=counters)
+            output = await self._act(**{self.config._text_field: message.content})
+            reply = Message(role="user", content=output.text)
+            return Observation(messages=(reply,), done=self._is_over, metrics=output.metrics)
         if not message.tool_calls:
             return Observation(done=True, metrics={"openenv/gave_up": 1.0})
         replies: list[Message] = []
         totals: Counter[str] = Counter()
         for call in message.tool_calls:
-            text, counters, done = await self._call(call)
-            totals.update({"tool/calls": 1, **counters})
-            name = call.name[:64] or "unknown"
-            replies.append(Message(role="tool", name=name, content=text, tool_call_id=call.id))
-            if done:
+            (reply,), counters = await self._runner.run((call,))
+            totals.update(counters)
+            if self._is_over:
                 return Observation(done=True, metrics=totals)
+            replies.append(reply)
         return Observation(messages=replies, metrics=totals)
 
     async def score(self) -> Score:
@@ -184,28 +188,18 @@ class OpenEnvEnvironment(Environment):
             if each is not None:
                 await each.close()
 
-    async def _call(self, call: ToolCall) -> tuple[str, dict[str, int], bool]:
-        (tool,) = self.tools
-        if call.name != tool.name:
-            text = f"error: unknown tool {call.name!r}; tools: {tool.name}"
-            return text, {"tool/unknown": 1}, False
-        try:
-            action = parse_arguments(call.arguments, tool)
-        except ValueError as error:
-            return f"error: {error}", {"tool/invalid_arguments": 1}, False
-        return await self._act(action)
-
-    async def _act(self, action: Mapping[str, Any]) -> tuple[str, dict[str, int], bool]:
-        """(text for the model, counters, whether the episode is over)."""
+    async def _act(self, /, **action: Any) -> ToolOutput:
+        """One step of the server."""
         kind, data = await self._ask("step", action)
         if kind == "error":
-            return f"error: {_words_of(data)}", {"openenv/refused": 1}, False
+            return ToolOutput(text=f"error: {_words_of(data)}", metrics={"openenv/refused": 1.0})
         reward = data.get("reward")
         if reward is not None:
             if not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise ToolServerError(f"{self.config.url}: the reward {reward!r} is not a number.")
             self.rewards.append(float(reward))
-        return self._text(data), {}, bool(data.get("done"))
+        self._is_over = bool(data.get("done"))
+        return ToolOutput(text=self._text(data))
 
     def _text(self, data: Mapping[str, Any]) -> str:
         """Text of an observation for the model."""
@@ -219,10 +213,7 @@ class OpenEnvEnvironment(Environment):
         visible = {k: v for k, v in observation.items() if k not in HIDDEN}
         shown = observation[name] if name else visible
         text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
-        limit = self.limits.output_chars
-        if len(text) > limit:
-            text = text[:limit] + f"\n[cut: {len(text)} characters in all]"
-        return text.encode("utf-8", "replace").decode("utf-8")
+        return self.limits.shown(text)
 
     async def _opened(self, sent: Mapping[str, Any]) -> Mapping[str, Any]:
         """Opens a session and returns its first observation. Waits for a free session."""
