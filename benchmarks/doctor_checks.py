@@ -160,8 +160,7 @@ def loops(chunks: Sequence[Rows], stops: frozenset[int]) -> dict[str, int]:
     for rows in chunks:
         rollout, trainer = rows.rollout_logprobs, rows.trainer_logprobs
         assert rollout is not None and trainer is not None, "made above"
-        for name, whole in rows.rows():
-            del name
+        for whole in rows.slices:
             ids, mask = rows.token_ids[whole].tolist(), rows.loss_mask[whole].tolist()
             one, other = rollout[whole].tolist(), trainer[whole].tolist()
             at = [i for i, trained in enumerate(mask) if trained]

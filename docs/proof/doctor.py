@@ -449,10 +449,10 @@ def at_hand(player: Player) -> Rescoring:
         all=(Weights(name=player.name, directory=Path(player.name)),),
         config=replace(player.model.config, vocab_size=vocab_size),
     )
-    return Rescoring(
-        weights=weights, facts=Facts(temperature=1.0, top_p=1.0, top_k=0),
-        max_tokens=MAX_TOKENS, _scorer=FewIds(player),
-    )  # fmt: skip
+    facts = Facts(temperature=1.0, top_p=1.0, top_k=0)
+    found = Rescoring(weights=weights, facts=facts, max_tokens=MAX_TOKENS)
+    found.scorer = FewIds(player)
+    return found
 
 
 def examined(player: Player, rows: Rows, level: str) -> Diagnosis:

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from lockstep.doctor.checks.rows import Float64Array, Rows
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Dump
 
 MAX_ROWS = 200
@@ -28,7 +28,9 @@ class RowChoice:
         """Takes the next chunk into account."""
         numbers = range(self.num_rows, self.num_rows + len(rows))
         self.num_rows += len(rows)
-        worst = zip(largest_gaps(rows).tolist(), numbers, strict=True)
+        largest = np.full(len(rows), -1.0)  # of a row without a compared token
+        np.maximum.at(largest, rows.row_of[rows.compared], np.abs(rows.gap[rows.compared]))
+        worst = zip(largest.tolist(), numbers, strict=True)
         self.worst = nlargest(MAX_ROWS, [*self.worst, *worst])
 
     @property
@@ -38,14 +40,6 @@ class RowChoice:
         drawn = Random(0).sample(range(self.num_rows), min(self.num_rows, MAX_ROWS))
         sampled = sorted(set(drawn) - set(worst))
         return [(n, "worst mismatch") for n in worst] + [(n, "sample") for n in sampled]
-
-
-def largest_gaps(rows: Rows) -> Float64Array:
-    """[R] the largest |d| of each row; -1 for a row without a compared token."""
-    out = np.full(len(rows), -1.0)
-    at = np.flatnonzero(~np.isnan(rows.gap))
-    np.maximum.at(out, rows.row_of[at], np.abs(rows.gap[at]))
-    return out
 
 
 def fetch(

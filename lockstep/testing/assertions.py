@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.agent.gateway.splicing import num_common
 from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.training.unphysical import Unphysical
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message
 
@@ -126,7 +126,7 @@ def assert_prefix(shorter_ids: Any, longer_ids: Any, *, tokenizer: Tokenizer | N
     >>> assert_prefix([1, 2], [1, 2, 3])
     """
     one, other = _ids(shorter_ids), _ids(longer_ids)
-    at = num_common(one.tolist(), other.tolist())
+    at = first_difference(one.tolist(), other.tolist())
     if at < len(one):
         raise AssertionError(
             f"{at} of {len(one)} ids are a prefix; then {_token(one, at, tokenizer)} at position "
@@ -245,7 +245,7 @@ def _ragged(values: Any) -> list[npt.NDArray[Any]]:
 def _find(ids: npt.NDArray[np.int32], turn: npt.NDArray[np.int32], begin: int) -> tuple[int, int]:
     """(position in `ids` from `begin` on with the longest prefix of `turn`, its length)."""
     places = np.flatnonzero(ids[begin:] == turn[0]) + begin if len(turn) else []
-    found = [(int(at), num_common(turn.tolist(), ids[at:].tolist())) for at in places]
+    found = [(int(at), first_difference(turn.tolist(), ids[at:].tolist())) for at in places]
     return max(found, key=lambda place: place[1], default=(begin, 0))
 
 

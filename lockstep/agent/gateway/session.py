@@ -27,7 +27,7 @@ import numpy as np
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.reading import Dialogues
-from lockstep.agent.gateway.splicing import num_common, splice_reply
+from lockstep.agent.gateway.splicing import splice_reply
 from lockstep.agent.gateway.tree import (
     Answer,
     Dialogue,
@@ -50,6 +50,7 @@ from lockstep.agent.turns import (
     turn_segments,
 )
 from lockstep.errors import ConfigError, EngineDownError, EngineError, RendererError
+from lockstep.renderers.pieces import first_difference
 from lockstep.types import Int32Array, Message, SamplingParams
 
 SamplingRule = Literal["run", "client"]
@@ -602,6 +603,6 @@ class _Draft:
 def _num_changed(before: Int32Array, after: Int32Array) -> int:
     """Counts removed and added ids, between a common beginning and a common end."""
     left, right = before.tolist(), after.tolist()
-    head = num_common(left, right)
-    tail = num_common(left[head:][::-1], right[head:][::-1])
+    head = first_difference(left, right)
+    tail = first_difference(left[head:][::-1], right[head:][::-1])
     return len(left) + len(right) - 2 * (head + tail)

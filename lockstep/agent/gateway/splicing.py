@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.tokenizer import Tokenizer
 
 
@@ -51,19 +52,13 @@ def common_ends(
 
 def _common(left: list[list[int]], right: list[list[int]]) -> tuple[int, int]:
     flat = [[unit for token in tokens for unit in token] for tokens in (left, right)]
-    same = num_common(*flat)
+    same = first_difference(*flat)
     borders = [
         {0: 0, **{end: at for at, end in enumerate(accumulate(map(len, tokens)), start=1)}}
         for tokens in (left, right)
     ]
     end = max(at for at in borders[0].keys() & borders[1].keys() if at <= same)
     return borders[0][end], borders[1][end]
-
-
-def num_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Counts the equal entries at the beginning of both."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _units(tokenizer: Tokenizer, id_: int) -> list[int]:

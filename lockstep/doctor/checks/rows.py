@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -225,6 +225,11 @@ class Rows(Once):
         return np.diff(self.offsets)
 
     @cached_property
+    def slices(self) -> list[slice]:
+        """[R] the place of each row's tokens."""
+        return [slice(begin, end) for begin, end in pairwise(self.offsets.tolist())]
+
+    @cached_property
     def row_of(self) -> Int64Array:
         """[N] index of the row that each token belongs to."""
         return np.repeat(np.arange(len(self)), self.sizes)
@@ -374,13 +379,6 @@ class Rows(Once):
         if self.turn is not None:
             changed["turn"] = np.where(is_lost, np.int32(-1), self.turn)
         return self.with_(**changed)
-
-    def rows(self) -> Iterator[tuple[str, slice]]:
-        """(row's id, slice of its tokens) of each row."""
-        for name, begin, end in zip(
-            self.row_ids, self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True
-        ):
-            yield name, slice(begin, end)
 
 
 def _trainer_logprobs(samples: Sequence[Sample]) -> Float32Array | None:

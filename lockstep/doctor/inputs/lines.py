@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import Row, in_chunks
@@ -20,7 +20,6 @@ MAX_LINE_BYTES = 64 << 20
 """Longest line of a JSONL file: a million tokens with both log-probs."""
 HEAD_ROWS = 64
 """Rows that are read on opening, to find out which columns a dump has."""
-_LINE_PIECE = 1 << 20
 
 
 class RowDump(Dump):
@@ -143,29 +142,23 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, text) of each line that is not blank; DataError for one that is too long."""
     number = 0
     with open(path, "rb") as file:
-        while text := _line(file, f"{path}:{number + 1}"):
+        # A line without end is refused before all of it is in memory.
+        while text := file.readline(MAX_LINE_BYTES + 1):
             number += 1
+            where = f"{path}:{number}"
+            if b"\0" in text:
+                raise DataError(
+                    f"{where}: zero bytes in place of text. Write or copy the file again."
+                )
+            if len(text) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB; expected one "
+                    "row per line. Write rows that large as Parquet."
+                )
             if number == 1:
                 text = text.removeprefix(BYTE_ORDER_MARK)
             if not text.isspace() and text:
                 yield number, text
-
-
-def _line(file: BinaryIO, where: str) -> bytes:
-    """The next line, in pieces, so that a line without end is refused before it is in memory."""
-    pieces: list[bytes] = []
-    while piece := file.readline(_LINE_PIECE):
-        if b"\0" in piece:
-            raise DataError(f"{where}: zero bytes in place of text. Write or copy the file again.")
-        pieces.append(piece)
-        if sum(map(len, pieces)) > MAX_LINE_BYTES:
-            raise DataError(
-                f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB; expected one row "
-                "per line. Write rows that large as Parquet."
-            )
-        if piece.endswith(b"\n"):
-            break
-    return b"".join(pieces)
 
 
 def json_line(text: bytes, where: str) -> dict[str, Any]:

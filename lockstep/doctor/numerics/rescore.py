@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,6 @@ class Rescoring(Once):
     recorded: dict[SideName, float] = field(default_factory=dict[SideName, float])
     """k2 per token of each side against the model, as the sample has it before any repair."""
     _sample: Rows | None = None
-    _scorer: Scorer | None = None
 
     def __post_init__(self) -> None:
         config = self.weights.config
@@ -177,13 +176,11 @@ class Rescoring(Once):
         key = _digest(rows, rows.rollout_logprobs, rows.trainer_logprobs)
         return self.once(f"comparison {key}", lambda: compare(self.evidence(rows)))
 
-    @property
+    @cached_property
     def scorer(self) -> Scorer:
-        if self._scorer is None:
-            from lockstep.doctor.numerics.scorer import Scorer
+        from lockstep.doctor.numerics.scorer import Scorer
 
-            self._scorer = Scorer()
-        return self._scorer
+        return Scorer()
 
     def _distributions(self) -> tuple[Distribution, ...]:
         temperature = self.facts.temperature or 1.0  # greedy sampling records at temperature 1

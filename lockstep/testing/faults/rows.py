@@ -10,12 +10,12 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.agent.gateway.splicing import num_common
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import tag
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.pieces import first_difference
 from lockstep.run.hooks import LogProbs
 from lockstep.run_config import Config
 from lockstep.testing.faults.base import RowFault, is_chosen
@@ -137,8 +137,8 @@ class RerenderedHistory(_EditFault):
         user = Message(role="user", content="x")
         before, two = renderer.render([user]), renderer.render([user, user])
         whole = renderer.render([user, message, user])
-        begin = num_common(before, whole)
-        tail = len(two) - num_common(before, two)
+        begin = first_difference(before, whole)
+        tail = len(two) - first_difference(before, two)
         # What is left ends with the token that opens the next message, and maybe a line break.
         body = whole[len(before) : len(whole) - tail - 1]
         while body and body[-1] not in renderer.tokenizer.control_ids:
@@ -420,7 +420,7 @@ class DroppedThinking(_EditFault):
         for begin, end in turns(row)[:-1]:
             ids = row.token_ids[begin:end].tolist()
             bare = renderer.without_thinking(ids)
-            stop = end - num_common(ids[::-1], bare[::-1])
+            stop = end - first_difference(ids[::-1], bare[::-1])
             lost += range(stop - len(ids) + len(bare), stop)
         return without(row, lost)
 

@@ -18,6 +18,7 @@ import numpy as np
 from lockstep.doctor.checks.base import MAX_SHOWN, Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.pieces import first_difference
 from lockstep.types import Int32Array, Int64Array, Message
 
 MIN_TURNS = 8
@@ -173,9 +174,7 @@ def opening_of(renderer: Renderer) -> tuple[int, ...]:
     user = [Message(role="user", content="a")]
     first = renderer.render(user)
     then = renderer.extend(stop, [Message(role="user", content="b")])
-    size = 0
-    while size < min(len(first), len(then)) and first[-size - 1] == then[-size - 1]:
-        size += 1
+    size = first_difference(first[::-1], then[::-1])
     # The close of the user's message is shared too: the opening begins with the id that every
     # message begins with.
     opening = first[len(first) - size :]

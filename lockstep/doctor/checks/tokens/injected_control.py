@@ -44,7 +44,7 @@ class InjectedControl(Check):
     def _injected(self, rows: Rows) -> Iterator[tuple[int, bool]]:
         """(index of the first control token inside a message, whether the message spells it)."""
         is_control = np.isin(rows.token_ids, list(self.tokenizer.control_ids))
-        for (_, tokens), messages in zip(rows.rows(), rows.messages or (), strict=False):
+        for tokens, messages in zip(rows.slices, rows.messages or (), strict=False):
             written = [
                 message.content
                 for message in messages or ()

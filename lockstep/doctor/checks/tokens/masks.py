@@ -100,11 +100,10 @@ class Boundary(TemplateCheck):
     def look(self, rows: Rows) -> None:
         if rows.is_sampled is None:
             self.template.add(rows)
-        found, has_early = Borders(rows, self.template), np.zeros(len(rows), np.bool_)
+        found = Borders(rows, self.template)
         begin, _ = rows.runs(misplaced(rows, self.template).early)
-        has_early[rows.row_of[begin]] = True
         has_moved = found.moved_by != 0
-        hit = found.is_impossible | found.is_unlike | has_moved | has_early
+        hit = found.is_impossible | found.is_unlike | has_moved | (rows.row_sums(begin) > 0)
         self.count(
             rows=len(rows),
             rows_hit=hit,
@@ -185,8 +184,7 @@ class Borders:
         """[R] offset from there to the engine's first answer; 0 if it is there, or nowhere."""
         self.is_nowhere = np.zeros(num, np.bool_)
         """[R] True if neither the engine's first answer nor something like it is in the row."""
-        has_reply = np.zeros(num, np.bool_)
-        has_reply[replied] = True
+        has_reply = rows.row_sums(begin) > 0
         if rows.prompt_lengths is not None:
             said = rows.prompt_lengths
             self.is_impossible = (said < 0) | (has_reply & (said > rows.sizes))
@@ -198,8 +196,7 @@ class Borders:
             self.is_unlike = has_reply & off & ~self.is_impossible
         for r, answers in enumerate(rows.engine_ids or ()):
             if answers and has_reply[r] and len(answers[0]) >= MIN_ANSWER:
-                ids = rows.token_ids[int(rows.offsets[r]) : int(rows.offsets[r + 1])]
-                moved = moved_to(ids, int(self.first[r]), answers[0])
+                moved = moved_to(rows.token_ids[rows.slices[r]], int(self.first[r]), answers[0])
                 self.is_nowhere[r] = moved is None
                 self.moved_by[r] = moved or 0
         if rows.is_sampled is None:
@@ -414,12 +411,12 @@ def misplaced(rows: Rows, template: TemplateIds) -> Misplaced:
     is_followed = np.isin(end, ends)
     is_followed[is_followed] = rows.loss_mask[np.minimum(end, rows.num_tokens - 1)[is_followed]]
     is_early = ~is_first & ~is_joined & is_followed & (size <= MAX_BORDER)
-    is_after, is_none = np.zeros(len(begin), np.bool_), np.zeros(len(begin), np.bool_)
+    is_after = is_none = np.zeros(len(begin), np.bool_)
     if rows.is_sampled is None:
-        is_after = is_joined & ~np.isin(end, ends)
-        is_after &= ~_opens_message(rows, begin, template)
+        is_unopened = ~np.isin(end, ends)
+        is_after = is_joined & is_unopened & ~_opens_message(rows, begin, template)
         # No opening from the row's first token until the run ends: a dump of replies only.
-        is_none |= is_first & ~np.isin(end, ends)
+        is_none = is_first & is_unopened
     is_observed = ~is_early & ~is_after & ~is_none
     return Misplaced(
         observed=rows.within(begin[is_observed], end[is_observed]),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Int64Array, Message
 
@@ -139,19 +140,19 @@ def dialogues(rows: Rows) -> list[Dialogue]:
     """The rows that have messages and a reply."""
     if rows.messages is None:
         return []
-    spans, of_rows = rows.spans, rows.spans.of_rows(len(rows))
+    spans = rows.spans
     out: list[Dialogue] = []
-    for r, (turns, messages) in enumerate(zip(of_rows, rows.messages, strict=True)):
-        offset, end = int(rows.offsets[r]), int(rows.offsets[r + 1])
+    for r, turns in enumerate(spans.of_rows(len(rows))):
+        tokens, messages = rows.slices[r], rows.messages[r]
         if not messages or not turns:
             continue
         out.append(
             Dialogue(
                 row=r,
-                ids=rows.token_ids[offset:end],
-                offset=offset,
-                begin=spans.begin[turns] - offset,
-                end=spans.end[turns] - offset,
+                ids=rows.token_ids[tokens],
+                offset=tokens.start,
+                begin=spans.begin[turns] - tokens.start,
+                end=spans.end[turns] - tokens.start,
                 messages=messages,
                 replies=[i for i, message in enumerate(messages) if message.role == "assistant"],
             )
@@ -335,7 +336,7 @@ def as_history(message: Message, renderer: Renderer) -> list[int]:
     close that every message has. Raises RendererError if the format cannot write it."""
     before = renderer.render([_WORDS])
     whole = renderer.render([_WORDS, message])
-    close = _num_shared(before[::-1], whole[::-1])  # and opening of the next
+    close = first_difference(before[::-1], whole[::-1])  # and opening of the next
     if whole[: len(before)] == before:
         return whole[len(before) : len(whole) - close]
     # One token spans the end of the opening and the message's beginning: cut by bytes.
@@ -360,8 +361,8 @@ def rewriting(before: str, after: str) -> str | None:
     if before.startswith(after):
         return f"cut before {_short(before[len(after) :])}"
     before, after = before.strip(), after.strip()
-    head = _num_shared(before, after)
-    tail = _num_shared(before[head:][::-1], after[head:][::-1])
+    head = first_difference(before, after)
+    tail = first_difference(before[head:][::-1], after[head:][::-1])
     if head + tail < MIN_SHARED * len(before):
         return None
     was, now = before[head : len(before) - tail], after[head : len(after) - tail]
@@ -369,12 +370,6 @@ def rewriting(before: str, after: str) -> str | None:
         if json.loads(was) == json.loads(now):
             return "its JSON was written again"
     return f"{_short(was)} became {_short(now)}"
-
-
-def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of entries that two sequences begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _short(text: str) -> str:

@@ -33,9 +33,7 @@ class ThinkingDropped(Check):
     def _dropped(self, rows: Rows) -> Iterator[tuple[int, int, str]]:
         """(begin, end, thinking) of each earlier turn whose thinking is not in its row."""
         spans = rows.spans
-        for r, ((_, tokens), turns) in enumerate(
-            zip(rows.rows(), spans.of_rows(len(rows)), strict=True)
-        ):
+        for r, turns in enumerate(spans.of_rows(len(rows))):
             messages = None if rows.messages is None else rows.messages[r]
             answered = None if rows.engine_ids is None else rows.engine_ids[r]
             replies = [m.thinking for m in messages or () if m.role == "assistant"]
@@ -44,7 +42,7 @@ class ThinkingDropped(Check):
                 replies = [*(self.renderer.parse(ids).thinking for ids in answered[:-1]), ""]
             if not any(replies[:-1]) or len(replies) != len(turns):
                 continue
-            begin = tokens.start
+            begin = rows.slices[r].start
             for span, thinking in zip(turns[:-1], replies, strict=False):
                 end = int(spans.end[span])
                 lines = [line for line in thinking.splitlines() if len(line.strip()) >= MIN_LINE]

@@ -88,7 +88,7 @@ def noise_of(rows: Rows, side: Float32Array) -> Noise:
     tokens are left out, for they cannot vary."""
     contexts = contexts_of(rows)
     rollout = rows.rollout[contexts.repeated].astype(np.float64)
-    unforced = _mean(contexts, rollout) < FORCED_LOGPROB
+    unforced = contexts.means(rollout) < FORCED_LOGPROB
     size = contexts.size[unforced]
     within = _within(contexts, side[contexts.repeated].astype(np.float64))[unforced]
     least = np.argsort(within / (size - 1), kind="stable")[: int(np.ceil(TYPICAL * len(size)))]
@@ -109,14 +109,9 @@ def noise_of(rows: Rows, side: Float32Array) -> Noise:
     return out
 
 
-def _mean(contexts: Contexts, values: Float64Array) -> Float64Array:
-    """[G] mean of each group. values: [M]."""
-    return np.bincount(contexts.group, values, minlength=len(contexts.size)) / contexts.size
-
-
 def _within(contexts: Contexts, values: Float64Array) -> Float64Array:
     """[G] sum of squares about the mean of each group. values: [M]."""
-    apart = values - _mean(contexts, values)[contexts.group]
+    apart = values - contexts.means(values)[contexts.group]
     total = np.bincount(contexts.group, apart * apart, minlength=len(contexts.size))
     return total.astype(np.float64)
 

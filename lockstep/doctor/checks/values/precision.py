@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.types import Float32Array, Int64Array
 
 GRIDS = (("bfloat16", 2.0**-7), ("float16", 2.0**-10))
@@ -52,6 +52,10 @@ class Contexts:
     """[B] index of a token at a branch, ..."""
     other: Int64Array
     """[B] ... and of a different token there. k different tokens make k - 1 pairs, in a chain."""
+
+    def means(self, values: Float64Array) -> Float64Array:
+        """[G] mean of each group. values: [M]."""
+        return np.bincount(self.group, values, minlength=len(self.size)) / self.size
 
 
 def contexts_of(rows: Rows) -> Contexts:

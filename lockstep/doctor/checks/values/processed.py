@@ -164,11 +164,11 @@ class Processed(Check):
         # Noise is no processing: it stays, where repeated contexts show it.
         contexts = contexts_of(rows)
         again = contexts.repeated
-        mean = np.bincount(contexts.group, rollout[again], minlength=len(contexts.size))
+        mean = contexts.means(rollout[again])[contexts.group]
         num_hit = np.bincount(contexts.group, is_hit[rows.row_of[again]])
         is_whole = (num_hit == contexts.size)[contexts.group]
-        again, mean = again[is_whole], (mean / contexts.size)[contexts.group[is_whole]]
-        repaired[again] = rows.trainer[again] + rollout[again] - mean
+        again = again[is_whole]
+        repaired[again] = rows.trainer[again] + rollout[again] - mean[is_whole]
         return rows.with_(rollout_logprobs=repaired.astype(np.float32))
 
     def _candidates(self, sample: _Sample) -> list[Processing]:

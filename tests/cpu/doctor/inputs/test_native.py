@@ -80,7 +80,7 @@ def save(path: Path, rows: Rows, facts: Facts | None = None) -> None:
         write_rows(path, [rows], facts)
         return
     lines = [{"lockstep.doctor": facts_to_dict(facts or Facts())}]
-    for i, (_, tokens) in enumerate(rows.rows()):
+    for i, tokens in enumerate(rows.slices):
         line = {}
         for column in COLUMNS:
             if (value := getattr(rows, column.field)) is not None:

@@ -53,7 +53,7 @@ def test_rows_are_those_that_the_run_trained_with_both_sides_log_probs(tmp_path:
 def test_what_the_engine_answered_stands_beside_the_rows_reply_by_reply(tmp_path: Path):
     (rows,) = open_dump(write_run(tmp_path / "run", num_steps=1)).chunks()
 
-    for number, (_, tokens) in enumerate(rows.rows()):
+    for number, tokens in enumerate(rows.slices):
         replies = np.concatenate(rows.engine_ids[number])
         assert len(rows.engine_ids[number]) == 2
         assert replies.tolist() == rows.token_ids[tokens][rows.is_sampled[tokens]].tolist()
