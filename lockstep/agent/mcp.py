@@ -198,14 +198,17 @@ class ToolServer:
 
     async def _connected(self, counters: dict[str, float]) -> _Connection:
         async with self._lock:
-            if self._connection is None or self._connection.task.done():
+            connection = self._connection
+            if connection is None or connection.task.done():
                 if self.num_starts:
                     counters["mcp/restarts"] = 1.0
                 self.num_starts += 1
                 client = asyncio.get_running_loop().create_future()
-                self._connection = _Connection(client, asyncio.create_task(self._connect(client)))
-            await asyncio.shield(self._connection.client)
-            return self._connection
+                connection = _Connection(client, asyncio.create_task(self._connect(client)))
+                self._connection = connection
+            # A caller that is cancelled leaves the start to the next one.
+            await asyncio.shield(connection.client)
+            return connection
 
     async def _connect(self, opened: asyncio.Future[Any]) -> None:
         """Opens the connection and holds it until the task is cancelled: the SDK wants its context
