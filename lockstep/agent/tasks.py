@@ -35,16 +35,6 @@ def is_held_out(share: float, *key: str) -> bool:
     return derive_seed("held out", *key) < share * 2**63
 
 
-def hold_out(
-    entries: Sequence[T], share: float, *, key: Callable[[T], str]
-) -> tuple[list[T], list[T]]:
-    """Splits into (entries to train on, held-out entries), by `is_held_out`."""
-    parts: tuple[list[T], list[T]] = ([], [])
-    for entry in entries:
-        parts[is_held_out(share, key(entry))].append(entry)
-    return parts
-
-
 class TaskSource:
     """An iterator of tasks that can be stopped and resumed.
 

@@ -17,7 +17,7 @@ from lockstep.agent.tasks import (
     GeneratedSource,
     ListSource,
     TaskSource,
-    hold_out,
+    is_held_out,
     read_tasks,
 )
 from lockstep.config import require
@@ -174,7 +174,8 @@ def split_tasks(
     in both.
     """
     if held_out is None:
-        train, evaluated = hold_out(tasks, eval_share, key=key)
+        train = [task for task in tasks if not is_held_out(eval_share, key(task))]
+        evaluated = [task for task in tasks if is_held_out(eval_share, key(task))]
     else:
         train, evaluated = list(tasks), list(held_out)
         if both := set(map(key, train)) & set(map(key, evaluated)):
