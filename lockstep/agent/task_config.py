@@ -1,7 +1,8 @@
-"""Kinds of tasks as one setting: their source, and the environment that plays them."""
+"""The settings `task` and `data`: kinds of tasks, and of demonstrations that come before them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, GroupScorer
 from lockstep.agent.harness import Harness
 from lockstep.agent.tasks import TaskSource
+from lockstep.config import check_numbers, require
 from lockstep.types import Message, Task
 
 Split = Literal["train", "eval"]
@@ -55,12 +57,44 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DialogueConfig:
-    """Base of every source of training dialogues that is a program, not a file. A subclass is a
-    choice of the setting `data` of `lockstep sft`, by its tag."""
+    """Base of demonstrations that a program writes, for supervised training in two stages: without
+    mistakes, then with some. A subclass is a choice of the setting `data` of `lockstep sft`, by its
+    tag, and gives `demonstrate`.
+
+    The first stage teaches the format and the skill. The second leaves something to improve for
+    reinforcement learning.
+    """
+
+    num_dialogues: int = 40000
+    """Dialogues in both stages, each about a task of its own."""
+    clean_share: float = 0.75
+    """Share of the steps and dialogues that the stage without mistakes has."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "", "num_dialogues", least=2)
+        require(self, "", clean_share=(0 < self.clean_share < 1, "in (0, 1)"))
+
+    def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
+        """One dialogue about a task drawn from `rng`. is_noisy: with mistakes."""
+        raise NotImplementedError
+
+    def clean_word_weights(self) -> dict[str, float]:
+        """Loss weights of words in the stage without mistakes."""
+        return {}
 
     def stages(self, seed: int) -> Sequence[DialogueStage]:
         """The stages of the training, in order. Their shares add up to 1."""
-        raise NotImplementedError
+        rng = random.Random(seed)
+        num_clean = round(self.num_dialogues * self.clean_share)
+        stages: list[DialogueStage] = []
+        for share, count, is_noisy in (
+            (self.clean_share, num_clean, False),
+            (1 - self.clean_share, self.num_dialogues - num_clean, True),
+        ):
+            dialogues = [self.demonstrate(rng, is_noisy=is_noisy) for _ in range(count)]
+            weights = {} if is_noisy else self.clean_word_weights()
+            stages.append(DialogueStage(share=share, dialogues=dialogues, word_weights=weights))
+        return tuple(stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, fields
 
 from lockstep.agent.environment import first_messages
-from lockstep.envs.demonstrations import _Demonstrations
+from lockstep.agent.task_config import DialogueConfig
 from lockstep.envs.docsearch.config import INVALID_CALL, TOOL_NAME, DocSearchConfig, world_problem
 from lockstep.envs.docsearch.worlds import ENTITY_WORDS, NAMES, NO_RESULTS, VALUES, World
 from lockstep.types import Message, ToolCall
@@ -92,7 +92,7 @@ def _arguments(*keywords: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchDemonstrationsConfig(_Demonstrations):
+class SearchDemonstrationsConfig(DialogueConfig):
     """Document search in generated worlds: a stage without mistakes, in which copying from results
     is learnt, then a stage with them."""
 

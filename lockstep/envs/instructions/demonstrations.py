@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
+from lockstep.agent.task_config import DialogueConfig
 from lockstep.config import require
-from lockstep.envs.demonstrations import _Demonstrations
 from lockstep.envs.instructions.checkers import LESS_THAN, Instruction, count_words, instruction
 from lockstep.envs.instructions.generated import World
 from lockstep.types import Message
@@ -100,7 +100,7 @@ def _deal(found: Sequence[str], count: int) -> list[Sequence[str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstructionDemonstrationsConfig(_Demonstrations):
+class InstructionDemonstrationsConfig(DialogueConfig):
     """Prompts of the small world with replies: a stage in which every instruction is followed, then
     one in which some are ignored on purpose."""
 

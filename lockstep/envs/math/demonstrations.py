@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass, fields, replace
 
 from lockstep.agent.environment import first_messages
+from lockstep.agent.task_config import DialogueConfig
 from lockstep.config import require
-from lockstep.envs.demonstrations import _Demonstrations
 from lockstep.envs.math.problems import Made, Operation, chain, word_problem
 from lockstep.types import Message, ToolCall
 
@@ -135,7 +135,7 @@ def _answer(number: int, rng: random.Random, noise: Noise) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathDemonstrationsConfig(_Demonstrations):
+class MathDemonstrationsConfig(DialogueConfig):
     """Word problems and chains, in equal parts: a stage without mistakes, in which the model learns
     steps and copying, then a stage with them."""
 
