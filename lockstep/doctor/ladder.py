@@ -306,9 +306,8 @@ class _Climber:
         """The trainer's log-probs of these rows against the recorded ones."""
         trainer = self.parts.trainer.forward(samples, column=None)
         rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer))
-        has = frozenset({"rollout_logprobs", "trainer_logprobs", "is_sampled", "turn"})
         stages = [Stage(checks=checks) for checks in all_stages().values()]
-        examined = examine(lambda: [rows], stages, self.setting, has=has)
+        examined = examine(lambda: [rows], stages, self.setting, has=rows.has)
         gap = gap_of_all(rows)
         shares = {share.cause: share.k2 for share in examined.shares}
         causes = [f.cause for f in examined.findings if f.verdict == "differs"]

@@ -16,6 +16,7 @@ from lockstep.doctor.diagnosis import FLOAT_NOISE, Diagnosis
 from lockstep.doctor.row_choice import fetch
 from lockstep.errors import printable
 from lockstep.observe.live import format_number, format_seconds
+from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Float32Array, Int32Array
 
@@ -97,15 +98,12 @@ def _proof(evidence: Evidence, rows: Rows, tokenizer: Tokenizer | None) -> Table
     begin = max(0, min(evidence.begin, rows.num_tokens))
     end = max(begin, min(evidence.end, rows.num_tokens))
     if evidence.expected_ids:
-        found, expected = rows.token_ids[begin:end], np.array(evidence.expected_ids)
-        size = min(len(found), len(expected))
-        apart = np.flatnonzero(found[:size] != expected[:size])
-        first = max(0, (int(apart[0]) if len(apart) else size) - 1)
+        found, expected = rows.token_ids[begin:end].tolist(), evidence.expected_ids
+        first = max(0, first_difference(found, expected) - 1)
         table = _plain_table("place", "in the row", "expected")
         for i in range(first, min(first + NUM_TOKENS, max(len(found), len(expected)))):
             mine, other = (
-                _token_text(int(ids[i]), tokenizer) if i < len(ids) else "-"
-                for ids in (found, expected)
+                _token_text(ids[i], tokenizer) if i < len(ids) else "-" for ids in (found, expected)
             )
             style = "" if mine == other else "bold red"
             table.add_row(str(begin + i), Text(mine, style), Text(other, style))

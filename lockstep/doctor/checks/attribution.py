@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.observe.parts import PARTS, Part
 from lockstep.types import FORCED_LOGPROB, Int64Array
 
@@ -261,11 +261,9 @@ def spelling_of(id_: int, tokenizer: Tokenizer) -> str:
     return "number" if any(c.isnumeric() for c in text) else "punctuation"
 
 
-def is_touched(rows: Rows, repaired: Rows) -> BoolArray:
-    """[R] True for rows in which a repair changed an id, the mask or a log-prob."""
-    changed = np.zeros(rows.num_tokens, np.bool_)
-    for name in ("token_ids", "loss_mask", "rollout_logprobs", "trainer_logprobs"):
-        one, other = getattr(rows, name), getattr(repaired, name)
-        if one is not None and other is not None:
-            changed |= (one != other) & ~(np.isnan(one) & np.isnan(other))
-    return rows.row_sums(np.flatnonzero(changed)) > 0
+def is_touched(rows: Rows, repaired: Rows) -> bool:
+    """True if a repair changed an id, the mask or a log-prob."""
+    names = ("token_ids", "loss_mask", "rollout_logprobs", "trainer_logprobs")
+    known = [name for name in names if getattr(rows, name) is not None]
+    pairs = ((getattr(rows, name), getattr(repaired, name)) for name in known)
+    return any(not np.array_equal(one, other, equal_nan=True) for one, other in pairs)

@@ -198,10 +198,8 @@ class Check(ABC):
         self.keep(weight, evidence_at(rows, begin, end, note, expected_ids))
 
     def keep(self, weight: float, evidence: Evidence) -> None:
-        self._evidence.append((weight, evidence))
-        if len(self._evidence) > 4 * MAX_EVIDENCE:
-            self._evidence.sort(key=lambda pair: -pair[0])
-            del self._evidence[MAX_EVIDENCE:]
+        ranked = sorted([*self._evidence, (weight, evidence)], key=lambda pair: -pair[0])
+        self._evidence = ranked[:MAX_EVIDENCE]
 
     def show_runs(
         self, rows: Rows, begin: Int64Array, end: Int64Array, note: Callable[[int, int], str]
@@ -213,7 +211,6 @@ class Check(ABC):
 
     def found(self, verdict: Verdict, measured: str, **figures: float) -> Finding:
         """The finding, with `counts`, these figures, and the evidence unless it is consistent."""
-        kept = sorted(self._evidence, key=lambda pair: -pair[0])[:MAX_EVIDENCE]
         return Finding(
             check=self.name,
             claim=self.claim,
@@ -221,7 +218,7 @@ class Check(ABC):
             measured=measured,
             cause="" if verdict == "consistent" else self.cause,
             figures={**self.counts, **figures},
-            evidence=() if verdict == "consistent" else tuple(e for _, e in kept),
+            evidence=() if verdict == "consistent" else tuple(e for _, e in self._evidence),
         )
 
     def differs(self, measured: str, **figures: float) -> Finding:

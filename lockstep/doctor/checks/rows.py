@@ -156,17 +156,11 @@ class Rows(Once):
                 return None
             return np.concatenate([sample.columns[name] for sample in samples])
 
-        turn = column("turn")
-        known: dict[str, Any] = {
-            "rollout_logprobs": column("rollout_logprobs"),
-            "trainer_logprobs": _trainer_logprobs(samples),
-            "turn": turn,
-            "is_sampled": None if turn is None else turn >= 0,
-            "policy_version": column("policy_version"),
-            "advantages": column("advantages"),
-            "routed_experts": column("routed_experts"),
-            "groups": np.array([sample.group for sample in samples], np.int64),
-        }
+        names = ("rollout_logprobs", "turn", "policy_version", "advantages", "routed_experts")
+        known: dict[str, Any] = {name: column(name) for name in names}
+        known["trainer_logprobs"] = _trainer_logprobs(samples)
+        known["is_sampled"] = None if known["turn"] is None else known["turn"] >= 0
+        known["groups"] = np.array([sample.group for sample in samples], np.int64)
         return cls(
             row_ids=tuple(sample.id for sample in samples),
             offsets=np.cumsum([0, *sizes], dtype=np.int64),

@@ -178,9 +178,8 @@ def _of_torch(path: Path) -> _Batch:
 def _of_proto(path: Path) -> _Batch:
     """A pickled DataProto: tensors as bytes of torch.save, arrays by row, settings."""
     saved = read_pickle(path)
-    if not isinstance(saved, Record) or saved.name != "verl.protocol.DataProto":
-        return {}, {}, {}
-    if not isinstance(saved.state, tuple) or len(saved.state) != 3:
+    is_proto = isinstance(saved, Record) and saved.name == "verl.protocol.DataProto"
+    if not is_proto or not isinstance(saved.state, tuple) or len(saved.state) != 3:
         return {}, {}, {}
     content, arrays, meta = saved.state
     found = read_torch(content, f"{path} (its tensors)") if isinstance(content, bytes) else {}

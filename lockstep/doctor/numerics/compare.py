@@ -337,9 +337,7 @@ def _side(
             or tokens[is_hit].sum() < MIN_TOKENS
         ):
             hit[is_hit] = -1
-    left = k2.copy()
-    for number, of_variant in enumerate(residuals):
-        left[hit == number] = of_variant[hit == number]
+    left = np.stack([*residuals, k2])[hit, np.arange(len(rows))]  # -1 is k2 itself
     return Side(
         name=name,
         values=values,

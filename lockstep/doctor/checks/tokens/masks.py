@@ -287,11 +287,8 @@ class MissingFinal(TemplateCheck):
 
     def conclude(self) -> Finding:
         kept = np.array(self._kept, np.int64).reshape(-1, 4)
-        at_limit = np.zeros(len(kept), np.bool_)
-        for kind in range(4):
-            is_largest = kept[:, kind] == self._largest[kind]
-            if is_largest.sum() >= MIN_AT_CEILING:
-                at_limit |= is_largest
+        is_largest = kept == self._largest
+        at_limit = is_largest[:, is_largest.sum(axis=0) >= MIN_AT_CEILING].any(axis=1)
         unexplained = float((~at_limit).mean()) if len(kept) else 0.0
         c = self.counts
         num_open = c["turns_without_stop"]

@@ -17,8 +17,6 @@ from lockstep.types import Float32Array, Int64Array
 
 ROUNDING = 1e-3
 """Nats above 0 that rounding may make: a softmax in 16 bits. A larger number is no log-prob."""
-UNITS = (("log2", float(np.log(2.0))), ("log10", float(np.log(10.0))))
-"""Logs to other bases, and the factors that make natural logs of them."""
 MAX_UNIT_ERROR = 0.02
 """Relative error of a unit's ratio between two unforced log-probs: float noise is 1e-6, and neither
 another unit nor a temperature keeps one ratio over all tokens of a row."""
@@ -119,15 +117,14 @@ class Positive(Check):
             out = side.astype(np.float64)
             is_prob = (of_token == 1) & (out > 0)  # negative numbers in such a row are log-probs
             out[is_prob] = np.log(out[is_prob])
-            out = np.where(of_token == 2, -out, out)
-            for number, (_, factor) in enumerate(UNITS, 3):
-                out = np.where(of_token == number, out * factor, out)
-            changed[field] = out.astype(np.float32)
+            changed[field] = (out * FACTORS[of_token]).astype(np.float32)
         return rows.with_(**changed) if changed else rows
 
 
 KINDS = ("", "probabilities", "negated log-probs", "log2", "log10")
 """Scales that a row's numbers may be on instead of natural logs."""
+FACTORS = np.array([1.0, 1.0, -1.0, np.log(2.0), np.log(10.0)])
+"""The factor that makes natural logs of each; probabilities have none."""
 
 
 def kinds_of(rows: Rows, side: Float32Array, other: Float32Array | None) -> Int64Array:
@@ -156,7 +153,8 @@ def kinds_of(rows: Rows, side: Float32Array, other: Float32Array | None) -> Int6
         kinds[is_turned & ~as_prob] = 2
     unforced = (values < UNFORCED) & (truth < UNFORCED)
     num = count(unforced)
-    for number, (_, factor) in enumerate(UNITS, 3):
+    for number in (KINDS.index("log2"), KINDS.index("log10")):
+        factor = FACTORS[number]
         fits = unforced & (np.abs(values * factor - truth) < MAX_UNIT_ERROR * np.abs(truth))
         kinds[(kinds == 0) & (num >= MIN_UNIT_TOKENS) & (count(fits) == num)] = number
     return kinds
