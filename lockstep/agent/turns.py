@@ -162,7 +162,7 @@ class TurnSampler:
         if not pieces:
             kind = OutOfTime if finish_reason == "abort" else EngineError
             raise kind(f"request {request.id}: no token was sampled ({finish_reason}).")
-        ids = np.concatenate([piece.ids for piece in pieces])
+        ids = np.concatenate([piece.token_ids for piece in pieces])
         at("renderer.parse")
         message = self.renderer.parse(ids.tolist())
         at("the sampled reply")
@@ -170,7 +170,7 @@ class TurnSampler:
         context_ids = prompt_ids
         for piece in pieces:
             leaf = self.trajectory.record(
-                piece.ids,
+                piece.token_ids,
                 logprobs=piece.logprobs,
                 support=piece.support,
                 routed_experts=piece.routed_experts,
@@ -178,14 +178,14 @@ class TurnSampler:
                 parent=leaf,
                 prompt_ids=context_ids,
                 policy_version=piece.policy_version,
-                finish_reason=piece.finish_reason,
+                finish_reason=piece.finish_reason or "stop",
                 stop=piece.stop,
                 sampling=sampling,
                 messages=(message,) if piece is pieces[-1] else (),
                 reason=reason if piece is pieces[0] else "",
                 fingerprint=piece.fingerprint,
             )
-            context_ids = np.concatenate([context_ids, piece.ids])
+            context_ids = np.concatenate([context_ids, piece.token_ids])
             routes_from = len(context_ids) - 1
         return Turn(leaf, ids, message, finish_reason, pieces[-1].stop)
 
@@ -203,7 +203,7 @@ class TurnSampler:
 
     async def _generate(
         self, request: Request, deadline: float
-    ) -> tuple[list[_Piece], FinishReason]:
+    ) -> tuple[list[Delta], FinishReason]:
         """Returns the engine's reply: a piece per policy version, and the finish reason. It is
         aborted at the deadline, and the iterator is always closed.
 
@@ -216,7 +216,7 @@ class TurnSampler:
         timer = loop.call_later(
             remaining, lambda: aborts.append(loop.create_task(self._abort(request.id)))
         )
-        pieces: list[_Piece] = []
+        pieces: list[Delta] = []
         part: list[Delta] = []
         last: Delta | None = None
         num_tokens = 0
@@ -231,7 +231,7 @@ class TurnSampler:
                     last = delta
                     part.append(delta)
                     if delta.finish_reason is not None:
-                        pieces.append(_Piece(part))
+                        pieces.append(_joined(part))
                         part = []
         except TimeoutError as error:
             if not clock.expired():
@@ -251,9 +251,9 @@ class TurnSampler:
             raise EngineError(f"request {request.id}: the engine aborted it.")
         # A version may have sampled nothing: the weights changed right before the first token, or
         # after the last one, and then the last piece gets the finish reason.
-        sampled = [piece for piece in pieces if len(piece.ids)]
+        sampled = [piece for piece in pieces if len(piece.token_ids)]
         if sampled:
-            sampled[-1].finish_reason, sampled[-1].stop = last.finish_reason, last.stop
+            sampled[-1] = replace(sampled[-1], finish_reason=last.finish_reason, stop=last.stop)
         return sampled, last.finish_reason
 
     async def _abort(self, request_id: str) -> None:
@@ -342,20 +342,18 @@ def count(trajectory: Trajectory, name: str, amount: float = 1) -> None:
     trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + float(amount)
 
 
-class _Piece:
-    """The part of a turn that one policy version sampled."""
-
-    def __init__(self, deltas: Sequence[Delta]) -> None:
-        self.ids = np.concatenate([delta.token_ids for delta in deltas]).astype(np.int32)
-        self.logprobs = np.concatenate([delta.logprobs for delta in deltas])
-        supports = [delta.support for delta in deltas if delta.support is not None]
-        self.support = Ragged.concatenate(supports) if supports else None
-        routes = [delta.routed_experts for delta in deltas if delta.routed_experts is not None]
-        self.routed_experts = np.concatenate(routes) if routes else None
-        self.policy_version = deltas[-1].policy_version
-        self.finish_reason: FinishReason = deltas[-1].finish_reason or "stop"
-        self.stop = deltas[-1].stop
-        self.fingerprint = deltas[-1].fingerprint
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """Returns the part of a turn that one policy version sampled, as one delta."""
+    supports = [delta.support for delta in deltas if delta.support is not None]
+    routes = [delta.routed_experts for delta in deltas if delta.routed_experts is not None]
+    return replace(
+        deltas[-1],
+        token_ids=np.concatenate([delta.token_ids for delta in deltas]).astype(np.int32),
+        logprobs=np.concatenate([delta.logprobs for delta in deltas]),
+        support=Ragged.concatenate(supports) if supports else None,
+        routed_experts=np.concatenate(routes) if routes else None,
+        first=deltas[0].first,
+    )
 
 
 def _check_delta(before: Delta | None, delta: Delta, request: Request, num_tokens: int) -> None:
