@@ -260,13 +260,8 @@ def split_to_json(split: Split) -> dict[str, Any]:
 
 
 def _place(place: Place) -> dict[str, Any]:
-    return {
-        "part": place.part,
-        "label": place.label,
-        "share_k2": place.share_k2,
-        "share_tokens": place.share_tokens,
-        **_means(place.gap),
-    }
+    known = {name: value for name, value in asdict(place).items() if name != "gap"}
+    return known | _means(place.gap)
 
 
 def _means(gap: Gap) -> dict[str, Any]:

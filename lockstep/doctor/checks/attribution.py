@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.observe.parts import PARTS, Part
+from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import FORCED_LOGPROB, Int64Array
-
-if TYPE_CHECKING:
-    from lockstep.renderers.tokenizer import Tokenizer
 
 SPELLINGS = ("word", "number", "punctuation", "space", "bytes", "control")
 """Kinds of one token: has a letter; has a digit; neither; only blanks; part of a character; a

@@ -6,18 +6,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.rows import Once, Rows
 from lockstep.errors import ConfigError
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int64Array
-
-if TYPE_CHECKING:
-    from lockstep.renderers.base import Renderer
-    from lockstep.renderers.tokenizer import Tokenizer
 
 Verdict = Literal["consistent", "information", "differs", "not_checkable"]
 """consistent: the claim holds. differs: it does not, and `cause` says why. information: worth

@@ -237,11 +237,10 @@ class Quantised(Check):
             grid_of_row = grids_of(rows, side)
             for number in np.unique(grid_of_row[grid_of_row >= 0]).tolist():
                 at = np.flatnonzero(judged & (grid_of_row == number)[rows.row_of])
-                self._rounded[who, GRIDS[number]] += len(at)
+                grid = GRIDS[number]
+                self._rounded[who, grid] += len(at)
                 for i in at[:4].tolist():
-                    note = (
-                        f"the {who}'s log-prob is a number of {GRIDS[number].name}: {side[i]:.8g}"
-                    )
+                    note = f"the {who}'s log-prob is a number of {grid.name}: {side[i]:.8g}"
                     self.show(float(-side[i]), rows, i, i + 1, note)
 
     def conclude(self) -> Finding:
