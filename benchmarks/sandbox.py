@@ -15,7 +15,9 @@ import sys
 import time
 from statistics import median, quantiles
 
-from lockstep.agent.sandbox import BubblewrapConfig, MontyConfig, ProgramResult, Sandbox
+from lockstep.agent.sandbox.base import ProgramResult, Sandbox
+from lockstep.agent.sandbox.bubblewrap import BubblewrapConfig
+from lockstep.agent.sandbox.monty import MontyConfig
 from lockstep.errors import ConfigError
 
 PROGRAM = "import math\nprint(sum(math.comb(20, k) for k in range(21)))"

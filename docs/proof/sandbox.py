@@ -20,13 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.agent.sandbox import (
-    BubblewrapConfig,
-    ContainerConfig,
-    MontyConfig,
-    SandboxConfig,
-    SandboxLimits,
-)
+from lockstep.agent.sandbox.base import SandboxConfig, SandboxLimits
+from lockstep.agent.sandbox.bubblewrap import BubblewrapConfig
+from lockstep.agent.sandbox.container import ContainerConfig
+from lockstep.agent.sandbox.monty import MontyConfig
 from lockstep.errors import LockstepError
 from lockstep.testing.check_sandbox import check_sandbox
 

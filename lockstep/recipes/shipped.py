@@ -1,4 +1,5 @@
-"""The recipes that come with Lockstep. Importing this file also registers all kinds of tasks."""
+"""The recipes that come with Lockstep. Importing this file also registers all kinds of tasks
+and sandboxes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import lockstep.agent.judge
+import lockstep.agent.sandbox.bubblewrap
+import lockstep.agent.sandbox.container
 import lockstep.envs.mcp_tasks
 import lockstep.envs.mixture
 import lockstep.envs.openenv

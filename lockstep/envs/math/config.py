@@ -10,7 +10,9 @@ from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score, first_messages
-from lockstep.agent.sandbox import MontyConfig, Sandbox, SandboxConfig, python_tool
+from lockstep.agent.sandbox.base import Sandbox, SandboxConfig
+from lockstep.agent.sandbox.monty import MontyConfig
+from lockstep.agent.sandbox.tool import python_tool
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import ToolEnvironment, ToolLimits

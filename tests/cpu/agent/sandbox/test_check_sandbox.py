@@ -12,14 +12,9 @@ from pathlib import Path
 import pytest
 from hostile import HOSTILE
 
-from lockstep.agent.sandbox import (
-    BubblewrapConfig,
-    MontyConfig,
-    ProgramResult,
-    SandboxConfig,
-    SandboxLimits,
-)
-from lockstep.agent.sandbox.bubblewrap import require_bwrap
+from lockstep.agent.sandbox.base import ProgramResult, SandboxConfig, SandboxLimits
+from lockstep.agent.sandbox.bubblewrap import BubblewrapConfig, require_bwrap
+from lockstep.agent.sandbox.monty import MontyConfig
 from lockstep.config import choices
 from lockstep.errors import ConfigError, SandboxError
 from lockstep.testing.check_sandbox import check_sandbox

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hostile import HOSTILE
 
-from lockstep.agent.sandbox import ContainerConfig, ProgramResult, SandboxLimits
-from lockstep.agent.sandbox.container import container_argv, require_image
+from lockstep.agent.sandbox.base import ProgramResult, SandboxLimits
+from lockstep.agent.sandbox.container import ContainerConfig, container_argv, require_image
 from lockstep.errors import ConfigError, SandboxError
 from lockstep.testing.check_sandbox import check_sandbox
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.agent.sandbox import MontyConfig, ProgramResult, SandboxLimits, python_tool
-from lockstep.agent.sandbox.monty import show_value
+from lockstep.agent.sandbox.base import ProgramResult, SandboxLimits
+from lockstep.agent.sandbox.monty import MontyConfig, show_value
+from lockstep.agent.sandbox.tool import python_tool
 from lockstep.agent.tools import ToolRunner
 from lockstep.errors import ConfigError, SandboxError
 from lockstep.types import ToolCall
