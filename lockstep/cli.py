@@ -350,7 +350,7 @@ def _recipes(options: argparse.Namespace) -> int:
 
     example: lockstep recipes
     """
-    from lockstep.recipes import RECIPES, SUPERVISED_RECIPES
+    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
 
     rows = [
         {"verb": verb, "name": name, "about": " ".join((recipe.__doc__ or "").split())}

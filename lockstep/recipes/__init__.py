@@ -10,8 +10,6 @@ A module given with --plugin adds its own:
 
 from lockstep.recipes import shipped as shipped  # its recipes register themselves
 from lockstep.recipes.registry import (
-    RECIPES,
-    SUPERVISED_RECIPES,
     find_recipe,
     find_supervised_recipe,
     recipe,
@@ -19,8 +17,6 @@ from lockstep.recipes.registry import (
 )
 
 __all__ = [
-    "RECIPES",
-    "SUPERVISED_RECIPES",
     "find_recipe",
     "find_supervised_recipe",
     "recipe",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import BAD_INPUT, OK, main
-from lockstep.recipes import RECIPES
+from lockstep.recipes.registry import RECIPES
 
 SMALL = [
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=4", "checkpoint.every=1",

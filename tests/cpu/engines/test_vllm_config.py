@@ -5,7 +5,7 @@ import pytest
 from lockstep.config import resolve
 from lockstep.engines.config import VllmConfig
 from lockstep.errors import ConfigError
-from lockstep.recipes import RECIPES
+from lockstep.recipes.registry import RECIPES
 
 
 def test_a_recipe_takes_vllm_by_its_tag():

@@ -3,7 +3,8 @@
 import pytest
 
 from lockstep.config import from_dict, resolve, to_dict
-from lockstep.recipes import RECIPES, SUPERVISED_RECIPES, find_recipe, find_supervised_recipe
+from lockstep.recipes import find_recipe, find_supervised_recipe
+from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
 
 
 @pytest.mark.parametrize("name", RECIPES)
