@@ -231,9 +231,8 @@ class _Context(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._behind = np.zeros(2)
-        """Sum of d^2 and number of the compared tokens after the cause."""
-        self._elsewhere = np.zeros(2)
+        self._behind, self._elsewhere = np.zeros(2), np.zeros(2)
+        """Sum of d^2 and number of the compared tokens after the cause, and of the others."""
 
     @abstractmethod
     def extent(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
@@ -399,16 +398,14 @@ class DuplicatedPrompt(_Context):
             own, size = int(start[r]), int(prompt[r])
             before = place - own
             whole = size if before >= size else min(before, size - before)
-            length = min(whole, int(rows.offsets[r + 1]) - place)
-            if length < max(whole, least):
-                continue
-            if not np.array_equal(ids[place : place + length], ids[own : own + length]):
+            is_inside = least <= whole <= int(rows.offsets[r + 1]) - place
+            if not is_inside or (ids[place : place + whole] != ids[own : own + whole]).any():
                 continue
             opening = ids[own + size - 2 : own + size]
             continues = np.array_equal(ids[place - 2 : place], opening)
-            messages = int(np.count_nonzero(ids[own : own + length] == ids[own]))
+            messages = int(np.count_nonzero(ids[own : own + whole] == ids[own]))
             if continues or messages >= 3:
-                out.append((place, place + length))
+                out.append((place, place + whole))
         begin, end = np.array(out, np.int64).reshape(-1, 2).T
         return begin, end
 

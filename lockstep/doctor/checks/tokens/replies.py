@@ -98,15 +98,12 @@ class Speller:
     def turn(self, ids: Int32Array) -> Int32Array:
         """One turn with all of its text encoded again, and its control tokens kept."""
         is_text = self.is_text(ids)
-        at = np.flatnonzero(np.diff(is_text)) + 1
-        parts = np.split(np.asarray(ids, np.int32), at)
-        texts = [p for p in parts if len(p) and self.is_text(p[:1])[0]]
-        again = iter(self.respelt(texts))
-        out: list[Int32Array] = []
-        for part in parts:
-            spelt = next(again) if len(part) and self.is_text(part[:1])[0] else None
-            out.append(part if spelt is None else spelt)
-        return np.concatenate(out) if out else np.empty(0, np.int32)
+        parts = np.split(np.asarray(ids, np.int32), np.flatnonzero(np.diff(is_text)) + 1)
+        first = 0 if is_text[:1].any() else 1  # runs of text and of control tokens alternate
+        for at, spelt in enumerate(self.respelt(parts[first::2])):
+            if spelt is not None:
+                parts[first + 2 * at] = spelt
+        return np.concatenate(parts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
