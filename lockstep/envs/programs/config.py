@@ -12,6 +12,7 @@ from lockstep.agent.scoring import ScorerConfig
 from lockstep.agent.tasks import read_tasks
 from lockstep.config import check_numbers
 from lockstep.envs.data_files import FileTasks
+from lockstep.envs.programs.program import ConnectedHarness, ProgramHarness, words_of
 from lockstep.errors import ConfigError
 from lockstep.types import Task
 
@@ -54,8 +55,6 @@ class AgentProgramConfig(_AgentTasks):
     neither, the program must have posted a reward to its session."""
 
     def check(self) -> None:
-        from lockstep.envs.programs.program import words_of
-
         words_of(self.command)
         for name in self.pass_variables:
             if name not in os.environ:
@@ -67,8 +66,6 @@ class AgentProgramConfig(_AgentTasks):
                 self.scorer.check_task(task)
 
     def environment(self, task: Task, agent: AgentConfig) -> Harness:
-        from lockstep.envs.programs.program import ProgramHarness
-
         return ProgramHarness(self.command, self.scorer, pass_variables=self.pass_variables)
 
 
@@ -88,6 +85,4 @@ class ConnectConfig(_AgentTasks):
         check_numbers(self, "", "wait_seconds")
 
     def environment(self, task: Task, agent: AgentConfig) -> Harness:
-        from lockstep.envs.programs.program import ConnectedHarness
-
         return ConnectedHarness(self.wait_seconds)
