@@ -119,13 +119,12 @@ class Ladder:
 
     def summary(self) -> str:
         """The rungs from the bottom up, the verdict, and everything that is ruled out."""
-        columns = ("k1", "k2", "k3", "max_abs_diff")
-        heads = ("k1", "k2", "k3", "largest")
-        lines = [f"{'rung':30} {' '.join(f'{h:>9}' for h in heads)} {'tokens':>7} {'match':>7}"]
+        columns = {"k1": "k1", "k2": "k2", "k3": "k3", "largest": "max_abs_diff"}
+        lines = [f"{'rung':30} {' '.join(f'{h:>9}' for h in columns)} {'tokens':>7} {'match':>7}"]
         for rung in self.rungs:
             means = rung.gap.means()
             match = "-" if np.isnan(rung.match) else f"{rung.match:.1%}"
-            figures = " ".join(f"{means[name]:9.1e}" for name in columns)
+            figures = " ".join(f"{means[name]:9.1e}" for name in columns.values())
             kind = "what if" if rung.is_what_if else rung.alarm.level
             lines.append(f"{rung.name:30} {figures} {rung.gap.tokens:7} {match:>7}  {kind}")
         lines += ["", self.verdict, *(f"ruled out: {sentence}" for sentence in self.ruled_out)]

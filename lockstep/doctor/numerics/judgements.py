@@ -167,10 +167,8 @@ class Reproduced(_Compared):
             }
             self.show_worst(side, is_hit, f"it {variant.text}", variant.logprobs)
         if not texts:
-            names = ", ".join(tried)
-            return self.found(
-                "consistent", f"neither side has what the model gives {names}", **figures
-            )
+            told = f"neither side has what the model gives {', '.join(tried)}"
+            return self.consistent(told, **figures)
         whole = "; ".join([*texts, comparison.describe()])
         return self.found("differs" if self.is_defect else "information", whole, **figures)
 
@@ -179,7 +177,7 @@ class Reproduced(_Compared):
             return self.unable(
                 "transformers computes this model; its attention and adapters cannot be changed"
             )
-        return self.found("consistent", "the model has nothing of the kind")
+        return self.consistent("the model has nothing of the kind")
 
     def repair(self, rows: Rows) -> Rows:
         return self.repaired(rows, lambda side: side.explained_by(self.cause))
@@ -240,8 +238,7 @@ class OtherWeights(Reproduced):
             if within is None or not within <= MAX_WITHIN:
                 continue
             self.show_worst(side, side.is_unexplained)
-            return self.found(
-                "differs",
+            return self.differs(
                 f"the {side.name} deviates from the model by the same wherever the same tokens "
                 f"are read (variance within equal contexts {within:.2f} of the whole, noise is "
                 "near 1): other weights than any that were given, or another architecture. k2 "
@@ -250,8 +247,7 @@ class OtherWeights(Reproduced):
                 k2=side.noise,
             )
         if comparison.is_foreign.any():
-            return self.found(
-                "information",
+            return self.information(
                 f"neither side computed {comparison.is_foreign.sum()} of "
                 f"{len(comparison.is_foreign)} rows with the weights at hand: they are nearer to "
                 "each other than to the model. Give the checkpoint that these rows were made "
@@ -262,14 +258,13 @@ class OtherWeights(Reproduced):
             return self.unable(
                 "no row was trained by weights that are at hand: give the checkpoint by --model DIR"
             )
-        return self.found(
-            "consistent",
+        return self.consistent(
             f"{comparison.describe()}; scored under {comparison.evidence.distribution}",
             **found.figures,
         )
 
     def _untried(self) -> Finding:
-        return self.found("consistent", "", bfloat16_k2=self.comparison.floor)
+        return self.consistent("", bfloat16_k2=self.comparison.floor)
 
     def repair(self, rows: Rows) -> Rows:
         def repeats(side: Side) -> BoolArray | None:
@@ -299,7 +294,7 @@ class Precision(Reproduced):
             if side.noise > FLOAT_K2 and not comparison.is_noisy(side)
         ]
         if texts:
-            return self.found("information", "; ".join(texts), bfloat16_k2=comparison.floor)
+            return self.information("; ".join(texts), bfloat16_k2=comparison.floor)
         return found
 
 
@@ -346,12 +341,12 @@ class _Noise(_Compared):
             figures |= {f"{side.name}_k2": side.noise, f"{side.name}_within": within}
             self.show_worst(side, side.is_unexplained)
         if texts:
-            return self.found("differs", "; ".join([*texts, comparison.describe()]), **figures)
+            return self.differs("; ".join([*texts, comparison.describe()]), **figures)
         sizes = ", ".join(
             f"the {side.name} at k2 {side.noise:.1e}" for side in self.comparison.sides.values()
         )
         text = f"no such noise: {sizes} of the model, where computing in bfloat16 makes "
-        return self.found("consistent", f"{text}{comparison.floor:.1e}", **figures)
+        return self.consistent(f"{text}{comparison.floor:.1e}", **figures)
 
     @abstractmethod
     def is_mine(self, side: Side) -> bool:
