@@ -16,9 +16,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
 LIMIT = 45_000
-"""Code lines that the library shall have at most."""
-CEILING = 46_800
-"""Code lines that it may have today: it does not grow."""
+"""Code lines that the library may have: who adds some removes as many."""
 
 ROOMS = {
     "nouns: types, errors, config": ("types", "errors", "config", "__init__"),
@@ -88,7 +86,7 @@ def main() -> None:
         print()
     for room, count in by_room(files).items():
         print(f"{count:6,}  {room}")
-    print(f"{sum(files.values()):6,}  in all, the aim is {LIMIT:,}")
+    print(f"{sum(files.values()):6,}  in all, of at most {LIMIT:,}")
 
 
 if __name__ == "__main__":
