@@ -182,12 +182,12 @@ def detected_language(text: str) -> str | None:
     """ISO 639-1 code by the package langdetect, `zh` for both kinds of Chinese; None for a text
     without letters. The same text always has the same result."""
     require_langdetect()
-    from langdetect import DetectorFactory, LangDetectException, detect
+    import langdetect  # pyright: ignore[reportMissingImports]
 
-    DetectorFactory.seed = 0  # it draws at random
+    langdetect.DetectorFactory.seed = 0  # it draws at random
     try:
-        return detect(text[:MAX_DETECTED_CHARS]).partition("-")[0]
-    except LangDetectException:
+        return langdetect.detect(text[:MAX_DETECTED_CHARS]).partition("-")[0]
+    except langdetect.LangDetectException:
         return None
 
 

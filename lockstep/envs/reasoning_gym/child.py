@@ -167,7 +167,7 @@ def _setting(cls: Any, hint: Any, name: str, value: Any) -> Any:
     is_kind = isinstance(entry, type) and issubclass(entry, kinds)
     if not is_kind and typing.get_origin(hint) is not Sequence:
         return getattr(from_dict(cls, {name: value}, path="settings"), name)
-    make = getattr(entry, "fromisoformat", entry)
+    make: Any = getattr(entry, "fromisoformat", entry)
     try:
         return make(value) if entry is hint else [make(each) for each in value]
     except (ValueError, TypeError) as error:
