@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lockstep
 from lockstep.config import describe, differences, dumps, from_dict, resolve, to_dict
@@ -35,11 +36,15 @@ consistent, 1 they differ, 2 no check could be made, or the input is wrong."""
 
 OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, READER_LEFT = 0, 1, 2, 3, 130, 141
 
+END_SECONDS = 10.0
+"""Seconds until the process ends, once its command has, whatever threads are left."""
+
 _INPUT_ERRORS = (
     CheckpointError,
     ConfigError,
     DataError,
     MissingExtraError,
+    OSError,
     RankError,
     RendererError,
     RunError,
@@ -49,16 +54,38 @@ RESERVED = ("out", "from", "resume")
 """Words of the form key=value that belong to the command, not to the config."""
 
 
+def command() -> NoReturn:
+    """The program `lockstep`. It ends though foreign code left threads that never do."""
+    code = FAILED
+    try:
+        code = main()
+    finally:
+        end = threading.Timer(END_SECONDS, os._exit, (code,))
+        end.daemon = True
+        end.start()
+    sys.exit(code)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command `lockstep`. Returns the exit code."""
+    """Runs one command. Returns the exit code."""
     try:
         try:
             return _main(argv)
         finally:
-            sys.stdout.flush()  # here, and not when the interpreter ends: `lockstep ... | head`
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_LEFT
+            if sys.stdout is not None:
+                sys.stdout.flush()  # not when the interpreter ends: `lockstep ... | head`
+    except OSError as error:
+        _drop_stdout()
+        if isinstance(error, BrokenPipeError):
+            return READER_LEFT
+        with contextlib.suppress(OSError):
+            print(f"cannot write the output: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _drop_stdout() -> None:
+    """Sends what is still to be written nowhere: the interpreter would fail on it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -74,7 +101,9 @@ def _main(argv: Sequence[str] | None) -> int:
         _import_plugins(options.plugin)
         with _faults(options):
             return options.run(options)
-    except LockstepError as error:
+    except (LockstepError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
         _complain(error, options)
         return BAD_INPUT if isinstance(error, _INPUT_ERRORS) else FAILED
     except KeyboardInterrupt:
@@ -148,7 +177,12 @@ def _finish(outcome: Any, options: argparse.Namespace) -> int:
     from lockstep.launch.place import is_follower
 
     if not is_follower():
-        _print(options, {"run": str(outcome.path), **outcome.summary}, outcome.path)
+        try:
+            _print(options, {"run": str(outcome.path), **outcome.summary}, outcome.path)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:  # nobody reads it: how the run ended is what counts
+            _drop_stdout()
     return {"done": OK, "interrupted": INTERRUPTED, "stopped": STOPPED}[outcome.status]
 
 
@@ -674,4 +708,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

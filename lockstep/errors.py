@@ -32,6 +32,9 @@ thing. A message says what was expected, what was found, where, and what to do n
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
 """
 
+MAX_ERROR_CHARS = 2000
+"""Characters of a foreign error's text that are kept."""
+
 
 class LockstepError(Exception):
     """Base of every error that Lockstep raises on purpose."""
@@ -174,3 +177,16 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )
+
+
+def named(error: BaseException) -> str:
+    """`Type: text` of an error that foreign code raised: its text may be long, or raise itself.
+
+    >>> named(ValueError("no such file"))
+    'ValueError: no such file'
+    """
+    try:
+        text = str(error)[:MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode()
+    except BaseException:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

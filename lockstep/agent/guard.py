@@ -15,12 +15,16 @@ import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from lockstep.errors import RolloutError
+from lockstep.errors import RolloutError, named
 
+T = TypeVar("T")
+
+MAX_NUMBER = 1e30
+"""Largest reward or counter: sums and squares of such numbers over a batch stay finite."""
 CANCEL_SECONDS = 1.0
 """Seconds that a cancelled hook has to clean up before it is closed by force."""
 
@@ -123,6 +127,31 @@ def _driven(
     return result_of(settled)
 
 
+def run_to_end(main: Coroutine[Any, Any, T]) -> T:
+    """Runs `main` in an event loop of its own, as asyncio.run does, and ends.
+
+    Tasks that foreign code left have CANCEL_SECONDS to end; asyncio.run would wait for one that
+    ignores its cancellation, and for a thread of its executor, without limit.
+    """
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    try:
+        return runner.run(main)
+    finally:
+        loop.run_until_complete(_end_other_tasks())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        asyncio.set_event_loop(None)
+
+
+async def _end_other_tasks() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CANCEL_SECONDS)
+
+
 def settle(call: Callable[[], Any]) -> Settled:
     """Runs plain code, in whatever thread this is."""
     try:
@@ -138,13 +167,12 @@ def result_of(outcome: Settled) -> Any:
         return result
     if isinstance(error, Exception):
         raise error
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    raise ForeignExit(text) from error
+    raise ForeignExit(named(error)) from error
 
 
 def described(error: BaseException) -> str:
     """Returns `Type: text (file:line)`; the place is where it was raised."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = named(error)
     if isinstance(error, TookTooLong):
         text = f"TimeoutError: {error}"
     elif isinstance(error, ForeignExit):
@@ -176,7 +204,9 @@ def number_problem(value: Any, where: str) -> str:
     """Explains why `value` is no finite number, or returns ""."""
     try:
         if isinstance(value, int | float | np.number) and math.isfinite(value):
-            return ""
+            if abs(value) <= MAX_NUMBER:
+                return ""
+            return f"{where} is {float(value):g}; expected a number of at most {MAX_NUMBER:g}"
     except OverflowError:
         return f"{where} is too large for a float; expected a finite number"
     except TypeError:  # a complex number

@@ -34,6 +34,7 @@ from lockstep.agent.guard import (
     guarded,
     number_problem,
     numbers_problem,
+    settle,
     shortened,
 )
 from lockstep.agent.harness import Endpoint, EnvironmentFactory, Harness
@@ -49,7 +50,7 @@ from lockstep.agent.turns import (
     fork_without_thinking,
 )
 from lockstep.engines.base import Capabilities, Engine
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, named
 from lockstep.renderers.base import Renderer
 from lockstep.types import (
     Group,
@@ -392,7 +393,9 @@ class _Episode:
         if self.session is not None:
             self.session.drop_rewards()
             leaves, turn_ends = self.session.rewarded_ends(), self.session.turn_ends
-        problem = _score_problem(score, num_turns=len(turn_ends))
+        problem, error = settle(lambda: _score_problem(score, num_turns=len(turn_ends)))
+        if error is not None:
+            problem = named(error)
         if not leaves:
             problem = "the agent left before it received a reply: there is no turn to reward"
         if problem:

@@ -69,12 +69,14 @@ def hearing_interrupts(hear: Callable[[], object]) -> Generator[None]:
 
 
 def end_by_sigterm() -> None:
-    """Makes SIGTERM, with which a cluster's scheduler ends a job, act like Ctrl-C: it leaves the
-    same checkpoint.
+    """Makes SIGTERM, with which a cluster's scheduler ends a job, and SIGHUP, with which a closed
+    terminal does, act like Ctrl-C: they leave the same checkpoint. `nohup` keeps its meaning.
 
     A script starts its background jobs with SIGINT ignored, and SIGTERM would be ignored with it:
     such a job hears both from here on.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))

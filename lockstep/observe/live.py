@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lockstep.observe.alarms import Architecture, Level, mismatch_alarm
@@ -58,7 +59,7 @@ class View:
         if self._has_status and time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + _STATUS_SECONDS
             count = f" {num_done}/{num_total}" if num_total else ""
-            print(f"\r\x1b[K> {name}{count}", end="", file=sys.stderr, flush=True)
+            self._show_status(f"> {name}{count}")
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Shows a metrics row as it is logged: of a step, or of an evaluation between two."""
@@ -103,19 +104,32 @@ class View:
     def close(self) -> None:
         """Removes the status line."""
         if self._has_status:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._show_status("")
+
+    def _show_status(self, text: str) -> None:
+        try:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        except (OSError, ValueError):
+            self._has_status = False
 
     def _say(self, line: str) -> None:
-        if self._write is not None:
-            self.close()
+        if self._write is None:
+            return
+        self.close()
+        try:
             self._write(line)
+        except UnicodeError:  # the console has another encoding
+            self._write(ascii(line))
+        except (OSError, ValueError):  # nobody reads it any more: the run goes on without it
+            self._write = None
 
 
 def open_view(*, is_json: bool = False) -> View:
     """A view on stdout; one that shows nothing for --json, where stdout belongs to the result."""
-    if is_json:
+    if is_json or sys.stdout is None:
         return View(None)
-    return View(print, has_status=sys.stdout.isatty() and sys.stderr.isatty())
+    has_status = sys.stdout.isatty() and sys.stderr.isatty()
+    return View(partial(print, flush=True), has_status=has_status)
 
 
 def evaluation_text(row: Mapping[str, Any]) -> str:

@@ -1,25 +1,32 @@
 """Copies of the metrics rows for other trackers: tensorboard, wandb, trackio.
 
-The run directory's `metrics.jsonl` is the record, so a tracker that fails is reported once and
-never stops a run.
+The run directory's `metrics.jsonl` is the record, so a tracker that fails or blocks is reported
+once and never stops a run.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import MissingExtraError
+from lockstep.errors import MissingExtraError, named
+
+CLOSE_SECONDS = 30.0
+"""Seconds at the end of a run for the rows that a tracker has not taken yet."""
 
 
 class Loggers:
-    """The trackers of `record.loggers` for one run; each gets every row.
+    """The trackers of `record.loggers` for one run; each gets every row, in a thread of its own.
 
     Raises MissingExtraError if a package is not installed, before anything is trained. A service
-    that cannot be reached is reported through `warn`, and its tracker gets no rows.
+    that cannot be reached, or does not answer, is reported once through `warn`.
     """
 
     def __init__(
@@ -32,38 +39,60 @@ class Loggers:
         warn: Callable[[str], None],
     ) -> None:
         self._warn = warn
-        self._loggers: dict[str, Any] = {}
-        self._failed: set[str] = set()
+        self._trackers: list[_Tracker] = []
         for name in names:
             if find_spec(name) is None:
                 raise MissingExtraError.of(name, extra=name, needed_for="record.loggers")
             module = import_module("tensorboard.summary" if name == "tensorboard" else name)
-
-            def open_logger(name: str = name, module: Any = module) -> None:
-                self._loggers[name] = _open(name, module, run_path, project, dict(config))
-
-            self._guard(name, open_logger)
+            make = partial(_open, name, module, run_path, project, dict(config))
+            self._trackers.append(_Tracker(name, make, warn))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """row: `step`, and numbers by metric name."""
         numbers = {name: value for name, value in row.items() if name != "step"}
-        for name, logger in self._loggers.items():
-            self._guard(name, lambda logger=logger: logger.log(numbers, step=row["step"]))
+        for tracker in self._trackers:
+            tracker.rows.put((numbers, row["step"]))
 
     def close(self) -> None:
-        for name, logger in self._loggers.items():
-            self._guard(name, logger.finish)
-
-    def _guard(self, name: str, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as error:  # a tracker's service may fail in any way; the run must not
-            if name not in self._failed:
-                self._failed.add(name)
+        """Waits CLOSE_SECONDS for the rows that are not written yet."""
+        for tracker in self._trackers:
+            tracker.rows.put(None)
+        ends = time.monotonic() + CLOSE_SECONDS
+        for tracker in self._trackers:
+            tracker.thread.join(max(0.0, ends - time.monotonic()))
+            if tracker.thread.is_alive():
                 self._warn(
-                    f"the {name} logger failed: {type(error).__name__}: {error}. The run goes on "
-                    "and metrics.jsonl has every row; further failures are not shown."
+                    f"the {tracker.name} logger did not end within {CLOSE_SECONDS:g} s and is given up "
+                    f"with {tracker.rows.qsize()} rows; metrics.jsonl has every row."
                 )
+
+
+class _Tracker:
+    """One tracker in a daemon thread: it may fail, block or exit, and the run goes on."""
+
+    def __init__(self, name: str, make: Callable[[], Any], warn: Callable[[str], None]) -> None:
+        self.name, self._make, self._warn = name, make, warn
+        self.rows: queue.SimpleQueue[tuple[Mapping[str, float], int] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        tracker = self._done(self._make)
+        while (row := self.rows.get()) is not None:
+            if tracker is not None:
+                self._done(partial(tracker.log, row[0], step=row[1]))
+        if tracker is not None:
+            self._done(tracker.finish)
+
+    def _done(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except BaseException as error:
+            self._warn(
+                f"the {self.name} logger failed: {named(error)}. The run goes on and metrics.jsonl "
+                "has every row; further failures are not shown."
+            )
+            self._warn = lambda text: None
 
 
 class _Tensorboard:

@@ -10,7 +10,6 @@ sync                sync/                  the engine runs the new weights, by v
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agent.gateway.opening import RunGateway
+from lockstep.agent.guard import run_to_end
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
@@ -49,7 +49,7 @@ def train_on_rank(
     model_files = model_files or read_model_files(config)
     with open_run(ranks, config, model_files, **options) as run:
         try:
-            run.status = asyncio.run(run_steps(run))
+            run.status = run_to_end(run_steps(run))
         except KeyboardInterrupt:
             if ranks is not None:  # a second Ctrl-C: the others are at some other place
                 raise
@@ -268,7 +268,7 @@ def play_checkpoint(
         finally:
             await _close(config, parts, gateway)
 
-    metrics = asyncio.run(play())
+    metrics = run_to_end(play())
     shown.close()
     return metrics, checkpoint.name
 

@@ -1,0 +1,613 @@
+"""Shows that nothing foreign ends, hangs or poisons a run: each hook with each misbehaviour.
+
+python docs/proof/soak.py                                # all of them
+python docs/proof/soak.py --hook step --only hangs       # one
+
+One run trains per hook, in a process of its own with a time limit; each of its tasks misbehaves in
+one way. For trackers and consoles it is one run per misbehaviour. A run must do all its steps, end
+with status 0 within the limit, store every episode, and be readable by `report` and `doctor`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import json
+import math
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+import numpy as np
+
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.harness import Endpoint, Harness
+from lockstep.agent.judge import JudgeScorer
+from lockstep.agent.task_config import Split
+from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
+from lockstep.agent.tools import ToolLimits, ToolRunner
+from lockstep.envs.docsearch.config import DocSearchConfig, DocSearchEnvironment, world_problem
+from lockstep.envs.docsearch.worlds import world_of
+from lockstep.store.run import load_run
+from lockstep.types import Message, Task
+
+GROUP_SIZE = 2
+MAX_SECONDS = 4.0
+"""The limit of one episode: what hangs costs this much."""
+
+Call = Callable[[], Awaitable[Any]]
+"""The sound hook."""
+
+
+class HasNoText(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+class OwnBase(BaseException):
+    pass
+
+
+class Hostile:
+    """Every access raises."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no items")
+
+
+def raises(error: Callable[[], BaseException]) -> Callable[[Call], Awaitable[Any]]:
+    async def misbehave(sound: Call) -> Any:
+        raise error()
+
+    return misbehave
+
+
+def returns(value: Callable[[], Any]) -> Callable[[Call], Awaitable[Any]]:
+    async def misbehave(sound: Call) -> Any:
+        await sound()
+        return value()
+
+    return misbehave
+
+
+def first(action: Callable[[], Any]) -> Callable[[Call], Awaitable[Any]]:
+    """Does something to the process, and then what is asked."""
+
+    async def misbehave(sound: Call) -> Any:
+        action()
+        return await sound()
+
+    return misbehave
+
+
+async def hangs(sound: Call) -> Any:
+    await asyncio.Event().wait()
+
+
+async def swallows_cancellation(sound: Call) -> Any:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+
+async def cancels_itself(sound: Call) -> Any:
+    asyncio.current_task().cancel()  # type: ignore[union-attr]
+    await asyncio.sleep(1)
+
+
+async def recurses(sound: Call) -> Any:
+    return await recurses(sound)
+
+
+_KEPT: list[Any] = []
+
+
+def leaves_a_task() -> None:
+    async def stays() -> None:
+        await swallows_cancellation(stays)
+
+    _KEPT.append(asyncio.ensure_future(stays()))
+
+
+def leaves_a_failed_task() -> None:
+    async def fails() -> None:
+        raise ValueError("nobody looks")
+
+    asyncio.ensure_future(fails())  # noqa: RUF006
+
+
+def leaves_a_thread() -> None:
+    threading.Thread(target=lambda: time.sleep(1e6)).start()
+
+
+def seeds_everything() -> None:
+    random.seed(0)
+    np.random.seed(0)
+
+
+def changes_the_process() -> None:
+    os.environ["LOCKSTEP_SOAK"] = "changed"
+    os.environ["TMPDIR"] = "/nonexistent"
+    os.chdir(tempfile.gettempdir())
+
+
+def breaks_stdout() -> None:
+    sys.stdout = None  # type: ignore[assignment]
+
+
+def runs_a_loop() -> None:
+    asyncio.run(asyncio.sleep(0))
+
+
+DEEP: Any = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+MISBEHAVIOURS: dict[str, Callable[[Call], Awaitable[Any]]] = {
+    "raises": raises(lambda: ValueError("x")),
+    "raises_without_text": raises(HasNoText),
+    "raises_base": raises(lambda: OwnBase("x")),
+    "exits": raises(lambda: SystemExit(3)),
+    "is_closed": raises(GeneratorExit),
+    "raises_cancelled": raises(asyncio.CancelledError),
+    "raises_stop": raises(StopAsyncIteration),
+    "raises_group": raises(
+        lambda: BaseExceptionGroup("x", [ValueError("y"), asyncio.CancelledError()])
+    ),
+    "raises_timeout": raises(TimeoutError),
+    "raises_memory": raises(MemoryError),
+    "raises_long": raises(lambda: ValueError("x" * 10_000_000)),
+    "raises_surrogates": raises(lambda: ValueError("\ud800\x1b[2J\x00")),
+    "recurses": recurses,
+    "hangs": hangs,
+    "swallows_cancellation": swallows_cancellation,
+    "cancels_itself": cancels_itself,
+    "blocks": first(lambda: time.sleep(1)),
+    "leaves_a_task": first(leaves_a_task),
+    "leaves_a_failed_task": first(leaves_a_failed_task),
+    "leaves_a_thread": first(leaves_a_thread),
+    "seeds_everything": first(seeds_everything),
+    "changes_the_process": first(changes_the_process),
+    "breaks_stdout": first(breaks_stdout),
+    "turns_warnings_to_errors": first(lambda: warnings.simplefilter("error")),
+    "runs_a_loop": first(runs_a_loop),
+    "returns_none": returns(lambda: None),
+    "returns_hostile": returns(Hostile),
+    "returns_number": returns(lambda: 10**400),
+    "returns_nan": returns(lambda: math.nan),
+    "returns_deep": returns(lambda: DEEP),
+    "returns_long": returns(lambda: "word " * 1_000_000),
+    "returns_surrogates": returns(lambda: "\ud800\x1b[2J\x00"),
+}
+
+SCORES: dict[str, Callable[[], Any]] = {
+    "reward_huge_int": lambda: Score(reward=10**400),
+    "reward_huge": lambda: Score(reward=1e308),
+    "reward_minus_huge": lambda: Score(reward=-1e308),
+    "reward_infinite": lambda: Score(reward=math.inf),
+    "reward_text": lambda: Score(reward="1"),  # type: ignore[arg-type]
+    "parts_none": lambda: Score(reward=1.0, parts=None),  # type: ignore[arg-type]
+    "parts_key": lambda: Score(reward=1.0, parts={1: 1.0}),  # type: ignore[dict-item]
+    "parts_huge": lambda: Score(reward=1.0, parts={"a": 1e308}),
+    "parts_name": lambda: Score(reward=1.0, parts={"a\ud800\n" * 1000: 1.0}),
+}
+OBSERVATIONS: dict[str, Callable[[], Any]] = {
+    "content_number": lambda: Observation(messages=[Message(role="tool", content=5)]),  # type: ignore[arg-type]
+    "content_surrogate": lambda: Observation(messages=[Message(role="tool", content="\ud800")]),
+    "content_long": lambda: Observation(
+        messages=[Message(role="tool", content="word " * 1_000_000)]
+    ),
+    "role_unknown": lambda: Observation(messages=[Message(role="robot", content="x")]),  # type: ignore[arg-type]
+    "metrics_huge": lambda: Observation(done=True, metrics={"a": 1e308}),
+    "metrics_text": lambda: Observation(done=True, metrics={"a": "b"}),  # type: ignore[dict-item]
+    "without_end": lambda: Observation(messages=[Message(role="tool", content="again")]),
+}
+HOOKS = (
+    *("make", "reset", "tools", "step", "score", "close", "tool", "async_tool"),
+    *("group_scorer", "harness", "harness_close", "judge"),
+)
+
+
+def ways(hook: str) -> dict[str, Callable[[Call], Awaitable[Any]]]:
+    """The misbehaviours of a hook by name."""
+    if hook == "judge":
+        return {name: returns(lambda: None) for name in JUDGES}
+    more = {"score": SCORES, "harness": SCORES, "step": OBSERVATIONS}.get(hook, {})
+    return MISBEHAVIOURS | {name: returns(value) for name, value in more.items()}
+
+
+def at_once(coroutine: Any) -> Any:
+    """The result of a coroutine that must not wait; what waits is called sound."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostileConfig(DocSearchConfig):
+    """Questions of the quickstart, each with one misbehaviour."""
+
+    TAG: ClassVar[str] = "hostile"
+
+    hook: str = "step"
+    """The hook that misbehaves, on the training split alone."""
+    only: tuple[str, ...] = ()
+    """Names of the misbehaviours; empty takes all."""
+
+    def tasks(self, *, split: Split, seed: int) -> TaskSource:
+        sound = GeneratedSource(self._world_task, seed=seed, split=split)
+        if split == "eval":
+            return sound
+        names = list(self.only or ways(self.hook))
+        for at in range(0, len(names) * 8 // 7 + 8, 8):
+            names.insert(at, f"sound-{at}")
+        return ListSource(
+            [replace(t, id=name) for name, t in zip(names, sound.take(len(names)), strict=True)],
+            seed=seed,
+            shuffle=False,
+        )
+
+    def environment(self, task: Task, agent: AgentConfig) -> Any:
+        way = ways(self.hook).get(task.id)
+        if way is None:
+            return super().environment(task, agent)
+        if self.hook.startswith("harness"):
+            return HostileHarness(task.payload["question"], self.hook, way)
+        if self.hook == "judge":
+            return JudgedEnvironment(super().environment(task, agent), task)
+
+        async def make() -> Any:
+            problem = world_problem(world_of(task.payload["world_seed"], self.two_hop_share), self)
+            return HostileEnvironment(problem, self, ToolLimits.of(agent), way)
+
+        return way(make) if self.hook == "make" else at_once(make())
+
+    def group_scorer(self) -> Any:
+        if self.hook != "group_scorer":
+            return None
+
+        async def scores(environments: Any) -> Any:
+            async def sound() -> Any:
+                return [await environment.score() for environment in environments]
+
+            way = getattr(environments[0], "way", None)
+            return await (sound() if way is None else way(sound))
+
+        return scores
+
+
+class HostileEnvironment(DocSearchEnvironment):
+    def __init__(self, problem: Any, config: HostileConfig, limits: Any, way: Any) -> None:
+        super().__init__(problem, config, limits)
+        self.way, self.hook = way, config.hook
+        (search,) = self.tools
+        if self.hook == "tool":
+            found = replace(search, function=self._tool, is_instant=False)
+        elif self.hook == "async_tool":
+            found = replace(search, function=self._async_tool, is_instant=False)
+        else:
+            found = search
+        self.__dict__["tools"] = (found,)
+        self._runner = ToolRunner((found,), limits)
+
+    def __getattribute__(self, name: str) -> Any:
+        get = super().__getattribute__
+        if name in ("reset", "step", "score", "close") and get("hook") == name:
+            return lambda *given: get("way")(lambda: get(name)(*given))
+        if name == "tools" and get("__dict__").get("hook") == "tools":
+
+            async def sound() -> Any:
+                return get("__dict__")["tools"]
+
+            return at_once(get("way")(sound))
+        return get(name)
+
+    async def _async_tool(self, keywords: list[str]) -> Any:
+        async def sound() -> str:
+            return self._search(keywords)
+
+        return await self.way(sound)
+
+    def _tool(self, keywords: list[str]) -> Any:
+        return asyncio.run(self._async_tool(keywords))
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+class HostileHarness(Harness):
+    """Asks for one turn over HTTP; then, or when it is closed, misbehaves."""
+
+    def __init__(self, question: str, hook: str, way: Any) -> None:
+        self.question, self.hook, self.way = question, hook, way
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Any:
+        async def sound() -> Score:
+            body = {
+                "model": endpoint.model,
+                "messages": [{"role": "user", "content": self.question}],
+            }
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            async with aiohttp.ClientSession(headers=headers) as client:
+                url = f"{endpoint.base_url}/v1/chat/completions"
+                async with client.post(url, json=body) as reply:
+                    reply.raise_for_status()
+            return Score(reward=1.0)
+
+        return await (self.way(sound) if self.hook == "harness" else sound())
+
+    async def close(self) -> Any:
+        async def sound() -> None:
+            return None
+
+        return await (self.way(sound) if self.hook == "harness_close" else sound())
+
+
+# -- judges ---------------------------------------------------------------------------------------
+
+
+def content(text: str) -> bytes:
+    return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+
+
+JUDGES: dict[str, tuple[int, bytes] | str] = {
+    "hangs": "hangs",
+    "resets": "resets",
+    "drips": "drips",
+    "status_500": (500, b"{}"),
+    "status_401": (401, b"{}"),
+    "status_302": (302, b""),
+    "empty": (200, b""),
+    "no_json": (200, b"<html>"),
+    "list": (200, b"[]"),
+    "null": (200, b"null"),
+    "no_choices": (200, b'{"choices": []}'),
+    "no_content": (200, b'{"choices": [{"message": {"content": null}}]}'),
+    "deep": (200, b"[" * 200_000),
+    "no_utf8": (200, b"\xff\xfe{"),
+    "surrogates": (200, content('\ud800 {"score": 5}')),
+    "no_grade": (200, content("fine")),
+    "grade_nan": (200, content('{"score": NaN}')),
+    "grade_huge": (200, content('{"score": 1' + "0" * 400 + "}")),
+    "grade_text": (200, content('{"score": "ten"}')),
+    "grade_deep": (200, content("[" * 100_000)),
+    "long": (200, content("word " * 2_000_000)),
+}
+"""Answers of a judge's server by name: (status, body), or what the connection does."""
+
+
+class Judges(ThreadingHTTPServer):
+    daemon_threads = True
+
+    class RequestHandlerClass(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            name = self.path.split("/")[1]
+            answer = JUDGES[name]
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if answer == "resets":
+                self.connection.close()
+            elif answer == "hangs":
+                time.sleep(60)
+            elif answer == "drips":
+                self.send_response(200)
+                self.end_headers()
+                for _ in range(60):
+                    self.wfile.write(b" ")
+                    time.sleep(0.5)
+            else:
+                status, body = answer
+                self.send_response(int(status))
+                self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(bytes(body))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+
+@functools.cache
+def judges_url() -> str:
+    server = Judges(("127.0.0.1", 0), Judges.RequestHandlerClass)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+class JudgedEnvironment(Environment):
+    """Plays soundly, and is scored by a judge whose server misbehaves."""
+
+    def __init__(self, sound: Any, task: Task) -> None:
+        self.sound, self.task, self.tools = sound, task, sound.tools
+        self.reset, self.step = sound.reset, sound.step
+
+    async def score(self) -> Score:
+        judge = JudgeScorer(
+            url=f"{judges_url()}/{self.task.id}/v1",
+            model="judge",
+            timeout_seconds=1,
+            retries=1,
+            retry_seconds=0.1,
+        )
+        score, _ = await judge.score(self.task, self.sound.answer or "none", [])
+        return score
+
+
+# -- trackers -------------------------------------------------------------------------------------
+
+
+class HostileTracker:
+    """Stands in for the package wandb: one of its functions misbehaves."""
+
+    def __init__(self, method: str, way: Any) -> None:
+        self.method, self.way = method, way
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("init", "log", "finish"):
+            raise AttributeError(name)
+
+        async def sound() -> Any:
+            return self
+
+        if name != self.method:
+            return lambda *given, **named: self
+        return lambda *given, **named: asyncio.run(self.way(sound))
+
+
+if hostile := os.environ.get("LOCKSTEP_SOAK_TRACKER"):
+    method, _, way_name = hostile.partition(":")
+    sys.modules["wandb"] = HostileTracker(method, MISBEHAVIOURS[way_name])  # type: ignore[assignment]
+
+
+# -- running --------------------------------------------------------------------------------------
+
+SMALL = (
+    *("groups_per_step=8", f"group_size={GROUP_SIZE}", "agent.max_turns=3"),
+    *("evaluation.num_tasks=1", "evaluation.num_samples=1", "max_failed_share=0.99"),
+    *(f"agent.max_seconds={MAX_SECONDS}", f"agent.tool_timeout_seconds={MAX_SECONDS / 2}"),
+    "checkpoint.every=0",
+)
+
+
+def lockstep(*words: str) -> list[str]:
+    return [sys.executable, "-m", "lockstep.cli", *words]
+
+
+def ended(command: list[str], limit: float, **options: Any) -> str:
+    """Runs a command. Returns what is wrong with how it ended, or "" for status 0 in time."""
+    settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    try:
+        found = subprocess.run(command, timeout=limit, **settings)
+    except subprocess.TimeoutExpired as late:
+        lines = (late.stdout or b"").decode(errors="replace").strip().splitlines()
+        return f"not ended after {limit:g} s; it printed last: {lines[-2:]}"
+    if found.returncode == 0:
+        return ""
+    text = ((found.stderr or b"") + (found.stdout or b"")).decode(errors="replace").strip()
+    return f"exit status {found.returncode}: " + "\n    ".join(text.splitlines()[-8:])
+
+
+def of_hook(hook: str, only: tuple[str, ...], out: Path) -> list[str]:
+    """Trains with one hook broken. Returns the problems."""
+    names = only or tuple(ways(hook))
+    steps = math.ceil(len(names) / 7)
+    chosen = [f"task.only={','.join(only)}"] if only else []
+    own = ("--plugin", __file__, "task=hostile", f"task.hook={hook}", *chosen, f"steps={steps}")
+    command = lockstep("train", "quickstart", f"out={out}", *SMALL, *own)
+    problem = ended(command, 60 + 3 * MAX_SECONDS * steps)
+    problems = [problem] if problem else []
+    problems += unaccounted(out, steps)
+    if not problems:
+        for verb in (("report", str(out), "--out", str(out / "again.html")), ("doctor", str(out))):
+            if (problem := ended(lockstep(*verb), 120)) and "status 1" not in problem:
+                problems.append(f"lockstep {verb[0]}: {problem}")
+    return problems
+
+
+def unaccounted(out: Path, steps: int) -> list[str]:
+    """Steps and episodes that the run directory lacks."""
+    if not (out / "metrics.jsonl").is_file():
+        return ["no metrics.jsonl"]
+    run, problems = load_run(out), []
+    rows = {row["step"]: row for row in run.metrics if "episodes/total" in row}
+    if sorted(rows) != list(range(steps)):
+        problems.append(f"steps {sorted(rows)} of {steps} are in metrics.jsonl")
+    for step in range(steps):
+        stored = [t for group in run.groups(step) for t in group.trajectories]
+        if len(stored) != 8 * GROUP_SIZE or step not in rows:
+            problems.append(f"step {step}: {len(stored)} episodes of {8 * GROUP_SIZE} are stored")
+            continue
+        failed = [t for t in stored if t.status == "failed"]
+        if any(not t.error for t in failed) or rows[step]["episodes/failed"] != len(failed):
+            problems.append(f"step {step}: {len(failed)} failed episodes, not all with a reason")
+    return problems
+
+
+def of_tracker(method: str, name: str, out: Path) -> list[str]:
+    """Trains with a tracker, one of whose functions misbehaves."""
+    own = ("--plugin", __file__, "record.loggers=wandb", "steps=1", "evaluation.at_start=false")
+    command = lockstep("train", "quickstart", f"out={out}", *SMALL, *own)
+    environment = {**os.environ, "LOCKSTEP_SOAK_TRACKER": f"{method}:{name}"}
+    problem = ended(command, 120, env=environment)
+    return [*([problem] if problem else []), *unaccounted(out, 1)]
+
+
+def of_console(name: str, out: Path) -> list[str]:
+    """Trains without somebody who reads what is printed."""
+    command = lockstep("train", "quickstart", f"out={out}", *SMALL, "steps=2")
+    if name == "full":
+        with open("/dev/full", "wb") as full:
+            problem = ended(command, 120, stdout=full, stderr=full)
+    elif name == "closed":
+        problem = ended(["sh", "-c", shlex.join(command) + " >&- 2>&-"], 120)
+    else:  # a reader that leaves after one line; its own status is not the run's
+        line = f"{shlex.join(command)} | head -1 >/dev/null"
+        problem = ended(["bash", "-o", "pipefail", "-c", line], 120)
+    return [*([problem] if problem else []), *unaccounted(out, 2)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hook", action="append", help=", ".join((*HOOKS, "tracker", "console")))
+    parser.add_argument("--only", action="append", default=[], help="a misbehaviour by name")
+    parser.add_argument("--out", type=Path, help="folder of the runs; default: a temporary one")
+    options = parser.parse_args()
+    folder, only, num_bad = options.out or Path(tempfile.mkdtemp()), tuple(options.only), 0
+    cases: list[tuple[str, Callable[[Path], list[str]]]] = []
+    for hook in options.hook or (*HOOKS, "tracker", "console"):
+        if hook == "tracker":
+            for method in ("init", "log", "finish"):
+                for name in only or MISBEHAVIOURS:
+                    case = functools.partial(of_tracker, method, name)
+                    cases.append((f"tracker.{method}-{name}", case))
+        elif hook == "console":
+            cases += [
+                (f"console-{n}", functools.partial(of_console, n))
+                for n in ("full", "closed", "head")
+            ]
+        else:
+            cases.append((hook, functools.partial(of_hook, hook, only)))
+    for name, case in cases:
+        out, began = folder / name, time.monotonic()
+        shutil.rmtree(out, ignore_errors=True)
+        problems = case(out)
+        num_bad += bool(problems)
+        print(
+            f"{name:30} {time.monotonic() - began:6.1f} s  {'; '.join(problems) or 'ok'}",
+            flush=True,
+        )
+    print(f"{num_bad} of {len(cases)} runs with a problem")
+    return int(num_bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
