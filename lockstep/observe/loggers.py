@@ -62,8 +62,8 @@ class Loggers:
             tracker.thread.join(max(0.0, ends - time.monotonic()))
             if tracker.thread.is_alive():
                 self._warn(
-                    f"the {tracker.name} logger did not end within {CLOSE_SECONDS:g} s and is given up "
-                    f"with {tracker.rows.qsize()} rows; metrics.jsonl has every row."
+                    f"the {tracker.name} logger did not end within {CLOSE_SECONDS:g} s and is "
+                    f"given up with {tracker.rows.qsize()} rows; metrics.jsonl has every row."
                 )
 
 
