@@ -30,7 +30,7 @@ from lockstep.errors import (
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
-started), or a process of several was lost; 3 stopped by an alarm that was asked to; 130 interrupted
+started), or a process of several was lost; 3 stopped by an alarm; 130 interrupted
 (continue with resume=true); 141 the reader of its output left. doctor: 0 sampler and trainer are
 consistent, 1 they differ, 2 no check could be made, or the input is wrong."""
 

@@ -87,7 +87,8 @@ async def _steps(run: TrainingRun) -> Status:
         if row is None:
             run.view.note(f"the tasks ended before step {run.step}.", "warning")
             break
-        if run.is_critical(row) and config.doctor.on_critical == "stop":
+        if reason := run.stop_reason(row):
+            run.view.note(f"stopped after step {row['step']}: {reason}.", "critical")
             run.save()
             return "stopped"
     if run.tested_at != run.step:

@@ -73,6 +73,8 @@ class TrainingRun:
     """The result of that evaluation: checkpoints are compared by it."""
     saved_at: int = 0
     """The step of the newest checkpoint, or the one that the run began at."""
+    num_skipped_steps: int = 0
+    """Steps in a row, up to the last one, whose update was skipped."""
     sync_level: Level = "none"
     """How far the last weights handed to the engine were verified."""
     _counts: tuple[int, ...] = field(init=False)
@@ -203,11 +205,32 @@ class TrainingRun:
             total.update(of_rank)
         return {f"engine/{name}": value for name, value in total.items()}
 
-    def is_critical(self, row: Mapping[str, Any]) -> bool:
-        """Whether doctor.on_critical=stop ends the run after this row."""
-        family, is_one_process = self.model_files.model.family, self.is_one_process
-        alarm = mismatch_alarm(row, family, is_one_process=is_one_process)
-        return alarm.level == "critical" or row.get("doctor/causes", 0) > 0
+    def stop_reason(self, row: Mapping[str, Any]) -> str:
+        """Why the run ends after this row of a step, by the setting that it names; "" if it goes
+        on."""
+        config, family = self.config, self.model_files.model.family
+        is_skipped = row.get("train/skipped_updates", 0) > 0
+        self.num_skipped_steps = self.num_skipped_steps + 1 if is_skipped else 0
+        alarm = mismatch_alarm(row, family, is_one_process=self.is_one_process)
+        is_critical = alarm.level == "critical" or row.get("doctor/causes", 0) > 0
+        for holds, reason in (
+            (
+                is_critical and config.doctor.on_critical == "stop",
+                "sampler and trainer differ (doctor.on_critical=stop)",
+            ),
+            (
+                row.get("sync/alarm", 0) > 0 and config.sync.on_alarm == "stop",
+                "the engine does not run the trainer's weights (sync.on_alarm=warn goes on)",
+            ),
+            (
+                0 < config.trainer.max_skipped_steps <= self.num_skipped_steps,
+                f"{self.num_skipped_steps} steps in a row made no update "
+                "(trainer.max_skipped_steps)",
+            ),
+        ):
+            if holds:
+                return reason
+        return ""
 
     # -- checkpoints ----------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.training.checkpoint import CheckpointStore
+from lockstep.training.learner import Learner
 
 SMALL = (
     "steps=3", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "checkpoint.every=0",
@@ -135,6 +136,13 @@ def test_a_step_whose_episodes_fail_keeps_the_updates_before_it(whole, tmp_path,
     monkeypatch.setenv("EPISODES", "-1000")
     train(settings, out=path, resume=True, view="json")
     assert rows_of(path) == rows_of(whole)
+
+
+def test_a_run_whose_updates_are_all_skipped_ends(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Learner, "_gradient_norm", lambda self: float("nan"))
+    outcome = train(config("steps=5", "trainer.max_skipped_steps=2"), out=tmp_path / "run")
+    assert (outcome.status, checkpoints_of(outcome.path)) == ("stopped", [2])
+    assert "2 steps in a row made no update (trainer.max_skipped_steps)" in capsys.readouterr().out
 
 
 def test_rows_that_were_lost_from_the_metrics_are_named_when_a_run_continues(

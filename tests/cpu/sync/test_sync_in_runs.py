@@ -81,10 +81,13 @@ def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_pat
     settings = [s for s in SMALL if not s.startswith("sync")]
     config = resolve(find_recipe("quickstart"), (*settings, "steps=4"))
     with injected(parse_fault(fault)):
-        train(config, out=tmp_path / "run", view="json")
+        outcome = train(config, out=tmp_path / "run", view="json")
     run = load_run(tmp_path / "run")
     assert run.environment["sync"]["qualification"]["failure"] == "", "it begins at version 1"
-    assert max(row.get("sync/alarm", 0) for row in run.metrics) == 1
+    alarms = [row["sync/alarm"] for row in run.metrics if "sync/alarm" in row]
+    assert alarms[-1] == 1 and not any(alarms[:-1]), "the run ends before the next update"
+    assert outcome.status == "stopped"
+    assert list(run.checkpoints()) == [len(alarms)]
 
 
 def test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples(tmp_path):

@@ -105,7 +105,7 @@ def events(run):
     ],
 )
 def test_a_run_loses_nothing_and_trains_nothing_twice(fault, counted, tmp_path, tmp_path_factory):
-    run = play(tmp_path / "run", f"--fault={fault},replica=1")
+    run = play(tmp_path / "run", f"--fault={fault},replica=1", "sync.on_alarm=warn")
     found, wanted = sampled(run), sound(tmp_path_factory.getbasetemp())
     assert found.keys() == wanted.keys() and len(found) == STEPS * GROUPS * SAMPLES
     # The same draws in another batch: the same tokens, but for one at the edge of its interval.
@@ -123,7 +123,7 @@ def test_a_run_loses_nothing_and_trains_nothing_twice(fault, counted, tmp_path, 
 
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
 def test_weights_that_were_not_taken_show_in_the_mismatch(fault, tmp_path):
-    run = play(tmp_path / "run", f"--fault={fault},replica=1")
+    run = play(tmp_path / "run", f"--fault={fault},replica=1", "sync.on_alarm=warn")
     k3 = [row["mismatch/k3"] for row in run.metrics if "mismatch/k3" in row]
     assert k3[0] < 1e-9 and min(k3[1:]) > 1e-6
     assert all(row["tokens/trained"] == row["tokens/sampled"] for row in run.metrics if "k3" in row)
@@ -132,7 +132,7 @@ def test_weights_that_were_not_taken_show_in_the_mismatch(fault, tmp_path):
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
 def test_one_replica_without_the_weights_is_found_by_the_verification(fault, tmp_path):
     """Each replica is looked at: in a median over all, one of many would not show."""
-    words = [f"--fault={fault},replica=1", "sync.qualify=on"]
+    words = [f"--fault={fault},replica=1", "sync.qualify=on", "sync.on_alarm=warn"]
     with pytest.raises(EngineError, match=r"does not run the weights.*: replica 1: ") as caught:
         play(tmp_path / "at-start", f"--fault={fault},replica=1,at=0", "sync.qualify=on")
     assert "Nothing was sampled" in str(caught.value)
