@@ -263,6 +263,8 @@ def _serve(options: argparse.Namespace) -> int:
         _print(options, {"config": to_dict(served.config)}, dumps(served.config).rstrip())
         return OK
     key = options.key or os.environ.get("LOCKSTEP_KEY", "")
+    if options.key:  # the command line is stored with the run
+        sys.argv = [word.replace(options.key, "***") for word in sys.argv]
     with contextlib.suppress(KeyboardInterrupt):
         serve(served, key=key, out=options.out or None, is_json=options.json)
     # Everything is stored; a late Ctrl-C would end the interpreter as if it had been killed.

@@ -27,18 +27,20 @@ from lockstep.store.run import RunDirectory, load_run
 from lockstep.types import Trajectory
 
 
+KEY = "sesame-of-the-test"
+
+
 def post(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        url, data=data, headers={"Content-Type": "application/json"}, method="POST"
-    )
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(url, data=data, headers=headers, method="POST")
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
 
 
 def test_a_model_is_served_until_ctrl_c_and_what_agents_did_is_stored(tmp_path: Path):
     out = tmp_path / "served"
-    words = ["serve", "tiny-qwen3", "--json", "--out", str(out), "max_turn_tokens=16"]
+    words = ["serve", "tiny-qwen3", "--json", "--out", str(out), "max_turn_tokens=16", "--key", KEY]
     server = subprocess.Popen(
         [sys.executable, "-m", "lockstep.cli", *words],
         stdout=subprocess.PIPE,
@@ -71,6 +73,8 @@ def test_a_model_is_served_until_ctrl_c_and_what_agents_did_is_stored(tmp_path: 
     assert records[0].task.id == "greet"
     assert list(records[0].trajectory.rewards.values()) == [0.5]
     assert main(["report", str(out)]) == 0
+    stored = [path for path in out.rglob("*") if path.is_file()]
+    assert stored and not any(KEY.encode() in path.read_bytes() for path in stored)
 
 
 def test_sessions_that_the_disk_does_not_take_wait_and_are_tried_again(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,12 +52,16 @@ class RunGateway:
     async def _start(self) -> GatewayServer:
         from lockstep.agent.gateway.server import GatewayServer
 
+        given = os.environ.get(KEY_VARIABLE, "")
+        self._config.check_key(given)
         server = GatewayServer(
             SessionRegistry(max_sessions=sys.maxsize),  # agent.max_in_flight limits the episodes
             renderer=self._renderer,
             model=self._model,
             config=self._config,
-            key=os.environ.get(KEY_VARIABLE, ""),
+            # Without a key every program could act in the sessions of the others.
+            key=given or secrets.token_urlsafe(32),
+            claims_need_key=bool(given),
         )
         await server.start()
         self._note(f"gateway: agents find the model {self._model} at {server.url}")

@@ -58,7 +58,8 @@ class GatewayServer:
     """Serves `sessions` from `start` to `close`.
 
     model: name of the model. key: opens every session; "" lets in the users of this machine, and is
-    refused for any other address.
+    refused for any other address. claims_need_key: False lets these users claim episodes without
+    it.
     """
 
     def __init__(
@@ -69,13 +70,14 @@ class GatewayServer:
         model: str,
         config: GatewayConfig | None = None,
         key: str = "",
+        claims_need_key: bool = True,
     ) -> None:
         self.sessions, self.model = sessions, model
         self.config = config or GatewayConfig()
         self.counts: Counter[str] = Counter()
         """requests, refused, failed (status 500 or above), sampled_tokens, encoded_tokens."""
         self.config.check_key(key)
-        self._key = key.encode()
+        self._key, self._claims_need_key = key.encode(), claims_need_key
         self._renderer = renderer
         self._shared: GatewaySession | None = None
         self._turns: set[asyncio.Task[Any]] = set()
@@ -180,8 +182,8 @@ class GatewayServer:
         return response
 
     def _check_origin(self, request: web.Request) -> None:
-        """Keeps out pages of a browser on this machine, if the server has no key."""
-        if self._key:
+        """Keeps out pages of a browser on this machine, if something is open without a key."""
+        if self._key and self._claims_need_key:
             return
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin", "")
         for name in (host and f"//{host}", origin):
@@ -472,7 +474,8 @@ class GatewayServer:
         return _json(_trajectory_to_dict(self._session(request).trajectory))
 
     async def _claim(self, request: web.Request) -> web.Response:
-        self._check_master(request)
+        if self._claims_need_key:
+            self._check_master(request)
         body = await self._value(request)
         seconds = body["wait_seconds"].number(0, MAX_CLAIM_SECONDS)
         try:

@@ -26,7 +26,7 @@ from lockstep.types import Message, Task
 
 RENDERER = ChatMLRenderer(byte_tokenizer(), ChatMLConfig())
 HEADER = """
-import json, os, sys, urllib.request
+import json, os, sys, urllib.error, urllib.request
 
 def post(url, body):
     headers = {"Content-Type": "application/json",
@@ -193,6 +193,29 @@ def test_a_program_does_not_see_the_users_keys(tmp_path, monkeypatch):
     assert trajectory.reward_parts == {"HUB_TOKEN": 0.0, "MY_SETTING": 5.0}
     with pytest.raises(ConfigError, match=r"pass_variables: NO_SUCH is not set"):
         program(tmp_path, body, pass_variables=("NO_SUCH",)).check()
+
+
+def test_a_program_cannot_list_reward_or_end_the_sessions_of_others(tmp_path):
+    body = """
+        gateway = os.environ["LOCKSTEP_SESSION_URL"].rpartition("/")[0]
+        def refused(url, body=None, key=""):
+            data = None if body is None else json.dumps(body).encode()
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            try:
+                urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=20)
+            except urllib.error.HTTPError as error:
+                return error.code in (401, 403)
+        ask("what?")
+        own = os.environ["OPENAI_API_KEY"]
+        tries = [refused(gateway), refused(gateway, key=own), refused(gateway, {}),
+                 refused(gateway + "/other/reward", {"reward": 1}, own),
+                 refused(os.environ["LOCKSTEP_SESSION_URL"] + "/finish", {})]
+        parts = {str(i): float(bool(t)) for i, t in enumerate(tries)}
+        print(json.dumps({"reward": float(all(tries)), "parts": parts}))
+    """
+    (trajectory,) = play(program(tmp_path, body), [Task(id="a")])
+    assert list(trajectory.reward_parts.values()) == [1.0] * 5
+    assert set(trajectory.rewards.values()) == {1.0}
 
 
 def test_a_score_replaces_whatever_the_agent_posted(tmp_path):
