@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import importlib.machinery
 import json
 import math
 import os
@@ -470,6 +471,7 @@ class HostileTracker:
 
     def __init__(self, method: str, way: Any) -> None:
         self.method, self.way = method, way
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("init", "log", "finish"):

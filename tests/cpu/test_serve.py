@@ -26,7 +26,6 @@ from lockstep.run_config import ServeConfig
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.types import Trajectory
 
-
 KEY = "sesame-of-the-test"
 
 
