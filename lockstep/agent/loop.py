@@ -52,6 +52,7 @@ from lockstep.agent.turns import (
 from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import ConfigError, named
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.large_texts import TextTooLargeError
 from lockstep.types import (
     Group,
     Int32Array,
@@ -206,11 +207,15 @@ class _Episode:
         _check_messages(messages)
         tools = await guarded(lambda: environment.tools)
         self.stage = "renderer.render"
-        path_ids = np.asarray(renderer.render(messages, tools), np.int32)
+        try:
+            ids = await self.sampler.encoded(partial(renderer.render, messages, tools))
+        except TextTooLargeError as error:
+            self._fail_for_room(f"at least {error.num_tokens}")
+            return
+        path_ids = np.asarray(ids, np.int32)
         count(trajectory, "tokens/encoded", len(path_ids))
         if len(path_ids) >= limit:
-            text = f"the prompt has {len(path_ids)} tokens and the episode may have {limit}"
-            self.fail(f"{text}: no room for a reply. Raise max_tokens")
+            self._fail_for_room(str(len(path_ids)))
             return
         leaf: int | None = trajectory.observe(path_ids, messages=messages)
         pending: list[Observed] = []
@@ -253,16 +258,29 @@ class _Episode:
                     path_ids, turn_ids = trajectory.path_ids(leaf), pending[-1].ids
                     self.reason = "dropped_thinking"
                     count(trajectory, "branches/dropped_thinking")
-                observed_ids = renderer.extend(turn_ids.tolist(), observation.messages)
-                count(trajectory, "tokens/encoded", len(observed_ids))
-                pending.append(Observed(np.asarray(observed_ids, np.int32), observation.messages))
-                needed = len(path_ids) + sum(len(part.ids) for part in pending)
+                extend = partial(renderer.extend, turn_ids.tolist(), observation.messages)
+                needed, bound = len(path_ids) + sum(len(part.ids) for part in pending), ""
+                try:
+                    observed_ids = await self.sampler.encoded(extend)
+                    count(trajectory, "tokens/encoded", len(observed_ids))
+                    pending.append(
+                        Observed(np.asarray(observed_ids, np.int32), observation.messages)
+                    )
+                    needed += len(observed_ids)
+                except TextTooLargeError as error:
+                    needed, bound = needed + error.num_tokens, " or later"
                 if needed >= limit:
-                    text = f"the next turn would begin at token {needed} of {limit}"
+                    text = f"the next turn would begin at token {needed}{bound} of {limit}"
                     trajectory.error = f"max_tokens: {text}"
             if trajectory.error:
                 trajectory.status = "truncated"
                 return
+
+    def _fail_for_room(self, num_tokens: str) -> None:
+        self.fail(
+            f"the prompt has {num_tokens} tokens and the episode may have "
+            f"{self.sampler.max_tokens}: no room for a reply. Raise max_tokens"
+        )
 
     async def _play_over_http(self, harness: Harness, task: Task) -> None:
         trajectory, budget = self.trajectory, self.budget

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.engines.base import Engine
 from lockstep.errors import EngineError
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.large_texts import encoded
 from lockstep.types import (
     Delta,
     FinishReason,
@@ -28,6 +30,8 @@ from lockstep.types import (
     SamplingParams,
     Trajectory,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +114,12 @@ class TurnSampler:
         self.sampling = replace(sampling, stop_ids=stop_ids)
         self.max_tokens = min(budget.max_tokens, engine.capabilities.max_tokens)
         """Tokens that a path may have."""
+
+    async def encoded(
+        self, make: Callable[[], T], rehearse: Callable[[], object] | None = None
+    ) -> T:
+        """See `large_texts.encoded`."""
+        return await encoded(make, max_tokens=self.max_tokens, rehearse=rehearse)
 
     async def sample(
         self,

@@ -22,6 +22,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from lockstep.errors import RendererError
+from lockstep.renderers.large_texts import CURRENT
 from lockstep.renderers.vocabulary import characters_of, merge_parts, read_vocabulary
 
 _PROBE = 'Hello, world!\n\t  {"key": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\n\n end '
@@ -74,6 +75,7 @@ class Tokenizer:
         for name, id_ in control_tokens.items():
             self._token_bytes[id_] = name.encode()
         self._known = frozenset(text_tokens) | self.control_ids
+        self._longest = max(map(len, text_tokens.values()), default=1)
         probe_ids = encode(_PROBE)
         if self.decode_bytes(probe_ids) != _PROBE.encode():
             raise RendererError(
@@ -112,7 +114,8 @@ class Tokenizer:
         text_tokens, control_tokens, plain = read_vocabulary(spec, extra=extra, where=where)
         fast = FastTokenizer.from_str(json.dumps(plain))
         return cls(
-            lambda text: fast.encode(text, add_special_tokens=False).ids,
+            # In a batch, even of one text, the library lets other threads run.
+            lambda text: fast.encode_batch_fast([text], add_special_tokens=False)[0].ids,
             text_tokens=text_tokens,
             control_tokens=control_tokens,
             where=where,
@@ -126,6 +129,11 @@ class Tokenizer:
 
         Halves of surrogate pairs, which JSON can spell and UTF-8 cannot, become U+FFFD.
         """
+        if (call := CURRENT.get()) is not None:
+            return call.encode(text, self._encode_storable, longest=self._longest)
+        return self._encode_storable(text)
+
+    def _encode_storable(self, text: str) -> list[int]:
         text = _storable(text)
         ids = self._encode(text) if text else []
         self.num_encoded += len(ids)

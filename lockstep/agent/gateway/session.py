@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from lockstep.agent.gateway.splicing import splice_reply
 from lockstep.agent.gateway.tree import (
     Answer,
     Dialogue,
-    Found,
     Place,
     Reason,
     Tree,
@@ -50,8 +49,11 @@ from lockstep.agent.turns import (
     turn_segments,
 )
 from lockstep.errors import ConfigError, EngineDownError, EngineError, RendererError
+from lockstep.renderers.large_texts import TextTooLargeError
 from lockstep.renderers.pieces import first_difference
 from lockstep.types import Int32Array, Message, SamplingParams
+
+T = TypeVar("T")
 
 SamplingRule = Literal["run", "client"]
 """Source of temperature, top-p, top-k and seed: the run's settings, for tokens that are trained, or
@@ -186,8 +188,11 @@ class GatewaySession:
         """Ids of the prompt that `reply` would send. Nothing of the session changes."""
         self._check_open()
         dialogue = Dialogue.of(request)
-        found = self._tree.find(dialogue)
-        return len(self._prompt_ids(self._draft(dialogue, found, "").place))
+
+        def ids() -> Int32Array:
+            return self._prompt_ids(self._draft(dialogue).place)
+
+        return len(await self._encoded(ids))
 
     async def set_reward(
         self, reward: float, *, parts: Mapping[str, float], leaf: int | None = None
@@ -271,19 +276,12 @@ class GatewaySession:
     # -- one turn -----------------------------------------------------------------------------
 
     async def _answer(self, request: TurnRequest) -> Answer:
-        # Nothing is awaited up to the engine, so the tree does not change meanwhile.
         sampling = self._sampling_of(request)
         dialogue = Dialogue.of(request)
         self._check_budget()
-        found = self._tree.find(dialogue)
-        reason = self._tree.reason(dialogue, found)
-        drafted = self._draft(dialogue, found, reason)
-        prompt_ids = self._prompt_ids(drafted.place)
-        if len(prompt_ids) >= self._sampler.max_tokens:
-            text = f"the next turn would begin at token {len(prompt_ids)} of "
-            text += f"{self._sampler.max_tokens}"
-            raise self._exhaust("max_tokens", text, status=400, code="context_overflow")
-        self._insert(drafted)
+        drafted, prompt_ids = await self._encoded(
+            partial(self._enter, dialogue), partial(self._draft, dialogue)
+        )
         place = drafted.place
         if place.why is None:
             place.why = drafted.reason
@@ -322,6 +320,28 @@ class GatewaySession:
             place.num_running -= 1
         num_reused_tokens = len(prompt_ids) - drafted.counts["tokens/encoded"]
         return self._add(turn, drafted, num_reused_tokens=num_reused_tokens)
+
+    def _enter(self, dialogue: Dialogue) -> tuple[_Draft, Int32Array]:
+        """Adds the request to the tree, which does not change meanwhile. Returns its draft and
+        prompt."""
+        drafted = self._draft(dialogue)
+        prompt_ids = self._prompt_ids(drafted.place)
+        if len(prompt_ids) >= self._sampler.max_tokens:
+            raise self._overflow(f"token {len(prompt_ids)}")
+        self._insert(drafted)
+        return drafted, prompt_ids
+
+    async def _encoded(
+        self, make: Callable[[], T], rehearse: Callable[[], object] | None = None
+    ) -> T:
+        try:
+            return await self._sampler.encoded(make, rehearse)
+        except TextTooLargeError as error:
+            raise self._overflow(f"token {error.num_tokens} or later") from None
+
+    def _overflow(self, where: str) -> Refusal:
+        text = f"the next turn would begin at {where} of {self._sampler.max_tokens}"
+        return self._exhaust("max_tokens", text, status=400, code="context_overflow")
 
     def _add(self, turn: Turn, drafted: _Draft, *, num_reused_tokens: int) -> Answer:
         """Adds a turn that was just recorded to the tree, and counts it."""
@@ -429,12 +449,13 @@ class GatewaySession:
 
     # -- the place of a request ----------------------------------------------------------------
 
-    def _draft(self, dialogue: Dialogue, found: Found, reason: Reason) -> _Draft:
+    def _draft(self, dialogue: Dialogue) -> _Draft:
         """Finds the place where the request asks, and encodes what is new on the way there.
 
         Nothing of the session changes. Raises Refusal for messages that the renderer cannot write.
         """
-        place = found.place
+        found = self._tree.find(dialogue)
+        place, reason = found.place, self._tree.reason(dialogue, found)
         if place is not None and found.num_batches > dialogue.num_replies:
             return _Draft(place, reason)
         try:
