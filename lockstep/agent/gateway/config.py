@@ -26,6 +26,9 @@ class GatewayConfig:
     read_seconds: float = 60.0
     """Seconds that a client may take to send its headers, and again to send the body; a connection
     without a request is closed after as long."""
+    max_connections: int = 1000
+    """Connections at a time, at most as many as the limit on open files leaves. A further one
+    replaces the one that has waited longest without a request."""
     keep_alive_seconds: float = 10.0
     """Seconds until a stream whose turn is not complete sends a keep-alive, and between
     keep-alives."""
@@ -49,7 +52,7 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "gateway.", "read_seconds", "keep_alive_seconds")
         check_numbers(self, "gateway.", "max_body_bytes", least=1024)
-        check_numbers(self, "gateway.", "rotate_tokens", least=1)
+        check_numbers(self, "gateway.", "rotate_tokens", "max_connections", least=1)
         check_numbers(self, "gateway.", "port", least=0)
         require(
             self,

@@ -19,6 +19,7 @@ import hmac
 import itertools
 import json
 import logging
+import resource
 import secrets
 import time
 from collections import Counter
@@ -47,6 +48,8 @@ except ImportError:  # pragma: no cover
 
 LOGGER = logging.getLogger(__name__)
 
+ACCEPTED_AT_ONCE = 32
+"""Connections that are accepted before other work is done."""
 CLAIM_SECONDS, MAX_CLAIM_SECONDS = 30.0, 300.0
 MAX_REMEMBERED_BODIES = 65536
 """Latest bodies that a retry can refer to, by their digests: at most 20 MiB."""
@@ -85,6 +88,9 @@ class GatewayServer:
         self._keys: dict[bytes, str] = {}
         """Digest of a session's body -> the key of the latest first attempt."""
         self._runner: web.AppRunner | None = None
+        self._socket: asyncio.Server | None = None
+        self._busy: set[asyncio.BaseProtocol] = set()
+        """Connections with a request in progress."""
         self._port = self.config.port
 
     # -- life -------------------------------------------------------------------------------------
@@ -103,8 +109,12 @@ class GatewayServer:
             keepalive_timeout=self.config.read_seconds,  # also of headers that never end
         )
         await runner.setup()
+        make = partial(self._connection, cast(web.Server, runner.server))
+        loop, config = asyncio.get_running_loop(), self.config
         try:
-            await web.TCPSite(runner, self.config.host, self.config.port).start()
+            self._socket = await loop.create_server(
+                make, config.host, config.port, backlog=ACCEPTED_AT_ONCE
+            )
         except OSError as error:
             await runner.cleanup()
             hint = " port=0 takes a free one." if error.errno == errno.EADDRINUSE else ""
@@ -113,12 +123,24 @@ class GatewayServer:
                 f"{error.strerror or error}.{hint}"
             ) from error
         self._runner = runner
-        self._port = cast("tuple[str, int]", runner.addresses[0])[1]
+        self._port = self._socket.sockets[0].getsockname()[1]
+
+    def _connection(self, server: web.Server) -> asyncio.Protocol:
+        """Makes the protocol of a new connection. If there are too many, the one that has waited
+        longest without a request makes room."""
+        num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = min(self.config.max_connections, max(16, num_files - 4 * ACCEPTED_AT_ONCE))
+        there = [each for each in server.connections if each.transport is not None]
+        waiting = [each for each in there if each not in self._busy]
+        if len(there) >= limit and waiting:
+            waiting[0].force_close()
+        return server()
 
     async def close(self) -> None:
         """Stops listening, cancels turns in progress, and finishes the shared session. Other
         sessions stay as they are."""
-        if self._runner is not None:
+        if self._runner is not None and self._socket is not None:
+            self._socket.close()
             for turn in self._turns:
                 turn.cancel()
             await asyncio.gather(*self._turns, return_exceptions=True)
@@ -160,6 +182,7 @@ class GatewayServer:
     @web.middleware
     async def _answer_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turns every error into a status and a body in the dialect's own shape."""
+        self._busy.add(request.protocol)
         try:
             self._check_origin(request)
             return await handler(request)
@@ -167,6 +190,8 @@ class GatewayServer:
             raise
         except Exception as error:
             refusal = self._refusal_of(error, request)
+        finally:
+            self._busy.discard(request.protocol)
         is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.path
         dialect = messages if is_anthropic else chat
         response = _json(dialect.error(refusal), status=refusal.status)

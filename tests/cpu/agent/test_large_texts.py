@@ -1,4 +1,4 @@
-"""A large text is refused by its length where it cannot fit, and delays nobody else where it can."""
+"""A large text is refused by its length where it cannot fit; where it can, it delays nobody else."""
 
 import asyncio
 import sys

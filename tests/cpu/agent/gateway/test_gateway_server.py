@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -496,3 +497,17 @@ def test_bytes_at_random_are_refused_in_good_form(gateway: Gateway, raw: bytes, 
 def test_refusals_keep_what_programs_read():
     refusal = Refusal(404, "unknown_session", "text", parameter="p")
     assert (refusal.status, refusal.code, refusal.parameter) == (404, "unknown_session", "p")
+
+
+def test_idle_connections_do_not_lock_anybody_out(caplog: Any):
+    with Gateway(script, config=GatewayConfig(max_connections=20)) as gateway, ExitStack() as idle:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        held = [
+            idle.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            for _ in range(60)
+        ]
+        assert gateway.ask("GET", "/health")[0] == 200
+        assert held[0].recv(1) == b"", "the one that waited longest made room"
+        held[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert held[-1].recv(4096).startswith(b"HTTP/1.1 200")
+    assert not caplog.records
