@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import from_dict, resolve, to_dict
 from lockstep.engines.config import EmbeddedConfig
@@ -41,7 +42,9 @@ T = TypeVar("T")
 DEFAULT_MAX_TOKENS = 8192
 """Tokens of a dialogue if the setting is not given and the model takes as many."""
 PART_SECONDS = 10.0
-"""Interval in which finished sessions are written, as one part."""
+"""Interval in which finished sessions are written that no client waits for, as one part."""
+GATHER_SECONDS = 0.2
+"""Seconds that a client who finished its session waits for others, to write one part for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,7 @@ class SessionStore:
         self._waiting: list[Group] = []
         self._step = 0
         self.num_stored = 0
+        self._storing = asyncio.Lock()
 
     def add(self, session: GatewaySession) -> None:
         """Takes in a finished session, unless it asked for no turn."""
@@ -141,6 +145,20 @@ class SessionStore:
         if trajectory.num_turns:
             task = Task(id=trajectory.task_id or trajectory.id)
             self._waiting.append(Group(task=task, trajectories=[trajectory]))
+
+    async def store(self) -> None:
+        """Writes what waits, together with what others finish in the next moment. Raises Refusal
+        (503) if the disk does not take it."""
+        async with self._storing:
+            if not self._waiting:  # written with another's
+                return
+            await asyncio.sleep(GATHER_SECONDS)
+            try:
+                self.write()
+            except RunError as error:
+                raise Refusal(
+                    503, "not_stored", f"{error} They are kept, and tried again."
+                ) from error
 
     def write(self) -> None:
         """Raises RunError if the disk does not take them."""
@@ -206,6 +224,7 @@ async def opened(
             model=config.model.rstrip("/").rpartition("/")[2],
             config=config.gateway,
             key=key,
+            store=None if store is None else store.store,
         )
         stack.push_async_callback(server.close)
         await server.start()

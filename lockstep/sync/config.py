@@ -29,8 +29,8 @@ class SyncConfig:
     engine and trainer, and undo it: two loads. An engine that fails is refused. auto: whenever
     weights are sent and the engine can score, except for injected faults of the weights."""
     on_alarm: Literal["stop", "warn"] = "stop"
-    """What follows if a check finds that the engine does not run the trainer's weights: stop saves
-    and ends the run before the next update, with exit code 3; warn trains on."""
+    """Reaction to a check that finds other weights in the engine than the trainer's: stop saves and
+    ends the run before the next update, with exit code 3; warn trains on."""
     verify_every: int = 1
     """Loads between two checks that the engine's log-probs follow the trainer's; 0 is never. A
     check costs a score and a forward of the probe."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,31 @@ def test_sessions_that_the_disk_does_not_take_wait_and_are_tried_again(tmp_path:
         assert store.num_stored == 2
     stored = [record.trajectory.id for record in load_run(tmp_path / "run").trajectories()]
     assert stored == ["a", "b"]
+
+
+def test_a_session_whose_end_was_answered_outlives_the_server(tmp_path: Path):
+    out = tmp_path / "served"
+    words = ["serve", "tiny-qwen3", "max_turn_tokens=8", "--out", str(out), "--json"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "lockstep.cli", *words], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        begun = json.loads(server.stdout.readline())
+        sessions = [post(f"{begun['url']}/sessions", {}) for _ in range(3)]
+        for session in sessions:
+            body = {"model": begun["model"], "messages": [{"role": "user", "content": "hi"}]}
+            post(f"{session['openai_base_url']}/chat/completions", body)
+        with ThreadPoolExecutor(3) as clients:
+            list(
+                clients.map(
+                    lambda s: post(f"{begun['url']}/sessions/{s['id']}/finish", {}), sessions
+                )
+            )
+    finally:
+        server.kill()
+        server.wait(30)
+    assert len(list(load_run(out).trajectories())) == 3
 
 
 def test_the_curl_command_of_the_docs_gets_a_reply():

@@ -62,7 +62,7 @@ class GatewayServer:
 
     model: name of the model. key: opens every session; "" lets in the users of this machine, and is
     refused for any other address. claims_need_key: False lets these users claim episodes without
-    it.
+    it. store: stores the finished sessions; awaited before a client reads that its session ended.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class GatewayServer:
         config: GatewayConfig | None = None,
         key: str = "",
         claims_need_key: bool = True,
+        store: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.sessions, self.model = sessions, model
         self.config = config or GatewayConfig()
@@ -81,6 +82,7 @@ class GatewayServer:
         """requests, refused, failed (status 500 or above), sampled_tokens, encoded_tokens."""
         self.config.check_key(key)
         self._key, self._claims_need_key = key.encode(), claims_need_key
+        self._store = store
         self._renderer = renderer
         self._shared: GatewaySession | None = None
         self._turns: set[asyncio.Task[Any]] = set()
@@ -493,6 +495,8 @@ class GatewayServer:
         session = self._session(request)
         body = await self._value(request, "error")
         await session.finish(error=body["error"].text(""))
+        if self._store is not None:
+            await self._store()
         return _json(_summary(session))
 
     async def _trajectory(self, request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""A large text is refused by its length where it cannot fit; where it can, it delays nobody else."""
+"""A large text is refused by its length if it cannot fit; if it can, it delays nobody else."""
 
 import asyncio
 import sys
