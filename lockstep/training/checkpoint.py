@@ -40,6 +40,8 @@ MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT_VERSION = 1
 
 _NAME = re.compile(r"step-(\d{6,})")
+_REPLACED = re.compile(r"\.step-(\d{6,})\.replaced")
+"""A checkpoint that one of the same step was about to replace when the run was killed."""
 _log = logging.getLogger(__name__)
 
 
@@ -84,8 +86,8 @@ class CheckpointStore:
         beside = self.root / f".{target.name}.partial"
         if trainer.is_writer:
             self.root.mkdir(parents=True, exist_ok=True)
-            for leftover in self.root.glob(".step-*"):  # of a write that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
+            for leftover in {*self.root.glob(".step-*")} - {*self._named().values()}:
+                shutil.rmtree(leftover, ignore_errors=True)  # of a write that was killed
         trainer.save(beside)
         if critic is not None:
             critic.save(beside / CRITIC)
@@ -169,8 +171,13 @@ class CheckpointStore:
         return sorted(manifest.step for _, manifest in self._whole())
 
     def _named(self) -> dict[int, Path]:
-        entries = self.root.iterdir() if self.root.is_dir() else ()
-        named = {int(m[1]): path for path in entries if (m := _NAME.fullmatch(path.name))}
+        entries = list(self.root.iterdir()) if self.root.is_dir() else []
+        named = {
+            int(m[1]): path
+            for pattern in (_REPLACED, _NAME)  # the later one counts
+            for path in entries
+            if (m := pattern.fullmatch(path.name))
+        }
         for path in named.values():
             if path.is_symlink():
                 raise CheckpointError(
@@ -192,7 +199,7 @@ class CheckpointStore:
         for path, manifest in self._whole():
             if manifest.step not in keep and path != best:
                 # Renamed first: a kill within the deletion must not leave half a checkpoint.
-                doomed = path.with_name(f".{path.name}.deleted")
+                doomed = path.with_name(f".{path.name.strip('.')}.deleted")
                 os.replace(path, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 

@@ -2,8 +2,10 @@
 
 import json
 import logging
+import os
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,6 +163,26 @@ def test_a_step_written_again_replaces_the_former(store):
     train(trainer, 1)
     path = saved.save(30, trainer, {"again": True})
     assert saved.load(path, trainer) == {"again": True}
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint(store, monkeypatch):
+    saved, trainer = store
+    rename = os.replace
+
+    def dies(old, new):
+        if Path(new) == saved.root / "step-000030":
+            raise KeyboardInterrupt
+        rename(old, new)
+
+    only = CheckpointStore(saved.root, keep_last=1)
+    monkeypatch.setattr("lockstep.training.checkpoint.os.replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        only.save(30, trainer, {"again": True})
+    monkeypatch.undo()
+    assert only.latest() == only.at(30) == saved.root / ".step-000030.replaced"
+    only.save(31, trainer, {})
+    assert only.steps() == [31] and only.at(31).name == "step-000031"
+    assert [path.name for path in saved.root.iterdir()] == ["step-000031"]
 
 
 def test_what_a_killed_write_left_is_not_a_checkpoint(store):
