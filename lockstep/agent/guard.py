@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import math
+import random
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from lockstep.agent.tasks import seed_globals
 from lockstep.errors import RolloutError, named
 
 T = TypeVar("T")
@@ -43,11 +45,17 @@ Settled = tuple[Any, BaseException | None]
 
 
 async def guarded(
-    hook: Callable[[], Any], *, seconds: float | None = None, setting: str = ""
+    hook: Callable[[], Any],
+    *,
+    seconds: float | None = None,
+    setting: str = "",
+    seed: int | None = None,
 ) -> Any:
     """Returns the result of `hook()`, awaited if it is awaitable.
 
-    seconds: time limit; None is none. setting: name of the setting that raises the limit.
+    seconds: time limit; None is none. setting: name of the setting that raises the limit. seed: of
+    the global generators of Python and numpy, which go on where they were each time the hook goes
+    on: what runs meanwhile does not change its draws.
     Raises TookTooLong after `seconds`, ForeignExit in place of anything that is no Exception, and
     otherwise what the hook raised. A late hook is cancelled; if it does not end within
     CANCEL_SECONDS, its coroutine is closed. A CancelledError comes through only if the task of the
@@ -58,7 +66,7 @@ async def guarded(
     >>> await guarded(environment.reset, seconds=600)                           # doctest: +SKIP
     """
     late = TookTooLong(f"took longer than {seconds or 0:g} s{f' ({setting})' if setting else ''}")
-    return await _driven(_called(hook), seconds, late)
+    return await _driven(_called(hook), seconds, late, seed)
 
 
 async def _called(hook: Callable[[], Any]) -> Any:
@@ -68,7 +76,10 @@ async def _called(hook: Callable[[], Any]) -> Any:
 
 @types.coroutine
 def _driven(
-    coroutine: Coroutine[Any, Any, Any], seconds: float | None, late: TookTooLong
+    coroutine: Coroutine[Any, Any, Any],
+    seconds: float | None,
+    late: TookTooLong,
+    seed: int | None,
 ) -> Generator[Any, None, Any]:
     """Steps a foreign coroutine, so that it can be closed where it ignores a cancellation."""
     task = asyncio.current_task()
@@ -85,9 +96,15 @@ def _driven(
     timers = [asyncio.get_running_loop().call_later(limit, cut) for limit in limits]
     num_own = 0  # cancellations by the hook of its own task
     thrown: BaseException | None = None
+    draws: tuple[Any, Any] | None = None
     try:
         while True:
             before = task.cancelling()
+            if draws is not None:
+                random.setstate(draws[0])
+                np.random.set_state(draws[1])
+            elif seed is not None:
+                seed_globals(seed)
             try:
                 awaited = coroutine.send(None) if thrown is None else coroutine.throw(thrown)
             except StopIteration as stop:
@@ -101,6 +118,8 @@ def _driven(
             finally:
                 num_own += max(0, task.cancelling() - before)
             thrown = None
+            if seed is not None:
+                draws = random.getstate(), np.random.get_state()
             try:
                 yield awaited
             except GeneratorExit:

@@ -166,6 +166,8 @@ class _Episode:
     turn_ends: list[int] = field(default_factory=list[int])
     """The segment that ends each turn."""
     has_ended: bool = False
+    num_hooks: int = 0
+    """Calls of the environment's hooks."""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -181,9 +183,7 @@ class _Episode:
         self.stage = "the environment could not be made"
         started = time.monotonic()
         try:
-            environment = self.environment = await guarded(
-                partial(make_environment, task), seconds=self.budget.max_seconds
-            )
+            environment = self.environment = await self._call(partial(make_environment, task))
             started = time.monotonic()
             if isinstance(environment, Harness):
                 await self._play_over_http(environment, task)
@@ -203,9 +203,9 @@ class _Episode:
         trajectory, budget, renderer = self.trajectory, self.budget, self.sampler.renderer
         limit = self.sampler.max_tokens
         self.stage = "environment.reset"
-        messages = await guarded(environment.reset, seconds=budget.max_seconds)
+        messages = await self._call(environment.reset)
         _check_messages(messages)
-        tools = await guarded(lambda: environment.tools)
+        tools = await self._call(lambda: environment.tools)
         self.stage = "renderer.render"
         try:
             ids = await self.sampler.encoded(partial(renderer.render, messages, tools))
@@ -237,9 +237,7 @@ class _Episode:
             count(trajectory, "turns", 1)
             count(trajectory, "parse_errors", bool(reply.message.parse_error))
             self.stage = "environment.step"
-            observation = await guarded(
-                partial(environment.step, reply.message), seconds=budget.max_seconds
-            )
+            observation = await self._call(partial(environment.step, reply.message))
             if not isinstance(observation, Observation):
                 raise TypeError(f"returned {shortened(observation)}; expected an Observation")
             self._count(observation.metrics)
@@ -327,6 +325,13 @@ class _Episode:
         if late and trajectory.status == "finished":
             trajectory.status, trajectory.error = "truncated", late
 
+    async def _call(self, hook: Callable[[], Any]) -> Any:
+        """Calls a hook of the environment, whose draws from global generators depend on the episode
+        and on nothing else."""
+        self.num_hooks += 1
+        seed = derive_seed(self.seed, "hook", self.num_hooks)
+        return await guarded(hook, seconds=self.budget.max_seconds, seed=seed)
+
     def _count(self, metrics: Mapping[str, float]) -> None:
         """Adds an environment's counters to the trajectory's."""
         if problem := numbers_problem(metrics, "metrics"):
@@ -392,7 +397,7 @@ class _Episode:
                 self.fail(f"{text} (POST /sessions/SESSION/reward){_shown_output(harness)}")
             return
         try:
-            score = await guarded(self.environment.score, seconds=self.budget.max_seconds)
+            score = await self._call(self.environment.score)
         except Exception as error:
             self.fail("environment.score", error)
         else:

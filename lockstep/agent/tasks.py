@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.store.files import read_jsonl
 from lockstep.types import Message, Task
@@ -27,6 +29,14 @@ def derive_seed(*parts: int | str) -> int:
     """
     text = json.dumps(parts, separators=(",", ":")).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def seed_globals(*parts: int | str) -> None:
+    """Seeds the global generators of Python and numpy, which Lockstep never draws from, for foreign
+    code that does."""
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def is_held_out(share: float, *key: str) -> bool:

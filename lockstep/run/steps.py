@@ -16,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.guard import run_to_end
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
-from lockstep.agent.tasks import derive_seed
+from lockstep.agent.tasks import derive_seed, seed_globals
 from lockstep.errors import ContractError, RolloutError
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import open_view
@@ -101,6 +103,8 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     """sample, score, align, measure, correct, update, record, sync. None if no task is left."""
     config, step, beside = run.config, run.step, run.buffer.beside
     began = time.perf_counter()
+    seed_globals(config.seed, "step", step)
+    torch.manual_seed(derive_seed(config.seed, "torch", step))
     batch = await run.buffer.take(step, partial(sample, run))
     groups = batch.groups
     if not groups:

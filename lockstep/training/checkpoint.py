@@ -6,20 +6,18 @@ step-000030/
                             with lora, the adapter in PEFT's form and a digest of its model
     optimizer.safetensors   moments and, for a low-precision policy, float32 masters
     trainer.json            updates made, skipped, policy version
-    state.json              the loop's state (position in the tasks, ...), random states
+    state.json              the loop's state (position in the tasks, ...)
     critic/                 with advantage=gae: its model, optimizer and counters
     manifest.json           every file with its size and digest; written last
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import logging
 import math
 import os
-import random
 import re
 import shutil
 from collections.abc import Mapping
@@ -27,9 +25,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from lockstep.errors import CheckpointError
 from lockstep.store.files import sync_directory, write_json
@@ -94,7 +89,7 @@ class CheckpointStore:
         if not trainer.is_writer:
             return target
         try:
-            write_json(beside / STATE, {"state": dict(state), "random": random_states()})
+            write_json(beside / STATE, dict(state))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the state of step {step} cannot be written as JSON ({error}); expected numbers, "
@@ -123,7 +118,7 @@ class CheckpointStore:
         weights_only: bool = False,
         critic: Critic | None = None,
     ) -> dict[str, Any]:
-        """Restores the trainer, and Python's, numpy's and torch's random states.
+        """Restores the trainer.
 
         weights_only: the models alone, for a run that starts from them. critic: restored too.
         Returns the state that `save` was given. Raises CheckpointError if the checkpoint is torn,
@@ -133,10 +128,7 @@ class CheckpointStore:
         if critic is not None:
             critic.load(checkpoint / CRITIC, weights_only=weights_only)
         trainer.load(checkpoint, weights_only=weights_only)
-        kept = json.loads((checkpoint / STATE).read_text("utf-8"))
-        if not weights_only:
-            restore_random_states(kept["random"])
-        return kept["state"]
+        return json.loads((checkpoint / STATE).read_text("utf-8"))
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, every byte of it checked; None if there is none.
@@ -236,27 +228,6 @@ def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
     if problems:
         raise CheckpointError(f"{checkpoint} is torn: {'; '.join(problems)}.")
     return manifest
-
-
-def random_states() -> dict[str, Any]:
-    """Global random states of Python, numpy and torch (CPU) as JSON, for environments that draw
-    from them. Lockstep's own draws come from seeds."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-    }
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), *rest))
-    raw = bytearray(base64.b64decode(states["torch"]))
-    torch.set_rng_state(torch.frombuffer(raw, dtype=torch.uint8))
 
 
 def _digest_files(directory: Path) -> dict[str, tuple[int, str]]:

@@ -4,6 +4,7 @@ wrong in one episode stays there."""
 import asyncio
 import json
 import math
+import random
 import re
 import time
 from collections.abc import Sequence
@@ -114,6 +115,46 @@ def gather(engine, factory, tasks, *, group_size=2, max_tokens=100_000, **option
             **options,
         )
     )
+
+
+# -- seeds ----------------------------------------------------------------------------------------
+
+
+def test_draws_from_global_generators_do_not_depend_on_what_runs_beside():
+    def draws_of(order: Sequence[int]) -> dict[str, list[float]]:
+        """The draws of 4 episodes that wake up in this order."""
+        found: dict[str, list[float]] = {}
+        turns = [asyncio.Event() for _ in order]
+
+        class Draws(Looks):
+            def __init__(self) -> None:
+                super().__init__()
+                self.number, self.drawn = len(found), [random.random()]
+                found[str(self.number)] = self.drawn
+
+            async def reset(self):
+                self.drawn.append(float(np.random.rand()))
+                if self.number == order[0]:
+                    turns[0].set()
+                place = order.index(self.number)
+                await turns[place].wait()
+                self.drawn += [random.random(), random.gauss(0, 1)]
+                if place + 1 < len(order):
+                    turns[place + 1].set()
+                return await super().reset()
+
+            async def step(self, message: Message) -> Observation:
+                self.drawn.append(random.random())
+                return await super().step(message)
+
+        engine = FakeEngine(calls_then_answers(1))
+        gather(engine, lambda task: Draws(), [TASK], group_size=4)
+        return found
+
+    found = draws_of([0, 1, 2, 3])
+    assert found == draws_of([3, 1, 0, 2])
+    assert len({tuple(drawn) for drawn in found.values()}) == 4
+    assert all(len(set(drawn)) == len(drawn) == 6 for drawn in found.values())
 
 
 # -- tokens -----------------------------------------------------------------------------------
