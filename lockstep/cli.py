@@ -155,6 +155,7 @@ def _train(options: argparse.Namespace) -> int:
     """
     from lockstep.recipes import find_recipe
     from lockstep.run.preflight import plan, preflight
+    from lockstep.store.run import check_place
 
     settings, own = _split(options.settings, "train", *RESERVED)
     if options.help:
@@ -162,6 +163,8 @@ def _train(options: argparse.Namespace) -> int:
     config, run, start = _training_config(options.target, settings, own)
     config = resolve(config, settings)
     if options.dry_run:
+        if run is None and "out" in own:
+            check_place(own["out"])
         lines = plan(config, preflight(config))
         text = "\n".join((dumps(config).rstrip(), *lines))
         _print(options, {"config": to_dict(config), "plan": lines}, text)
@@ -192,6 +195,7 @@ def _sft(options: argparse.Namespace) -> int:
     example: lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200
     """
     from lockstep.recipes import find_supervised_recipe
+    from lockstep.store.run import check_place
     from lockstep.supervised import check_supervised, train_supervised
 
     settings, own = _split(options.settings, "sft", "out")
@@ -199,6 +203,8 @@ def _sft(options: argparse.Namespace) -> int:
         return _show_settings(options, lambda name: resolve(find_supervised_recipe(name), settings))
     config = resolve(find_supervised_recipe(options.target or "sft"), settings)
     if options.dry_run:
+        if "out" in own:
+            check_place(own["out"])
         if not config.create:  # what is created is checked then
             check_supervised(config)
         print(dumps(config), end="")

@@ -113,17 +113,22 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     return {p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)}
 
 
-def check_numbers(config: Any, where: str, *names: str, least: float | None = None) -> None:
-    """Raises ConfigError unless these fields are None, or finite and at least `least`, or above 0
-    without it. where: the path of the config, with a dot at its end."""
+def check_numbers(
+    config: Any, where: str, *names: str, least: float | None = None, most: float = math.inf
+) -> None:
+    """Raises ConfigError unless these fields are None, or finite, at most `most`, and at least
+    `least` or above 0 without it. where: the path of the config, with a dot at its end."""
     for name in names:
         value = getattr(config, name)
         if value is None:
             continue
-        if math.isfinite(value) and (value > 0 if least is None else value >= least):
+        is_enough = value > 0 if least is None else value >= least
+        if math.isfinite(value) and is_enough and value <= most:
             continue
         kind = "" if isinstance(value, int) else "a finite number of "
         bound = "a finite number above 0" if least is None else f"{kind}at least {least:g}"
+        if is_enough and value > most:
+            bound = f"at most {most:g}"
         raise ConfigError(f"{where}{name}={value} must be {bound}.")
 
 

@@ -32,6 +32,9 @@ from lockstep.training.config import (
     TrainerConfig,
 )
 
+MAX_STEPS, MAX_EPISODES = 10**8, 10**6
+"""More would be a slip of the hand, and years."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
@@ -110,7 +113,9 @@ class ModelChoice:
     """Several processes, one model."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "", "max_tokens", "threads", least=1)
+        check_numbers(self, "", "max_tokens", least=1)
+        check_numbers(self, "", "threads", least=1, most=4096)
+        check_numbers(self, "", "seed", least=0, most=2**63 - 1)
         check_numbers(self, "", "memory_limit_gib", least=0)
         is_name = bool(self.name) and "/" not in self.name
         require(self, "", name=(is_name, "usable as part of a directory name"))
@@ -190,7 +195,8 @@ class Config(ModelChoice):
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
-        check_numbers(self, "", "steps", "groups_per_step", "group_size", least=1)
+        check_numbers(self, "", "steps", least=1, most=MAX_STEPS)
+        check_numbers(self, "", "groups_per_step", "group_size", least=1, most=MAX_EPISODES)
         check_numbers(self, "", "max_staleness", least=0)
         require(self, "", max_failed_share=(0 <= self.max_failed_share < 1, "in [0, 1)"))
         self.advantage.check_group_size(self.group_size)

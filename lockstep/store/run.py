@@ -145,15 +145,11 @@ class RunDirectory:
         Raises RunError if the directory holds a run already.
         """
         path = Path(path)
+        check_place(path)
         path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock:
             lock.enter_context(hold_lock(path / "lock"))
-            found = [name for name in _OWN_NAMES if _holds_something(path / name)]
-            if found:
-                raise RunError(
-                    f"{path} holds a run already (it has {', '.join(found)}). Continue it with "
-                    "resume=true, or choose another directory with out=DIR."
-                )
+            check_place(path)
             (path / "trajectories").mkdir(exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
             environment = {"format_version": FORMAT_VERSION, **describe_environment(facts)}
@@ -391,6 +387,21 @@ def _check_is_run(path: Path) -> None:
         raise RunError(
             f"{path} was written in format {version}; this version of Lockstep reads up to "
             f"{FORMAT_VERSION}. Use the version that wrote it."
+        )
+
+
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Raises RunError if no run can be written to `path`. Creates nothing."""
+    path = Path(path)
+    at = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not at.is_dir() or not os.access(at, os.W_OK | os.X_OK):
+        problem = "cannot be written to" if at.is_dir() else "is no directory"
+        raise RunError(f"{path}: no run can be written there: {at} {problem}. Choose out=DIR.")
+    found = [name for name in _OWN_NAMES if _holds_something(path / name)]
+    if found:
+        raise RunError(
+            f"{path} holds a run already (it has {', '.join(found)}). Continue it with "
+            "resume=true, or choose another directory with out=DIR."
         )
 
 

@@ -293,6 +293,24 @@ BAD = {
         ["train", "quickstart", "evaluation.success_reward=nan"],
         "success_reward=nan must be a finite number",
     ),
+    "a negative seed": (
+        ["train", "quickstart", "seed=-1", "--dry-run"],
+        "seed=-1 must be at least 0",
+    ),
+    "a seed without end": (
+        ["train", "quickstart", f"seed={2**63}", "--dry-run"],
+        "must be at most",
+    ),
+    "absurd steps": (["train", "quickstart", "steps=1000000000000", "--dry-run"], "at most 1e+08"),
+    "absurd groups": (["train", "quickstart", "group_size=9999999", "--dry-run"], "at most 1e+06"),
+    "a place below a file": (
+        ["train", "quickstart", f"out={__file__}/run", "--dry-run"],
+        "test_cli.py is no directory",
+    ),
+    "a place for a model below a file": (
+        ["sft", "sft.path=x.jsonl", f"out={__file__}/run", "--dry-run"],
+        "test_cli.py is no directory",
+    ),
     "an unknown engine": (["train", "quickstart", "engine=vlm"], "no such kind"),
     "a misspelt model": (["train", "quickstart", "model=tiny-gpt-os"], "'tiny-gpt-oss'"),
     "another renderer's model": (
