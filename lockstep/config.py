@@ -28,9 +28,10 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 
 T = TypeVar("T")
 
@@ -111,6 +112,24 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     left, right = flatten(before), flatten(after)
     paths = list(dict.fromkeys([*left, *right]))
     return {p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)}
+
+
+def read_json(path: Path, error: type[LockstepError]) -> dict[str, Any]:
+    """Reads a JSON object. Raises `error` if the file is missing, torn or something else."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise error(
+            f"{path} does not exist: {path.parent} is another directory than expected, or a part "
+            "of it is missing."
+        ) from None
+    except OSError as problem:
+        raise error(f"{path} cannot be read ({problem}).") from problem
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{path} cannot be read: it is not JSON ({problem}). A torn copy?") from problem
+    if not isinstance(found, dict):
+        raise error(f"{path}: expected a JSON object, found {type(found).__name__}.")
+    return found
 
 
 def check_numbers(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
+from lockstep.config import read_json
 from lockstep.errors import CheckpointError
 
 Architecture = Literal["gpt_oss", "qwen2", "qwen3", "qwen3_moe", "llama", "mistral"]
@@ -139,7 +141,7 @@ class ModelConfig(_Kind):
     def from_directory(cls, directory: str | Path) -> ModelConfig:
         """Reads `directory`/config.json."""
         path = Path(directory) / "config.json"
-        return cls.from_hf(read_json(path), where=str(path))
+        return cls.from_hf(read_json(path, CheckpointError), where=str(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ class FallbackConfig(_Kind):
         """Reads `directory`/config.json. Raises CheckpointError for encoder-decoders, models of
         more than text, and quantised weights: they cannot be trained on token ids alone."""
         path = Path(directory) / "config.json"
-        reading = _Reading(read_json(path))
+        reading = _Reading(read_json(path, CheckpointError))
         if reading.get("text_config") is not None:
             reading.problems.append("text_config: the model reads more than text")
         reading.expect("is_encoder_decoder", None, False)
@@ -183,22 +185,7 @@ class FallbackConfig(_Kind):
 
 
 NO_LIMIT = 1 << 31  # positions of a model without a table of them (ALiBi, state space)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises CheckpointError if the file is missing, torn or something
-    else."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist: {path.parent} is not a checkpoint, or a part of it is missing."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). A torn copy?") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found {type(found).__name__}.")
-    return found
+MOST = 1 << 16  # layers, heads, experts and numbers of a head: more is a damaged file
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -244,16 +231,23 @@ class _Reading:
             self.problems.append(f"{' or '.join(keys)} is missing")
         return 1 if found is None else found
 
-    def count(self, *keys: str, default: int | None = None) -> int:
-        """Like `need` (or `get`, with a default); a problem unless it is a whole number."""
+    def count(self, *keys: str, default: int | None = None, most: int = NO_LIMIT) -> int:
+        """Like `need` (or `get`, with a default); a problem unless it is a whole number up to
+        `most`."""
         found = self.need(*keys) if default is None else self.get(*keys, default=default)
         least = 0 if default == 0 else 1
-        if type(found) is int and found >= least:
+        if type(found) is int and least <= found <= most:
             return found
-        self.problems.append(
-            f"{keys[0]}={json.dumps(found)} must be a whole number of at least {least}"
-        )
+        bound = f"at most {most}" if type(found) is int and found > most else f"at least {least}"
+        self.problems.append(f"{keys[0]}={json.dumps(found)} must be a whole number of {bound}")
         return 1
+
+    def number(self, value: Any, key: str) -> float:
+        """A problem unless the value is a finite number above 0."""
+        if isinstance(value, int | float) and 0 < value < math.inf:
+            return float(value)
+        self.problems.append(f"{key}={json.dumps(value)} must be a finite number above 0")
+        return 1.0
 
     def expect(self, key: str, *neutral: Any) -> None:
         """A problem unless `key` is absent or one of the values."""
@@ -294,9 +288,11 @@ def _read_common(reading: _Reading, defaults: Mapping[str, Any]) -> dict[str, An
                 f"quantization_config: weights quantised by {method or quantization!r} cannot be "
                 "read, only mxfp4 of gpt_oss. Use the checkpoint that they were quantised from"
             )
-    hidden, heads = r.count("hidden_size"), r.count("num_attention_heads")
+    hidden, heads = r.count("hidden_size"), r.count("num_attention_heads", most=MOST)
     head_dim = r.source.get("head_dim", defaults.get("head_dim"))
-    if head_dim is None:
+    if head_dim is not None:
+        head_dim = r.count("head_dim", default=head_dim, most=MOST)
+    else:
         head_dim = hidden // heads
         if hidden % heads:
             r.problems.append(
@@ -309,11 +305,11 @@ def _read_common(reading: _Reading, defaults: Mapping[str, Any]) -> dict[str, An
         "vocab_size": r.count("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": r.count("intermediate_size"),
-        "num_layers": r.count("num_hidden_layers"),
+        "num_layers": r.count("num_hidden_layers", most=MOST),
         "num_heads": heads,
         "num_kv_heads": r.count("num_key_value_heads", default=heads),
         "head_dim": head_dim,
-        "rms_norm_eps": r.need("rms_norm_eps"),
+        "rms_norm_eps": r.number(r.need("rms_norm_eps"), "rms_norm_eps"),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "max_positions": max_positions,
@@ -341,7 +337,8 @@ def _read_rope(
     if any(isinstance(value, Mapping) for value in rope.values()):
         r.problems.append(f"rope_parameters by layer type ({', '.join(rope)}) are not implemented")
         return theta, None
-    theta = float(rope.get("rope_theta") or r.get("rope_theta", default=theta))
+    given = rope.get("rope_theta")
+    theta = r.number(r.get("rope_theta", default=theta) if given is None else given, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *_SCALINGS):
         r.problems.append(
@@ -373,7 +370,8 @@ def _read_rope(
 
 def _num_layers(reading: _Reading) -> int:
     found = reading.get("num_hidden_layers")
-    return found if type(found) is int else 0  # `_read_common` has reported it
+    is_known = type(found) is int and found <= MOST
+    return found if is_known else 0  # `_read_common` reports it
 
 
 def _windows(
@@ -408,9 +406,9 @@ def _read_gpt_oss(reading: _Reading) -> dict[str, Any]:
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(_num_layers(r))]
     return {
         "has_sinks": True,
-        "num_experts": r.count(*_EXPERT_COUNTS),
+        "num_experts": r.count(*_EXPERT_COUNTS, most=MOST),
         "num_active_experts": r.count("num_experts_per_tok"),
-        "swiglu_limit": float(r.get("swiglu_limit", default=7.0)),
+        "swiglu_limit": r.number(r.get("swiglu_limit", default=7.0), "swiglu_limit"),
         "has_router_bias": True,
         "has_expert_bias": True,
         **_windows(r, kinds, r.source.get("sliding_window", 128)),
@@ -445,7 +443,7 @@ def _read_qwen3_moe(reading: _Reading) -> dict[str, Any]:
     return {
         "has_qk_norm": True,
         "intermediate_size": r.count("moe_intermediate_size"),
-        "num_experts": r.count(*_EXPERT_COUNTS),
+        "num_experts": r.count(*_EXPERT_COUNTS, most=MOST),
         "num_active_experts": r.count("num_experts_per_tok"),
         "has_normalized_routes": bool(r.get("norm_topk_prob", default=False)),
         "dense_layers": tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),

@@ -24,8 +24,9 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.config import read_json
 from lockstep.errors import CheckpointError
-from lockstep.models.config import ModelConfig, read_json
+from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
 from lockstep.models.shapes import EMBEDDING, HEAD, Piece, decoder_layout
@@ -110,9 +111,12 @@ def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{root} holds neither {WEIGHTS} nor {INDEX}.")
     files, placed = [WEIGHTS], None
     if has_index:
-        placed = read_json(root / INDEX).get("weight_map")
+        placed = read_json(root / INDEX, CheckpointError).get("weight_map")
         if not isinstance(placed, dict) or not placed:
             raise CheckpointError(f"{root / INDEX} has no weight_map. A torn copy?")
+        for file in placed.values():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(f"{root / INDEX} names {file!r}: expected a file beside it.")
         files = sorted(set(placed.values()))
     problems: list[str] = []
     out: dict[str, StoredTensor] = {}
@@ -431,7 +435,7 @@ def save_checkpoint(
                 "weight_map": dict(sorted(placed.items())),
             }
             (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        config = read_json(Path(like) / "config.json")
+        config = read_json(Path(like) / "config.json", CheckpointError)
         config |= config_changes or {}
         config.pop("quantization_config", None)
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"

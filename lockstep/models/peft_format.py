@@ -22,8 +22,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from lockstep.config import read_json
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.models.config import ModelConfig, read_json
+from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraConfig, LoraShape, Site, lora_shape, lora_sites
 from lockstep.models.shapes import misfits
 
@@ -75,7 +76,7 @@ def read_shape(directory: str | Path, model: ModelConfig) -> LoraShape:
     missing, unexpected or misshapen.
     """
     root = Path(directory)
-    settings = read_json(root / CONFIG)
+    settings = read_json(root / CONFIG, CheckpointError)
     problems = _unknown_settings(settings)
     if not isinstance(settings.get("r"), int) or settings["r"] < 1:
         problems.append(f"r={settings.get('r')} must be a whole number of at least 1")
@@ -140,10 +141,12 @@ def check_base(directory: str | Path, base: str | Path, *, name: str = "") -> No
     """
     directory, base = Path(directory), Path(base)
     if (directory / BASE).is_file():
-        kept = read_json(directory / BASE)
+        kept = read_json(directory / BASE, CheckpointError)
         theirs, is_same = kept.get("name", "?"), kept.get("digest") == digest_of(base)
     else:
-        theirs = str(read_json(directory / CONFIG).get("base_model_name_or_path") or "")
+        theirs = str(
+            read_json(directory / CONFIG, CheckpointError).get("base_model_name_or_path") or ""
+        )
         is_same = theirs == name or not (theirs.count("/") == 1 and name)
         if theirs and (Path(theirs) / "config.json").is_file():
             is_same = digest_of(theirs) == digest_of(base)
@@ -197,7 +200,11 @@ def tensor_keys(sites: Sequence[Site]) -> dict[str, tuple[str, str]]:
 def digest_of(directory: str | Path) -> str:
     """Hash of config.json and samples of each weight file: identifies a model's weights."""
     root = Path(directory)
-    config = {k: v for k, v in read_json(root / "config.json").items() if k not in _VOLATILE}
+    config = {
+        k: v
+        for k, v in read_json(root / "config.json", CheckpointError).items()
+        if k not in _VOLATILE
+    }
     found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path in sorted(root.glob("model*.safetensors")):
         size = path.stat().st_size

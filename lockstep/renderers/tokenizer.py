@@ -21,6 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from lockstep.config import read_json
 from lockstep.errors import RendererError
 from lockstep.renderers.large_texts import CURRENT
 from lockstep.renderers.vocabulary import characters_of, merge_parts, read_vocabulary
@@ -98,9 +99,9 @@ class Tokenizer:
         extra: dict[int, Mapping[str, Any]] = {}
         config_file = file.with_name("tokenizer_config.json")
         if config_file.is_file():
-            declared = read_json(config_file).get("added_tokens_decoder") or {}
+            declared = read_json(config_file, RendererError).get("added_tokens_decoder") or {}
             extra = {int(id_): token for id_, token in declared.items()}
-        return cls._from_spec(read_json(file), where=str(file), extra=extra)
+        return cls._from_spec(read_json(file, RendererError), where=str(file), extra=extra)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "tokenizer") -> Tokenizer:
@@ -261,14 +262,3 @@ def _merge(
             return pieces
         at = min(found)[1]
         pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Raises RendererError if the file does not hold a JSON object."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RendererError(f"{file} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise RendererError(f"{file}: expected a JSON object, found {type(content).__name__}.")
-    return content

@@ -32,6 +32,9 @@ MARKUP: frozenset[str] = frozenset(
 )
 """Names of the tags that SentencePiece vocabularies use as text, from Gemma's list."""
 
+MOST_IDS = 1 << 24
+"""Ids that a vocabulary may have; a larger one is a damaged file."""
+
 SPACE = "\u2581"
 """How SentencePiece writes a space."""
 
@@ -49,7 +52,7 @@ def read_vocabulary(
     """
     model: dict[str, Any] = spec.get("model") or {}
     kind = _kind(spec, where)
-    declared = {int(token["id"]): token for token in spec.get("added_tokens") or ()}
+    declared = {int(token["id"]): token for token in _checked(spec.get("added_tokens"), where)}
     added = dict(extra) | declared
     symbols = {token["content"]: id_ for id_, token in added.items() if _is_text(token, kind)}
     control = {token["content"]: id_ for id_, token in added.items() if not _is_text(token, kind)}
@@ -84,6 +87,20 @@ def read_vocabulary(
         "model": {**model, "vocab": vocab, "merges": merges, "dropout": None, "unk_token": None},
     }
     return text_tokens, control, plain
+
+
+def _checked(tokens: Sequence[Mapping[str, Any]] | None, where: str) -> Sequence[Mapping[str, Any]]:
+    """The added tokens, each with an id of its own. Raises RendererError."""
+    names: dict[int, str] = {}
+    for token in tokens or ():
+        name, id_ = token["content"], token["id"]
+        if not isinstance(id_, int) or not 0 <= id_ < MOST_IDS:
+            raise RendererError(
+                f"{where}: {name!r} has the id {id_}: expected 0 to {MOST_IDS - 1}."
+            )
+        if (other := names.setdefault(id_, name)) != name:
+            raise RendererError(f"{where}: {name!r} and {other!r} have the same id, {id_}.")
+    return tokens or ()
 
 
 def merge_parts(merge: str | Sequence[str]) -> list[str]:

@@ -27,6 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.config import read_json
 from lockstep.errors import RunError
 from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
 from lockstep.store.files import hold_lock, sync_directory, write_atomically, write_json
@@ -176,7 +177,7 @@ class RunDirectory:
         with ExitStack() as lock:
             lock.enter_context(hold_lock(path / "lock"))
             metrics = JsonlLogger(path / "metrics.jsonl")
-            environment = _read_json(path / "environment.json")
+            environment = read_json(path / "environment.json", RunError)
             environment["resumes"].append(describe_environment(facts))
             write_json(path / "environment.json", environment)
             for partial in (path / "trajectories").glob("*.partial"):
@@ -246,7 +247,7 @@ class RunDirectory:
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Adds facts to the latest start in environment.json: the run's own, or the last resume."""
-        environment = _read_json(self.path / "environment.json")
+        environment = read_json(self.path / "environment.json", RunError)
         (environment["resumes"][-1] if environment["resumes"] else environment).update(facts)
         write_json(self.path / "environment.json", environment)
 
@@ -279,12 +280,12 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return _read_json(self.path / "config.json")
+        return read_json(self.path / "config.json", RunError)
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Facts of the first start; `resumes` lists the later ones."""
-        return _read_json(self.path / "environment.json")
+        return read_json(self.path / "environment.json", RunError)
 
     @property
     def first_step(self) -> int:
@@ -380,7 +381,7 @@ def _check_is_run(path: Path) -> None:
         hint = f" Did you mean one of the runs in it: {', '.join(nearby[-3:])}?" if nearby else ""
         found = "has no config.json" if path.is_dir() else "does not exist"
         raise RunError(f"{path} is not a run directory: it {found}.{hint}")
-    environment = _read_json(file)
+    environment = read_json(file, RunError)
     if missing := [k for k in ("format_version", "resumes") if k not in environment]:
         raise RunError(f"{file} lacks {' and '.join(missing)}: it was damaged. Restore the file.")
     if (version := environment["format_version"]) > FORMAT_VERSION:
@@ -408,16 +409,6 @@ def check_place(path: str | os.PathLike[str]) -> None:
 def _holds_something(path: Path) -> bool:
     """Not so for what a start that was killed early leaves: empty directories."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(value, dict):
-        raise RunError(f"{path} must hold a JSON object, found {type(value).__name__}.")
-    return value
 
 
 def _part_path(path: Path, step: int, split: str) -> Path:

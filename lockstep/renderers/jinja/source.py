@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from lockstep.config import read_json
 from lockstep.errors import RendererError
 from lockstep.renderers.config import JinjaConfig
-from lockstep.renderers.tokenizer import Tokenizer, read_json
+from lockstep.renderers.tokenizer import Tokenizer
 
 
 def has_template(directory: Path) -> bool:
@@ -49,7 +50,7 @@ def read_template(tokenizer: Tokenizer, config: JinjaConfig) -> tuple[str, str, 
 
 def _tokenizer_config(directory: Path) -> Mapping[str, Any]:
     path = directory / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_json(path, RendererError) if path.is_file() else {}
 
 
 def _content(token: Any) -> str | None:

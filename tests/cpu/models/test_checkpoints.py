@@ -93,6 +93,10 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(checkpoint):
     assert f"{shards(checkpoint)[2].name} does not hold model.norm.weight" in error_of(checkpoint)
     rewrite(shards(checkpoint)[0], lambda tensors: tensors.update(stray=torch.zeros(2)))
     assert "holds stray, which model.safetensors.index.json has in no file" in error_of(checkpoint)
+    (checkpoint / INDEX).write_text('{"weight_map": {"a": "../other/model.safetensors"}}')
+    assert "'../other/model.safetensors': expected a file beside it" in error_of(checkpoint)
+    (checkpoint / INDEX).write_text('{"weight_map": ' + "[" * 100_000)
+    assert "it is not JSON (maximum recursion depth" in error_of(checkpoint)
     (checkpoint / INDEX).write_text("{}")
     assert "has no weight_map" in error_of(checkpoint)
 

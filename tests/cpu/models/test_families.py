@@ -1,6 +1,7 @@
 """config.json of real models, as they are on the hub, and what is refused."""
 
 import json
+import math
 
 import pytest
 
@@ -290,6 +291,12 @@ def test_both_spellings_of_rope_read_alike():
         ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "sliding_window is null"),
         ("Qwen3-8B", {"num_key_value_heads": 5}, "32 is not a multiple of num_key_value_heads=5"),
         ("Qwen3-8B", {"hidden_size": "4096"}, r'hidden_size="4096" must be a whole number'),
+        ("Qwen3-8B", {"rms_norm_eps": math.nan}, "rms_norm_eps=NaN must be a finite number above"),
+        ("Qwen3-8B", {"rms_norm_eps": "1e-6"}, 'rms_norm_eps="1e-6" must be a finite number above'),
+        ("Qwen3-8B", {"rope_theta": 0}, "rope_theta=0 must be a finite number above 0"),
+        ("gpt-oss-20b", {"swiglu_limit": math.inf}, "swiglu_limit=Infinity must be a finite"),
+        ("Qwen3-8B", {"num_attention_heads": 10**12}, "a whole number of at most 65536"),
+        ("Qwen3-8B", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be a whole"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused_with_key_and_value(name, values, message):

@@ -251,6 +251,7 @@ def prefixed(scheme):
 
 WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
 PREFIX = "changes text"
+ADDED = {"content": "<|one|>", "id": 300, "special": True}
 REFUSED = {
     "Llama 2's prefix": (
         sentencepiece(
@@ -270,6 +271,14 @@ REFUSED = {
     ),
     "no file": (None, "no tokenizer at .*tokenizer.json"),
     "no JSON": ("{", "is not JSON"),
+    "JSON that is nested too deep": ("[" * 100_000, "is not JSON .*recursion depth"),
+    "two control tokens of one id": (
+        changed(added_tokens=[ADDED, ADDED | {"content": "<|other|>"}]),
+        r"'<\|other\|>' and '<\|one\|>' have the same id, 300",
+    ),
+    "an id without end": (
+        changed(added_tokens=[ADDED | {"id": 10**30}]), "has the id 1000.* expected 0 to"
+    ),
     "a list": ("[]", "expected a JSON object, found list"),
     "something else": ("{}", "found the model None .* expected byte-level BPE"),
     "another model": (changed(model=WORD_LEVEL), "found the model WordLevel"),
