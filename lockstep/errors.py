@@ -27,6 +27,7 @@ thing. A message says what was expected, what was found, where, and what to do n
       ChildError         (RuntimeError)  a child process died, hangs or wrote nonsense
       ChildTimeoutError  (ChildError, TimeoutError)  a child process did not answer in time
       ChildRefusal       (ChildError)    a child process answered a request with an error
+      OutOfMemoryError   (MemoryError)   a step needs more memory than there is
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
       RankError          (RuntimeError)  processes of one run disagree, or one of them is gone
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
@@ -147,6 +148,10 @@ class ChildRefusal(ChildError):
         """Name of the exception's class in the child."""
 
 
+class OutOfMemoryError(LockstepError, MemoryError):
+    """A step needs more memory than there is. Names the settings that lower it."""
+
+
 class RunError(LockstepError, RuntimeError):
     """A run directory is in use by another process, not a run, or cannot be resumed."""
 
@@ -190,3 +195,9 @@ def named(error: BaseException) -> str:
     except BaseException:
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error is Python's or torch's for want of memory, of a CPU or a GPU."""
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text

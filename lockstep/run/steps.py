@@ -23,7 +23,13 @@ from lockstep.agent.guard import run_to_end
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed, seed_globals
-from lockstep.errors import ContractError, RolloutError
+from lockstep.errors import (
+    ContractError,
+    OutOfMemoryError,
+    RolloutError,
+    is_out_of_memory,
+    named,
+)
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import open_view
 from lockstep.run.build import Parts, build, checkpoint_of
@@ -130,6 +136,16 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             f"`lockstep replay '{run.path}#{broken.sample.id}'` shows it, and "
             f"`lockstep doctor {run.path} --model own` scores all rows of the step again."
         ) from broken
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        budget, least = config.trainer.max_tokens_per_microbatch, config.max_tokens
+        raise OutOfMemoryError(
+            f"step {step} needs more memory than there is ({named(error)}). Nothing of it was "
+            f"updated; the steps before it are in {run.path}. Go on from there with a smaller "
+            f"trainer.max_tokens_per_microbatch (it is {budget}; max_tokens={least} is the least), "
+            f"or with trainer.recompute=blocks: lockstep train from={run.path}@{step} ..."
+        ) from error
     finally:
         # What is kept is what was sampled, whatever a hook has made of it for the trainer.
         run.record(step, groups, samples=sampled_rows)

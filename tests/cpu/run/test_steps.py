@@ -11,13 +11,14 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import resolve, to_dict
 from lockstep.envs.docsearch.config import DocSearchConfig
-from lockstep.errors import RolloutError
+from lockstep.errors import OutOfMemoryError, RolloutError
 from lockstep.recipes import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.learner import Learner
+from lockstep.training.trainer import Trainer
 
 SMALL = (
     "steps=3", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "checkpoint.every=0",
@@ -135,6 +136,32 @@ def test_a_step_whose_episodes_fail_keeps_the_updates_before_it(whole, tmp_path,
     assert checkpoints_of(path) == [1]
     monkeypatch.setenv("EPISODES", "-1000")
     train(settings, out=path, resume=True, view="json")
+    assert rows_of(path) == rows_of(whole)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")],
+    ids=["python", "torch"],
+)
+def test_want_of_memory_names_the_setting_and_keeps_the_steps_before(
+    whole, tmp_path, monkeypatch, error
+):
+    forward_backward, calls = Trainer.forward_backward, []
+
+    def third_fails(trainer, *args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+        return forward_backward(trainer, *args, **options)
+
+    monkeypatch.setattr(Trainer, "forward_backward", third_fails)
+    path = tmp_path / "run"
+    with pytest.raises(OutOfMemoryError, match=r"step 2 .*max_tokens_per_microbatch \(it is .*@2"):
+        train(config(), out=path, view="json")
+    monkeypatch.undo()
+    assert checkpoints_of(path) == [2]
+    assert train(config(), out=path, resume=True, view="json").status == "done"
     assert rows_of(path) == rows_of(whole)
 
 
