@@ -45,7 +45,8 @@ from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import ToolLimits, ToolRunner
 from lockstep.envs.docsearch.config import DocSearchConfig, DocSearchEnvironment, world_problem
 from lockstep.envs.docsearch.worlds import world_of
-from lockstep.store.run import load_run
+from lockstep.errors import RunError
+from lockstep.store.run import Run, load_run
 from lockstep.types import Message, Task
 
 GROUP_SIZE = 2
@@ -232,7 +233,7 @@ OBSERVATIONS: dict[str, Callable[[], Any]] = {
 }
 HOOKS = (
     *("make", "reset", "tools", "step", "score", "close", "tool", "async_tool"),
-    *("group_scorer", "harness", "harness_close", "judge"),
+    *("group_scorer", "group_scorer_of", "harness", "harness_close", "judge"),
 )
 
 
@@ -293,7 +294,13 @@ class HostileConfig(DocSearchConfig):
 
         return way(make) if self.hook == "make" else at_once(make())
 
-    def group_scorer(self) -> Any:
+    def group_scorer(self, task: Task) -> Any:
+        if self.hook == "group_scorer_of" and (way := ways(self.hook).get(task.id)):
+
+            async def none() -> Any:
+                return None
+
+            return at_once(way(none))
         if self.hook != "group_scorer":
             return None
 
@@ -535,6 +542,13 @@ def of_hook(hook: str, only: tuple[str, ...], out: Path) -> list[str]:
     return problems
 
 
+def groups_of(run: Run, step: int) -> list[Any]:
+    try:
+        return list(run.groups(step))
+    except RunError:  # none are stored
+        return []
+
+
 def unaccounted(out: Path, steps: int) -> list[str]:
     """Steps and episodes that the run directory lacks."""
     if not (out / "metrics.jsonl").is_file():
@@ -544,7 +558,7 @@ def unaccounted(out: Path, steps: int) -> list[str]:
     if sorted(rows) != list(range(steps)):
         problems.append(f"steps {sorted(rows)} of {steps} are in metrics.jsonl")
     for step in range(steps):
-        stored = [t for group in run.groups(step) for t in group.trajectories]
+        stored = [t for group in groups_of(run, step) for t in group.trajectories]
         if len(stored) != 8 * GROUP_SIZE or step not in rows:
             problems.append(f"step {step}: {len(stored)} episodes of {8 * GROUP_SIZE} are stored")
             continue

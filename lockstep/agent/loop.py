@@ -577,7 +577,7 @@ async def collect(
         # In this order they get slots, so that the episodes of a group end together.
         async with asyncio.TaskGroup() as workers:
             for task, episodes in groups:
-                score_group = group_scorer(task)
+                score_group = await _scorer_of(group_scorer, task)
                 for episode in episodes:
                     workers.create_task(work(task, episodes, episode, score_group))
         if rescorer is not None:
@@ -590,6 +590,21 @@ async def collect(
         if rescorer is not None:
             await rescorer.close()
     return [Group(task=task, trajectories=[e.trajectory for e in group]) for task, group in groups]
+
+
+async def _scorer_of(
+    group_scorer: Callable[[Task], GroupScorer | None], task: Task
+) -> GroupScorer | None:
+    """The group scorer of a task; if it cannot be had, one that fails with the reason."""
+    try:
+        return await guarded(partial(group_scorer, task))
+    except Exception as error:
+        reason = error
+
+    def fails(environments: Sequence[Environment]) -> Any:
+        raise reason
+
+    return fails
 
 
 async def _score_together(score_group: GroupScorer, episodes: Sequence[_Episode]) -> None:
