@@ -15,19 +15,22 @@ import asyncio
 import contextlib
 import functools
 import importlib.machinery
+import itertools
 import json
 import math
 import os
 import random
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -591,36 +594,226 @@ def of_console(name: str, out: Path) -> list[str]:
     return [*([problem] if problem else []), *unaccounted(out, 2)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hook", action="append", help=", ".join((*HOOKS, "tracker", "console")))
-    parser.add_argument("--only", action="append", default=[], help="a misbehaviour by name")
-    parser.add_argument("--out", type=Path, help="folder of the runs; default: a temporary one")
-    options = parser.parse_args()
-    folder, only, num_bad = options.out or Path(tempfile.mkdtemp()), tuple(options.only), 0
-    cases: list[tuple[str, Callable[[Path], list[str]]]] = []
-    for hook in options.hook or (*HOOKS, "tracker", "console"):
+# -- kills ----------------------------------------------------------------------------------------
+
+KILLED = (
+    *("groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "evaluation.every=2"),
+    *("steps=4", "checkpoint.every=1", "checkpoint.keep_last=1"),
+)
+
+
+@functools.cache
+def unbroken(folder: Path) -> tuple[Path, float]:
+    """A run that nothing interrupts, and the seconds that it took."""
+    out, began = folder / "unbroken", time.monotonic()
+    shutil.rmtree(out, ignore_errors=True)
+    command = lockstep("train", "quickstart", f"out={out}", *KILLED)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return out, time.monotonic() - began
+
+
+def of_kill(share: float, folder: Path, out: Path) -> list[str]:
+    """Kills a run, and the one that continues it, at this share of its time. Returns what the run
+    that ends has other than one that nothing interrupts."""
+    whole, seconds = unbroken(folder)
+    for moment in (share * seconds, share * seconds / 2, math.inf):
+        is_begun = (out / "config.json").is_file()
+        words = (str(out), "resume=true") if is_begun else ("quickstart", f"out={out}", *KILLED)
+        process = subprocess.Popen(
+            lockstep("train", *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        try:
+            _, errors = process.communicate(timeout=min(moment, 300))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, errors = process.communicate()
+        if process.returncode not in (0, -signal.SIGKILL):
+            return [f"exit status {process.returncode}: {errors.decode().strip()[-300:]}"]
+    names = [name for name, read in READERS.items() if read(out) != read(whole)]
+    return [f"other than without a kill: {', '.join(names)}"] if names else []
+
+
+def metrics_of(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if "time/" not in k} for row in load_run(path).metrics]
+
+
+def episodes_of(path: Path) -> list[tuple[Any, ...]]:
+    return [
+        (record.trajectory.id, segment.token_ids.tolist(), str(segment.logprobs))
+        for record in load_run(path).trajectories()
+        for segment in record.trajectory.segments
+    ]
+
+
+def weights_of(path: Path) -> dict[str, bytes]:
+    last = max((path / "checkpoints").iterdir())
+    return {str(file.relative_to(last)): file.read_bytes() for file in last.rglob("*.safetensors")}
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "metrics": metrics_of,
+    "episodes": episodes_of,
+    "weights and moments": weights_of,
+}
+
+# -- a server under load --------------------------------------------------------------------------
+
+
+async def load(url: str, num_clients: int, seconds: float) -> tuple[int, float]:
+    """Sessions of `num_clients` at a time, one in a hundred hostile, for so long. Returns how many
+    sessions ended, and the longest wait for /health."""
+    ended, longest, until = 0, 0.0, time.monotonic() + seconds
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, connector=connector) as client:
+
+        async def sound(number: int) -> None:
+            async with client.post("/sessions", json={"task": {"id": str(number)}}) as made:
+                session = await made.json()
+            words = {"role": "user", "content": f"Where was {number} born?"}
+            body = {"model": session["model"], "messages": [words], "max_tokens": 4}
+            headers = {"Authorization": f"Bearer {session['api_key']}"}
+            chat = f"/s/{session['id']}/v1/chat/completions"
+            async with client.post(chat, json=body, headers=headers) as reply:
+                await reply.read()
+            for verb, given in (("reward", {"reward": 1.0}), ("finish", {})):
+                path = f"/sessions/{session['id']}/{verb}"
+                async with client.post(path, json=given, headers=headers) as reply:
+                    await reply.read()
+
+        async def hostile(number: int) -> None:
+            kind = number // 100 % 4
+            if kind == 0:  # 8 MB of one word
+                body = {
+                    "model": "tiny-qwen3",
+                    "messages": [{"role": "user", "content": "x" * 2**23}],
+                }
+                async with client.post("/v1/chat/completions", json=body) as reply:
+                    await reply.read()
+            elif kind == 1:
+                async with client.post("/sessions", data=b"[" * 100_000, headers=JSON) as reply:
+                    await reply.read()
+            else:  # a request that is never completed, or a connection without one
+                host, port = url.removeprefix("http://").split(":")
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.write(b"POST /sessions HTTP/1.1\r\nHost: localhost\r\n" * (kind - 2))
+                await asyncio.sleep(2)
+                writer.close()
+
+        numbers = itertools.count()
+
+        async def one_client() -> None:
+            nonlocal ended
+            while time.monotonic() < until:
+                number = next(numbers)
+                with contextlib.suppress(aiohttp.ClientError, OSError):
+                    await (hostile(number) if number % 100 == 7 else sound(number))
+                    ended += number % 100 != 7
+
+        async def watch() -> None:
+            nonlocal longest
+            while time.monotonic() < until:
+                began = time.monotonic()
+                async with client.get("/health") as reply:
+                    await reply.read()
+                longest = max(longest, time.monotonic() - began)
+                await asyncio.sleep(0.05)
+
+        await asyncio.gather(watch(), *(one_client() for _ in range(num_clients)))
+    return ended, longest
+
+
+JSON = {"Content-Type": "application/json"}
+LOAD_CLIENTS, LOAD_SECONDS = 500, 60.0
+
+
+def of_server(out: Path) -> list[str]:
+    """Serves a model to many clients, three times. Returns what grows from the second to the third,
+    slow answers of /health, and sessions that were answered and not stored."""
+    words = ("tiny-qwen3", "max_turn_tokens=4", "gateway.read_seconds=5", f"--out={out}", "--json")
+    server = subprocess.Popen(lockstep("serve", *words), stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    problems, sizes, total = [], [], 0
+    try:
+        url = json.loads(server.stdout.readline())["url"]
+        for _ in range(3):  # the first one fills caches and the list of ended sessions
+            ended, longest = asyncio.run(load(url, LOAD_CLIENTS, LOAD_SECONDS / 3))
+            total += ended
+            time.sleep(6)  # longer than a connection without a request is kept
+            files = len(os.listdir(f"/proc/{server.pid}/fd"))
+            pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
+            sizes.append((files, pages * 4096 / 2**20))
+            print(
+                f"{ended} sessions of {LOAD_CLIENTS} clients, /health within {longest:.2f} s; then "
+                f"{files} open files, {sizes[-1][1]:.0f} MiB",
+                flush=True,
+            )
+            if longest > 1:
+                problems.append(f"/health took {longest:.2f} s")
+        for what, before, after in zip(("open files", "MiB"), *sizes[1:], strict=True):
+            if after > 1.05 * before + 5:
+                problems.append(f"{before:.0f} {what} grew to {after:.0f}")
+    finally:
+        server.kill()
+        server.wait()
+    stored = sum(1 for _ in load_run(out).trajectories())
+    if stored < total:
+        problems.append(f"{stored} of {total} finished sessions are stored")
+    return problems
+
+
+# -- all of it ------------------------------------------------------------------------------------
+
+Case = tuple[str, Callable[[Path], list[str]]]
+
+
+def cases_of(hooks: Sequence[str], only: tuple[str, ...]) -> Iterator[Case]:
+    for hook in hooks:
         if hook == "tracker":
             for method in ("init", "log", "finish"):
                 for name in only or MISBEHAVIOURS:
-                    case = functools.partial(of_tracker, method, name)
-                    cases.append((f"tracker.{method}-{name}", case))
+                    yield f"tracker.{method}-{name}", functools.partial(of_tracker, method, name)
         elif hook == "console":
-            cases += [
-                (f"console-{n}", functools.partial(of_console, n))
-                for n in ("full", "closed", "head")
-            ]
+            for name in ("full", "closed", "head"):
+                yield f"console-{name}", functools.partial(of_console, name)
+        elif hook == "server":
+            yield "server", of_server
         else:
-            cases.append((hook, functools.partial(of_hook, hook, only)))
-    for name, case in cases:
+            yield hook, functools.partial(of_hook, hook, only)
+
+
+def main() -> int:
+    every = (*HOOKS, "tracker", "console", "server")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hook", action="append", help=", ".join(every))
+    parser.add_argument("--only", action="append", default=[], help="a misbehaviour by name")
+    parser.add_argument(
+        "--kills", type=int, help="runs that are killed; default: 100, 0 with --hook"
+    )
+    parser.add_argument("--out", type=Path, help="folder of the runs; default: a temporary one")
+    options = parser.parse_args()
+    folder = options.out or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    cases = list(cases_of(options.hook or every, tuple(options.only)))
+    num_kills = options.kills if options.kills is not None else 0 if options.hook else 100
+    draws = random.Random(0)
+    for at in range(num_kills):
+        share = (at + draws.random()) / num_kills
+        cases.append((f"kill-{share:.3f}", functools.partial(of_kill, share, folder)))
+    num_bad = 0
+
+    def timed(case: Case) -> tuple[str, float, list[str]]:
+        name, check = case
         out, began = folder / name, time.monotonic()
         shutil.rmtree(out, ignore_errors=True)
-        problems = case(out)
-        num_bad += bool(problems)
-        print(
-            f"{name:30} {time.monotonic() - began:6.1f} s  {'; '.join(problems) or 'ok'}",
-            flush=True,
-        )
+        problems = check(out)
+        return name, time.monotonic() - began, problems
+
+    if num_kills:
+        unbroken(folder)
+    with ThreadPoolExecutor(2) as runs:
+        for name, seconds, problems in runs.map(timed, cases):
+            num_bad += bool(problems)
+            print(f"{name:30} {seconds:6.1f} s  {'; '.join(problems) or 'ok'}", flush=True)
     print(f"{num_bad} of {len(cases)} runs with a problem")
     return int(num_bad > 0)
 
