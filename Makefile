@@ -17,7 +17,7 @@ else
 TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 endif
 
-.PHONY: install install-dev quickstart test test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions check bench proof studies models clean
+.PHONY: install install-dev quickstart test test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions check bench proof soak studies models clean
 
 install: $(VENV)/.installed
 
@@ -133,6 +133,11 @@ proof: install-dev
 	$(BIN)/python docs/proof/dialogues.py
 	$(BIN)/python docs/proof/tasks.py
 	$(BIN)/python docs/proof/sandbox.py
+	$(BIN)/python docs/proof/soak.py
+
+# Everything foreign misbehaves, runs are killed, a server has 500 clients: 20 minutes.
+soak: install-dev
+	$(BIN)/python docs/proof/soak.py
 
 studies: install-dev
 	$(BIN)/python docs/proof/studies.py

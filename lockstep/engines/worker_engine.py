@@ -80,6 +80,8 @@ class WorkerEngine(Engine):
         self._calls: dict[int, _Call] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self._num_restarts = 0
+        """Since the last `take_metrics`."""
         self._starting: Future[None] | None = None
         self._begin()
 
@@ -207,6 +209,12 @@ class WorkerEngine(Engine):
     def _begin_again(self) -> None:
         self._worker.end(seconds=0)
         self._begin()
+        self._num_restarts += 1
+
+    def take_metrics(self) -> dict[str, float]:
+        """Starts of a worker that had died; without one nothing."""
+        count, self._num_restarts = self._num_restarts, 0
+        return {"restarts": float(count)} if count else {}
 
     # -- questions and answers ----------------------------------------------------------------
 

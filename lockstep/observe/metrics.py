@@ -241,6 +241,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("frozen_replicas", "events", "down", "Replicas taken out because they stood still."),
         ("returned_replicas", "events", "none", "Replicas that came back."),
         ("retries", "requests", "down", "Requests asked again of another replica."),
+        ("restarts", "events", "down", "Engine processes that had died and were started again."),
         ("continued_tokens", "tokens", "none", "Tokens of a cut reply that were kept."),
         ("dropped_tokens", "tokens", "down", "Tokens that arrived and were thrown away."),
         ("lost_replies", "requests", "down", "Requests that a replica never answered."),
