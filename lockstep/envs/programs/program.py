@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.agent.environment import Score
@@ -25,6 +26,9 @@ SHOWN_CHARS = 2000
 """Characters of the output that an error shows."""
 DRAIN_SECONDS = 1.0
 """Seconds that output may take to arrive when the program has ended."""
+KILL_ROUNDS = 20
+"""Searches for processes that a program left. One that cannot be killed does not hold up the run.
+"""
 _PASSED = """
 PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR PWD VIRTUAL_ENV CONDA_PREFIX
 LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR CUDA_VISIBLE_DEVICES NO_PROXY no_proxy
@@ -54,7 +58,8 @@ def words_of(command: str) -> tuple[str, ...]:
 
 
 class ProgramHarness(Harness):
-    """Runs a command in a process group of its own, which ends with it."""
+    """Runs a command in a process group of its own, which ends with it. So does what left the
+    group, on Linux: it has the address of the session in its environment."""
 
     lacks_reward = (
         'the last line of the program\'s output is no number and no {"reward": NUMBER}, '
@@ -67,9 +72,12 @@ class ProgramHarness(Harness):
         self._words, self._scorer = words_of(command), scorer
         self._pass_variables = pass_variables
         self._process: asyncio.subprocess.Process | None = None
+        self._mark = b""
+        """Words in the environment of all that the program starts."""
 
     async def run(self, task: Task, endpoint: Endpoint) -> Score | None:
         text = json.dumps({"id": task.id, **task.payload})
+        self._mark = f"LOCKSTEP_SESSION_URL={endpoint.session_url}\0".encode()
         process = self._process = await asyncio.create_subprocess_exec(
             *self._words,
             stdin=asyncio.subprocess.PIPE,
@@ -92,7 +100,7 @@ class ProgramHarness(Harness):
             await asyncio.wait(pipes, timeout=DRAIN_SECONDS)
         finally:
             self.output = _end(bytes(printed) + b"\n" + bytes(complaints))
-            self._kill()
+            await self._kill()
             await asyncio.wait(pipes, timeout=DRAIN_SECONDS)
             for pipe in pipes:
                 pipe.cancel()
@@ -109,14 +117,15 @@ class ProgramHarness(Harness):
 
     async def close(self) -> None:
         if self._process is not None:
-            self._kill()
+            await self._kill()
             await _ended(self._process)
 
-    def _kill(self) -> None:
+    async def _kill(self) -> None:
         """Kills the program and everything that it started."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            await asyncio.to_thread(_kill_marked, self._mark)
 
 
 class ConnectedHarness(Harness):
@@ -173,6 +182,19 @@ def _variables(endpoint: Endpoint, task_text: str) -> Mapping[str, str]:
     if len(task_text.encode()) <= MAX_VARIABLE_BYTES:
         out["LOCKSTEP_TASK"] = task_text
     return out
+
+
+def _kill_marked(mark: bytes) -> None:
+    """Kills the processes that have `mark` in their environment, and what they start meanwhile."""
+    for _ in range(KILL_ROUNDS):
+        found = False
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if mark in file.read_bytes():
+                    os.kill(int(file.parent.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:

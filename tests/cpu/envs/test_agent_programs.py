@@ -161,6 +161,26 @@ def test_a_program_that_is_late_is_killed_with_all_that_it_started(tmp_path):
     assert not mark.exists()
 
 
+def test_what_left_the_programs_group_ends_with_the_program_too(tmp_path):
+    mark = tmp_path / "mark"
+    body = f"""
+    import time
+    ask("a")
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            sys.stdout.close()
+            time.sleep(2)
+            open({str(mark)!r}, "w")
+        os._exit(0)
+    print(0.5)
+    """
+    (trajectory,) = play(program(tmp_path, body), [TASK])
+    assert list(trajectory.rewards.values()) == [0.5]
+    time.sleep(2.5)
+    assert not mark.exists()
+
+
 def test_a_program_whose_child_holds_its_output_open_is_rewarded_at_its_own_end(tmp_path):
     mark = tmp_path / "mark"
     child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
