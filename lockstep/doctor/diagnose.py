@@ -19,7 +19,7 @@ from lockstep.doctor.numerics.rescore import Rescoring, open_model
 from lockstep.doctor.numerics.weights import OWN
 from lockstep.doctor.row_choice import RowChoice
 from lockstep.doctor.tokenization import Tokenization, find_tokenization
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 
@@ -68,6 +68,10 @@ def diagnose(
     stages.insert(len(stages) - 1, numerics)
     choice = RowChoice()
     examination = examine(dump.read, stages, setting, has=dump.has, only=only, on_rows=choice.add)
+    if examination.num_rows and not examination.num_tokens:
+        raise DataError(
+            f"{dump.path}: all {examination.num_rows} rows are empty: there is no token to judge."
+        )
     named = {"format": format, "tokenizer": tokenizer, "renderer": renderer}
     named |= {"model": model, "adapter": adapter}
     given = [*named.items(), *(("against", weights) for weights in against)]

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lockstep.cli import main
+from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.errors import DataError
 
@@ -335,3 +336,10 @@ def test_the_command_says_it_in_one_paragraph_and_exits_with_2(
     assert main(["doctor", str(path), "--format", "rosw"]) == 2
     assert "Did you mean 'rows'?" in capsys.readouterr().err
     assert main(["doctor", "a\0b"]) == 2
+
+
+def test_rows_without_a_token_are_no_consistent_run(tmp_path: Path):
+    empty = {name: [] for name in GOOD if isinstance(GOOD[name], list)}
+    path = lines(tmp_path / "rows.jsonl", *[{**GOOD, **empty}] * 3)
+    with pytest.raises(DataError, match="all 3 rows are empty: there is no token to judge"):
+        diagnose(path)
