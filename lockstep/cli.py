@@ -127,7 +127,10 @@ def _complain(error: Exception, options: argparse.Namespace) -> None:
         return
     if getattr(options, "json", False):
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-    text = f"{type(error).__name__}: {error}"
+    _warn(f"{type(error).__name__}: {error}")
+
+
+def _warn(text: str) -> None:
     lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
     print("\n".join(map(printable, lines)), file=sys.stderr)
 
@@ -244,7 +247,8 @@ def _report(options: argparse.Namespace) -> int:
     runs = [load_run(path) for path in options.runs]
     place = Path(options.runs[0]) if len(runs) == 1 else Path()
     out = Path(options.out or place / "report.html")
-    write_report(runs, out, tokenizers=[tokenizer_of(run.config) for run in runs])
+    tokenizers = [tokenizer_of(run.config) for run in runs]
+    write_report(runs, out, tokenizers=tokenizers, warn=_warn)
     _print(options, {"report": str(out)}, str(out))
     return OK
 

@@ -17,7 +17,8 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.config import flatten
-from lockstep.errors import RunError
+from lockstep.errors import DataError, RunError
 from lockstep.observe.alarms import (
     CRITICAL_LIMIT,
     WARNING_LIMIT,
@@ -61,20 +62,25 @@ class _Candidate(NamedTuple):
 
 
 def select(
-    runs: Sequence[Run], *, num_trajectories: int, num_tokens: int
+    runs: Sequence[Run],
+    *,
+    num_trajectories: int,
+    num_tokens: int,
+    warn: Callable[[str], object],
 ) -> tuple[list[dict[str, Any]], int, int]:
     """Chooses within these limits, evenly over the runs, and reads only the chosen ones.
 
     Returns (their documents, number of stored trajectories, number of chosen ones that were too
     long for the budget of tokens). From each run: the worst mismatches, the best and worst rewards
     of its second half, unfinished episodes, evaluations, and an even sample of the rest.
+    warn: gets a sentence for each part that is damaged; its trajectories are left out.
     """
     documents: list[dict[str, Any]] = []
     num_stored = num_left_out = 0
     tokens_left = num_tokens
     for index, run in enumerate(runs):
         runs_left = len(runs) - index
-        candidates = _candidates(run)
+        candidates = _candidates(run, warn)
         num_stored += len(candidates)
         spent = 0
         num_left = num_trajectories - len(documents)
@@ -84,21 +90,29 @@ def select(
             if spent and spent + size > tokens_left // runs_left:
                 num_left_out += 1
                 continue
+            try:
+                record = read_row(*candidate.address)
+            except DataError as error:
+                warn(str(error))
+                continue
             spent += size
-            record = read_row(*candidate.address)
             documents.append(to_document(record, run=index, split=candidate.split, why=reasons))
         tokens_left -= spent
     return documents, num_stored, num_left_out
 
 
-def _candidates(run: Run) -> list[_Candidate]:
-    out = []
+def _candidates(run: Run, warn: Callable[[str], object]) -> list[_Candidate]:
+    out: list[_Candidate] = []
     for split in run.splits():
         steps = run.steps(split=split)
         stride = -(-len(steps) // _MAX_STEPS_READ) if steps else 1
         for step in steps[::-1][::stride][::-1]:
-            for summary, address in run.summaries(step, split=split):
-                out.append(_Candidate(summary, address, split))
+            try:
+                found = list(run.summaries(step, split=split))
+            except DataError as error:
+                warn(str(error))
+                continue
+            out += [_Candidate(summary, address, split) for summary, address in found]
     return out
 
 
@@ -215,8 +229,12 @@ def build_document(
     groups = _groups(runs, configs, [difference["key"] for difference in differences])
     group_of = {run: index for index, group in enumerate(groups) for run in group["runs"]}
     series = [_series(run) for run in runs]
+    damaged: dict[str, None] = {}
     documents, num_stored, num_left_out = select(
-        runs, num_trajectories=num_trajectories, num_tokens=num_tokens
+        runs,
+        num_trajectories=num_trajectories,
+        num_tokens=num_tokens,
+        warn=damaged.setdefault,
     )
     used: list[set[int]] = [set() for _ in runs]
     for document in documents:
@@ -238,6 +256,7 @@ def build_document(
         "trajectories": documents,
         "num_stored_trajectories": num_stored,
         "num_left_out_for_size": num_left_out,
+        "damaged": list(damaged),
         "vocabularies": [
             to_vocabulary(ids, tokenizer) for ids, tokenizer in zip(used, tokenizers, strict=True)
         ],
@@ -534,10 +553,12 @@ def write_report(
     title: str = "",
     num_trajectories: int = NUM_TRAJECTORIES,
     num_tokens: int = NUM_TOKENS,
+    warn: Callable[[str], object] = warnings.warn,
 ) -> Path:
     """Writes `out` (an .html file) and the same content beside it as .json; returns `out`.
 
-    tokenizers: one per run, for the texts of its token ids; None shows ids.
+    tokenizers: one per run, for the texts of its token ids; None shows ids. warn: gets a sentence
+    for each damaged file of trajectories, which the report then lacks.
     """
     if not runs:
         raise RunError("a report needs at least one run.")
@@ -554,6 +575,8 @@ def write_report(
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     page, data = render_page(document), _dump(document)
+    for problem in document["damaged"]:
+        warn(problem)
     write_atomically(out, lambda file: file.write(page.encode()))
     write_atomically(out.with_suffix(".json"), lambda file: file.write(data.encode()))
     return out

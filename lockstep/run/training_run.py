@@ -337,7 +337,7 @@ class TrainingRun:
         """Writes RUN/report.html. Returns the outcome with the last figures of metrics.jsonl."""
         run = load_run(self.path)
         tokenizer = tokenizer_of(to_dict(self.config))
-        write_report([run], self.path / "report.html", tokenizers=[tokenizer])
+        write_report([run], self.path / "report.html", tokenizers=[tokenizer], warn=self.warn)
         out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
         if rewards := run.column("reward/mean")[1]:
             last = rewards[-10:]

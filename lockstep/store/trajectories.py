@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -21,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.errors import AlignmentError, DataError
+from lockstep.errors import AlignmentError, DataError, LockstepError
 from lockstep.store.files import write_atomically
 from lockstep.types import (
     Float32Array,
@@ -198,7 +199,13 @@ def write_part(
         pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), struct, type=_list(_SEGMENT))
     )
     table = pa.Table.from_arrays(arrays, schema=SCHEMA)
-    write = partial(pq.write_table, table, compression="zstd", row_group_size=_ROW_GROUP_SIZE)
+    write = partial(
+        pq.write_table,
+        table,
+        compression="zstd",
+        row_group_size=_ROW_GROUP_SIZE,
+        write_page_checksum=True,
+    )
     write_atomically(path, write)
 
 
@@ -296,11 +303,8 @@ def _array_to_dict(array: npt.NDArray[Any] | None) -> dict[str, Any] | None:
 def read_part(path: Path) -> Iterator[TrajectoryRecord]:
     """The trajectories of one part, in the order written, a few at a time."""
     with _open(path) as part:
-        try:
-            for batch in part.iter_batches(batch_size=_ROW_GROUP_SIZE, use_threads=False):
-                yield from map(_record, batch.to_pylist())
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path}: the part is damaged ({error}).") from error
+        for batch in part.iter_batches(batch_size=_ROW_GROUP_SIZE, use_threads=False):
+            yield from map(_record, batch.to_pylist())
 
 
 def read_summaries(path: Path) -> list[TrajectorySummary]:
@@ -316,7 +320,7 @@ def read_row(path: Path, index: int) -> TrajectoryRecord:
     with _open(path) as part:
         group, offset = divmod(index, _ROW_GROUP_SIZE)
         table = part.read_row_group(group, use_threads=False)
-    return _record(table.slice(offset, 1).to_pylist()[0])
+        return _record(table.slice(offset, 1).to_pylist()[0])
 
 
 def to_groups(records: Iterable[TrajectoryRecord]) -> list[Group]:
@@ -328,19 +332,26 @@ def to_groups(records: Iterable[TrajectoryRecord]) -> list[Group]:
     return list(groups.values())
 
 
-def _open(path: Path) -> pq.ParquetFile:
+@contextmanager
+def _open(path: Path) -> Iterator[pq.ParquetFile]:
+    """Opens a part. Raises DataError, also while it is read, if the file is damaged."""
     try:
-        part = pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: not a readable trajectory part ({error}).") from error
-    found = (part.schema_arrow.metadata or {}).get(b"lockstep.trajectories", b"none").decode()
-    if found == "none" or int(found) > SCHEMA_VERSION:
-        part.close()
+        with pq.ParquetFile(path, page_checksum_verification=True) as part:
+            found = (part.schema_arrow.metadata or {}).get(b"lockstep.trajectories", b"none")
+            version = found.decode()
+            if version == "none" or int(version) > SCHEMA_VERSION:
+                raise DataError(
+                    f"{path}: its schema version is {version}; this version of Lockstep reads up "
+                    f"to {SCHEMA_VERSION}. Read it with the version that wrote it."
+                )
+            yield part
+    except LockstepError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, TypeError, LookupError) as error:
         raise DataError(
-            f"{path}: its schema version is {found}; this version of Lockstep reads up to "
-            f"{SCHEMA_VERSION}. Read it with the version that wrote it."
-        )
-    return part
+            f"{path}: the part is damaged ({str(error).rstrip('.')}). Restore the file, or move it "
+            "away to read the others."
+        ) from error
 
 
 def _record(row: dict[str, Any]) -> TrajectoryRecord:

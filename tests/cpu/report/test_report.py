@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from synthetic_runs import CONTROL, HOSTILE, decode_token, write_run
 
+from lockstep.cli import main
 from lockstep.errors import RunError
 from lockstep.observe.metrics import find_metric
 from lockstep.report.document import write_report
 from lockstep.store.files import decode_number
 from lockstep.store.run import RunDirectory, load_run
+from lockstep.store.trajectories import read_summaries
 
 TOKENIZER = SimpleNamespace(decode=lambda ids: decode_token(ids[0]), control_ids=CONTROL)
 
@@ -263,6 +265,21 @@ def test_the_budget_of_tokens_holds_and_says_what_it_left_out(runs, tmp_path):
     assert 0 < sum(tokens) <= 400 and document["num_left_out_for_size"] > 0
     write_report(runs[:1], tmp_path / "one.html", num_tokens=1)
     assert len(json.loads((tmp_path / "one.json").read_text())["trajectories"]) == 1
+
+
+def test_a_damaged_part_costs_its_trajectories_and_not_the_report(runs, tmp_path, capsys):
+    run = shutil.copytree(runs[1].path, tmp_path / "run")
+    parts = sorted((run / "trajectories").glob("*.parquet"))
+    parts[0].write_bytes(parts[0].read_bytes()[:-20])
+
+    assert main(["report", str(run), "--out", str(tmp_path / "r.html")]) == 0
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{parts[0].name}: the part is damaged" in said
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert len(document["damaged"]) == 1 and parts[0].name in document["damaged"][0]
+    whole = sum(1 for part in parts[1:] for _ in read_summaries(part))
+    assert document["num_stored_trajectories"] == whole and document["trajectories"]
 
 
 def test_without_a_vocabulary_ids_are_shown(runs, tmp_path):

@@ -140,8 +140,27 @@ def test_a_torn_part_is_named(tmp_path):
     path = tmp_path / "p.parquet"
     write_part(path, groups(1, 1), step=0)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"p\.parquet: not a readable trajectory part"):
+    with pytest.raises(DataError, match=r"p\.parquet: the part is damaged"):
         list(read_part(path))
+
+
+def test_changed_bytes_are_found_by_their_checksum(tmp_path):
+    path = tmp_path / "p.parquet"
+    write_part(path, groups(2, 4), step=0)
+    whole = path.read_bytes()
+    written = [repr(r) for r in read_part(path)]
+    refused = unnoticed = 0
+    for place in np.random.default_rng(0).choice(len(whole), 400, replace=False):
+        changed = bytearray(whole)
+        changed[place] ^= 0x10
+        path.write_bytes(changed)
+        try:
+            unnoticed += [repr(r) for r in read_part(path)] != written
+        except DataError as error:
+            assert str(error).startswith(str(path))
+            refused += 1
+    assert refused > 200
+    assert unnoticed <= 4  # Parquet has no checksum of a page's header
 
 
 def test_a_part_of_a_later_schema_is_refused(tmp_path):
