@@ -43,7 +43,9 @@ class ParallelConfig:
     """Shard weights, gradients and optimizer state over all processes (FSDP2); the embedded engine
     then samples from a copy of its own. False keeps everything on each, and shares the weights."""
     timeout_seconds: float = 1800.0
-    """Longest wait of a process for another one; then the run ends with an error on all."""
+    """Seconds that a process waits for another one; then the run ends with an error on all. After a
+    step the limit falls to 20 times the longest step so far plus agent.max_seconds, if that is
+    less."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "parallel.", "processes", least=0)

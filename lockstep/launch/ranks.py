@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.config import differences
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 _STOPPED = "lockstep/stopped/{}"
 """Key of the store under which a rank leaves the error that stopped it."""
+
+FREEZE_FACTOR = 20.0
+"""A process counts as frozen when the others have waited this many times their longest step."""
 
 NUM_NAMED = 5  # of the settings in which two ranks differ; more would hide the first
 
@@ -143,6 +147,11 @@ class Ranks:
 
     # -- the end ----------------------------------------------------------------------------------
 
+    def limit_waits(self, seconds: float) -> None:
+        """From here on a process waits for another for at most `seconds`."""
+        for group in {dist.group.WORLD, self.sequence_group, self.data_group} - {None}:
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+
     def taking_interrupts(self) -> contextlib.AbstractContextManager[None]:
         """Makes Ctrl-C ask for a stop at the next point where all ranks can stop (`is_stop_asked`).
         A second one stops this process at once."""
@@ -167,8 +176,9 @@ class Ranks:
             return "; ".join(f"rank {rank} has stopped: {why}" for rank, why in stopped.items())
         if "timed out" in str(error).lower():
             return (
-                "another process did not answer within parallel.timeout_seconds: it hangs, or does "
-                "something that takes longer. Everything up to the last checkpoint is kept."
+                "another process did not answer within the limit of waits "
+                "(parallel.timeout_seconds): it hangs, or does something that takes longer. "
+                "Everything up to the last checkpoint is kept."
             )
         return (
             "another process of the run is gone without a word: killed, or out of memory. "

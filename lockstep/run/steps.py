@@ -91,7 +91,9 @@ async def _steps(run: TrainingRun) -> Status:
         if run.ranks is not None and run.ranks.is_stop_asked():
             run.save()
             return "interrupted"
+        began = time.perf_counter()
         row = await one_step(run)
+        run.expect_alike(time.perf_counter() - began)
         if row is None:
             run.view.note(f"the tasks ended before step {run.step}.", "warning")
             break

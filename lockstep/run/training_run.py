@@ -14,7 +14,7 @@ from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
 from lockstep.config import differences, to_dict
 from lockstep.errors import ConfigError, EngineError
-from lockstep.launch.ranks import Ranks
+from lockstep.launch.ranks import FREEZE_FACTOR, Ranks
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.observe.live import RunHeader, View, open_view
 from lockstep.observe.loggers import Loggers
@@ -73,6 +73,8 @@ class TrainingRun:
     """The result of that evaluation: checkpoints are compared by it."""
     saved_at: int = 0
     """The step of the newest checkpoint, or the one that the run began at."""
+    longest_step: float = 0.0
+    """Seconds of the longest step of this process, its evaluation and checkpoint included."""
     num_skipped_steps: int = 0
     """Steps in a row, up to the last one, whose update was skipped."""
     sync_level: Level = "none"
@@ -204,6 +206,14 @@ class TrainingRun:
         for of_rank in [found] if self.ranks is None else self.ranks.gather(found):
             total.update(of_rank)
         return {f"engine/{name}": value for name, value in total.items()}
+
+    def expect_alike(self, seconds: float) -> None:
+        """Ranks wait for each other no longer than this step, which took `seconds`, gives reason
+        to: a frozen one is found in time that grows with the work."""
+        self.longest_step = max(self.longest_step, seconds)
+        if self.ranks is not None:
+            limit = FREEZE_FACTOR * self.longest_step + self.config.agent.max_seconds
+            self.ranks.limit_waits(min(limit, self.config.parallel.timeout_seconds))
 
     def stop_reason(self, row: Mapping[str, Any]) -> str:
         """Why the run ends after this row of a step, by the setting that it names; "" if it goes

@@ -159,3 +159,18 @@ def test_a_rank_that_dies_ends_the_others_with_one_error(tmp_path):
     assert ranks[0].returncode == 2
     assert errors.count("RankError") == 1 and "gone without a word" in errors
     assert "Traceback" not in errors
+
+
+def test_a_rank_that_freezes_is_found_in_a_time_that_the_steps_before_it_give(tmp_path):
+    path = tmp_path / "run"
+    settings = ("steps=500", "evaluation.at_start=false", "agent.max_seconds=5")
+    ranks = start_ranks(path, *[(*settings, "parallel.timeout_seconds=1800")] * 2)
+    wait_for_rows(path, 2, ranks[0])
+    ranks[1].send_signal(signal.SIGSTOP)
+    try:
+        _, errors = ranks[0].communicate(timeout=200)
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
+    assert ranks[0].returncode == 2
+    assert errors.count("RankError") == 1 and "did not answer within the limit" in errors
