@@ -15,8 +15,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
-LIMIT = 45_000
-"""Code lines that the library may have: who adds some removes as many."""
+LIMIT = 45_400
+"""Code lines that the library may have. Who adds some removes as many; a commit that raises the
+limit says for which capability, and why nothing could go for it."""
 
 ROOMS = {
     "nouns: types, errors, config": ("types", "errors", "config", "__init__"),

@@ -540,6 +540,32 @@ def _first_paragraph(kind: type) -> str:
     return " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
 
 
+SOAKED = {
+    "hook": "a hook of an environment, tool, judge or agent, whose tasks misbehave in 32 ways",
+    "tracker": "a tracker that misbehaves as it begins, gets a row, or ends",
+    "console": "a console that is full, closed, or read for some lines only",
+    "fault": "a fault that every trainer meets, by its tests",
+    "kill": "a run that is killed at some moment and continued, against one that was not",
+    "server": "a server with 500 clients, 1 in 100 hostile",
+}
+
+
+def soak_table() -> str:
+    path = DOCS / "proof" / "soak.json"
+    proof = json.loads(path.read_text()) if path.exists() else {"problems": {}, "figures": []}
+    found: dict[str, list[bool]] = {kind: [] for kind in SOAKED}
+    for name, problems in proof["problems"].items():
+        kind = re.split(r"[.-]", name)[0]
+        if kind not in SOAKED:
+            kind = "hook" if name.isidentifier() and name.islower() else "fault"
+        found[kind].append(bool(problems))
+    rows = [
+        f"| {SOAKED[kind]} | {len(each)} | {sum(each)} |" for kind, each in found.items() if each
+    ]
+    told = [f"| {figure} | | |" for figure in proof["figures"]]
+    return "\n".join(("| what | runs | with a problem |", "|---|---|---|", *rows, *told, ""))
+
+
 TABLES = {
     "doctor-formats": doctor_formats_table,
     "doctor-facts": doctor_facts_table,
@@ -551,6 +577,7 @@ TABLES = {
     "columns": columns_table,
     "rooms": rooms_table,
     "figures": figures_table,
+    "soak": soak_table,
     "task-math": partial(task_table, "math"),
     "task-retool": partial(task_table, "retool"),
     **{

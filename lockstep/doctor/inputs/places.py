@@ -23,16 +23,19 @@ _PICKLE = re.compile(rb"\x80[\x02-\x05]|\(?c[A-Za-z_][\w.]*\n[A-Za-z_]\w*\n")
 def check_place(path: Path) -> None:
     """Raises DataError unless there is a file or a directory that can be read."""
     try:
-        if path.is_file():
+        is_file, is_directory = path.is_file(), path.is_dir()
+        if is_file:
             head_of(path, 1)
-        elif not path.is_dir():
-            link = " is a link to nothing, or" if path.is_symlink() else ""
-            raise DataError(
-                f"there is nothing at {path} to read:{link} no file and no directory. Expected the "
-                "directory of a run, or a dump (a file, or a directory of parts)."
-            )
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from None
+    if not is_file and not is_directory:
+        kind = "is neither a file nor a directory" if path.exists() else "does not exist"
+        if path.is_symlink():
+            kind = "is a link to nothing"
+        raise DataError(
+            f"{path} {kind}. Expected the directory of a run, or a dump (a file, or a directory of "
+            "parts)."
+        )
 
 
 def head_of(path: Path, num_bytes: int = 4096) -> bytes:

@@ -217,7 +217,9 @@ def test_the_worst_rows_and_a_sample_of_all_are_chosen_in_bounded_memory():
 
 def test_exit_codes_and_errors_of_the_verb(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "none")]) == 2
-    assert "there is nothing at" in " ".join(capsys.readouterr().err.split())
+    assert "does not exist. Expected the directory of a run" in " ".join(
+        capsys.readouterr().err.split()
+    )
     with RunDirectory.create(tmp_path / "run", {"recipe": "x"}):
         pass
     assert main(["doctor", str(tmp_path / "run"), "--json"]) == 2

@@ -298,9 +298,9 @@ def test_a_place_without_rows_is_said_to_be_one(tmp_path: Path):
     assert "it has nothing" in complaint(empty)
     assert "without a .parquet or .jsonl file; it has notes.txt" in complaint(other)
     assert "is a link to nothing" in complaint(link)
-    assert "no file and no directory" in complaint(pipe)
+    assert "is neither a file nor a directory" in complaint(pipe)
     assert "has no rows: a Parquet file of 0 rows" in complaint(none)
-    assert "there is nothing at" in complaint(tmp_path / "absent")
+    assert "does not exist" in complaint(tmp_path / "absent")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
