@@ -23,7 +23,8 @@ ROWS = [
     ["run_config"],
     ["memory", "recipes"],
     ["run"],
-    ["doctor", "model_server", "supervised"],
+    ["doctor", "tinker", "supervised"],
+    ["model_server"],
     ["testing"],
     ["cli"],
 ]
