@@ -25,6 +25,7 @@ from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
 from lockstep.sync.config import SyncConfig
+from lockstep.tinker.config import TinkerConfig
 from lockstep.training.config import (
     CheckpointConfig,
     CriticConfig,
@@ -289,13 +290,22 @@ class SupervisedConfig(ModelChoice):
         require(self, "", spelling_dropout=(0 <= self.spelling_dropout < 1, "in [0, 1)"))
 
 
+APIS = ("agents", "tinker")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ModelChoice):
     """Settings of `lockstep serve`: the model, and defaults for requests."""
 
     name: str = "serve"
+    api: tuple[str, ...] = ("agents",)
+    """APIs to offer: agents (OpenAI's and Anthropic's), tinker, or both."""
+    contract: ContractChoice = "auto"
+    """As in training: with tinker, the numerics that sampler and trainer share."""
     engine: EngineConfig = field(default_factory=EmbeddedConfig)
     """Engine that samples."""
+    tinker: TinkerConfig = field(default_factory=TinkerConfig)
+    """Limits of Tinker's API, and what the server keeps."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     """Address of the server, and limits of one request."""
     temperature: float = 1.0
@@ -320,3 +330,5 @@ class ServeConfig(ModelChoice):
         check_numbers(self, "", "turn_seconds")
         check_numbers(self, "", "max_turn_tokens", "max_sessions", least=1)
         require(self, "", top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"))
+        is_known = bool(self.api) and set(self.api) <= set(APIS)
+        require(self, "", api=(is_known, f"some of {', '.join(APIS)}"))

@@ -17,7 +17,7 @@ from lockstep.errors import (
 from lockstep.memory import Device
 from lockstep.models import peft_format
 from lockstep.models.locate import locate_model
-from lockstep.ops.contract import TRUE_ON_POLICY, why_not_same
+from lockstep.ops.contract import TRUE_ON_POLICY, ContractChoice, why_not_same
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import RunHooks, current_hooks
@@ -99,7 +99,7 @@ def build(
     if is_training and (device := resolve_device(config)) == "cuda":
         check_memory(config, model_files, device)
     model = load_model(config, model_files, weights=weights)
-    numerics = choose_numerics(config, model)
+    numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
     context = EngineContext(
@@ -213,16 +213,17 @@ def _engine_gpus(config: Config, rank: int, world: int, device: torch.device) ->
     )
 
 
-def choose_numerics(config: Config, model: Decoder) -> Numerics:
+def choose_numerics(contract: ContractChoice, model: Decoder, *, why_not: str = "") -> Numerics:
     """Gives `model` the ops that the setting `contract` asks for.
 
-    Raises ConfigError if it is named and cannot be kept; `auto` then takes stock ops and says why.
+    why_not: why other settings rule the contract out. Raises ConfigError if it is named and cannot
+    be kept; `auto` then takes stock ops and says why.
     """
     from lockstep.ops.selftest import fingerprint, prove
 
-    if config.contract == "none":
+    if contract == "none":
         return _stock(model, "contract=none")
-    reason = why_no_contract(config)
+    reason = why_not
     if not reason:
         proof = prove(model)
         if proof.is_kept:
@@ -235,7 +236,7 @@ def choose_numerics(config: Config, model: Decoder) -> Numerics:
             )
             return Numerics(found, True, line)
         reason = proof.failure
-    return _stock(model, reason, is_refused=config.contract == TRUE_ON_POLICY)
+    return _stock(model, reason, is_refused=contract == TRUE_ON_POLICY)
 
 
 def _with_engine(

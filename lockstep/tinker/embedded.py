@@ -1,0 +1,385 @@
+"""The backend in this process: one decoder per base model, an adapter for each model in training,
+and one engine per base that samples all adapters in one batch.
+
+Training runs in a thread of its own, one request at a time; the engines run in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from lockstep.agent.tasks import derive_seed
+from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.errors import ConfigError, EngineError, TokenError
+from lockstep.models import peft_format
+from lockstep.models.adapters import decoder_over
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import load_checkpoint
+from lockstep.models.lora import add_adapter
+from lockstep.models.lora_config import LoraConfig, lora_shape
+from lockstep.models.peft_io import load_adapter
+from lockstep.ops.context import PackedContext
+from lockstep.tinker.backend import BaseModel
+from lockstep.tinker.graph import compile_graph
+from lockstep.tinker.learner import TinkerLearner
+from lockstep.tinker.requests import (
+    CustomLoss,
+    ForwardBackward,
+    ForwardBackwardResult,
+    ModelSpec,
+    OptimStep,
+    SampledSequence,
+    Sampling,
+    SamplingResult,
+    TinkerError,
+    TopK,
+)
+from lockstep.types import Float32Array, Int32Array, Request, SamplingParams
+
+T = TypeVar("T")
+Tensor = torch.Tensor
+POLICY = "policy"
+"""Folder of a saved state with the weights."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Base:
+    """A base model: its decoder, which nothing trains, and the engine that samples from it."""
+
+    info: BaseModel
+    directory: Path
+    decoder: Decoder
+    engine: EmbeddedEngine
+    make_engine: Callable[[Decoder], EmbeddedEngine]
+    """Makes an engine for another decoder of the same shapes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sampler:
+    base: _Base
+    engine: EmbeddedEngine
+    adapter: str
+    """Name of its adapter in the engine; "" samples the engine's model."""
+    directory: Path | None
+    version: int
+
+
+class EmbeddedBackend:
+    """`Backend` over the decoders of `bases`."""
+
+    def __init__(self, bases: Sequence[_Base], *, alpha: float, microbatch_tokens: int) -> None:
+        self._bases = {base.info.name: base for base in bases}
+        self._alpha, self._microbatch_tokens = alpha, microbatch_tokens
+        self._learners: dict[str, tuple[_Base, ModelSpec, TinkerLearner]] = {}
+        self._samplers: dict[str, _Sampler] = {}
+        self._trainer = ThreadPoolExecutor(1, "tinker-training")
+
+    @property
+    def base_models(self) -> Sequence[BaseModel]:
+        return [base.info for base in self._bases.values()]
+
+    # -- training ---------------------------------------------------------------------------------
+
+    async def create_model(self, model_id: str, spec: ModelSpec) -> None:
+        base = self._base(spec.base_model)
+        learner = await self._train(self._make_learner, base, spec)
+        self._learners[model_id] = base, spec, learner
+
+    def _make_learner(self, base: _Base, spec: ModelSpec) -> TinkerLearner:
+        if spec.rank:
+            decoder = self._adapted(base, spec)
+        else:
+            weight = base.decoder.embedding
+            decoder = load_checkpoint(
+                base.directory, dtype=weight.dtype, device=weight.device, ops=base.decoder.ops
+            )
+        return TinkerLearner(
+            decoder, like=base.directory, max_tokens_per_microbatch=self._microbatch_tokens
+        )
+
+    def _adapted(self, base: _Base, spec: ModelSpec) -> Decoder:
+        groups = [("attention", spec.train_attn), ("mlp", spec.train_mlp)]
+        has_experts = base.decoder.config.is_moe
+        targets = [name for name, is_wanted in groups if is_wanted]
+        if spec.train_mlp and has_experts:
+            targets.append("experts")
+        if not targets:
+            raise TinkerError(
+                "the adapter would be empty: set train_attn or train_mlp. The unembedding alone is "
+                "not adapted here."
+            )
+        config = LoraConfig(rank=spec.rank, alpha=self._alpha, targets=tuple(targets))
+        decoder = decoder_over(base.decoder)
+        add_adapter(decoder, lora_shape(config, decoder.config), seed=spec.seed or 0)
+        return decoder
+
+    async def unload_model(self, model_id: str) -> None:
+        self._learners.pop(model_id, None)
+
+    def check_loss(self, loss: CustomLoss) -> None:
+        compile_graph(loss)
+
+    async def forward_backward(
+        self, model_id: str, request: ForwardBackward
+    ) -> ForwardBackwardResult:
+        return await self._train(self._learner(model_id).forward_backward, request)
+
+    async def optim_step(self, model_id: str, request: OptimStep) -> dict[str, float]:
+        return await self._train(self._learner(model_id).optim_step, request)
+
+    async def save(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        learner = self._learner(model_id)
+        await self._train(partial(learner.save, directory, with_optimizer=with_optimizer))
+
+    async def load(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        learner = self._learner(model_id)
+        await self._train(partial(learner.load, directory, with_optimizer=with_optimizer))
+
+    def _learner(self, model_id: str) -> TinkerLearner:
+        return self._learners[model_id][2]
+
+    async def _train(self, work: Callable[..., T], *arguments: object) -> T:
+        """Runs in the thread of training: one request at a time, whichever model it is of."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._trainer, partial(work, *arguments))
+
+    # -- samplers ---------------------------------------------------------------------------------
+
+    async def open_sampler(
+        self, sampler_id: str, base_model: str, directory: Path | None, *, version: int
+    ) -> None:
+        base = self._base(base_model)
+        known = self._samplers.get(sampler_id)
+        engine, adapter = base.engine, ""
+        if directory is not None:
+            policy = directory / POLICY
+            if (policy / peft_format.CONFIG).is_file():
+                adapter = sampler_id
+                await engine.load_adapter(adapter, str(policy), version=version)
+            elif known is not None:
+                engine = known.engine
+                await engine.load_weights(str(policy), version=version)
+            else:
+                weight, ops = base.decoder.embedding, base.decoder.ops
+                load = partial(load_checkpoint, dtype=weight.dtype, device=weight.device, ops=ops)
+                engine = base.make_engine(await self._train(load, policy))
+        self._samplers[sampler_id] = _Sampler(
+            base=base, engine=engine, adapter=adapter, directory=directory, version=version
+        )
+
+    async def close_sampler(self, sampler_id: str) -> None:
+        sampler = self._samplers.pop(sampler_id, None)
+        if sampler is None:
+            return
+        if sampler.adapter:
+            await sampler.engine.drop_adapter(sampler.adapter)
+        elif sampler.engine is not sampler.base.engine:
+            await sampler.engine.close()
+
+    async def sample(
+        self,
+        sampler_id: str,
+        request: Sampling,
+        *,
+        seeds: Sequence[int],
+        sequence_ids: Sequence[str],
+    ) -> SamplingResult:
+        sampler = self._samplers[sampler_id]
+        params = _params_of(request, sampler.base.info)
+        draws = [
+            _drawn(sampler, request, params, seed=seed, name=f"{sampler_id}/{name}")
+            for seed, name in zip(seeds, sequence_ids, strict=True)
+        ]
+        try:
+            replies = await asyncio.gather(*draws)
+            prompt_logprobs = None
+            if request.has_prompt_logprobs:
+                scores = await sampler.engine.score(
+                    request.prompt_ids, adapter=sampler.adapter, affinity=sampler_id
+                )
+                prompt_logprobs = _last(scores.logprobs, request.last_n)
+        except (EngineError, TokenError, ConfigError) as error:
+            raise TinkerError(str(error)) from error
+        result = SamplingResult(
+            sequences=tuple(reply for reply, _ in replies),
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=max((cached for _, cached in replies), default=0),
+        )
+        if not (
+            request.topk_prompt_logprobs
+            or request.topk_sample_logprobs
+            or request.target_ids is not None
+            or request.num_alternatives
+        ):
+            return result
+        return await self._train(self._distributions, sampler, request, result, seeds)
+
+    def _distributions(
+        self, sampler: _Sampler, request: Sampling, result: SamplingResult, seeds: Sequence[int]
+    ) -> SamplingResult:
+        """Adds what takes the whole distribution at each place of the prompt or of the replies: one
+        more forward of them, without a cache."""
+        decoder = self._decoder_of(sampler)
+        prompt, num_topk = request.prompt_ids, request.topk_prompt_logprobs
+        topk = targets = alternatives = None
+        if num_topk or request.target_ids is not None or request.num_alternatives:
+            logits = _logits(decoder, prompt)[:-1]
+            logprobs = decoder.ops.log_softmax(logits)
+            if num_topk:
+                topk = _shown(_topk(logprobs, num_topk), len(prompt), request.last_n)
+            if request.target_ids is not None:
+                ids = torch.from_numpy(request.target_ids).to(logits.device)
+                found = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
+                targets = found.cpu().numpy()
+            if request.num_alternatives:
+                alternatives = _alternatives(decoder, logits, request, seeds[0])
+        sequences = result.sequences
+        if num_topk := request.topk_sample_logprobs:
+            sequences = tuple(
+                replace(one, topk=_topk_of_reply(decoder, request, one, num_topk))
+                for one in sequences
+            )
+        return replace(
+            result,
+            sequences=sequences,
+            topk_prompt=topk,
+            target_logprobs=targets,
+            alternatives=alternatives,
+        )
+
+    def _decoder_of(self, sampler: _Sampler) -> Decoder:
+        """The decoder that a sampler's engine runs, for a forward beside it."""
+        if not sampler.adapter:
+            return sampler.engine.model
+        assert sampler.directory is not None, "an adapter comes from a directory"
+        decoder = decoder_over(sampler.base.decoder)
+        policy = sampler.directory / POLICY
+        add_adapter(decoder, peft_format.read_shape(policy, decoder.config), seed=0)
+        load_adapter(decoder, policy)
+        return decoder
+
+    # -- the whole --------------------------------------------------------------------------------
+
+    def _base(self, name: str) -> _Base:
+        base = self._bases.get(name.partition(":")[0])
+        if base is None:
+            known = ", ".join(self._bases)
+            raise TinkerError(f"this server has no model {name!r}. It serves {known}.")
+        return base
+
+    async def close(self) -> None:
+        self._trainer.shutdown(wait=True, cancel_futures=True)
+        for sampler_id in list(self._samplers):
+            await self.close_sampler(sampler_id)
+        for base in self._bases.values():
+            await base.engine.close()
+
+
+# -- sampling -------------------------------------------------------------------------------------
+
+
+def _params_of(request: Sampling, base: BaseModel) -> SamplingParams:
+    room = base.max_tokens - len(request.prompt_ids)
+    if room < 1:
+        raise TinkerError(
+            f"the prompt has {len(request.prompt_ids)} tokens, and {base.name} reads at most "
+            f"{base.max_tokens} with its reply (max_tokens). Shorten the prompt."
+        )
+    stop_ids = base.stop_ids if request.stop_ids is None else request.stop_ids
+    return SamplingParams(
+        max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=max(request.top_k, 0),
+        stop_ids=stop_ids,
+        stop_strings=request.stop_strings,
+    )
+
+
+async def _drawn(
+    sampler: _Sampler, request: Sampling, params: SamplingParams, *, seed: int, name: str
+) -> tuple[SampledSequence, int]:
+    """(one reply, prompt tokens that were cached)."""
+    asked = Request(
+        id=name,
+        prompt_ids=request.prompt_ids,
+        sampling=params,
+        seed=seed,
+        affinity=sampler.adapter,
+        adapter=sampler.adapter,
+    )
+    deltas = [delta async for delta in sampler.engine.generate(asked)]
+    if deltas[-1].finish_reason == "abort":
+        raise TinkerError("the sampler was closed while it drew this reply.", category="server")
+    versions = [np.full(len(d.token_ids), d.policy_version, np.int32) for d in deltas]
+    reply = SampledSequence(
+        token_ids=np.concatenate([d.token_ids for d in deltas]),
+        logprobs=np.concatenate([d.logprobs for d in deltas]),
+        versions=np.concatenate(versions),
+        stop_reason="stop" if deltas[-1].finish_reason == "stop" else "length",
+    )
+    return reply, deltas[0].num_cached_tokens
+
+
+def _last(values: Float32Array, num: int | None) -> Float32Array:
+    """`values` with NaN before the last `num`."""
+    if num is None:
+        return values
+    values = values.copy()
+    values[:-num] = np.nan
+    return values
+
+
+def _logits(decoder: Decoder, ids: Int32Array) -> Tensor:
+    """[len(ids), V] of the forward that trains, which under a contract has the engine's bits."""
+    device = decoder.embedding.device
+    with torch.no_grad():
+        ids_T = torch.from_numpy(ids.astype(np.int64)).to(device)
+        context = PackedContext.of([len(ids)])
+        return decoder.logits(decoder(ids_T, torch.arange(len(ids), device=device), context))
+
+
+def _topk(logprobs: Tensor, num: int) -> TopK:
+    found = logprobs.topk(min(num, logprobs.shape[1]))
+    return TopK(ids=found.indices.int().cpu().numpy(), logprobs=found.values.cpu().numpy())
+
+
+def _shown(topk: TopK, num_places: int, last_n: int | None) -> TopK:
+    """For all places: nothing at the first, and before the last `last_n`."""
+    k = topk.ids.shape[1]
+    ids = np.zeros((num_places, k), np.int32)
+    logprobs = np.full((num_places, k), np.nan, np.float32)
+    first = 1 if last_n is None else num_places - last_n
+    ids[first:], logprobs[first:] = topk.ids[first - 1 :], topk.logprobs[first - 1 :]
+    return TopK(ids=ids, logprobs=logprobs)
+
+
+def _topk_of_reply(decoder: Decoder, request: Sampling, reply: SampledSequence, num: int) -> TopK:
+    """At each sampled token, under the distribution that it was drawn from."""
+    ids = np.concatenate([request.prompt_ids, reply.token_ids])
+    logits = _logits(decoder, ids)[len(request.prompt_ids) - 1 : -1]
+    return _topk(decoder.ops.log_softmax(logits, temperature=request.temperature or 1.0), num)
+
+
+def _alternatives(decoder: Decoder, logits: Tensor, request: Sampling, seed: int) -> TopK:
+    """Draws by the engine's own function: each column by a stream of its own."""
+    rule = Rule(request.temperature, is_filtered=False, distribution="model")
+    places = np.arange(1, len(logits) + 1)
+    drawn, found = [], []
+    for column in range(request.num_alternatives):
+        streams = np.full(len(places), stream_of(derive_seed(seed, "alternatives", column)))
+        uniform = torch.from_numpy(uniforms(streams, places)).to(logits.device)
+        ids, logprobs, _ = sample(logits, uniform, rule, decoder.ops)
+        drawn.append(ids.int().cpu().numpy())
+        found.append(logprobs.cpu().numpy())
+    return TopK(ids=np.stack(drawn, 1), logprobs=np.stack(found, 1))
