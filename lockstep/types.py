@@ -342,6 +342,7 @@ class Request:
     affinity: str = ""
     """Equal for requests that share a prefix: a pool sends them to one replica."""
     adapter: str = ""
+    """Name of the adapter that samples; none is the base model."""
     stream: bool = False
     """Return one delta per token, instead of one at the end."""
     routes_from: int = 0

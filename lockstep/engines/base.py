@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from lockstep.errors import CapabilityError
 from lockstep.launch.shared_file import Newest
 from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request
 
@@ -54,6 +55,7 @@ class Capabilities:
     """Requests that ask get the experts of every position from `Request.routes_from` on, computed
     or found in the prefix cache."""
     has_adapters: bool = False
+    """Requests may name an adapter."""
     has_score: bool = False
     scored_distributions: tuple[Distribution, ...] = ("model", "tempered")
     """Distributions that `score` supports. At temperature 1 these two are the same."""
@@ -139,11 +141,12 @@ class Engine(Protocol):
         priority: int = 0,
         first: int = 1,
         affinity: str = "",
+        adapter: str = "",
     ) -> Scores:
         """The log-probs of `token_ids[first:]`, each given all ids before it.
 
         Keys and values of ids before `first - 1` may come from the cache; the others are computed.
-        priority, affinity: as in `Request`.
+        priority, affinity, adapter: as in `Request`.
         """
         ...
 
@@ -186,6 +189,25 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
     # -- optional: what an engine may add ---------------------------------------------------------
+
+    async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
+        """Takes an adapter that requests may name, or new tensors of one that it has: a directory
+        in PEFT's form, or, for an engine in this process, a decoder with an adapter.
+
+        Running requests of the name end their segment with finish_reason "weight_update" and
+        continue under the new version, which is the adapter's own; its cached prefixes are dropped.
+        Other requests do not notice.
+        """
+        raise CapabilityError(
+            f"load_adapter: engine {self.capabilities.name} takes no adapter by name."
+        )
+
+    async def drop_adapter(self, name: str) -> None:
+        """Frees an adapter's memory; its running requests fail. Raises EngineError for a name that
+        is not loaded."""
+        raise CapabilityError(
+            f"drop_adapter: engine {self.capabilities.name} takes no adapter by name."
+        )
 
     async def ping(self) -> None:
         """Raises EngineDownError if the engine is gone. Costs next to nothing."""

@@ -215,10 +215,16 @@ class ServedEngine(Engine):
         priority: int = 0,
         first: int = 1,
         affinity: str = "",
+        adapter: str = "",
     ) -> Scores:
         """As the protocol says. A pause ends the call, and it is made again afterwards."""
         self._ledger.check_ready("score")
         found = self.capabilities
+        if adapter:
+            raise CapabilityError(
+                f"score: engine {found.name} scores by the model that it runs, and by no adapter "
+                f"of a name; found {adapter!r}."
+            )
         ids = checked_text(
             token_ids, found, distribution=distribution, temperature=temperature, first=first
         )

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import nn
 
+from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from lockstep.models.lora import Projection
 from lockstep.ops.base import Context, Ops
@@ -37,9 +38,17 @@ class Attention(nn.Module):
         self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if c.has_sinks else None
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, context: Context, ops: Ops) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: Context,
+        ops: Ops,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         H, G = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x_TD, ops).view(len(x_TD), H + 2 * G, self.head_dim)
+        qkv = self.qkv_proj(x_TD, ops, adapters).view(len(x_TD), H + 2 * G, self.head_dim)
         qk = qkv[:, : H + G]
         if self.q_norm is not None and self.k_norm is not None:
             weight = torch.cat([self.q_norm.expand(H, -1), self.k_norm.expand(G, -1)])
@@ -47,7 +56,7 @@ class Attention(nn.Module):
         q_THK, k_TGK = ops.rope(qk, cos, sin).split([H, G], 1)
         spec = AttentionSpec(self.sink_logits(), self.window, self.scale, self.layer)
         out_THK = ops.attention(q_THK, k_TGK, qkv[:, H + G :], spec, context)
-        return self.o_proj(out_THK.flatten(1), ops)
+        return self.o_proj(out_THK.flatten(1), ops, adapters)
 
     def sink_logits(self) -> Tensor | None:
         """[H] logits of the sinks; None in a model without sinks."""

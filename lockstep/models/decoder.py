@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention, rope_table
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape
@@ -56,11 +57,12 @@ class Block(nn.Module):
         context: Context,
         ops: Ops,
         routing: Routing | None,
+        adapters: AdapterRows | None,
     ) -> Tensor:
         normed = ops.rms_norm(x_TD, self.input_norm, self.eps)
-        x_TD = x_TD + self.attention(normed, cos, sin, context, ops)
+        x_TD = x_TD + self.attention(normed, cos, sin, context, ops, adapters)
         normed = ops.rms_norm(x_TD, self.post_attention_norm, self.eps)
-        return x_TD + self.mlp(normed, ops, routing)
+        return x_TD + self.mlp(normed, ops, routing, adapters)
 
 
 class Decoder(nn.Module):
@@ -118,16 +120,20 @@ class Decoder(nn.Module):
         positions_T: Tensor,
         context: Context,
         routing: Routing | None = None,
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """ids, positions [T] int64 -> [T, D] normed hidden states in the compute dtype.
 
-        routing: experts to replay; records the experts that were chosen.
+        routing: experts to replay; records the experts that were chosen. adapters: of the tokens,
+        in place of the decoder's own; for a forward without a gradient.
         """
         cos, sin = self._rope(positions_T)
         x_TD = torch.nn.functional.embedding(ids_T, self.embedding)
         is_recomputed = self.recomputes_blocks and torch.is_grad_enabled()
         for block in self.layers:
-            x_TD = block(x_TD, cos, sin, context, self.ops, routing, is_recomputed=is_recomputed)
+            x_TD = block(
+                x_TD, cos, sin, context, self.ops, routing, adapters, is_recomputed=is_recomputed
+            )
         return self.ops.rms_norm(x_TD, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -163,10 +169,20 @@ class Decoder(nn.Module):
         """(log-prob of ids, entropy), each [T] float32: `Ops.log_probs` over this head."""
         return self.ops.log_probs(hidden_TD, self.head, ids_T, temperature=temperature)
 
-    def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, K], from a table that is made once per device."""
+    @property
+    def rope_table(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of all positions [max_positions, 1, K], made once per device."""
         table = self._rope_table
         if table is None or table[0].device != self.embedding.device:
             with torch.inference_mode(False):  # the engine may be first, the trainer reads it too
                 table = self._rope_table = rope_table(self.config, self.embedding.device)
-        return table[0].index_select(0, positions_T), table[1].index_select(0, positions_T)
+        return table
+
+    @rope_table.setter
+    def rope_table(self, table: tuple[Tensor, Tensor]) -> None:
+        self._rope_table = table
+
+    def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, K] at these positions."""
+        cos, sin = self.rope_table
+        return cos.index_select(0, positions_T), sin.index_select(0, positions_T)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.models.adapter_rows import AdapterRows, Groups, StackedFactors
 from lockstep.ops.base import Ops, rows_by_expert
 
 Tensor = torch.Tensor
@@ -56,6 +57,8 @@ class ExpertProjection:
     bias: Tensor | None = None
     """[E, N]."""
     low_rank: ExpertFactors | None = None
+    of_rows: Sequence[StackedFactors | None] = ()
+    """Factors of `AdapterRows.of_experts`, in place of `low_rank`: each row has its own adapter."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -71,9 +74,15 @@ class ExpertProjection:
             low = ExpertFactors(A, B, low.scale)
         return ExpertProjection(weight, bias, low)
 
-    def forward(self, x_RK: Tensor, counts: list[int], ops: Ops) -> Tensor:
-        """[R, N] of rows sorted by expert; counts: how many each expert has."""
+    def forward(
+        self, x_RK: Tensor, counts: list[int], ops: Ops, groups: Sequence[Groups] = ()
+    ) -> Tensor:
+        """[R, N] of rows sorted by expert; counts: how many each expert has. groups: of
+        `AdapterRows.by_expert`, for `of_rows`."""
         out_RN = ops.expert_linear(x_RK, self.weight, self.bias, counts)
+        for factors, of_shape in zip(self.of_rows, groups, strict=True):
+            if factors is not None:
+                factors.add(x_RK, out_RN, of_shape, ops)
         if (low := self.low_rank) is None:
             return out_RN
         return out_RN + ops.expert_linear(self._inner(x_RK, low, counts, ops), low.B, None, counts)
@@ -122,6 +131,7 @@ class _Plan:
     activation: Callable[[Tensor], Tensor]
     ops: Ops
     num_chunk_tokens: int | None
+    adapters: AdapterRows | None = None
 
     def chunks(self, experts_TA: Tensor) -> list[_Chunk]:
         """One sort of all pairs, by chunk and then by expert: one wait for the device per layer."""
@@ -158,13 +168,15 @@ def mix_experts(
     activation: Callable[[Tensor], Tensor],
     ops: Ops,
     num_chunk_tokens: int | None = None,
+    adapters: AdapterRows | None = None,
 ) -> Tensor:
     """[T, D]: outputs of each token's experts, times its weights, summed in the order of its slots.
 
     experts_TA: [T, A] int64, distinct per token. activation: [R, 2F] -> [R, F] over `ops`.
-    num_chunk_tokens: None derives it from ROWS_PER_EXPERT.
+    num_chunk_tokens: None derives it from ROWS_PER_EXPERT. adapters: of the tokens, with factors in
+    the projections' `of_rows`; without a gradient.
     """
-    plan = _Plan(gate_up, down, activation, ops, num_chunk_tokens)
+    plan = _Plan(gate_up, down, activation, ops, num_chunk_tokens, adapters)
     if torch.is_grad_enabled():
         tensors = (*gate_up.tensors, *down.tensors)
         inputs = (x_TD, weights_TA, *tensors)
@@ -244,7 +256,8 @@ def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> T
         # Every expert on every token: no sorting, and the pairs that count are the same.
         x_RD = x_TD.expand(E, *x_TD.shape).flatten(0, 1)
         place_TA = torch.arange(len(x_TD), device=x_TD.device)[:, None] + experts_TA * len(x_TD)
-        out_RD = _experts(x_RD, [len(x_TD)] * E, plan)
+        groups = () if plan.adapters is None else plan.adapters.on_all_experts(E)
+        out_RD = _experts(x_RD, [len(x_TD)] * E, plan, groups)
         return plan.ops.combine(_rows(out_RD, place_TA), weights_TA)
     chunks = plan.chunks(experts_TA)
     parts = (_mix_chunk(x_TD, weights_TA, chunk, plan) for chunk in chunks)
@@ -258,13 +271,17 @@ def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> T
 
 def _mix_chunk(x_TD: Tensor, weights_TA: Tensor, chunk: _Chunk, plan: _Plan) -> Tensor:
     x_RD = x_TD[chunk.tokens].index_select(0, chunk.token_R)
-    out_RD = _experts(x_RD, chunk.counts, plan)
+    groups = ()
+    if plan.adapters is not None:
+        token_R = chunk.token_R + chunk.tokens.start
+        groups = plan.adapters.by_expert(token_R, chunk.counts)
+    out_RD = _experts(x_RD, chunk.counts, plan, groups)
     return plan.ops.combine(chunk.by_slot(out_RD), weights_TA[chunk.tokens])
 
 
-def _experts(x_RD: Tensor, counts: list[int], plan: _Plan) -> Tensor:
-    active_RF = plan.activation(plan.gate_up.forward(x_RD, counts, plan.ops))
-    return plan.down.forward(active_RF, counts, plan.ops)
+def _experts(x_RD: Tensor, counts: list[int], plan: _Plan, groups: Sequence[Groups]) -> Tensor:
+    active_RF = plan.activation(plan.gate_up.forward(x_RD, counts, plan.ops, groups))
+    return plan.down.forward(active_RF, counts, plan.ops, groups)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

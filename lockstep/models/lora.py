@@ -16,6 +16,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertFactors
 from lockstep.models.lora_config import LoraShape, Site, lora_sites
@@ -31,8 +32,11 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.lora: LowRank | None = None
 
-    def forward(self, x_TK: Tensor, ops: Ops) -> Tensor:
+    def forward(self, x_TK: Tensor, ops: Ops, adapters: AdapterRows | None = None) -> Tensor:
+        """adapters: those of the rows, in place of the projection's own."""
         out_TN = ops.linear(x_TK, self.weight, self.bias)
+        if adapters is not None:
+            return adapters.add(self, x_TK, out_TN, ops)
         return out_TN if self.lora is None else self.lora(x_TK, out_TN, ops)
 
 
@@ -115,7 +119,7 @@ def add_adapter(model: nn.Module, shape: LoraShape, *, seed: int) -> None:
         parts = [(site, i) for i, site in enumerate(sites) if site.name in chosen]
         if not parts:
             continue
-        owner, attribute, weight = _place(model, projection)
+        owner, attribute, weight = place_of(model, projection)
         with torch.device("cpu"):
             if sites[0].num_experts:
                 adapter: Adapter = ExpertLowRank(sites[0], shape)
@@ -128,8 +132,9 @@ def add_adapter(model: nn.Module, shape: LoraShape, *, seed: int) -> None:
     model.lora = shape  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
-def _place(model: nn.Module, projection: str) -> tuple[nn.Module, str, Tensor]:
-    """(module, its attribute for the adapter, the adapted weight)."""
+def place_of(model: nn.Module, projection: str) -> tuple[nn.Module, str, Tensor]:
+    """(module, its attribute for an adapter, the weight that it adapts) of a decoder's
+    projection."""
     parent, _, name = projection.rpartition(".")
     owner = model.get_submodule(parent)
     found = getattr(owner, name)
@@ -140,7 +145,7 @@ def _place(model: nn.Module, projection: str) -> tuple[nn.Module, str, Tensor]:
 
 def adapter_at(model: nn.Module, projection: str) -> Adapter | None:
     """The adapter of a projection of the decoder, if it has one."""
-    owner, attribute, _ = _place(model, projection)
+    owner, attribute, _ = place_of(model, projection)
     return getattr(owner, attribute)
 
 

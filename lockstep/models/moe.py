@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertProjection, mix_experts
 from lockstep.models.lora import ExpertLowRank, Projection
@@ -60,8 +61,14 @@ class MLP(nn.Module):
         self.gate_up_proj = Projection(config.hidden_size, 2 * width, bias=False)
         self.down_proj = Projection(width, config.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor, ops: Ops, routing: Routing | None = None) -> Tensor:
-        return self.down_proj(ops.swiglu(self.gate_up_proj(x_TD, ops)), ops)
+    def forward(
+        self,
+        x_TD: Tensor,
+        ops: Ops,
+        routing: Routing | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        return self.down_proj(ops.swiglu(self.gate_up_proj(x_TD, ops, adapters)), ops, adapters)
 
 
 class MoE(nn.Module):
@@ -83,7 +90,13 @@ class MoE(nn.Module):
         self.gate_up_lora: ExpertLowRank | None = None
         self.down_lora: ExpertLowRank | None = None
 
-    def forward(self, x_TD: Tensor, ops: Ops, routing: Routing | None = None) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        ops: Ops,
+        routing: Routing | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         weights_TA, experts_TA = self._route(x_TD, ops, routing)
         activation = ops.swiglu
         if self.swiglu_limit:
@@ -92,11 +105,19 @@ class MoE(nn.Module):
             x_TD,
             weights_TA,
             experts_TA,
-            gate_up=_projection(self.gate_up_proj, self.gate_up_bias, self.gate_up_lora),
-            down=_projection(self.down_proj, self.down_bias, self.down_lora),
+            gate_up=self._projection("gate_up", adapters),
+            down=self._projection("down", adapters),
             activation=activation,
             ops=ops,
+            adapters=adapters,
         )
+
+    def _projection(self, name: str, adapters: AdapterRows | None) -> ExpertProjection:
+        weight, bias = getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias")
+        if adapters is not None:
+            return ExpertProjection(weight, bias, of_rows=adapters.of_experts(self, f"{name}_lora"))
+        lora: ExpertLowRank | None = getattr(self, f"{name}_lora")
+        return ExpertProjection(weight, bias, None if lora is None else lora.factors())
 
     def _route(self, x_TD: Tensor, ops: Ops, routing: Routing | None) -> tuple[Tensor, Tensor]:
         logits_TE = self.router_logits(x_TD, ops)
@@ -121,9 +142,3 @@ class MoE(nn.Module):
     def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """[T, E] in the compute dtype; experts are chosen and weighed by them."""
         return ops.linear(x_TD, self.router.weight, self.router.bias)
-
-
-def _projection(
-    weight: Tensor, bias: Tensor | None, lora: ExpertLowRank | None
-) -> ExpertProjection:
-    return ExpertProjection(weight, bias, None if lora is None else lora.factors())

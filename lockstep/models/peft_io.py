@@ -14,9 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lockstep.errors import CheckpointError
+from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_into, replacing, save_checkpoint
-from lockstep.models.lora import ExpertLowRank, adapter_at
+from lockstep.models.lora import ExpertLowRank, LowRank, adapter_at, add_adapter
 from lockstep.models.lora_config import LoraShape, Site
 from lockstep.models.peft_format import (
     BASE,
@@ -103,6 +104,19 @@ def load_adapter(model: Decoder, directory: str | Path) -> None:
                 theirs_b = theirs_b.reshape(site.outputs, -1, site.num_experts).permute(2, 0, 1)
             A.copy_(theirs_a)
             B.copy_(theirs_b)
+
+
+def read_adapter(directory: str | Path, config: ModelConfig) -> Decoder:
+    """The adapter of `directory`, on a decoder that has no other weights (they are on the meta
+    device)."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    add_adapter(model, read_shape(directory, config), seed=0)
+    for module in model.modules():
+        if isinstance(module, LowRank | ExpertLowRank):
+            module.to_empty(device="cpu")
+    load_adapter(model, directory)
+    return model
 
 
 def peft_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:

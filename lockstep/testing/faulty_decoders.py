@@ -142,8 +142,8 @@ class NoisyMoE(MoE):
     def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
         return self._routers.add_to(super().router_logits(x_TD, ops), x_TD)
 
-    def forward(self, x_TD: Tensor, ops: Ops, routing: Routing | None = None) -> Tensor:
-        return self._experts.add_to(super().forward(x_TD, ops, routing), x_TD)
+    def forward(self, x_TD: Tensor, ops: Ops, *inputs: Any) -> Tensor:
+        return self._experts.add_to(super().forward(x_TD, ops, *inputs), x_TD)
 
 
 def _normal(shape: Sequence[int], seed: int) -> Tensor:

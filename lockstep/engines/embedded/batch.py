@@ -159,10 +159,21 @@ class Scoring:
     future: asyncio.Future[Scores]
 
 
+@dataclass(slots=True, eq=False)
+class Weights:
+    """What requests are sampled by: the base model, or it with an adapter."""
+
+    number: int
+    """0 is the base. An adapter gets another number whenever its tensors are replaced."""
+    version: int
+    adapter: str = ""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(Entry):
     """One request on its way through the engine."""
 
+    weights: Weights
     order: int
     """Number in the order of arrival."""
     limit: int
@@ -229,6 +240,8 @@ class Rows:
         self.top_k = np.zeros(capacity, np.int64)
         self.stop_ids = np.full((capacity, 4), -1, np.int64)
         self.rule_of = np.zeros(capacity, np.int64)
+        self.adapters = np.zeros(capacity, np.int64)
+        """Number of each row's `Weights`."""
         self.is_loaded = np.zeros(capacity, np.bool_)
         """Whether the row is in the resident cache."""
         # As long as the longest possible reply; untouched memory is not taken from the system.
@@ -263,6 +276,7 @@ class Rows:
             self._rules.append(rule)
         self.rule_of[row] = self._rules.index(rule)
         self.counts[row] = 0
+        self.adapters[row] = sequence.weights.number
         self.is_loaded[row] = False
         if sequence.sampled_ids is not None and sequence.sampled_logprobs is not None:
             count = len(sequence.sampled_ids)
@@ -296,6 +310,7 @@ class Rows:
                 self.top_k,
                 self.stop_ids,
                 self.rule_of,
+                self.adapters,
             ):
                 array[row] = array[last]
             self.is_loaded[row] = False
@@ -390,6 +405,13 @@ class Chunk:
     @property
     def is_last(self) -> bool:
         return self.stop == self.sequence.num_to_compute
+
+
+def adapters_of(rows: Rows, chunks: Seq[Chunk]) -> npt.NDArray[np.int64]:
+    """[T] number of the weights of each token that `build_inputs` feeds."""
+    of_rows = rows.adapters[: rows.num]
+    of_chunks = [np.full(c.stop - c.start, c.sequence.weights.number) for c in chunks]
+    return np.concatenate([of_rows, *of_chunks]) if of_chunks else of_rows
 
 
 def build_inputs(

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +25,15 @@ import torch
 
 from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.engines.embedded.batch import Chunk, Rows, Scoring, Sequence, build_inputs
+from lockstep.engines.embedded.batch import (
+    Chunk,
+    Rows,
+    Scoring,
+    Sequence,
+    Weights,
+    adapters_of,
+    build_inputs,
+)
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.engines.ledger import (
@@ -36,9 +45,11 @@ from lockstep.engines.ledger import (
 )
 from lockstep.engines.worker_weights import TornWeightsError
 from lockstep.errors import EngineError
+from lockstep.models.adapters import AdapterStacks
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, decoder_like, load_weights, read_tensors
 from lockstep.models.moe import Routing
+from lockstep.models.peft_io import read_adapter
 from lockstep.ops.selftest import fingerprint
 from lockstep.types import (
     Delta,
@@ -80,7 +91,10 @@ class EmbeddedEngine(Engine):
         shape = model.config
         self._model = model
         self._shared = model if is_shared else None
-        self._config, self._token_bytes, self._version = config, token_bytes, 0
+        self._config, self._token_bytes = config, token_bytes
+        self._base = Weights(0, 0)
+        self._adapters: dict[str, Weights] = {}
+        self._stacks, self._numbers = AdapterStacks(), count(1)
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_tokens = min(shape.max_positions, num_pages * config.page_size)
         self._cache = PagedCache(
@@ -128,13 +142,14 @@ class EmbeddedEngine(Engine):
             has_sleep=True,
             has_positional_draws=True,
             has_routed_experts=self._model.config.is_moe,
+            has_adapters=True,
             weight_sources=(*shared, "tensors", "directory"),
             fingerprint=self._fingerprint_text,
         )
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._base.version
 
     @property
     def stats(self) -> Counter[str]:
@@ -153,6 +168,7 @@ class EmbeddedEngine(Engine):
         priority: int = 0,
         first: int = 1,
         affinity: str = "",
+        adapter: str = "",
     ) -> Scores:
         """See `Engine.score`. Leaves nothing in the prefix cache."""
         ids = checked_text(
@@ -163,6 +179,7 @@ class EmbeddedEngine(Engine):
             first=first,
         )
         self._ledger.check_open()
+        weights = self._weights_of(adapter, where="score")
         future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         scoring = Scoring(
             first=first,
@@ -171,13 +188,18 @@ class EmbeddedEngine(Engine):
             future=future,
         )
         if len(ids) <= first:
-            return self._scores(scoring.logprobs, num_cached=0, num_prefilled=0)
+            return self._scores(scoring.logprobs, weights, num_cached=0, num_prefilled=0)
         request = Request(
             id="score", prompt_ids=ids, sampling=SamplingParams(max_tokens=1), priority=priority
         )
         self._num_arrived += 1
         sequence = Sequence(
-            request=request, order=self._num_arrived, limit=0, ids=ids, scoring=scoring
+            request=request,
+            weights=weights,
+            order=self._num_arrived,
+            limit=0,
+            ids=ids,
+            scoring=scoring,
         )
         self._scheduler.add(sequence)
         self._drive()
@@ -187,10 +209,12 @@ class EmbeddedEngine(Engine):
             if future.cancelled():
                 self._scheduler.remove(sequence)
 
-    def _scores(self, values: Float32Array, *, num_cached: int, num_prefilled: int) -> Scores:
+    def _scores(
+        self, values: Float32Array, weights: Weights, *, num_cached: int, num_prefilled: int
+    ) -> Scores:
         return Scores(
             logprobs=values,
-            policy_version=self._version,
+            policy_version=weights.version,
             num_cached_tokens=num_cached,
             num_prefilled_tokens=num_prefilled,
             fingerprint=self._fingerprint_text,
@@ -232,16 +256,52 @@ class EmbeddedEngine(Engine):
             torch.autograd.graph.increment_version(list(self._shared.parameters()))
         else:
             self._write(source)
-        for sequence in self._scheduler.sequences():
-            if not sequence.scoring and len(self._sampled(sequence)[0]) > sequence.num_sent:
-                self._send(sequence, "weight_update")
-        self._version = version
+        self._end_segments(self._scheduler.sequences())
+        self._base.version = version
         if self._ledger.is_paused:
             self._cache.forget()
             for sequence in [*self._rows.sequences, *self._scheduler.prefilling]:
                 sequence.has_old_keys = True
         else:
             self._drop_cache()
+
+    async def load_adapter(self, name: str, source: Decoder | str, *, version: int) -> None:
+        """See `Engine.load_adapter`. The tensors are copied. Adapters are added to the base as it
+        is: one that the shared model is trained with is not below them. New weights of the base
+        leave them as they are.
+
+        Raises EngineError for a decoder that is no adapted one of the base's shape, CheckpointError
+        for a directory that does not fit.
+        """
+        self._ledger.check_open()
+        adapted = self._adapted(name, source)
+        weights = self._adapters.setdefault(name, Weights(0, version, name))
+        sequences = [s for s in self._scheduler.sequences() if s.weights is weights]
+        self._end_segments(sequences)
+        before, weights.number, weights.version = weights.number, next(self._numbers), version
+        self._stacks.put(weights.number, adapted, self._model, replacing=before)
+        for sequence in sequences:
+            if sequence.lease is None:
+                continue
+            sequence.has_old_keys = self._ledger.is_paused
+            if not self._ledger.is_paused:
+                self._scheduler.preempt(sequence, keep=False)
+            elif sequence.row >= 0:
+                self._rows.adapters[sequence.row] = weights.number
+        if before:
+            self._cache.forget_root(before)
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `Engine.drop_adapter`."""
+        self._ledger.check_open()
+        weights = self._weights_of(name, where="drop_adapter")
+        del self._adapters[name]
+        for sequence in self._scheduler.sequences():
+            if sequence.weights is weights:
+                text = f"the adapter {name!r} was dropped while the request was in flight."
+                self._fail(sequence, EngineError(text))
+        self._stacks.drop(weights.number)
+        self._cache.forget_root(weights.number)
 
     async def sleep(self) -> None:
         """Requests in flight are kept and computed again after `wake`; requests that arrive in
@@ -276,8 +336,11 @@ class EmbeddedEngine(Engine):
         ids = checked_prompt(request, self.capabilities)
         check_abilities(request, self.capabilities)
         sampling, limit = request.sampling, limit_of(request, self.capabilities)
+        weights = self._weights_of(request.adapter, where=f"request {request.id}")
         self._num_arrived += 1
-        sequence = Sequence(request=request, order=self._num_arrived, limit=limit, ids=ids)
+        sequence = Sequence(
+            request=request, weights=weights, order=self._num_arrived, limit=limit, ids=ids
+        )
         if sampling.record_support and sampling.is_truncated:
             sequence.support = []
         if sampling.record_routes:
@@ -288,6 +351,17 @@ class EmbeddedEngine(Engine):
         self._scheduler.add(sequence)
         self._drive()
         return sequence
+
+    def _weights_of(self, adapter: str, *, where: str) -> Weights:
+        if not adapter:
+            return self._base
+        if adapter not in self._adapters:
+            known = ", ".join(self._adapters) or "none"
+            raise EngineError(
+                f"{where}: the engine has no adapter {adapter!r}; loaded are: {known}. "
+                "load_adapter loads one."
+            )
+        return self._adapters[adapter]
 
     def _keep_routes(self) -> None:
         """Starts to record routes, for all requests, with the first request that asks: one request
@@ -333,10 +407,13 @@ class EmbeddedEngine(Engine):
         assert num_fed or planned, "a request can run whenever there is one"
         cache.run_copies()
         ids, positions, context, chunks = build_inputs(rows, planned, cache, self._resident)
+        adapters = None
+        if self._adapters and (numbers := adapters_of(rows, chunks)).any():
+            adapters = self._stacks.rows(self._model, numbers)
         last_places = self._finish_prefill(chunks)
         with torch.inference_mode():
             routing = None if cache.routes is None else Routing()
-            hidden = self._model(ids, positions, context, routing)
+            hidden = self._model(ids, positions, context, routing, adapters)
             if routing is not None:
                 cache.write_routes(context.write_index, routing.stacked())
             broken = self._score_chunks(chunks, hidden) if chunks else []
@@ -419,7 +496,10 @@ class EmbeddedEngine(Engine):
                 num_prefilled = sequence.num_to_compute - num_cached
                 scoring.future.set_result(
                     self._scores(
-                        scoring.logprobs, num_cached=num_cached, num_prefilled=num_prefilled
+                        scoring.logprobs,
+                        sequence.weights,
+                        num_cached=num_cached,
+                        num_prefilled=num_prefilled,
                     )
                 )
 
@@ -500,7 +580,7 @@ class EmbeddedEngine(Engine):
             Delta(
                 token_ids=ids[fresh].copy(),
                 logprobs=logprobs[fresh].copy(),
-                policy_version=self._version,
+                policy_version=sequence.weights.version,
                 finish_reason=reason,
                 stop=stop,
                 num_cached_tokens=0 if sequence.deltas else cached,
@@ -510,6 +590,12 @@ class EmbeddedEngine(Engine):
                 fingerprint=self._fingerprint_of(sequence),
             ),
         )
+
+    def _end_segments(self, sequences: Seq[Sequence]) -> None:
+        """Sends what requests have sampled before their weights change."""
+        for sequence in sequences:
+            if not sequence.scoring and len(self._sampled(sequence)[0]) > sequence.num_sent:
+                self._send(sequence, "weight_update")
 
     def _fresh_routes(self, sequence: Sequence, num_sampled: int) -> Routes | None:
         """Routes of all positions read for the first `num_sampled` tokens and not sent yet."""
@@ -549,9 +635,11 @@ class EmbeddedEngine(Engine):
     def _fail_unfinite(self, sequence: Sequence, found: str) -> None:
         """Fails one request whose numbers are not finite; zeroes its pages, and the others go
         on."""
+        weights = sequence.weights
+        of_adapter = f" of adapter {weights.adapter!r}" if weights.adapter else ""
         cause = (
-            f"{found}. The weights of version {self._version} give values that are not finite: a "
-            "diverged or half-loaded policy?"
+            f"{found}. The weights of version {weights.version}{of_adapter} give values that are "
+            "not finite: a diverged or half-loaded policy?"
         )
         where = "score" if sequence.scoring else sequence.where
         self._fail(sequence, EngineError(f"{where}: {cause}"))
@@ -577,6 +665,20 @@ class EmbeddedEngine(Engine):
     def _drop_resident(self) -> None:
         if self._resident is not None:
             self._resident.drop()
+
+    def _adapted(self, name: str, source: Decoder | str) -> Decoder:
+        """A decoder with the adapter of `source`; it may have no weights besides."""
+        if not name:
+            raise EngineError("load_adapter: the name is empty, which stands for the base model.")
+        if not isinstance(source, Decoder):
+            return read_adapter(source, self._model.config)
+        if source.lora is None or source.config != self._model.config:
+            found = "one of another shape" if source.lora else "one without an adapter"
+            raise EngineError(
+                f"load_adapter: expected for {name!r} a decoder like the engine's with an adapter, "
+                f"found {found}. `models.adapters.decoder_over` makes one."
+            )
+        return source
 
     def _write(self, source: Any) -> None:
         is_directory = not isinstance(source, Mapping)

@@ -33,10 +33,11 @@ values are finite, whatever other requests computed."""
 
 @dataclass(slots=True, eq=False)
 class PageNode:
-    """A page of the trie. Its positions follow those of its parent."""
+    """A page of the trie. Its positions follow those of its parent; the first page of a path has a
+    root for its parent."""
 
     page: int
-    parent: PageNode | None
+    parent: PageNode | int
     epoch: int
     length: int = 0
     """Computed positions of the page."""
@@ -49,6 +50,7 @@ class Lease:
     """The pages that one request holds, in the order of its positions."""
 
     epoch: int
+    root: int = 0
     pages: list[int] = field(default_factory=list)
     nodes: list[PageNode] = field(default_factory=list)
     """Trie nodes of the pages entered so far. A node with another page means that another request
@@ -140,8 +142,8 @@ class PagedCache:
         self._dtype, self._device = dtype, device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
         self.epoch = 0
-        self._below: dict[PageNode | None, dict[PageNode, None]] = {}
-        """Pages that follow each page; those of None begin a path."""
+        self._below: dict[PageNode | int, dict[PageNode, None]] = {}
+        """Pages that follow each page; those of a root begin a path."""
         self._idle: OrderedDict[PageNode, None] = OrderedDict()
         self._copies: list[tuple[int, int]] = []
         self._free: list[int] = []
@@ -197,14 +199,15 @@ class PagedCache:
 
     # -- leases -------------------------------------------------------------------------------
 
-    def open(self, ids: Ids, *, reuse: int) -> Lease | None:
+    def open(self, ids: Ids, *, reuse: int, root: int = 0) -> Lease | None:
         """Pages for all of `ids`; cached positions among the first `reuse` need not be computed
-        again.
+        again. root: number of the weights that compute the keys; paths of different roots share
+        nothing.
 
         None, without any change, if there are not enough pages.
         """
-        lease = Lease(self.epoch)
-        path, partial, length = self._walk(ids, reuse)
+        lease = Lease(self.epoch, root)
+        path, partial, length = self._walk(ids, reuse, root)
         for node in path:
             self._use(node)
         lease.nodes = path
@@ -246,7 +249,7 @@ class PagedCache:
         size = self.page_size
         for i in range(lease.num_committed // size, -(-len(ids) // size)):
             part = ids[i * size : (i + 1) * size]
-            parent = lease.nodes[i - 1] if i else None
+            parent = lease.nodes[i - 1] if i else lease.root
             own = lease.nodes[i] if i < len(lease.nodes) else None
             twin, length = self._furthest(parent, part)
             if twin is own or length < size:
@@ -282,6 +285,18 @@ class PagedCache:
         self._below.clear()
         self.epoch += 1
 
+    def forget_root(self, root: int) -> None:
+        """Drops the cached prefixes of a root that is not used any more. Pages of open leases
+        become free later, when they are the oldest."""
+        found = list(self._below.get(root, ()))
+        for node in found:  # grows in the loop: parents come before what follows them
+            found += self._below.get(node, ())
+        for node in reversed(found):
+            if node.num_users == 0:
+                del self._idle[node]
+                self._forget(node)
+                self._free.append(node.page)
+
     def clear_free_pages(self) -> None:
         """Zeroes all free pages, after a request whose values were not finite."""
         free = torch.tensor(self._free, device=self._device)
@@ -314,14 +329,16 @@ class PagedCache:
         found = self.routes.flatten(0, 1).index_select(0, places.to(self.routes.device))
         return found.cpu().numpy()
 
-    def num_known(self, ids: Ids) -> int:
+    def num_known(self, ids: Ids, *, root: int = 0) -> int:
         """Number of leading positions of `ids` that are cached."""
-        path, _, length = self._walk(ids, len(ids))
+        path, _, length = self._walk(ids, len(ids), root)
         return len(path) * self.page_size + length
 
     # -- the trie -----------------------------------------------------------------------------
 
-    def _walk(self, ids: Ids, limit: int) -> tuple[list[PageNode], PageNode | None, int]:
+    def _walk(
+        self, ids: Ids, limit: int, root: int
+    ) -> tuple[list[PageNode], PageNode | None, int]:
         """(full pages, the page that continues them furthest, its number of matching positions)."""
         path: list[PageNode] = []
         if not self.is_caching:
@@ -330,12 +347,12 @@ class PagedCache:
         while True:
             at = len(path) * size
             part = ids[at : min(at + size, limit)]
-            node, length = self._furthest(path[-1] if path else None, part)
+            node, length = self._furthest(path[-1] if path else root, part)
             if node is None or length < size:
                 return path, node, length
             path.append(node)
 
-    def _furthest(self, parent: PageNode | None, part: Ids) -> tuple[PageNode | None, int]:
+    def _furthest(self, parent: PageNode | int, part: Ids) -> tuple[PageNode | None, int]:
         """The page after `parent` that has most of `part`, and how much of it."""
         nodes = list(self._below.get(parent, ()))
         if not nodes or not len(part):

@@ -131,7 +131,11 @@ class Scheduler:
             lease = None
             if self.num_running < self.max_sequences:
                 reuse = sequence.scoring.first if sequence.scoring else len(sequence.ids)
-                lease = self.cache.open(sequence.ids[: sequence.num_to_compute], reuse=reuse - 1)
+                lease = self.cache.open(
+                    sequence.ids[: sequence.num_to_compute],
+                    reuse=reuse - 1,
+                    root=sequence.weights.number,
+                )
             if lease is None:
                 if not self.num_running:
                     break
@@ -160,12 +164,16 @@ class Scheduler:
         that waiting for it saves more than it costs."""
         if not self.cache.is_caching or sequence.scoring:
             return False
-        ids = sequence.ids
-        others = [other.ids for other in self.prefilling if not other.scoring]
+        ids, weights = sequence.ids, sequence.weights
+        others = [
+            other.ids
+            for other in self.prefilling
+            if not other.scoring and other.weights is weights
+        ]
         num_shared = max((_num_common(ids, other) for other in others), default=0)
         if 2 * num_shared < len(ids):
             return False
-        known = self.cache.num_known(ids[:-1])
+        known = self.cache.num_known(ids[:-1], root=weights.number)
         needed = known + -(-(len(ids) - 1 - known) // 2)
         return known < needed <= num_shared
 

@@ -1,0 +1,163 @@
+"""Batches whose rows have different adapters: one low-rank product for all adapters of a shape.
+
+A decoder is handed an `AdapterRows` along with its rows, and has no state of its own for it. The
+base's products run over all rows at once; then each projection adds to every row the product of
+that row's adapter, as `lora.LowRank` computes it for one.
+
+# T tokens  K inputs  N outputs  R rank  S parts of a fused projection  E experts
+# G groups: adapters of one shape, or pairs of adapter and expert  P rows of a grouped product
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.ops.base import Ops
+
+Tensor = torch.Tensor
+IntArray = npt.NDArray[np.int64]
+
+MOST_PADDED_ROWS = 64
+"""Groups of at most this many rows are padded to one size, so that one batched product does all. It
+is what `ops.invariant` reads packed weights for: more rows fill a product of their own."""
+
+SPARE_ROWS = 64
+"""Rows that padding may add beyond twice those that count; computing them takes less time than the
+calls of a product per group."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Rows of a batch, sorted by what multiplies them.
+
+    >>> groups = Groups.of(np.array([1, -1, 0, 1]), 2, torch.device("cpu"))
+    >>> groups.source_P.tolist(), groups.counts   # row 2 twice: group 0 is padded
+    ([2, 2, 0, 3], [2, 2])
+    >>> groups.rows.tolist(), groups.places.tolist()
+    ([2, 0, 3], [0, 2, 3])
+    """
+
+    source_P: Tensor
+    """[P] int64: row of the batch that each row of the product reads."""
+    counts: list[int]
+    """[G]: rows of each group, padding included."""
+    rows: Tensor | None
+    """Rows of the batch that are in a group; None if all are, and then `places` has their order."""
+    places: Tensor
+    """Row of the product that belongs to each of `rows`."""
+
+    @staticmethod
+    def of(group_T: IntArray, num_groups: int, device: torch.device) -> Groups:
+        """group_T: [T] group of each row, -1 for none."""
+        members = np.flatnonzero(group_T >= 0)
+        sorted_n = members[np.argsort(group_T[members], kind="stable")]
+        group_n = group_T[sorted_n]
+        counts = np.bincount(group_n, minlength=num_groups)
+        starts, longest = counts.cumsum() - counts, int(counts.max())
+        source, place_n = sorted_n, np.arange(len(sorted_n))
+        num_padded = num_groups * longest
+        if longest <= MOST_PADDED_ROWS and num_padded <= 2 * len(sorted_n) + SPARE_ROWS:
+            steps = np.minimum(np.arange(longest), np.maximum(counts[:, None] - 1, 0))
+            at = np.minimum(starts[:, None] + steps, len(sorted_n) - 1)
+            source = sorted_n[at.reshape(-1)]
+            place_n = group_n * longest + place_n - starts[group_n]
+            counts = np.full(num_groups, longest)
+        rows = None
+        if len(members) == len(group_T):
+            place_n = place_n[np.argsort(sorted_n)]
+        else:
+            rows = torch.from_numpy(sorted_n).to(device)
+        return Groups(
+            torch.from_numpy(source).to(device),
+            counts.tolist(),
+            rows,
+            torch.from_numpy(place_n).to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedFactors:
+    """The factors of all groups at one projection."""
+
+    A: Tensor
+    """[G, S * R, K]."""
+    B: tuple[Tensor, ...]
+    """For each part [G, N, R]."""
+    columns: tuple[slice, ...]
+    """Outputs of each part."""
+    scale: float
+
+    def add(self, x_TK: Tensor, out_TN: Tensor, groups: Groups, ops: Ops) -> None:
+        """Adds B (A x * scale) to the rows of `out_TN` that are in a group, in place."""
+        x_PK = x_TK.index_select(0, groups.source_P)
+        h_PC = ops.expert_linear(x_PK, self.A, None, groups.counts) * self.scale
+        h_PSR = h_PC.view(len(h_PC), len(self.B), -1)
+        for part, (B, columns) in enumerate(zip(self.B, self.columns, strict=True)):
+            h_PR = h_PSR[:, part].contiguous()
+            delta = ops.expert_linear(h_PR, B, None, groups.counts).index_select(0, groups.places)
+            target = out_TN[:, columns]
+            if groups.rows is None:
+                target += delta
+            else:
+                target.index_copy_(0, groups.rows, target.index_select(0, groups.rows) + delta)
+
+
+@dataclass(slots=True, eq=False)
+class AdaptersOfShape:
+    """The rows whose adapters have one shape."""
+
+    group_T: IntArray
+    """[T] index of each row's adapter among those of `factors`, -1 for a row of another shape."""
+    num_adapters: int
+    groups: Groups
+    factors: Mapping[tuple[Any, str], StackedFactors]
+    """(module, its attribute for an adapter) -> factors; nothing where it is not adapted."""
+
+
+@dataclass(slots=True, eq=False)
+class AdapterRows:
+    """Which adapter each row of a batch has. For forwards without a gradient."""
+
+    shapes: Sequence[AdaptersOfShape]
+    device: torch.device
+    _on_all_experts: list[Groups] = field(default_factory=list[Groups])
+
+    def add(self, owner: Any, x_TK: Tensor, out_TN: Tensor, ops: Ops) -> Tensor:
+        """`out_TN` of a projection, with the product of each row's adapter added in place."""
+        for shape in self.shapes:
+            if (factors := shape.factors.get((owner, "lora"))) is not None:
+                factors.add(x_TK, out_TN, shape.groups, ops)
+        return out_TN
+
+    def of_experts(self, owner: Any, attribute: str) -> list[StackedFactors | None]:
+        """For each of `shapes`, the factors of all pairs of adapter and expert."""
+        return [shape.factors.get((owner, attribute)) for shape in self.shapes]
+
+    def by_expert(self, token_R: Tensor, counts: list[int]) -> list[Groups]:
+        """For each of `shapes`, rows sorted by expert (counts: how many each has) as groups, one
+        per pair of adapter and expert. token_R: [R] token of each row."""
+        return self._by_expert(token_R.cpu().numpy(), counts)
+
+    def on_all_experts(self, num_experts: int) -> list[Groups]:
+        """`by_expert` where every expert has every token; made once."""
+        if not self._on_all_experts:
+            T = len(self.shapes[0].group_T)
+            token_R = np.tile(np.arange(T), num_experts)
+            self._on_all_experts = self._by_expert(token_R, [T] * num_experts)
+        return self._on_all_experts
+
+    def _by_expert(self, token_R: IntArray, counts: list[int]) -> list[Groups]:
+        E = len(counts)
+        expert_R = np.repeat(np.arange(E), counts)
+        out: list[Groups] = []
+        for shape in self.shapes:
+            adapter_R = shape.group_T[token_R]
+            pair_R = np.where(adapter_R < 0, -1, adapter_R * E + expert_R)
+            out.append(Groups.of(pair_R, shape.num_adapters * E, self.device))
+        return out

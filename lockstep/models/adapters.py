@@ -1,0 +1,201 @@
+"""Several adapters over one base model: decoders to train them, and stacks to sample them together.
+
+# T tokens  G adapters of one shape  E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from lockstep.models.adapter_rows import (
+    AdapterRows,
+    AdaptersOfShape,
+    Groups,
+    IntArray,
+    StackedFactors,
+)
+from lockstep.models.decoder import Decoder
+from lockstep.models.lora import Adapter, LowRank, adapter_at, place_of
+from lockstep.models.lora_config import LoraShape
+from lockstep.models.variants import sharing
+
+Tensor = torch.Tensor
+
+
+def decoder_over(base: Decoder) -> Decoder:
+    """A second decoder over the very parameters of `base`, which are frozen from now on.
+
+    It has modules of its own, so `lora.add_adapter` gives it an adapter that `base`, and other
+    decoders over it, do not have. It starts with the ops of `base`, and without its adapter. What it
+    takes is its adapter and a few small objects per layer; the table of rotary angles is shared too.
+
+    >>> one, other = decoder_over(base), decoder_over(base)         # doctest: +SKIP
+    >>> add_adapter(one, shape, seed=0)                             # doctest: +SKIP
+    """
+    with torch.device("meta"):
+        twin = Decoder(base.config)
+    sharing(twin, base, has_adapter=False)
+    twin.rope_table = base.rope_table
+    return twin.requires_grad_(False)
+
+
+class AdapterStacks:
+    """Adapters of one base model, each under a number; those of one shape lie in one tensor.
+
+    Keeps copies in the base's dtype, on its device. Number 0 is for rows without an adapter here:
+    they get that of the base itself, if it has one.
+    """
+
+    def __init__(self) -> None:
+        self._stacks: dict[object, _Stack] = {}
+        self._last: tuple[Decoder, bytes, AdapterRows] | None = None
+
+    def put(self, number: int, model: Decoder, base: Decoder, *, replacing: int = 0) -> None:
+        """Copies the adapter of `model`. replacing: number of one that it takes the place of."""
+        shape = model.lora
+        assert shape is not None, "the model has no adapter: `lora.add_adapter` puts one"
+        key = shape.rank, shape.scale, shape.sites
+        stack = self._stacks.get(key)
+        if stack is None or replacing not in stack.numbers:
+            self.drop(replacing)
+            stack = self._stacks.setdefault(key, _Stack(shape))
+            stack.append(number, model, base)
+        else:
+            stack.write(replacing, number, model)
+        self._last = None
+
+    def drop(self, number: int) -> None:
+        """Frees an adapter's memory. A number that is not there is ignored."""
+        for key, stack in list(self._stacks.items()):
+            if number in stack.numbers:
+                stack.remove(number)
+                if not stack.numbers:
+                    del self._stacks[key]
+        self._last = None
+
+    def rows(self, base: Decoder, numbers_T: IntArray) -> AdapterRows:
+        """For a forward of `base` over rows of these adapters. Kept until the rows change."""
+        content = numbers_T.tobytes()
+        if self._last is not None and self._last[0] is base and self._last[1] == content:
+            return self._last[2]
+        device, present = base.embedding.device, set(np.unique(numbers_T).tolist())
+        shapes: list[AdaptersOfShape] = []
+        for stack in self._stacks.values():
+            chosen = [i for i, number in enumerate(stack.numbers) if number in present]
+            if chosen:
+                numbers = [stack.numbers[i] for i in chosen]
+                shapes.append(_of_shape(numbers_T, numbers, stack.factors(base, chosen), device))
+        own = _own_factors(base) if 0 in present else {}
+        if own:
+            shapes.append(_of_shape(numbers_T, [0], own, device))
+        rows = AdapterRows(shapes, device)
+        # The base's own adapter may be scaled, or off, in the next step.
+        self._last = None if own else (base, content, rows)
+        return rows
+
+
+class _Stack:
+    """Adapters of one shape."""
+
+    def __init__(self, shape: LoraShape) -> None:
+        self.numbers: list[int] = []
+        self._scale = shape.scale
+        self._columns: dict[str, tuple[slice, ...]] = {}
+        self._tensors: dict[str, list[Tensor]] = {}
+        """Projection -> A [G, ...], and B [G, ...] of each part."""
+        self._chosen: tuple[Decoder, list[int], Factors] | None = None
+
+    def append(self, number: int, model: Decoder, base: Decoder) -> None:
+        for projection, adapter in _adapters(model):
+            found = [x.detach()[None].to(base.embedding, copy=True) for x in _parts(adapter)]
+            if self.numbers:
+                before = self._tensors[projection]
+                found = [torch.cat(pair) for pair in zip(before, found, strict=True)]
+            self._tensors[projection], self._columns[projection] = found, _columns(adapter)
+        self.numbers.append(number)
+        self._chosen = None
+
+    def write(self, replaced: int, number: int, model: Decoder) -> None:
+        at = self.numbers.index(replaced)
+        self.numbers[at] = number
+        with torch.no_grad():
+            for projection, adapter in _adapters(model):
+                for stacked, part in zip(self._tensors[projection], _parts(adapter), strict=True):
+                    stacked[at].copy_(part)
+        self._chosen = None
+
+    def remove(self, number: int) -> None:
+        at = self.numbers.index(number)
+        del self.numbers[at]
+        for projection, parts in self._tensors.items():
+            self._tensors[projection] = [torch.cat([x[:at], x[at + 1 :]]) for x in parts]
+        self._chosen = None
+
+    def factors(self, base: Decoder, chosen: list[int]) -> Factors:
+        """Factors of the adapters at these places, kept until others are chosen. Only a part of the
+        stack is copied; all of it is read where it lies."""
+        if self._chosen is not None and self._chosen[0] is base and self._chosen[1] == chosen:
+            return self._chosen[2]
+        self._chosen = None
+        index = torch.tensor(chosen, device=base.embedding.device)
+        is_all = len(chosen) == len(self.numbers)
+        found: Factors = {}
+        for projection, parts in self._tensors.items():
+            taken = parts if is_all else [x.index_select(0, index) for x in parts]
+            columns = self._columns[projection]
+            found[place_of(base, projection)[:2]] = _stacked(taken, columns, self._scale)
+        self._chosen = base, chosen, found
+        return found
+
+
+Factors = dict[tuple[object, str], StackedFactors]
+
+
+def _of_shape(
+    numbers_T: IntArray, numbers: list[int], factors: Factors, device: torch.device
+) -> AdaptersOfShape:
+    index_of = np.full(int(numbers_T.max()) + 1, -1)
+    index_of[numbers] = np.arange(len(numbers))
+    group_T = index_of[numbers_T]
+    groups = Groups.of(group_T, len(numbers), device)
+    return AdaptersOfShape(group_T, len(numbers), groups, factors)
+
+
+def _own_factors(model: Decoder) -> Factors:
+    """Of the model's own adapter, as a stack of one: views of its parameters."""
+    return {
+        place_of(model, projection)[:2]: _stacked(
+            [x.detach()[None] for x in _parts(adapter)], _columns(adapter), adapter.scale
+        )
+        for projection, adapter in _adapters(model)
+        if adapter.is_on
+    }
+
+
+def _adapters(model: Decoder) -> Iterator[tuple[str, Adapter]]:
+    sites = () if model.lora is None else model.lora.sites
+    for projection in dict.fromkeys(site.projection for site in sites):
+        adapter = adapter_at(model, projection)
+        assert adapter is not None, f"{projection} has no adapter, and the model's shape says so"
+        yield projection, adapter
+
+
+def _parts(adapter: Adapter) -> list[Tensor]:
+    return [adapter.A, *adapter.B] if isinstance(adapter, LowRank) else [adapter.A, adapter.B]
+
+
+def _columns(adapter: Adapter) -> tuple[slice, ...]:
+    """Outputs that each B of the adapter is for."""
+    if not isinstance(adapter, LowRank):
+        return (slice(None),)
+    stops = np.cumsum(adapter.sizes).tolist()
+    return tuple(slice(stops[at] - adapter.sizes[at], stops[at]) for at in adapter.places)
+
+
+def _stacked(parts: list[Tensor], columns: tuple[slice, ...], scale: float) -> StackedFactors:
+    """parts: A [G, ...], then each B [G, ...]; experts, [G, E, ...], become groups of their own."""
+    A, *B = (x.flatten(0, 1) if x.dim() == 4 else x for x in parts)
+    return StackedFactors(A, tuple(B), columns, scale)
