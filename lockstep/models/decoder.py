@@ -166,7 +166,8 @@ class Decoder(nn.Module):
     def log_probs(
         self, hidden_TD: Tensor, ids_T: Tensor, *, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """(log-prob of ids, entropy), each [T] float32: `Ops.log_probs` over this head."""
+        """(log-prob of ids [T] or [T, K], entropy [T]), float32: `Ops.log_probs` over this
+        head."""
         return self.ops.log_probs(hidden_TD, self.head, ids_T, temperature=temperature)
 
     @property

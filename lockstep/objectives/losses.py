@@ -60,6 +60,9 @@ def read_tokens(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
 
 Tensor = torch.Tensor
 
+Clip = tuple[float | Tensor, float | Tensor]
+"""Distances from 1 to the bounds of a ratio, below and above; a tensor has one for each token."""
+
 # 1 - p of a token whose log-prob has rounded to 0, the least that float32 can tell. Without it one
 # such token would be infinitely far from another that is as sure.
 SMALLEST_COMPLEMENT = torch.finfo(torch.float32).eps / 2
@@ -152,7 +155,7 @@ def ppo_clip(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    clip: tuple[float, float] = (0.2, 0.2),
+    clip: Clip = (0.2, 0.2),
     dual_clip: float | None = None,
     mask: Tensor | None = None,
 ) -> TokenLoss:
@@ -182,13 +185,15 @@ def gspo(
     advantages: Tensor,
     layout: Layout,
     *,
-    clip: tuple[float, float] = (3e-4, 4e-4),
+    clip: Clip = (3e-4, 4e-4),
+    averaged: Layout | None = None,
 ) -> TokenLoss:
     """PPO's clip on the ratio of a whole row: s = exp(mean over its tokens of the log ratio).
 
     Each token has the value of s and, through s * exp(logprobs - stop(logprobs)), a gradient of its
     own: A * s on its log-prob. With aggregate=sequence_mean that is the gradient of s * A. Tokens
-    that `layout` does not count are in no mean. Rows that are split over ranks give the same: the
+    that `layout` does not count are in no mean; `averaged`, of the same rows, counts others for the
+    mean alone. Rows that are split over ranks give the same: the
     layout's sums are all-reduced. `ratio_mean` and `ratio_max` are of s, `log_ratio_abs_max` is of
     single tokens. Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 and, as GSPO-token, eq. 13.
     """
@@ -196,8 +201,9 @@ def gspo(
     layout.check(logprobs=logprobs)
     logprobs, old_logprobs, advantages = _read_ratio(mask, logprobs, old_logprobs, advantages)
     log_ratio = (logprobs - old_logprobs).detach()
-    count_R = layout.row_counts(logprobs.device).clamp(min=1)
-    mean_R = (layout.row_sums(log_ratio) / count_R).clamp(-RATIO_LIMIT, RATIO_LIMIT)
+    averaged = averaged or layout
+    count_R = averaged.row_counts(logprobs.device).clamp(min=1)
+    mean_R = (averaged.row_sums(log_ratio) / count_R).clamp(-RATIO_LIMIT, RATIO_LIMIT)
     row_log_ratio = layout.expand(mean_R).to(logprobs.dtype)
     ratio = row_log_ratio.exp() * (logprobs - logprobs.detach()).exp()
     loss, is_clipped = _clipped(ratio, advantages, clip)
@@ -210,7 +216,7 @@ def cispo(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    clip: tuple[float, float] = (1.0, 1.0),
+    clip: Clip = (1.0, 1.0),
     mask: Tensor | None = None,
 ) -> TokenLoss:
     """-stop(clamp(r, 1 - clip[0], 1 + clip[1])) * A * logprobs, r = exp(logprobs - old_logprobs).
@@ -223,7 +229,7 @@ def cispo(
     log_ratio = (logprobs - old_logprobs).detach()
     ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     low, high = 1.0 - clip[0], 1.0 + clip[1]
-    loss = -ratio.clamp(low, high) * advantages * logprobs
+    loss = -_bounded(ratio, low, high) * advantages * logprobs
     mean = {"clip_fraction": (ratio < low) | (ratio > high), "ratio_mean": ratio}
     return _report(mask, loss, mean, _ratio_maxima(ratio, log_ratio))
 
@@ -398,12 +404,17 @@ def supervised_loss(tokens: TokenBatch) -> TokenLoss:
 # -- mechanism ------------------------------------------------------------------------------------
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, clip: tuple[float, float]) -> tuple[Tensor, Tensor]:
+def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """(PPO's pessimistic loss, where its clip cuts the gradient off)."""
     low, high = 1.0 - clip[0], 1.0 + clip[1]
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    loss = -torch.minimum(ratio * advantages, _bounded(ratio, low, high) * advantages)
     is_above = (ratio > high) & (advantages > 0)
     return loss, is_above | ((ratio < low) & (advantages < 0))
+
+
+def _bounded(ratio: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """In two steps: one `clamp` takes numbers or tensors, not one of each."""
+    return ratio.clamp(min=low).clamp(max=high)
 
 
 def _ratio_maxima(ratio: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:

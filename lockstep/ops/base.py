@@ -237,10 +237,11 @@ class Ops:
         temperature: float = 1.0,
         support: Support | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(log-prob of ids, entropy), each [T] float32 nats, of softmax(hidden @ weight^T / t).
+        """(log-prob of ids, entropy [T]), float32 nats, of softmax(hidden @ weight^T / t).
 
-        hidden [T, D], weight [V, D], ids [T]. Both outputs are differentiable. The logits are
-        formed in chunks of rows; no more than one chunk of [rows, V] lives at a time.
+        hidden [T, D], weight [V, D], ids [T] or [T, K]; the log-probs have the shape of the ids.
+        Both outputs are differentiable. The logits are formed in chunks of rows; no more than one
+        chunk of [rows, V] lives at a time.
 
         support: the ids that each of the T tokens was drawn from. The softmax is over these alone;
         an id outside has log-prob -inf. Raises AlignmentError for another number of tokens.

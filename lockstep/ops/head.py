@@ -5,7 +5,7 @@ time, since a softmax is over a row and must give the sampler's bits. Backward k
 log-sum and needs no whole row: it forms the logits again in tiles of many rows and few columns, so
 that the weight's gradient is complete after one tile, in float32, and written once.
 
-# T tokens  D model width  V vocabulary
+# T tokens  D model width  V vocabulary  K ids that are scored at each token
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, ids, ops, temperature, support):
         T, V = len(ids), len(weight)
-        logprobs = hidden.new_empty(T, dtype=torch.float32)
-        entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        logprobs = hidden.new_empty(ids.shape, dtype=torch.float32)
+        entropy, log_sums = hidden.new_empty(2, T, dtype=torch.float32)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         rows = chunk_rows(V)
         # A single chunk is no larger than what one tile takes in backward anyway: keep it.
@@ -56,10 +56,10 @@ class LogProbs(torch.autograd.Function):
                 here = slice(part.start + block.start, part.start + block.stop)
                 mask = None if choices is None else choices[block]
                 logp = ops.log_softmax(logits[block], temperature=temperature, kept=mask)
-                at = ids[here, None]
-                logprobs[here] = logp.gather(1, at)[:, 0]
+                at = ids[here].view(len(logp), -1)
+                logprobs[here] = logp.gather(1, at).view(logprobs[here].shape)
                 # Any id that could be drawn tells the log-sum: its logit less its log-prob.
-                seen = at if mask is None else mask.byte().argmax(1, keepdim=True)
+                seen = at[:, :1] if mask is None else mask.byte().argmax(1, keepdim=True)
                 seen_logits = logits[block].gather(1, seen).float() / temperature
                 log_sums[here] = (seen_logits - logp.gather(1, seen))[:, 0]
                 _clear_outside(logp, mask)
@@ -78,6 +78,8 @@ class LogProbs(torch.autograd.Function):
         hidden, weight, ids, entropy, log_sums, kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         T, V = len(ids), len(weight)
+        if ids.ndim == 1:
+            ids, grad_logprobs = ids[:, None], grad_logprobs[:, None]
         has_entropy_grad = bool((grad_entropy != 0).any())
         if not has_entropy_grad:
             grad_entropy = None
@@ -85,15 +87,16 @@ class LogProbs(torch.autograd.Function):
         def gradient(logp: Tensor, here: slice, columns: slice, choices: Tensor | None) -> Tensor:
             """dL/dlogits of some rows and columns, from their log-probs. A row's token may be one
             outside of the columns, of another tile."""
-            grad, upstream = _probs(logp, choices), grad_logprobs[here, None]
+            grad, upstream = _probs(logp, choices), grad_logprobs[here].sum(1, keepdim=True)
             if grad_entropy is None:
                 grad.mul_(-upstream)
             else:  # dH/dlogit_j = -p_j (log p_j + H)
                 through = logp.add(entropy[here, None]).mul_(grad_entropy[here, None])
                 grad.mul_(through.add_(upstream)).neg_()
-            at = ids[here] - columns.start
-            row = ((at >= 0) & (at < logp.shape[1])).nonzero()[:, 0]
-            grad[row, at[row]] += grad_logprobs[here][row]
+            for k in range(ids.shape[1]):  # one by one: a token may name an id twice
+                at = ids[here, k] - columns.start
+                row = ((at >= 0) & (at < logp.shape[1])).nonzero()[:, 0]
+                grad[row, at[row]] += grad_logprobs[here, k][row]
             return grad if temperature == 1.0 else grad.div_(temperature)
 
         wide_hidden = hidden.to(dtype)

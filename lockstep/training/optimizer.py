@@ -158,6 +158,11 @@ class Optimizer:
         whole = _norm(g for n, g in gradients.items() if n not in self._sharded)
         return (squared + whole.double().square()).sqrt()
 
+    def configure(self, *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        """Replaces the settings of the following updates; the moments stay."""
+        for group, decay in zip(self._adam.param_groups, (weight_decay, 0.0), strict=True):
+            group.update(betas=betas, eps=eps, weight_decay=decay)
+
     def step(self, *, lr: float, gradient_scale: float = 1.0) -> None:
         """One update by the collected gradients times `gradient_scale`, which are then dropped."""
         if gradient_scale != 1.0:

@@ -7,7 +7,7 @@ The shift from "position t" to "predicts token t + 1" happens here, in `shift`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -179,21 +179,32 @@ def plan_microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[i
     Raises ConfigError naming the row that is longer than `max_tokens`.
     """
     lengths = {i: int(s.loss_mask.nonzero()[0][-1]) for i, s in enumerate(samples) if s.num_trained}
-    plan: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(lengths, key=lambda i: (-lengths[i], i)):
+    for i in lengths:
         if len(samples[i]) > max_tokens:
             raise ConfigError(
                 f"sample {samples[i].id} has {len(samples[i])} tokens, "
                 f"max_tokens_per_microbatch is {max_tokens}, and a row is never split. Raise it to "
                 f"at least {len(samples[i])}, or lower the tokens of an episode."
             )
-        at = next((b for b, left in enumerate(room) if left >= lengths[i]), len(room))
-        if at == len(room):
+    return first_fit(lengths, max_tokens)
+
+
+def first_fit(lengths: Mapping[int, int], room: int) -> list[list[int]]:
+    """Rows by length, longest first, each into the first part that has room for it. A row that is
+    longer than `room` has a part of its own.
+
+    >>> first_fit({0: 2, 1: 5, 2: 3, 3: 9}, 6)
+    [[3], [1], [2, 0]]
+    """
+    plan: list[list[int]] = []
+    left: list[int] = []
+    for i in sorted(lengths, key=lambda i: (-lengths[i], i)):
+        at = next((b for b, tokens in enumerate(left) if tokens >= lengths[i]), len(left))
+        if at == len(left):
             plan.append([])
-            room.append(max_tokens)
+            left.append(room)
         plan[at].append(i)
-        room[at] -= lengths[i]
+        left[at] -= lengths[i]
     return plan
 
 

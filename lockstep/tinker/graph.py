@@ -1,0 +1,463 @@
+"""Custom losses that a client has traced with torch.fx and uploaded, rebuilt from an allow-list.
+
+The upload is data: nodes that name a function or method, with arguments that are numbers, names and
+references to earlier nodes. Each name is looked up in the tables below; nothing is evaluated,
+imported or read by attribute. What is not in the tables is refused when the loss is created, with
+the name of its node. A run is bounded in the elements of each result and in time.
+
+A loss is called once per datum, with the log-probs of its target_tokens and the inputs that it
+names, and returns a number and metrics.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from lockstep.tinker.losses import wrong_input
+from lockstep.tinker.requests import Datum, TinkerError
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+LOGPROBS = "logprobs"
+
+MAX_NODES = 1000
+MAX_INPUTS = 16  # as the client has it
+MAX_ARGUMENTS = 10_000  # values in the arguments of all nodes
+MAX_DEPTH = 8  # lists in lists in the arguments of one node
+MAX_ELEMENTS = 1 << 24  # of one result: 64 MB in float32
+MAX_TOTAL = 1 << 28  # elements of all results of one datum: they live until backward has read them
+MAX_SECONDS = 10.0  # for one datum; checked between nodes
+MAX_INTEGER = 1 << 62
+
+# -- what a graph may call -------------------------------------------------------------------------
+
+_ELEMENTWISE = """
+abs absolute add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max
+clamp_min clip cos cosh deg2rad div divide eq erf erfc exp exp2 expm1 fabs floor floor_divide fmax
+fmin fmod frac ge greater greater_equal gt heaviside hypot isclose isfinite isinf isnan ldexp le
+lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not
+logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
+not_equal pow reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sinc sinh sqrt square
+sub subtract tan tanh true_divide trunc where xlogy zeros_like ones_like full_like
+"""
+_REDUCING = """
+all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum diff dist
+logcumsumexp log_softmax logsumexp max mean median min mode nanmean nansum norm numel prod softmax
+softmin sort std std_mean sum topk var var_mean
+"""
+_SHAPING = """
+broadcast_to clone detach diagonal flatten flip masked_select movedim narrow permute ravel reshape
+roll select squeeze swapaxes t take_along_dim transpose tril triu unflatten unsqueeze
+"""
+_GATHERING = "cat concat dot gather index_select matmul mv stack vstack hstack"
+_METHODS = """
+bool contiguous cpu dim double expand expand_as float half int long ndimension nelement new_full
+new_ones new_tensor new_zeros size to type_as view view_as
+"""
+_FUNCTIONAL = """
+binary_cross_entropy binary_cross_entropy_with_logits celu elu gelu hardtanh huber_loss kl_div
+l1_loss leaky_relu log_softmax logsigmoid mse_loss normalize pad relu relu6 selu sigmoid silu
+smooth_l1_loss softmax softmin softplus softsign tanh
+"""
+_SPECIAL = "entr erf erfc erfinv exp2 expit expm1 log1p log_softmax logit logsumexp xlogy"
+_CREATING = "arange full ones scalar_tensor tensor zeros"
+_MATH = """
+acos asin atan atan2 ceil copysign cos cosh degrees erf erfc exp expm1 fabs floor fmod hypot isclose
+isfinite isinf isnan log log10 log1p log2 pow radians sin sinh sqrt tan tanh trunc
+"""
+_OPERATORS = """
+abs add and_ eq floordiv ge getitem gt invert le lt mod mul ne neg not_ or_ pos pow sub truediv xor
+"""
+
+
+def _named(prefix: str, owner: Any, *names: str) -> dict[str, Function]:
+    """names: lists in one text each. Names that the owner lacks are left out: a function may have
+    no method of its name."""
+    every = " ".join(names).split()
+    return {f"{prefix}{name}": getattr(owner, name) for name in every if hasattr(owner, name)}
+
+
+_SHARED = (_ELEMENTWISE, _REDUCING, _SHAPING, _GATHERING)
+
+FUNCTIONS: dict[str, Function] = {
+    **_named("torch.", torch, *_SHARED, _CREATING),
+    **_named("torch.nn.functional.", F, _FUNCTIONAL),
+    **_named("torch.special.", torch.special, _SPECIAL),
+    **_named("math.", math, _MATH),
+    **_named("operator.", operator, _OPERATORS),
+    # torch.fx names some by the module that implements them.
+    **_named("torch._C._nn.", F, "gelu softplus"),
+    "torch._C._nn.log_sigmoid": F.logsigmoid,
+    **_named("torch._C._special.special_", torch.special, _SPECIAL),
+    "torch._C._linalg.linalg_norm": torch.linalg.norm,
+    **_named("torch.functional.", torch, "norm"),
+}
+METHODS: dict[str, Function] = _named("", Tensor, *_SHARED, _METHODS)
+ATTRIBUTES: dict[str, Function] = {
+    "shape": lambda x: tuple(x.shape),
+    "ndim": lambda x: x.ndim,
+    "dtype": lambda x: x.dtype,
+    "device": lambda x: x.device,
+    "T": lambda x: x.t(),
+}
+"""Attributes of a tensor that a graph may read; torch.fx records them as calls of getattr."""
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
+}
+_KEYWORDS = """
+alpha axis beta correction decimals delta dim dim0 dim1 diagonal dims dtype device end end_dim eps
+equal_nan exponent fill_value index indices input k keepdim keepdims largest length log_target max
+min mode nan negative_slope neginf ord other p pos_weight posinf reduction rounding_mode self shape
+size sizes sorted start start_dim step target tensors threshold unbiased value values weight
+"""
+# Results that may be larger than what all arguments broadcast to.
+_SIZED = {*_GATHERING.split(), *_CREATING.split(), "new_full", "new_ones", "new_zeros", "pad"}
+_METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+_INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+
+
+# -- a rebuilt loss --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    name: str
+    target: str
+    function: Function
+    args: list[Any]
+    kwargs: dict[str, Any]
+    is_sized: bool
+
+
+class CustomLoss:
+    """A loss that a client uploaded.
+
+    >>> loss = CustomLoss("nll", [{"name": "logprobs", "rank": 1}], {"format": 1, "nodes": [
+    ...     {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+    ...     {"op": "call_method", "name": "s", "target": "sum", "args": [{"ref": "logprobs"}]},
+    ...     {"op": "call_function", "name": "n", "target": "operator.neg", "args": [{"ref": "s"}]},
+    ...     {"op": "output", "name": "output", "target": "output", "args": [
+    ...         {"tuple": [{"ref": "n"}, {"dict": {"custom/nll:sum": {"ref": "n"}}}]}]},
+    ... ]})
+    >>> loss(torch.tensor([-0.5, -0.25]), {})
+    (tensor(0.7500), {'custom/nll:sum': tensor(0.7500)})
+    """
+
+    def __init__(
+        self, name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping[str, Any]
+    ) -> None:
+        """inputs, graph: as `create_custom_loss` has them. Raises TinkerError naming the node that
+        is not allowed."""
+        self.name = name
+        self.ranks = self._read_inputs(inputs)
+        """Input -> dimensions that each datum's value has; `logprobs` comes first."""
+        if not isinstance(graph, Mapping) or graph.get("format") != 1:
+            raise self._error("its graph has another format than 1, which this server reads.")
+        nodes = graph.get("nodes")
+        if not isinstance(nodes, list) or not 0 < len(nodes) <= MAX_NODES:
+            raise self._error(f"its graph must be a list of 1 to {MAX_NODES} nodes.")
+        self._num_values = 0
+        self._nodes: list[_Node] = []
+        self._read_nodes(nodes)
+
+    def check(self, index: int, datum: Datum, num_dims: int) -> None:
+        """Raises TinkerError unless the datum has each input with its declared rank. num_dims: of
+        its target_tokens, as of the log-probs."""
+        if self.ranks[LOGPROBS] != num_dims:
+            raise wrong_input(
+                index,
+                "target_tokens",
+                f"it has {num_dims} dimensions, and the loss {self.name} declared logprobs with "
+                f"rank {self.ranks[LOGPROBS]}",
+            )
+        for name, rank in self.ranks.items():
+            values = None if name == LOGPROBS else datum.inputs.get(name)
+            if name != LOGPROBS and (values is None or values.ndim != rank):
+                found = "it is missing" if values is None else f"it has {values.ndim} dimensions"
+                raise wrong_input(
+                    index, name, f"{found}, and the loss {self.name} declared it with rank {rank}"
+                )
+
+    def __call__(
+        self, logprobs: Tensor, inputs: Mapping[str, npt.NDArray[Any]], *, index: int = 0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(loss [], metrics [] each) of one datum. index: its number, for errors."""
+        given = {name: torch.from_numpy(np.array(inputs[name])) for name in [*self.ranks][1:]}
+        values: dict[str, Any] = {
+            node: logprobs if name == LOGPROBS else given[name]
+            for node, name in self._placeholders.items()
+        }
+        deadline, num_elements = time.monotonic() + MAX_SECONDS, 0
+        for node in self._nodes:
+            try:
+                result = values[node.name] = _call(node, values)
+                num_elements += sum(x.numel() for x in _leaves(result) if isinstance(x, Tensor))
+                _check_size(num_elements, MAX_TOTAL)
+            except Exception as error:
+                raise self._error(
+                    f"node {node.name} ({node.target}) fails on datum {index}: {error}"
+                ) from error
+            if time.monotonic() > deadline:
+                raise self._error(
+                    f"it ran longer than {MAX_SECONDS:g} s on datum {index}, up to node "
+                    f"{node.name} ({node.target})."
+                )
+        outputs = {name: values[node] for name, node in self._output.items()}
+        for name, value in outputs.items():
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                found = list(value.shape) if isinstance(value, Tensor) else repr(value)
+                raise self._error(
+                    f"its {name or 'loss'} of datum {index} is {found}; expected a tensor of one "
+                    "element."
+                )
+        loss = outputs.pop("").reshape(())
+        return loss, {name: value.detach().reshape(()) for name, value in outputs.items()}
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def _read_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        ranks: dict[str, int] = {}
+        for entry in inputs:
+            name, rank = entry.get("name"), entry.get("rank")
+            is_name = isinstance(name, str) and _INPUT_NAME.fullmatch(name)
+            if not is_name or name in ranks or type(rank) is not int or rank not in (0, 1, 2):
+                raise self._error(
+                    f"input {len(ranks)} is {dict(entry)!r}; expected another name in lowercase, "
+                    "and the rank 0, 1 or 2."
+                )
+            ranks[str(name)] = rank
+        if not 0 < len(ranks) <= MAX_INPUTS or next(iter(ranks)) != LOGPROBS or not ranks[LOGPROBS]:
+            raise self._error(
+                f"its inputs are {list(ranks)}; expected 1 to {MAX_INPUTS}, first logprobs, with "
+                "the rank 1 or 2."
+            )
+        return ranks
+
+    def _read_nodes(self, nodes: Sequence[Any]) -> None:
+        self._placeholders: dict[str, str] = {}
+        """Node -> the input that it holds."""
+        self._output: dict[str, str] = {}
+        """Metric -> its node; the loss is named ""."""
+        known: set[str] = set()
+        for number, node in enumerate(nodes):
+            fields = {"op", "name", "target"}
+            if not isinstance(node, Mapping) or not all(
+                isinstance(node.get(f), str) for f in fields
+            ):
+                raise self._error(f"node {number} lacks one of {', '.join(sorted(fields))}.")
+            name, op, target = node["name"], node["op"], node["target"]
+            where = f"node {name}"
+            if name in known or self._output:
+                raise self._error(f"{where} has the name of another, or follows the output.")
+            args, kwargs = node.get("args", []), node.get("kwargs", {})
+            if not isinstance(args, list) or not isinstance(kwargs, Mapping):
+                raise self._error(f"{where}: args must be a list and kwargs an object.")
+            args = [self._read(arg, where, known) for arg in args]
+            kwargs = {str(key): self._read(arg, where, known) for key, arg in kwargs.items()}
+            if op == "placeholder":
+                self._placeholders[name] = target
+            elif op == "output":
+                self._output = self._read_output(args)
+            else:
+                self._nodes.append(self._read_call(where, node, args, kwargs))
+            known.add(name)
+        if list(self._placeholders.values()) != list(self.ranks):
+            raise self._error(
+                f"its graph reads {list(self._placeholders.values())} and declares the inputs "
+                f"{list(self.ranks)}."
+            )
+        if not self._output:
+            raise self._error("its graph has no output.")
+
+    def _read_call(
+        self, where: str, node: Mapping[str, Any], args: list[Any], kwargs: dict[str, Any]
+    ) -> _Node:
+        op, target = node["op"], node["target"]
+        function: Function | None = None
+        if op == "call_function" and target in ("getattr", "builtins.getattr"):
+            name = args[1] if len(args) == 2 and not kwargs else None
+            function = ATTRIBUTES.get(name) if isinstance(name, str) else None
+            target, args = f"getattr {name!r}", args[:1]
+        elif op == "call_function":
+            function = FUNCTIONS.get(target)
+        elif op == "call_method":
+            function = METHODS.get(target)
+        if function is None:
+            raise self._error(
+                f"{where}: {op} of {target} is not among the operations that this server runs. Use "
+                "arithmetic, comparisons, reductions and indexing of torch."
+            )
+        if unknown := sorted(set(kwargs) - set(_KEYWORDS.split())):
+            raise self._error(f"{where} ({target}): the keyword {unknown[0]!r} is not allowed.")
+        is_sized = target.rpartition(".")[2] in _SIZED
+        return _Node(
+            name=node["name"],
+            target=target,
+            function=function,
+            args=args,
+            kwargs=kwargs,
+            is_sized=is_sized,
+        )
+
+    def _read_output(self, args: list[Any]) -> dict[str, str]:
+        match args:
+            case [[_Ref(loss), dict(metrics)] | (_Ref(loss), dict(metrics))]:
+                pass
+            case _:
+                raise self._error("its output must be (loss, metrics): a node, a dict of nodes.")
+        for name, value in metrics.items():
+            if not _METRIC_NAME.fullmatch(name) or not isinstance(value, _Ref):
+                raise self._error(
+                    f"its metric {name!r} must be a node, named custom/NAME:sum or "
+                    "custom/NAME:mean in lowercase."
+                )
+        return {"": loss} | {name: value.name for name, value in metrics.items()}
+
+    def _read(self, arg: Any, where: str, known: set[str], depth: int = 0) -> Any:
+        """An argument as a Python value; nodes are `_Ref`s."""
+        self._num_values += 1
+        if self._num_values > MAX_ARGUMENTS or depth > MAX_DEPTH:
+            raise self._error(
+                f"{where}: the arguments of a graph may have {MAX_ARGUMENTS} values, nested "
+                f"{MAX_DEPTH} deep."
+            )
+
+        def read(inner: Any) -> Any:
+            return self._read(inner, where, known, depth + 1)
+
+        if isinstance(arg, bool | str | None) or (isinstance(arg, float) and math.isfinite(arg)):
+            return arg
+        if isinstance(arg, int) and abs(arg) <= MAX_INTEGER:
+            return arg
+        if isinstance(arg, list):
+            return [read(inner) for inner in arg]
+        (kind, value), *more = arg.items() if isinstance(arg, dict) and arg else [("", None)]
+        is_list = isinstance(value, list)
+        if kind == "ref" and isinstance(value, str) and value in known and not more:
+            return _Ref(value)
+        if kind == "tuple" and is_list and not more:
+            return tuple(read(inner) for inner in value)
+        if kind == "dict" and isinstance(value, dict) and not more:
+            return {str(key): read(inner) for key, inner in value.items()}
+        if kind == "slice" and is_list and len(value) == 3 and not more:
+            return slice(*(read(inner) for inner in value))
+        if kind == "ellipsis" and not more:
+            return ...
+        if kind == "float" and value in ("inf", "-inf", "nan") and not more:
+            return float(value)
+        if kind == "dtype" and isinstance(value, str) and value in DTYPES and not more:
+            return DTYPES[value]
+        if kind == "device" and value == "cpu" and not more:
+            return torch.device("cpu")
+        raise self._error(
+            f"{where} has the argument {str(arg)[:80]!r}; expected a number, a text, an earlier "
+            "node, a list, tuple, dict or slice of these, or a dtype."
+        )
+
+    def _error(self, text: str) -> TinkerError:
+        return TinkerError(f"custom loss {self.name!r}: {text}", status=422)
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def _call(node: _Node, values: Mapping[str, Any]) -> Any:
+    """The result of a node. Raises ValueError for one that is too large, before memory is taken."""
+    args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
+    tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
+    is_index = node.function is operator.getitem
+    if not tensors and not is_index:
+        _check_numbers(node, args, kwargs)
+    _check_size(math.prod(_broadcast([x.shape for x in tensors])))
+    if node.is_sized or (is_index and any(x.dtype != torch.bool for x in tensors[1:])):
+        # The shape is found on the meta device, without memory.
+        device = {} if tensors else {"device": "meta"}
+        _check_result(node.function(*_on_meta(args), **_on_meta(kwargs) | device))
+    result = node.function(*args, **kwargs)
+    _check_result(result)
+    return result
+
+
+def _check_numbers(node: _Node, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Without a tensor, creation and the arithmetic of numbers are left. Python's own integers and
+    sequences would grow without limit."""
+    is_creation = node.target.startswith("torch.") and node.is_sized
+    numbers = [x for x in _leaves((args, kwargs)) if isinstance(x, bool | int | float)]
+    if not is_creation and len(numbers) < len(args) + len(kwargs):
+        raise ValueError(f"it is called with {str(args)[:80]}, without a tensor")
+    is_whole = all(isinstance(x, int) for x in numbers)
+    if node.target == "operator.pow" and is_whole:
+        raise ValueError("a power of integers; make one of them a float")
+    if node.target == "torch.arange" and not is_whole:
+        raise ValueError("arange takes integers only")
+    for number in numbers:
+        if isinstance(number, int) and abs(number) > MAX_INTEGER:
+            raise ValueError(f"an integer is beyond {MAX_INTEGER}")
+
+
+def _check_result(result: Any) -> None:
+    for value in _leaves(result):
+        if isinstance(value, Tensor):
+            _check_size(value.numel())
+        elif isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(f"an integer is beyond {MAX_INTEGER}")
+        elif not isinstance(value, bool | int | float | torch.dtype | torch.device | None):
+            raise ValueError(f"its result is a {type(value).__name__}")
+
+
+def _check_size(num_elements: int, limit: int = MAX_ELEMENTS) -> None:
+    if num_elements > limit:
+        raise ValueError(f"its result has {num_elements} elements; {limit} are allowed")
+
+
+def _broadcast(shapes: Sequence[torch.Size]) -> Sequence[int]:
+    """The shape that all broadcast to; the longest in each dim if they do not."""
+    width = max((len(shape) for shape in shapes), default=0)
+    padded = [(1,) * (width - len(shape)) + tuple(shape) for shape in shapes]
+    return [max(sizes) for sizes in zip(*padded, strict=True)]
+
+
+def _filled(arg: Any, values: Mapping[str, Any]) -> Any:
+    """The argument with its references replaced."""
+    return _mapped(arg, lambda x: values[x.name] if isinstance(x, _Ref) else x)
+
+
+def _on_meta(arg: Any) -> Any:
+    """With tensors of the same shape, without memory."""
+    return _mapped(arg, lambda x: x.to("meta") if isinstance(x, Tensor) else x)
+
+
+def _mapped(arg: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(arg, list):
+        return [_mapped(inner, change) for inner in arg]
+    if isinstance(arg, tuple):
+        return tuple(_mapped(inner, change) for inner in arg)
+    if isinstance(arg, dict):
+        return {key: _mapped(inner, change) for key, inner in arg.items()}
+    if isinstance(arg, slice):
+        return slice(*(_mapped(x, change) for x in (arg.start, arg.stop, arg.step)))
+    return change(arg)
+
+
+def _leaves(arg: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(arg, found.append)
+    return found

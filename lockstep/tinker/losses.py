@@ -1,0 +1,273 @@
+"""The losses of Tinker's API, as it publishes them: sums over tokens, without any division.
+
+A loss is one of the library's (`objectives/losses.py`) with the inputs, settings and defaults of
+the wire. With lp the trainer's log-prob of a target, q the sampler's (`logprobs`), A its advantage
+and r = exp(lp - q):
+
+    cross_entropy        -weight lp
+    importance_sampling  -r A
+    ppo                  -min(r A, clip(r, low, high) A), the bounds .8 and 1.2
+    cispo                -stop(clip(r, low, high)) lp A, the bounds 0 and 4
+    dro                  -lp A + beta / 2 (lp - q)^2, beta .05
+    gspo                 ppo with r = exp(mean of lp - q over the datum's sequence_ratio_mask)
+
+# N positions of a datum  K targets of a position  M targets of a micro-batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.correction import kl
+from lockstep.correction.layout import Layout
+from lockstep.objectives import losses
+from lockstep.objectives.losses import Clip, TokenBatch, TokenLoss
+from lockstep.tinker.requests import Datum, TinkerError
+
+Tensor = torch.Tensor
+Config = Mapping[str, float | str]
+
+TARGETS = "target_tokens"
+CUSTOM = "custom"
+BOUNDS = ("clip_low_threshold", "clip_high_threshold")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """One loss of the API: what it reads, and how it is computed."""
+
+    compute: Callable[[TokenBatch, Mapping[str, float]], TokenLoss]
+    """From the batch, whose columns are the datums' inputs, and the settings."""
+    inputs: tuple[str, ...]
+    """Inputs that each datum must have, besides target_tokens."""
+    optional_inputs: tuple[str, ...] = ()
+    config: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Its settings; in LOSSES their defaults. An optional input has its setting at each target of a
+    datum that lacks it."""
+    gradient: str = ""
+    """Input that is 0 where a token has no gradient; empty: every token may have one."""
+    num_dims: int = 1
+    """Dimensions that target_tokens may have: [N], or also [N, K]."""
+
+
+def _cross_entropy(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
+    return losses.cross_entropy(tokens.logprobs, tokens.columns["weights"])
+
+
+def _importance_sampling(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
+    return losses.ppo_clip(*_policy(tokens), clip=(1.0, float("inf")))  # r is never below 0
+
+
+def _ppo(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
+    return losses.ppo_clip(*_policy(tokens), clip=_clip(tokens, config))
+
+
+def _cispo(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
+    return losses.cispo(*_policy(tokens), clip=_clip(tokens, config))
+
+
+def _dro(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
+    logprobs, sampled, advantages = _policy(tokens)
+    out = losses.reinforce(logprobs, advantages)
+    # k2 is half the square; its logs of ratios are cut at 20, where tokens are misaligned.
+    distance = losses.reference_kl(logprobs, sampled, estimator="k2")
+    return TokenLoss(out.loss + config["beta"] * distance)
+
+
+def _gspo(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
+    layout = tokens.layout
+    averaged = Layout(layout.shape, layout.offsets, tokens.columns["sequence_ratio_mask"] != 0)
+    clip = _clip(tokens, config)
+    return losses.gspo(*_policy(tokens), layout, clip=clip, averaged=averaged)
+
+
+_POLICY = ("logprobs", "advantages")
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss(
+        compute=_cross_entropy, inputs=("weights",), gradient="weights", num_dims=2
+    ),
+    "importance_sampling": Loss(
+        compute=_importance_sampling, inputs=_POLICY, gradient="advantages"
+    ),
+    "ppo": Loss(
+        compute=_ppo,
+        inputs=_POLICY,
+        optional_inputs=BOUNDS,
+        config=dict(zip(BOUNDS, (0.8, 1.2), strict=True)),
+        gradient="advantages",
+    ),
+    "cispo": Loss(
+        compute=_cispo,
+        inputs=_POLICY,
+        optional_inputs=BOUNDS,
+        config=dict(zip(BOUNDS, (0.0, 4.0), strict=True)),
+        gradient="advantages",
+    ),
+    "dro": Loss(compute=_dro, inputs=_POLICY, config={"beta": 0.05}),
+    "gspo": Loss(
+        compute=_gspo,
+        inputs=(*_POLICY, "sequence_ratio_mask"),
+        optional_inputs=BOUNDS,
+        config=dict(zip(BOUNDS, (0.8, 1.2), strict=True)),
+        gradient="advantages",
+    ),
+}
+
+
+def check_loss(name: str, config: Config) -> Loss:
+    """The loss of this name with these settings. Raises TinkerError for one that is not offered,
+    and for settings that it does not have."""
+    if name == "stable_reinforce":
+        raise TinkerError(
+            "the loss stable_reinforce is not published and cannot be computed here. Use "
+            "loss_fn=importance_sampling, with which sampled log-probs that equal the trainer's "
+            "need no stabilising.",
+            status=422,
+        )
+    if (loss := LOSSES.get(name)) is None:
+        raise TinkerError(
+            f"there is no loss {name!r}; there are {', '.join(LOSSES)} and {CUSTOM}.", status=422
+        )
+    for key, value in config.items():
+        if key not in loss.config:
+            known = ", ".join(loss.config) or "none"
+            raise TinkerError(
+                f"the loss {name} has no setting {key!r}; its settings are: {known}.", status=422
+            )
+        if isinstance(value, str) or not np.isfinite(value):
+            raise TinkerError(
+                f"the setting {key} of the loss {name} is {value!r}; expected a finite number.",
+                status=422,
+            )
+    return replace(loss, config={**loss.config, **config})
+
+
+def check_datum(index: int, datum: Datum, loss: Loss, name: str) -> None:
+    """Raises TinkerError naming the datum and the field that is missing, unknown, of another shape
+    than target_tokens, or not finite."""
+    targets = check_targets(index, datum, num_dims=loss.num_dims)
+    known = {TARGETS, *loss.inputs, *loss.optional_inputs}
+    if unknown := sorted(set(datum.inputs) - known):
+        raise wrong_input(
+            index,
+            unknown[0],
+            f"the loss {name} does not read it, so it would change nothing. Leave it out; the loss "
+            f"reads {', '.join(sorted(known))}",
+        )
+    for key in (*loss.inputs, *loss.optional_inputs):
+        if (values := datum.inputs.get(key)) is None:
+            if key in loss.inputs:
+                raise wrong_input(index, key, f"it is missing, and the loss {name} reads it")
+            continue
+        if values.shape != targets.shape:
+            raise wrong_input(
+                index,
+                key,
+                f"its shape is {list(values.shape)} and that of {TARGETS} {list(targets.shape)}: "
+                "both have one entry per target",
+            )
+        if (is_bad := ~np.isfinite(values)).any():
+            at = np.argwhere(is_bad)[0].tolist()
+            raise wrong_input(index, key, f"entry {at} is {values[tuple(at)]}, and must be finite")
+
+
+def check_targets(index: int, datum: Datum, *, num_dims: int = 2) -> npt.NDArray[Any]:
+    """The datum's target_tokens. Raises TinkerError unless they are [N], or [N, K] with num_dims
+    2."""
+    targets = datum.inputs.get(TARGETS)
+    if targets is None:
+        raise wrong_input(index, TARGETS, "it is missing")
+    shapes = f"[{len(datum)}]" + (f" or [{len(datum)}, K]" if num_dims == 2 else "")
+    is_fitting = 1 <= targets.ndim <= num_dims and targets.size > 0
+    if not is_fitting or len(targets) != len(datum):
+        raise wrong_input(
+            index,
+            TARGETS,
+            f"its shape is {list(targets.shape)}, and the model's input has {len(datum)} tokens: "
+            f"expected {shapes}, with what each token is to predict",
+        )
+    return targets
+
+
+def sum_loss(loss: Loss, tokens: TokenBatch, totals: Totals) -> Tensor:
+    """[] the loss summed over the targets of whole datums; its figures go into `totals`.
+
+    Means and extremes are over the targets that have a gradient: others may hold any log-prob of
+    the sampler, such as 0 in a prompt.
+    """
+    out = loss.compute(tokens, loss.config)
+    is_live = has_gradient(loss, tokens.columns, like=tokens.logprobs)
+    totals.add("loss:sum", out.loss)
+    totals.add("tokens:sum", is_live)
+    figures = {f"{key.removesuffix('_mean')}:mean": values for key, values in out.mean.items()}
+    figures |= {f"{key.removesuffix('_max')}:max": values for key, values in out.maximum.items()}
+    figures["entropy:mean"] = tokens.entropy
+    if "logprobs" in tokens.columns:
+        ratio, _ = kl.log_ratio(tokens.logprobs, tokens.columns["logprobs"])
+        figures |= {
+            "kl_sample_train_v1:mean": kl.k1(ratio),
+            "kl_sample_train_v2:mean": kl.k2(ratio),
+        }
+    for key, values in figures.items():
+        totals.add(key, values[is_live])
+    return out.loss.sum()
+
+
+def has_gradient(loss: Loss, columns: Mapping[str, Tensor], *, like: Tensor) -> Tensor:
+    """[M] bool: the targets whose log-prob the loss may have a gradient for."""
+    if loss.gradient:
+        return columns[loss.gradient] != 0
+    return torch.ones_like(like, dtype=torch.bool)
+
+
+class Totals:
+    """The metrics of one call, over its micro-batches; `name:reduction` says how they add up.
+
+    >>> totals = Totals()
+    >>> totals.add("loss:sum", torch.tensor([1.0, 2.0]))
+    >>> totals.add("loss:sum", torch.tensor([4.0]))
+    >>> totals.add("ratio:mean", torch.tensor([1.0, 3.0]))
+    >>> totals.to_metrics()
+    {'loss:sum': 7.0, 'ratio:mean': 2.0}
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Tensor]] = {"loss:sum": []}
+
+    def add(self, name: str, values: Tensor) -> None:
+        """values: of any shape, one for each token or datum."""
+        self._parts.setdefault(name, []).append(values.detach().double().flatten().cpu())
+
+    def to_metrics(self) -> dict[str, float]:
+        """A mean or an extreme of nothing is left out."""
+        out: dict[str, float] = {}
+        for name, parts in self._parts.items():
+            values = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+            reduction = name.partition(":")[2]
+            if reduction == "sum" or len(values):
+                out[name] = float(getattr(values, reduction)())
+        return out
+
+
+# -- mechanism ------------------------------------------------------------------------------------
+
+
+def _policy(tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return tokens.logprobs, tokens.columns["logprobs"], tokens.columns["advantages"]
+
+
+def _clip(tokens: TokenBatch, config: Mapping[str, float]) -> Clip:
+    """The bounds as distances from 1: a datum's own for each token, else those of the settings."""
+    low, high = (tokens.columns.get(key, config[key]) for key in BOUNDS)
+    return 1.0 - low, high - 1.0
+
+
+def wrong_input(index: int, field: str, text: str) -> TinkerError:
+    return TinkerError(f"datum {index}, loss_fn_inputs[{field!r}]: {text}.", status=422)
