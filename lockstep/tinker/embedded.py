@@ -26,12 +26,12 @@ from lockstep.models.adapters import decoder_over
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.lora import add_adapter
-from lockstep.models.lora_config import LoraConfig, lora_shape
+from lockstep.models.lora_config import lora_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.ops.context import PackedContext
 from lockstep.tinker.backend import BaseModel
-from lockstep.tinker.graph import compile_graph
-from lockstep.tinker.learner import TinkerLearner
+from lockstep.tinker.graph import compiled
+from lockstep.tinker.learner import TinkerLearner, adapter_config
 from lockstep.tinker.requests import (
     CustomLoss,
     ForwardBackward,
@@ -44,16 +44,15 @@ from lockstep.tinker.requests import (
     TinkerError,
     TopK,
 )
+from lockstep.training.config import TrainerConfig
 from lockstep.types import Float32Array, Int32Array, Request, SamplingParams
 
 T = TypeVar("T")
 Tensor = torch.Tensor
-POLICY = "policy"
-"""Folder of a saved state with the weights."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Base:
+class Base:
     """A base model: its decoder, which nothing trains, and the engine that samples from it."""
 
     info: BaseModel
@@ -66,7 +65,7 @@ class _Base:
 
 @dataclass(slots=True, kw_only=True)
 class _Sampler:
-    base: _Base
+    base: Base
     engine: EmbeddedEngine
     adapter: str
     """Name of its adapter in the engine; "" samples the engine's model."""
@@ -77,10 +76,10 @@ class _Sampler:
 class EmbeddedBackend:
     """`Backend` over the decoders of `bases`."""
 
-    def __init__(self, bases: Sequence[_Base], *, alpha: float, microbatch_tokens: int) -> None:
-        self._bases = {base.info.name: base for base in bases}
-        self._alpha, self._microbatch_tokens = alpha, microbatch_tokens
-        self._learners: dict[str, tuple[_Base, ModelSpec, TinkerLearner]] = {}
+    def __init__(self, bases: Sequence[Base], config: TrainerConfig) -> None:
+        """config: of every model in training; what an update needs is on the wire."""
+        self._bases, self._config = {base.info.name: base for base in bases}, config
+        self._learners: dict[str, TinkerLearner] = {}
         self._samplers: dict[str, _Sampler] = {}
         self._trainer = ThreadPoolExecutor(1, "tinker-training")
 
@@ -92,61 +91,43 @@ class EmbeddedBackend:
 
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
         base = self._base(spec.base_model)
-        learner = await self._train(self._make_learner, base, spec)
-        self._learners[model_id] = base, spec, learner
+        self._learners[model_id] = await self._train(self._make_learner, base, spec)
 
-    def _make_learner(self, base: _Base, spec: ModelSpec) -> TinkerLearner:
-        if spec.rank:
-            decoder = self._adapted(base, spec)
-        else:
-            weight = base.decoder.embedding
+    def _make_learner(self, base: Base, spec: ModelSpec) -> TinkerLearner:
+        adapter = adapter_config(spec, base.decoder.config, seed=0)
+        if adapter is None:
+            weight, ops = base.decoder.embedding, base.decoder.ops
             decoder = load_checkpoint(
-                base.directory, dtype=weight.dtype, device=weight.device, ops=base.decoder.ops
+                base.directory, dtype=weight.dtype, device=weight.device, ops=ops
             )
-        return TinkerLearner(
-            decoder, like=base.directory, max_tokens_per_microbatch=self._microbatch_tokens
-        )
-
-    def _adapted(self, base: _Base, spec: ModelSpec) -> Decoder:
-        groups = [("attention", spec.train_attn), ("mlp", spec.train_mlp)]
-        has_experts = base.decoder.config.is_moe
-        targets = [name for name, is_wanted in groups if is_wanted]
-        if spec.train_mlp and has_experts:
-            targets.append("experts")
-        if not targets:
-            raise TinkerError(
-                "the adapter would be empty: set train_attn or train_mlp. The unembedding alone is "
-                "not adapted here."
-            )
-        config = LoraConfig(rank=spec.rank, alpha=self._alpha, targets=tuple(targets))
-        decoder = decoder_over(base.decoder)
-        add_adapter(decoder, lora_shape(config, decoder.config), seed=spec.seed or 0)
-        return decoder
+        else:
+            decoder = decoder_over(base.decoder)
+            add_adapter(decoder, lora_shape(adapter, decoder.config), seed=adapter.seed)
+        return TinkerLearner(decoder, like=base.directory, config=self._config)
 
     async def unload_model(self, model_id: str) -> None:
         self._learners.pop(model_id, None)
 
     def check_loss(self, loss: CustomLoss) -> None:
-        compile_graph(loss)
+        compiled(loss)
 
     async def forward_backward(
         self, model_id: str, request: ForwardBackward
     ) -> ForwardBackwardResult:
-        return await self._train(self._learner(model_id).forward_backward, request)
+        custom = None if request.custom is None else compiled(request.custom)
+        learner = self._learners[model_id]
+        return await self._train(partial(learner.forward_backward, request, custom=custom))
 
     async def optim_step(self, model_id: str, request: OptimStep) -> dict[str, float]:
-        return await self._train(self._learner(model_id).optim_step, request)
+        return await self._train(self._learners[model_id].optim_step, request)
 
     async def save(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
-        learner = self._learner(model_id)
+        learner = self._learners[model_id]
         await self._train(partial(learner.save, directory, with_optimizer=with_optimizer))
 
     async def load(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
-        learner = self._learner(model_id)
+        learner = self._learners[model_id]
         await self._train(partial(learner.load, directory, with_optimizer=with_optimizer))
-
-    def _learner(self, model_id: str) -> TinkerLearner:
-        return self._learners[model_id][2]
 
     async def _train(self, work: Callable[..., T], *arguments: object) -> T:
         """Runs in the thread of training: one request at a time, whichever model it is of."""
@@ -162,17 +143,16 @@ class EmbeddedBackend:
         known = self._samplers.get(sampler_id)
         engine, adapter = base.engine, ""
         if directory is not None:
-            policy = directory / POLICY
-            if (policy / peft_format.CONFIG).is_file():
+            if (directory / peft_format.CONFIG).is_file():
                 adapter = sampler_id
-                await engine.load_adapter(adapter, str(policy), version=version)
+                await engine.load_adapter(adapter, str(directory), version=version)
             elif known is not None:
                 engine = known.engine
-                await engine.load_weights(str(policy), version=version)
+                await engine.load_weights(str(directory), version=version)
             else:
                 weight, ops = base.decoder.embedding, base.decoder.ops
                 load = partial(load_checkpoint, dtype=weight.dtype, device=weight.device, ops=ops)
-                engine = base.make_engine(await self._train(load, policy))
+                engine = base.make_engine(await self._train(load, directory))
         self._samplers[sampler_id] = _Sampler(
             base=base, engine=engine, adapter=adapter, directory=directory, version=version
         )
@@ -263,14 +243,13 @@ class EmbeddedBackend:
             return sampler.engine.model
         assert sampler.directory is not None, "an adapter comes from a directory"
         decoder = decoder_over(sampler.base.decoder)
-        policy = sampler.directory / POLICY
-        add_adapter(decoder, peft_format.read_shape(policy, decoder.config), seed=0)
-        load_adapter(decoder, policy)
+        add_adapter(decoder, peft_format.read_shape(sampler.directory, decoder.config), seed=0)
+        load_adapter(decoder, sampler.directory)
         return decoder
 
     # -- the whole --------------------------------------------------------------------------------
 
-    def _base(self, name: str) -> _Base:
+    def _base(self, name: str) -> Base:
         base = self._bases.get(name.partition(":")[0])
         if base is None:
             known = ", ".join(self._bases)
