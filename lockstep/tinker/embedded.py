@@ -45,7 +45,7 @@ from lockstep.tinker.requests import (
     TopK,
 )
 from lockstep.training.config import TrainerConfig
-from lockstep.types import Float32Array, Int32Array, Request, SamplingParams
+from lockstep.types import Int32Array, Request, SamplingParams
 
 T = TypeVar("T")
 Tensor = torch.Tensor
@@ -60,17 +60,22 @@ class Base:
     decoder: Decoder
     engine: EmbeddedEngine
     make_engine: Callable[[Decoder], EmbeddedEngine]
-    """Makes an engine for another decoder of the same shapes."""
+    """Makes an engine with weights of its own, for another decoder of the same shapes."""
+
+    def load(self, directory: Path) -> Decoder:
+        """Another decoder of the same dtype, device and ops."""
+        weight, ops = self.decoder.embedding, self.decoder.ops
+        return load_checkpoint(directory, dtype=weight.dtype, device=weight.device, ops=ops)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Sampler:
     base: Base
     engine: EmbeddedEngine
-    adapter: str
-    """Name of its adapter in the engine; "" samples the engine's model."""
-    directory: Path | None
-    version: int
+    decoder: Decoder
+    """Decoder of the engine, without the adapter."""
+    adapter: Path | None
+    """Directory of the adapter, which the engine knows by the sampler's id; None for none."""
 
 
 class EmbeddedBackend:
@@ -96,10 +101,7 @@ class EmbeddedBackend:
     def _make_learner(self, base: Base, spec: ModelSpec) -> TinkerLearner:
         adapter = adapter_config(spec, base.decoder.config, seed=0)
         if adapter is None:
-            weight, ops = base.decoder.embedding, base.decoder.ops
-            decoder = load_checkpoint(
-                base.directory, dtype=weight.dtype, device=weight.device, ops=ops
-            )
+            decoder = base.load(base.directory)
         else:
             decoder = decoder_over(base.decoder)
             add_adapter(decoder, lora_shape(adapter, decoder.config), seed=adapter.seed)
@@ -140,29 +142,25 @@ class EmbeddedBackend:
         self, sampler_id: str, base_model: str, directory: Path | None, *, version: int
     ) -> None:
         base = self._base(base_model)
-        known = self._samplers.get(sampler_id)
-        engine, adapter = base.engine, ""
-        if directory is not None:
-            if (directory / peft_format.CONFIG).is_file():
-                adapter = sampler_id
-                await engine.load_adapter(adapter, str(directory), version=version)
-            elif known is not None:
-                engine = known.engine
-                await engine.load_weights(str(directory), version=version)
-            else:
-                weight, ops = base.decoder.embedding, base.decoder.ops
-                load = partial(load_checkpoint, dtype=weight.dtype, device=weight.device, ops=ops)
-                engine = base.make_engine(await self._train(load, directory))
-        self._samplers[sampler_id] = _Sampler(
-            base=base, engine=engine, adapter=adapter, directory=directory, version=version
-        )
+        sampler = _Sampler(base=base, engine=base.engine, decoder=base.decoder, adapter=None)
+        if directory is not None and (directory / peft_format.CONFIG).is_file():
+            sampler.adapter = directory
+            await base.engine.load_adapter(sampler_id, str(directory), version=version)
+        elif directory is not None and (known := self._samplers.get(sampler_id)) is not None:
+            await known.engine.load_weights(str(directory), version=version)
+            return
+        elif directory is not None:
+            sampler.decoder = await self._train(base.load, directory)
+            sampler.engine = base.make_engine(sampler.decoder)
+            await sampler.engine.load_weights(str(directory), version=version)
+        self._samplers[sampler_id] = sampler
 
     async def close_sampler(self, sampler_id: str) -> None:
         sampler = self._samplers.pop(sampler_id, None)
         if sampler is None:
             return
-        if sampler.adapter:
-            await sampler.engine.drop_adapter(sampler.adapter)
+        if sampler.adapter is not None:
+            await sampler.engine.drop_adapter(sampler_id)
         elif sampler.engine is not sampler.base.engine:
             await sampler.engine.close()
 
@@ -175,19 +173,31 @@ class EmbeddedBackend:
         sequence_ids: Sequence[str],
     ) -> SamplingResult:
         sampler = self._samplers[sampler_id]
+        adapter = "" if sampler.adapter is None else sampler_id
         params = _params_of(request, sampler.base.info)
         draws = [
-            _drawn(sampler, request, params, seed=seed, name=f"{sampler_id}/{name}")
+            _drawn(
+                sampler.engine,
+                Request(
+                    id=f"{sampler_id}/{name}",
+                    prompt_ids=request.prompt_ids,
+                    sampling=params,
+                    seed=seed,
+                    affinity=sampler_id,
+                    adapter=adapter,
+                ),
+            )
             for seed, name in zip(seeds, sequence_ids, strict=True)
         ]
         try:
             replies = await asyncio.gather(*draws)
             prompt_logprobs = None
             if request.has_prompt_logprobs:
+                first = 1 if request.last_n is None else len(request.prompt_ids) - request.last_n
                 scores = await sampler.engine.score(
-                    request.prompt_ids, adapter=sampler.adapter, affinity=sampler_id
+                    request.prompt_ids, first=first, adapter=adapter, affinity=sampler_id
                 )
-                prompt_logprobs = _last(scores.logprobs, request.last_n)
+                prompt_logprobs = scores.logprobs
         except (EngineError, TokenError, ConfigError) as error:
             raise TinkerError(str(error)) from error
         result = SamplingResult(
@@ -209,7 +219,12 @@ class EmbeddedBackend:
     ) -> SamplingResult:
         """Adds what takes the whole distribution at each place of the prompt or of the replies: one
         more forward of them, without a cache."""
-        decoder = self._decoder_of(sampler)
+        decoder = sampler.decoder
+        if sampler.adapter is not None:
+            decoder = decoder_over(sampler.base.decoder)
+            shape = peft_format.read_shape(sampler.adapter, decoder.config)
+            add_adapter(decoder, shape, seed=0)
+            load_adapter(decoder, sampler.adapter)
         prompt, num_topk = request.prompt_ids, request.topk_prompt_logprobs
         topk = targets = alternatives = None
         if num_topk or request.target_ids is not None or request.num_alternatives:
@@ -236,16 +251,6 @@ class EmbeddedBackend:
             target_logprobs=targets,
             alternatives=alternatives,
         )
-
-    def _decoder_of(self, sampler: _Sampler) -> Decoder:
-        """The decoder that a sampler's engine runs, for a forward beside it."""
-        if not sampler.adapter:
-            return sampler.engine.model
-        assert sampler.directory is not None, "an adapter comes from a directory"
-        decoder = decoder_over(sampler.base.decoder)
-        add_adapter(decoder, peft_format.read_shape(sampler.directory, decoder.config), seed=0)
-        load_adapter(decoder, sampler.directory)
-        return decoder
 
     # -- the whole --------------------------------------------------------------------------------
 
@@ -285,21 +290,9 @@ def _params_of(request: Sampling, base: BaseModel) -> SamplingParams:
     )
 
 
-async def _drawn(
-    sampler: _Sampler, request: Sampling, params: SamplingParams, *, seed: int, name: str
-) -> tuple[SampledSequence, int]:
-    """(one reply, prompt tokens that were cached)."""
-    asked = Request(
-        id=name,
-        prompt_ids=request.prompt_ids,
-        sampling=params,
-        seed=seed,
-        affinity=sampler.adapter,
-        adapter=sampler.adapter,
-    )
-    deltas = [delta async for delta in sampler.engine.generate(asked)]
-    if deltas[-1].finish_reason == "abort":
-        raise TinkerError("the sampler was closed while it drew this reply.", category="server")
+async def _drawn(engine: EmbeddedEngine, request: Request) -> tuple[SampledSequence, int]:
+    """(the reply, prompt tokens that were cached)."""
+    deltas = [delta async for delta in engine.generate(request)]
     versions = [np.full(len(d.token_ids), d.policy_version, np.int32) for d in deltas]
     reply = SampledSequence(
         token_ids=np.concatenate([d.token_ids for d in deltas]),
@@ -308,15 +301,6 @@ async def _drawn(
         stop_reason="stop" if deltas[-1].finish_reason == "stop" else "length",
     )
     return reply, deltas[0].num_cached_tokens
-
-
-def _last(values: Float32Array, num: int | None) -> Float32Array:
-    """`values` with NaN before the last `num`."""
-    if num is None:
-        return values
-    values = values.copy()
-    values[:-num] = np.nan
-    return values
 
 
 def _logits(decoder: Decoder, ids: Int32Array) -> Tensor:
