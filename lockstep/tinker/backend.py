@@ -83,9 +83,9 @@ class Backend(Protocol):
     async def open_sampler(
         self, sampler_id: str, base_model: str, directory: Path | None, *, version: int
     ) -> None:
-        """A sampler of the weights in `directory`, as `save` wrote them; None samples the base
-        model. On a sampler that exists it replaces the weights under running requests, whose later
-        tokens have the new version."""
+        """A sampler of the weights in `directory`, as `save` wrote them, which may be deleted
+        afterwards; None samples the base model. On a sampler that exists it replaces the weights
+        under running requests, whose later tokens have the new version."""
         ...
 
     async def close_sampler(self, sampler_id: str) -> None:
@@ -93,9 +93,15 @@ class Backend(Protocol):
         ...
 
     async def sample(
-        self, sampler_id: str, request: Sampling, *, seeds: Sequence[int]
+        self,
+        sampler_id: str,
+        request: Sampling,
+        *,
+        seeds: Sequence[int],
+        sequence_ids: Sequence[str],
     ) -> SamplingResult:
-        """Draws `len(seeds)` replies. The same request, weights and seeds give the same bits."""
+        """Draws a reply for each seed. The same request, weights and seeds give the same bits.
+        sequence_ids: names of the replies, by which spans of a datum refer to them."""
         ...
 
     async def close(self) -> None: ...

@@ -29,7 +29,8 @@ class TinkerError(LockstepError, ValueError):
 
     def __init__(self, text: str, *, status: int = 400, category: Category = "user") -> None:
         super().__init__(text)
-        self.status, self.category = status, category
+        self.status = status
+        self.category: Category = category
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ TinkerError says what was expected, what came, in which datum and field, and wha
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -167,29 +166,12 @@ def message(name: str) -> Any:
 # -- reading: bodies ------------------------------------------------------------------------------
 
 
-def decompress(raw: bytes, encoding: str, *, limit: int) -> bytes:
-    """Undoes a Content-Encoding. Raises TinkerError (413) above `limit` bytes, (415) for one that
-    is not known."""
+def unpack_zstd(raw: bytes, limit: int) -> bytes:
+    """Undoes `Content-Encoding: zstd`; at most `limit` bytes. Raises ValueError."""
     try:
-        match encoding.strip().lower():
-            case "" | "identity":
-                return raw
-            case "zstd":
-                reader = zstandard.ZstdDecompressor().stream_reader(raw)
-                found = reader.read(limit + 1)
-            case "gzip" | "deflate":
-                found = zlib.decompressobj(47).decompress(raw, limit + 1)
-            case _:
-                raise TinkerError(
-                    f"Content-Encoding {encoding[:40]!r} is not known; expected zstd, gzip, "
-                    "deflate or none.",
-                    status=415,
-                )
-    except (zlib.error, zstandard.ZstdError) as error:
-        raise TinkerError(f"the body is not {encoding}: {error}.") from None
-    if len(found) > limit:
-        raise TinkerError(f"the body is larger than {limit} bytes, unpacked.", status=413)
-    return found
+        return zstandard.ZstdDecompressor().stream_reader(raw).read(limit)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None
 
 
 def parse_forward_backward(raw: bytes) -> Any:
