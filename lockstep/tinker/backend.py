@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lockstep.tinker.requests import (
+    CustomLoss,
     ForwardBackward,
     ForwardBackwardResult,
     ModelSpec,
@@ -36,8 +37,13 @@ class BaseModel:
 
 
 class Backend(Protocol):
-    """Every method raises TinkerError for what the client did wrong. Directories are written whole
-    or not at all by the caller: a method writes into an empty one."""
+    """Every method raises TinkerError for what the client did wrong; a method that raises, whatever
+    it is, has changed nothing. Directories are written whole or not at all by the caller: a method
+    writes into an empty one.
+
+    After a restart the service makes the models anew, loads what `save` wrote, and repeats the
+    requests since then, which must give the same bits.
+    """
 
     @property
     def base_models(self) -> Sequence[BaseModel]: ...
@@ -48,6 +54,11 @@ class Backend(Protocol):
 
     async def unload_model(self, model_id: str) -> None:
         """Frees its memory. An unknown id is ignored."""
+        ...
+
+    def check_loss(self, loss: CustomLoss) -> None:
+        """Raises TinkerError for a graph that would not be run: an operation that is not allowed,
+        or a wrong number of outputs."""
         ...
 
     async def forward_backward(
@@ -72,9 +83,9 @@ class Backend(Protocol):
     async def open_sampler(
         self, sampler_id: str, base_model: str, directory: Path | None, *, version: int
     ) -> None:
-        """A sampler of the weights in `directory`, as `save` wrote them; None samples the base
-        model. On a sampler that exists it replaces the weights under running requests, whose later
-        tokens have the new version."""
+        """A sampler of the weights in `directory`, as `save` wrote them, which may be deleted
+        afterwards; None samples the base model. On a sampler that exists it replaces the weights
+        under running requests, whose later tokens have the new version."""
         ...
 
     async def close_sampler(self, sampler_id: str) -> None:
@@ -82,9 +93,15 @@ class Backend(Protocol):
         ...
 
     async def sample(
-        self, sampler_id: str, request: Sampling, *, seeds: Sequence[int]
+        self,
+        sampler_id: str,
+        request: Sampling,
+        *,
+        seeds: Sequence[int],
+        sequence_ids: Sequence[str],
     ) -> SamplingResult:
-        """Draws `len(seeds)` replies. The same request, weights and seeds give the same bits."""
+        """Draws a reply for each seed. The same request, weights and seeds give the same bits.
+        sequence_ids: names of the replies, by which spans of a datum refer to them."""
         ...
 
     async def close(self) -> None: ...

@@ -29,7 +29,8 @@ class TinkerError(LockstepError, ValueError):
 
     def __init__(self, text: str, *, status: int = 400, category: Category = "user") -> None:
         super().__init__(text)
-        self.status, self.category = status, category
+        self.status = status
+        self.category: Category = category
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,18 @@ class Datum:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLoss:
+    """A loss that a client uploaded as a graph of operations."""
+
+    name: str
+    inputs: tuple[tuple[str, int], ...]
+    """Names and ranks (0, 1 or 2), in order; `logprobs` is the first, the others are read from the
+    datum."""
+    graph: Mapping[str, Any]
+    """As on the wire: {"format": 1, "nodes": [{"op", "name", "target", "args", "kwargs"}]}."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBackward:
     """Adds the gradient of a loss, summed over all tokens, to what the next update applies."""
@@ -89,6 +102,8 @@ class ForwardBackward:
     config: Mapping[str, float | str] = field(default_factory=dict)
     """Settings of the loss: clip_low_threshold, clip_high_threshold, beta, loss_id."""
     is_forward_only: bool = False
+    custom: CustomLoss | None = None
+    """The graph, if the loss is custom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,8 +151,12 @@ class Sampling:
     target_ids: npt.NDArray[np.int64] | None = None
     """[len(prompt) - 1, K]: ids whose log-prob is wanted at each place of the prompt, -1 for
     none."""
+    has_sparse_targets: bool = False
+    """The client listed the cells of `target_ids` that it wants, and reads an answer of the same
+    form."""
     num_alternatives: int = 0
-    """Most likely other ids wanted at each place of the prompt."""
+    """Ids to be drawn, independently and at this temperature, at each place of the prompt but the
+    first."""
     last_n: int | None = None
     """Number of places at the prompt's end whose log-probs are wanted; None wants all."""
 
@@ -177,5 +196,6 @@ class SamplingResult:
     target_logprobs: npt.NDArray[np.float32] | None = None
     """[len(prompt) - 1, K], NaN where the target is -1."""
     alternatives: TopK | None = None
+    """[len(prompt) - 1, num_alternatives], in the order of drawing."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the cache."""

@@ -13,13 +13,11 @@ cannot be recognized (it sends no count of its attempts) has it aborted.
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import hmac
 import itertools
 import json
 import logging
-import resource
 import secrets
 import time
 from collections import Counter
@@ -27,17 +25,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, cast
-from urllib.parse import urlsplit
+from typing import Any
 
 from lockstep.agent.gateway import chat, messages, responses
-from lockstep.agent.gateway.config import LOOPBACK, GatewayConfig
+from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import honoured
+from lockstep.agent.gateway.listener import Listener
 from lockstep.agent.gateway.reading import Answered, Asked, Value, event, parse_body
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.errors import ConfigError, MissingExtraError
+from lockstep.errors import MissingExtraError
 from lockstep.renderers.base import Renderer
 from lockstep.types import Task, Trajectory
 
@@ -48,13 +46,9 @@ except ImportError:  # pragma: no cover
 
 LOGGER = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 32
-"""Connections that are accepted before other work is done."""
 CLAIM_SECONDS, MAX_CLAIM_SECONDS = 30.0, 300.0
 MAX_REMEMBERED_BODIES = 65536
 """Latest bodies that a retry can refer to, by their digests: at most 20 MiB."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class GatewayServer:
@@ -89,73 +83,34 @@ class GatewayServer:
         self._numbers = itertools.count()
         self._keys: dict[bytes, str] = {}
         """Digest of a session's body -> the key of the latest first attempt."""
-        self._runner: web.AppRunner | None = None
-        self._socket: asyncio.Server | None = None
-        self._busy: set[asyncio.BaseProtocol] = set()
-        """Connections with a request in progress."""
-        self._port = self.config.port
+        self._listener = Listener(
+            self.config,
+            self._routes(),
+            refuse=self._refuse,
+            is_open=not (key and claims_need_key),
+        )
 
     # -- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Listens. Raises ConfigError if the address cannot be taken."""
-        app = web.Application(
-            client_max_size=self.config.max_body_bytes, middlewares=[self._answer_safely]
-        )
-        app.add_routes(self._routes())
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            shutdown_timeout=5.0,
-            handler_cancellation=True,
-            keepalive_timeout=self.config.read_seconds,  # also of headers that never end
-        )
-        await runner.setup()
-        make = partial(self._connection, cast(web.Server, runner.server))
-        loop, config = asyncio.get_running_loop(), self.config
-        try:
-            self._socket = await loop.create_server(
-                make, config.host, config.port, backlog=ACCEPTED_AT_ONCE
-            )
-        except OSError as error:
-            await runner.cleanup()
-            hint = " port=0 takes a free one." if error.errno == errno.EADDRINUSE else ""
-            raise ConfigError(
-                f"gateway.host={self.config.host} gateway.port={self.config.port}: "
-                f"{error.strerror or error}.{hint}"
-            ) from error
-        self._runner = runner
-        self._port = self._socket.sockets[0].getsockname()[1]
-
-    def _connection(self, server: web.Server) -> asyncio.Protocol:
-        """Makes the protocol of a new connection. If there are too many, the one that has waited
-        longest without a request makes room."""
-        num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        limit = min(self.config.max_connections, max(16, num_files - 4 * ACCEPTED_AT_ONCE))
-        there = [each for each in server.connections if each.transport is not None]
-        waiting = [each for each in there if each not in self._busy]
-        if len(there) >= limit and waiting:
-            waiting[0].force_close()
-        return server()
+        await self._listener.start()
 
     async def close(self) -> None:
         """Stops listening, cancels turns in progress, and finishes the shared session. Other
         sessions stay as they are."""
-        if self._runner is not None and self._socket is not None:
-            self._socket.close()
-            for turn in self._turns:
-                turn.cancel()
-            await asyncio.gather(*self._turns, return_exceptions=True)
-            await self._runner.cleanup()
-            self._runner = None
+        self._listener.stop_listening()
+        for turn in self._turns:
+            turn.cancel()
+        await asyncio.gather(*self._turns, return_exceptions=True)
+        await self._listener.close()
         if self._shared is not None:
             await self._shared.finish()
 
     @property
     def url(self) -> str:
         """`http://HOST:PORT`, as reached from this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return self._listener.url
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
@@ -181,19 +136,9 @@ class GatewayServer:
 
     # -- every request ----------------------------------------------------------------------------
 
-    @web.middleware
-    async def _answer_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turns every error into a status and a body in the dialect's own shape."""
-        self._busy.add(request.protocol)
-        try:
-            self._check_origin(request)
-            return await handler(request)
-        except (ConnectionError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            refusal = self._refusal_of(error, request)
-        finally:
-            self._busy.discard(request.protocol)
+    def _refuse(self, error: Exception, request: web.Request) -> web.Response:
+        """Turns an error into a status and a body in the dialect's own shape."""
+        refusal = self._refusal_of(error, request)
         is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.path
         dialect = messages if is_anthropic else chat
         response = _json(dialect.error(refusal), status=refusal.status)
@@ -207,20 +152,6 @@ class GatewayServer:
             case 408 | 413:  # the rest of the body is not read
                 response.force_close()
         return response
-
-    def _check_origin(self, request: web.Request) -> None:
-        """Keeps out pages of a browser on this machine, if something is open without a key."""
-        if self._key and self._claims_need_key:
-            return
-        host, origin = request.headers.get("Host", ""), request.headers.get("Origin", "")
-        for name in (host and f"//{host}", origin):
-            try:
-                found = urlsplit(name).hostname or name
-            except ValueError:
-                found = name
-            if name and found not in LOOPBACK:
-                text = f"this server has no key and answers this machine alone, not {found[:80]!r}."
-                raise Refusal(403, "foreign_origin", f"{text} Start it with a key (LOCKSTEP_KEY).")
 
     def _refusal_of(self, error: Exception, request: web.Request) -> Refusal:
         match error:
@@ -244,17 +175,8 @@ class GatewayServer:
     async def _body(self, request: web.Request, *, optional: bool = False) -> bytes:
         if optional and not request.can_read_body:
             return b"{}"
-        if request.content_type != "application/json":
-            text = f"the body must be application/json, found {request.content_type}."
-            raise Refusal(415, "not_json", text)
-        try:
-            async with asyncio.timeout(self.config.read_seconds):
-                return await request.read() or (b"{}" if optional else b"")
-        except TimeoutError:
-            text = f"the body did not arrive within {self.config.read_seconds:g} s."
-            raise Refusal(408, "slow_client", text) from None
-        except web.RequestPayloadError as error:  # its compression is broken
-            raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
+        raw = await self._listener.read(request, content_type="application/json")
+        return raw or (b"{}" if optional else b"")
 
     async def _value(self, request: web.Request, *fields: str) -> Value:
         """The body of a request about a session; an empty object without one. fields: all that it

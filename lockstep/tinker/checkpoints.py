@@ -1,0 +1,168 @@
+"""Saved weights under a directory: those with a path, unnamed samplers, and states of models.
+
+    checkpoints/MODEL/weights/NAME            tinker://MODEL/weights/NAME
+    checkpoints/MODEL/sampler_weights/NAME    tinker://MODEL/sampler_weights/NAME
+    samplers/SAMPLER                          unnamed ones, until their session ends
+    states/MODEL/SEQ_ID                       what a restart continues from
+
+A directory is there whole or not at all: it is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from lockstep.store.files import sync_directory
+from lockstep.tinker.journal import Checkpoint, Journal
+from lockstep.tinker.requests import TinkerError
+
+SCHEME = "tinker://"
+SEGMENTS = {"weights": "training", "sampler_weights": "sampler"}
+"""Second part of a path -> kind of the checkpoint."""
+PARTIAL, REPLACED = ".partial", ".replaced"
+MIN_TTL_SECONDS, MAX_TTL_SECONDS = 1, 10 * 366 * 86400
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@-]{0,127}")
+
+
+def path_of(model_id: str, segment: str, name: str) -> str:
+    """Raises TinkerError (422) for a name that cannot be a directory's."""
+    if not _NAME.fullmatch(name) or name.endswith((PARTIAL, REPLACED)):
+        raise TinkerError(
+            f"the name {name[:80]!r} cannot name a checkpoint; expected 1 to 128 letters, digits "
+            "or any of _ - . = + @, without a slash, not beginning with a dot.",
+            status=422,
+        )
+    return f"{SCHEME}{model_id}/{segment}/{name}"
+
+
+class CheckpointStore:
+    """The directory, and the records of what has a path in it."""
+
+    def __init__(self, directory: Path, journal: Journal) -> None:
+        self.directory, self._journal = directory, journal
+        self._known = journal.all(Checkpoint)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Removes what a killed process left half written or half deleted."""
+        for replaced in self.directory.rglob(f"*{REPLACED}"):
+            place = replaced.with_name(replaced.name.removesuffix(REPLACED))
+            if not place.exists():
+                os.replace(replaced, place)
+        for pattern in (f"*{PARTIAL}", f"*{REPLACED}"):
+            for left in list(self.directory.rglob(pattern)):
+                shutil.rmtree(left, ignore_errors=True)
+        known = {self.place(path) for path in self._known}
+        for left in self.directory.glob("checkpoints/*/*/*"):
+            if left not in known:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def place(self, path: str) -> Path:
+        """The directory of a path that is well formed."""
+        return self.directory / "checkpoints" / path.removeprefix(SCHEME)
+
+    async def write(self, place: Path, write: Callable[[Path], Awaitable[None]]) -> None:
+        """Makes the directory `place` of what `write` puts into an empty one, and replaces what was
+        there."""
+        partial, replaced = (place.with_name(place.name + end) for end in (PARTIAL, REPLACED))
+        for left in (partial, replaced):
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            await write(partial)
+            for file in partial.rglob("*"):
+                _sync(file)
+            if place.exists():
+                os.replace(place, replaced)
+            os.replace(partial, place)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        sync_directory(place.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    async def link(self, source: Path, place: Path) -> None:
+        """Makes `place` the same directory as `source`, of the same files."""
+
+        async def write(partial: Path) -> None:
+            shutil.copytree(source, partial, copy_function=os.link, dirs_exist_ok=True)
+
+        await self.write(place, write)
+
+    def remove(self, place: Path) -> None:
+        """Deletes a directory; one that is not there is none."""
+        shutil.rmtree(place, ignore_errors=True)
+
+    # -- paths ------------------------------------------------------------------------------------
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Notes a checkpoint, whose record the caller writes together with the request's result."""
+        self._known[checkpoint.id] = checkpoint
+
+    def has(self, path: str) -> bool:
+        return path in self._known
+
+    def find(self, path: str) -> Checkpoint:
+        """Raises TinkerError (404), (422) for what is no path."""
+        parts = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SEGMENTS:
+            raise TinkerError(
+                f"{path[:200]!r} is no path of a checkpoint; expected tinker://MODEL/weights/NAME "
+                "or tinker://MODEL/sampler_weights/NAME, as save_state returns it.",
+                status=422,
+            )
+        found = self._known.get(path)
+        if found is None or (found.expires is not None and found.expires <= time.time()):
+            raise TinkerError(
+                f"{path[:200]} is not here: it was never saved on this server, was deleted, or its "
+                "time (ttl_seconds) is over. List what is here with `tinker checkpoint list`.",
+                status=404,
+            )
+        return found
+
+    def of_model(self, model_id: str | None = None) -> Iterator[Checkpoint]:
+        """All checkpoints of a model, or of all, the latest first."""
+        prefix = SCHEME if model_id is None else f"{SCHEME}{model_id}/"
+        now = time.time()
+        for checkpoint in sorted(self._known.values(), key=lambda each: -each.created):
+            is_over = checkpoint.expires is not None and checkpoint.expires <= now
+            if checkpoint.id.startswith(prefix) and not is_over:
+                yield checkpoint
+
+    def delete(self, checkpoint: Checkpoint) -> None:
+        """Forgets it first: a kill in between leaves a directory, which the next start removes."""
+        self._journal.remove(checkpoint)
+        del self._known[checkpoint.id]
+        self.remove(self.place(checkpoint.id))
+
+    def set_ttl(self, checkpoint: Checkpoint, seconds: int | None) -> None:
+        checkpoint.expires = expiry(seconds)
+        self._journal.put(checkpoint)
+
+    def expire(self) -> None:
+        """Deletes those whose time is over."""
+        now = time.time()
+        over = [c for c in self._known.values() if c.expires is not None and c.expires <= now]
+        for checkpoint in over:
+            self.delete(checkpoint)
+
+
+def expiry(seconds: int | None) -> float | None:
+    return None if seconds is None else time.time() + seconds
+
+
+def size_of(place: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+
+
+def _sync(path: Path) -> None:
+    with contextlib.suppress(IsADirectoryError), open(path, "rb") as file:
+        os.fsync(file.fileno())

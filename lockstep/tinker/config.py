@@ -1,0 +1,45 @@
+"""Settings of Tinker's API. No torch, no server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.config import check_numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinkerConfig:
+    """Limits of Tinker's API, and what the server keeps."""
+
+    silent_seconds: float = 300.0
+    """Seconds without a sign of life (clients send one every 10 s) until a session counts as gone:
+    its models and samplers are unloaded, its checkpoints stay."""
+    state_seconds: float = 60.0
+    """Seconds of a model's work after which its next update saves its state. A restart repeats at
+    most about as much."""
+    result_seconds: float = 3600.0
+    """Seconds that a result is kept after it was fetched."""
+    sampler_seconds: float = 86400.0
+    """Seconds without a request after which the weights of an unnamed sampler are deleted."""
+    missing_seconds: float = 330.0
+    """Seconds that a model waits for a request that never came while later ones are there. Clients
+    send a request again for 300 s; then they give it up and go on with the next."""
+    hold_seconds: float = 30.0
+    """Seconds that a question for a result is held before the client must ask again; clients cut a
+    connection after 45 s."""
+    max_pending_samples: int = 4096
+    """Requests for samples that wait or run at a time; further ones are answered with 429, and the
+    clients wait."""
+    max_open_samplers: int = 16
+    """Samplers whose weights are in memory; the one unused for longest makes room, and is loaded
+    again when it is asked."""
+    uses_retrieve_futures: bool = False
+    """Clients ask for the results of a sampler together, with one open connection for each sampler
+    instead of one for each request."""
+
+    def __post_init__(self) -> None:
+        names = ("silent_seconds", "result_seconds", "sampler_seconds", "missing_seconds")
+        check_numbers(self, "tinker.", *names)
+        check_numbers(self, "tinker.", "state_seconds", least=0)
+        check_numbers(self, "tinker.", "hold_seconds", most=40)
+        check_numbers(self, "tinker.", "max_pending_samples", "max_open_samplers", least=1)

@@ -1,0 +1,267 @@
+"""The HTTP routes of Tinker's API, under /api/v1.
+
+Every error has the status at which the client does what is right: one of 400 to 422 makes it raise
+at once, 408, 429 and 503 make it ask again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from lockstep.agent.gateway.config import GatewayConfig
+from lockstep.agent.gateway.exchange import Refusal
+from lockstep.agent.gateway.listener import Listener
+from lockstep.agent.gateway.reading import Value, parse_body
+from lockstep.errors import MissingExtraError
+from lockstep.tinker.requests import TinkerError
+from lockstep.tinker.service import TinkerService
+from lockstep.tinker.wire import PROTOBUF, unpack_zstd
+
+try:
+    from aiohttp import web
+except ImportError:  # pragma: no cover
+    raise MissingExtraError.of("aiohttp", extra="tinker", needed_for="Tinker's API") from None
+
+LOGGER = logging.getLogger(__name__)
+
+PREFIX = "/api/v1"
+HEAD_BYTES = 512
+"""Beginning of a body that is too large, which tells its model and seq_id."""
+HOSTED_ONLY = {
+    ("POST", "auth/token"): "short-lived tokens",
+    ("POST", "copy_weights"): "copying between accounts",
+    ("POST", "join_sampling_session"): "numbering of unpickled sampling clients",
+    ("POST", "save_weights_external"): "weights for other providers",
+    ("POST", "sessions/search"): "the search of sessions",
+    ("POST", "billing/usage"): "billing",
+    ("GET", "whoami"): "accounts",
+    ("GET", "audit/logs"): "the audit log",
+    ("GET", "sessions/{id}/trace_export"): "the export of traces",
+    ("PUT", "sessions/{id}/project"): "projects",
+    ("POST", "training_runs/{id}/checkpoints/{segment}/{name}/publish"): "publishing",
+    ("DELETE", "training_runs/{id}/checkpoints/{segment}/{name}/publish"): "publishing",
+    ("GET", "training_runs/{id}/checkpoints/{segment}/{name}/external_weights_urls"): (
+        "weights for other providers"
+    ),
+}
+"""What the hosted service alone has. Answered with 404 and its name: clients repeat a request that
+got 501 for five minutes."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class TinkerRoutes:
+    """The routes over `service`. key: what clients send as TINKER_API_KEY; "" lets everybody in who
+    reaches the server. read: reads a body of a content type, as `Listener.read`."""
+
+    def __init__(
+        self,
+        service: TinkerService,
+        *,
+        key: str,
+        read: Callable[..., Awaitable[bytes]],
+        max_body_bytes: int,
+    ) -> None:
+        self._service, self._key, self._read = service, key.encode(), read
+        self._max_body_bytes = max_body_bytes
+
+    def routes(self) -> list[web.RouteDef]:
+        service = self._service
+        posts: dict[str, Callable[[Value], Any]] = {
+            "client/config": lambda body: service.client_config(),
+            "client/dynamic_config": lambda body: {"sample_cancel_enabled": True},
+            "telemetry": lambda body: {"status": "accepted"},
+            "create_session": service.create_session,
+            "session_heartbeat": service.heartbeat,
+            "create_model": service.create_model,
+            "get_info": service.get_info,
+            "optim_step": service.optim_step,
+            "save_weights": service.save_weights,
+            "load_weights": service.load_weights,
+            "save_weights_for_sampler": service.save_weights_for_sampler,
+            "unload_model": service.unload_model,
+            "create_custom_loss": service.create_custom_loss,
+            "create_sampling_session": service.create_sampling_session,
+            "asample": service.sample,
+            "cancel_future": service.cancel,
+            "retrieve_futures": service.retrieve_many,
+            "weights_info": service.weights_info,
+        }
+        run = "training_runs/{id}"
+        checkpoint = run + "/checkpoints/{segment}/{name}"
+        gets: dict[str, Callable[[web.Request], dict[str, Any]]] = {
+            "healthz": lambda request: {"status": "ok"},
+            "get_server_capabilities": lambda request: service.capabilities(),
+            "sessions": lambda request: service.sessions(),
+            "sessions/{id}": lambda request: service.session(request.match_info["id"]),
+            "samplers/{id}": lambda request: service.sampler(request.match_info["id"]),
+            "training_runs": lambda request: service.training_runs(**_page(request)),
+            "checkpoints": lambda request: service.checkpoints(None, **_page(request)),
+            run: lambda request: service.training_run(request.match_info["id"]),
+            f"{run}/checkpoints": lambda request: service.checkpoints(request.match_info["id"]),
+        }
+        at = f"{PREFIX}/".__add__
+        return [
+            web.post(at("forward_backward"), self._checked(self._forward_backward)),
+            web.post(at("retrieve_future"), self._checked(self._retrieve)),
+            web.post(at("sessions/{id}/finish"), self._checked(self._finish)),
+            web.delete(at(checkpoint), self._checked(self._delete)),
+            web.put(at(f"{checkpoint}/ttl"), self._checked(self._set_ttl)),
+            *(web.post(at(path), self._post(answer)) for path, answer in posts.items()),
+            *(web.get(at(path), self._get(answer)) for path, answer in gets.items()),
+            *(
+                web.route(method, at(path), self._get(_hosted_only(about)))
+                for (method, path), about in HOSTED_ONLY.items()
+            ),
+        ]
+
+    # -- kinds of routes --------------------------------------------------------------------------
+
+    def _checked(self, handler: Handler) -> Handler:
+        """Lets in requests with the key. Raises TinkerError (401)."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            given = request.headers.get("X-API-Key", "").encode("utf-8", "surrogateescape")
+            if self._key and not hmac.compare_digest(given, self._key):
+                found = "another one came" if given else "none came"
+                raise TinkerError(
+                    f"this server needs its key in X-API-Key, and {found}. Set TINKER_API_KEY to "
+                    "what the server printed at its start.",
+                    status=401,
+                )
+            return await handler(request)
+
+        return checked
+
+    def _post(self, answer: Callable[[Value], Any]) -> Handler:
+        async def post(request: web.Request) -> web.StreamResponse:
+            found = answer(await self._body(request))
+            return web.json_response(await found if isinstance(found, Awaitable) else found)
+
+        return self._checked(post)
+
+    def _get(self, answer: Callable[[web.Request], dict[str, Any]]) -> Handler:
+        async def get(request: web.Request) -> web.StreamResponse:
+            return web.json_response(answer(request))
+
+        return self._checked(get)
+
+    async def _body(self, request: web.Request) -> Value:
+        return Value(parse_body(await self._read(request, content_type="application/json")))
+
+    # -- single routes ----------------------------------------------------------------------------
+
+    async def _forward_backward(self, request: web.Request) -> web.StreamResponse:
+        if (request.content_length or 0) > self._max_body_bytes:
+            error = TinkerError(
+                f"the body has {request.content_length} bytes; at most {self._max_body_bytes} are "
+                "taken (gateway.max_body_bytes). Send fewer or shorter datums.",
+                status=413,
+            )
+            self._service.refuse_forward_backward(await request.content.read(HEAD_BYTES), error)
+            raise error
+        raw = await self._read(request, content_type=PROTOBUF)
+        return web.json_response(self._service.forward_backward(raw))
+
+    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
+        reply = await self._service.retrieve(await self._body(request))
+        return web.Response(body=reply.body, status=reply.status, content_type=reply.content_type)
+
+    async def _finish(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request)
+        return web.json_response(self._service.finish_session(request.match_info["id"], body))
+
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(self._service.delete_checkpoint(*_checkpoint(request)))
+
+    async def _set_ttl(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request)
+        return web.json_response(self._service.set_ttl(*_checkpoint(request), body))
+
+
+def refuse(error: Exception, request: web.Request) -> web.Response:
+    """Writes the answer for an error."""
+    match error:
+        case TinkerError() | Refusal():
+            status, text = error.status, str(error)
+        case web.HTTPRequestEntityTooLarge():
+            status, text = 413, "the body is larger than gateway.max_body_bytes. Send fewer datums."
+        case web.HTTPException():
+            text = f"{request.method} {request.path[:200]}: {error.reason}. "
+            status, text = error.status, f"{text}Tinker's API is served under {PREFIX}."
+        case sqlite3.OperationalError():  # a full disk: clients try again for minutes
+            LOGGER.error("%s: the journal cannot be written: %s", request.path, error)
+            status, text = 503, f"the journal cannot be written ({error})."
+        case _:
+            LOGGER.error("%s %s", request.method, request.path, exc_info=error)
+            # A 500 would be tried again for ever.
+            status, text = 400, f"{type(error).__name__} in the server; its log has the place."
+    response = web.json_response({"detail": text}, status=status)
+    if status == 503:
+        response.headers["Retry-After"] = "1"
+    if status in (408, 413):  # the rest of the body is not read
+        response.force_close()
+    return response
+
+
+def _hosted_only(about: str) -> Callable[[web.Request], dict[str, Any]]:
+    def answer(request: web.Request) -> dict[str, Any]:
+        raise TinkerError(
+            f"{request.path} is for {about}, which the hosted service alone has.", status=404
+        )
+
+    return answer
+
+
+def _page(request: web.Request) -> dict[str, int]:
+    """limit and offset of a listing."""
+    query = {name: value for name, value in request.query.items() if value.isdecimal()}
+    limit = Value(json.loads(query.get("limit", "20")), "limit").integer(1, 10**6)
+    offset = Value(json.loads(query.get("offset", "0")), "offset").integer(0)
+    return {"limit": limit or 20, "offset": offset or 0}
+
+
+def _checkpoint(request: web.Request) -> tuple[str, str]:
+    """Model and checkpoint id of a route."""
+    found = request.match_info
+    return found["id"], f"{found['segment']}/{found['name']}"
+
+
+class TinkerServer:
+    """Serves `service` from `start` to `close`. The service is started and closed by its owner."""
+
+    def __init__(
+        self, service: TinkerService, *, config: GatewayConfig | None = None, key: str = ""
+    ) -> None:
+        config = config or GatewayConfig()
+        config.check_key(key)
+        routes = TinkerRoutes(
+            service, key=key, read=self._read, max_body_bytes=config.max_body_bytes
+        )
+        self._listener = Listener(
+            config,
+            routes.routes(),
+            refuse=refuse,
+            is_open=not key,
+            decoders={"zstd": unpack_zstd},
+        )
+
+    async def _read(self, request: web.Request, *, content_type: str) -> bytes:
+        return await self._listener.read(request, content_type=content_type)
+
+    async def start(self) -> None:
+        """Listens. Raises ConfigError if the address cannot be taken."""
+        await self._listener.start()
+
+    async def close(self) -> None:
+        await self._listener.close()
+
+    @property
+    def url(self) -> str:
+        """`http://HOST:PORT`, for TINKER_BASE_URL."""
+        return self._listener.url

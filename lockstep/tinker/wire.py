@@ -1,0 +1,748 @@
+"""Bodies of Tinker's API: protobuf and JSON in, the values of `requests.py` out, and the answers.
+
+The messages are built from the table below, so there is no generated file to keep; a test compares
+them field by field with the client's own. Everything a client can get wrong is checked here: a
+TinkerError says what was expected, what came, in which datum and field, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.agent.gateway.reading import Value
+from lockstep.errors import MissingExtraError
+from lockstep.tinker.backend import BaseModel
+from lockstep.tinker.requests import (
+    CustomLoss,
+    Datum,
+    ForwardBackward,
+    ForwardBackwardResult,
+    ModelSpec,
+    OptimStep,
+    SampledSequence,
+    Sampling,
+    SamplingResult,
+    Span,
+    TinkerError,
+    TopK,
+)
+
+try:
+    import zstandard
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf.message import DecodeError, Message
+except ImportError as error:  # pragma: no cover
+    raise MissingExtraError.of(
+        (error.name or "protobuf").partition(".")[0], extra="tinker", needed_for="Tinker's API"
+    ) from None
+
+PROTOBUF = "application/x-protobuf"
+
+MAX_VALUES = 2**26
+"""Values of all tensors of one request, with sparse ones made dense: 256 MiB of float32."""
+MAX_SAMPLES = 4096
+"""Replies that one request may ask for."""
+MAX_TOP_K = 1024
+"""Ids with log-probs that a request may ask for at one place."""
+MAX_SEQ_ID = 2**31 - 1
+MAX_SAMPLE_SEQ_ID = 2**63 - 1
+"""An unpickled sampling client counts from its random number times 10^9."""
+MIN_TEMPERATURE = 1e-5
+"""Smallest temperature above 0: logits divided by less overflow float32."""
+
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
+FLOAT_INPUTS = ("weights", "logprobs", "advantages", "clip_low_threshold", "clip_high_threshold")
+"""Inputs of losses that are float32, one per target."""
+
+# -- the messages ---------------------------------------------------------------------------------
+
+_ENUMS = {
+    "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
+    "DType": (
+        "DTYPE_UNSPECIFIED",
+        "DTYPE_FLOAT32",
+        "DTYPE_INT64",
+        "DTYPE_INT32",
+        "DTYPE_BFLOAT16",
+    ),
+}
+# Number, name, type; type* is repeated, type? optional, {type} a map from strings, |x in oneof x.
+_MESSAGES = {
+    "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string,"
+    " 5 loss_fn_config {double}, 6 forward_only bool, 7 loss_fn_config_v2 {LossConfigValue}",
+    "LossConfigValue": "1 number double|value, 2 text string|value",
+    "Datum": "1 model_input Chunk*, 2 loss_fn_inputs {Tensor},"
+    " 3 model_input_spans ProvenanceSpan*, 4 loss_fn_input_spans ProvenanceSpan*",
+    "ProvenanceSpan": "1 prompt_tokens PromptProvenanceSpan|span,"
+    " 2 sampled_tokens SampledProvenanceSpan|span",
+    "PromptProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
+    "SampledProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
+    "Chunk": "1 encoded_text EncodedTextChunk|chunk, 2 image ImageChunk|chunk,"
+    " 3 dmel DmelChunk|chunk",
+    "EncodedTextChunk": "1 tokens bytes",
+    "ImageChunk": "1 data bytes, 2 format string, 3 expected_tokens int32?,"
+    " 4 override_dimensions ImageDimensions?",
+    "ImageDimensions": "1 width uint32, 2 height uint32",
+    "DmelChunk": "1 dmel bytes",
+    "Tensor": "1 dense bytes|encoding, 2 sparse_csr SparseCsr|encoding, 3 dtype DType,"
+    " 4 shape int64*",
+    "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
+    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*,"
+    " 3 metrics {double}",
+    "ArrayRecord": "1 type_tag string, 2 fields {BatchedTensor}, 3 num_datums int64",
+    "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype DType, 4 trailing_shape int64*",
+    "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes?,"
+    " 3 topk_prompt_logprobs TopkLogprobs?, 4 prompt_cache_hit_tokens int32,"
+    " 5 target_prompt_logprobs Tensor?, 6 prompt_alt_tokens PromptAltTokens?",
+    "SampledSequence": "1 stop_reason StopReason, 2 tokens bytes, 3 logprobs bytes?,"
+    " 4 topk_sampled_logprobs TopkLogprobs?",
+    "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
+    "PromptAltTokens": "1 tokens Tensor, 2 logprobs Tensor",
+}
+
+
+def _build_messages() -> dict[str, type[Message]]:
+    file = descriptor_pb2.FileDescriptorProto(
+        name="lockstep/tinker_public.proto", package="tinker_public", syntax="proto3"
+    )
+    for name, values in _ENUMS.items():
+        enum = file.enum_type.add(name=name)
+        for number, value in enumerate(values):
+            enum.value.add(name=value, number=number)
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field in fields.split(", "):
+            _add_field(message, field)
+    pool = descriptor_pool.DescriptorPool()  # its own: a client in this process has its own, too
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tinker_public.{name}"))
+        for name in _MESSAGES
+    }
+
+
+def _add_field(message: Any, text: str) -> None:
+    """Adds a field of the table to a DescriptorProto."""
+    number, name, kind = text.split()
+    kind, _, oneof = kind.partition("|")
+    field = message.field.add(name=name, number=int(number), label=1)
+    if kind.startswith("{"):
+        entry_name = "".join(part.capitalize() for part in name.split("_")) + "Entry"
+        entry = message.nested_type.add(name=entry_name)
+        entry.options.map_entry = True
+        _add_field(entry, "1 key string")
+        _add_field(entry, f"2 value {kind[1:-1]}")
+        kind = f"{message.name}.{entry_name}*"
+    if kind.endswith("*"):
+        field.label = 3
+    elif kind.endswith("?"):
+        oneof, field.proto3_optional = f"_{name}", True
+    kind = kind.rstrip("*?")
+    if oneof:
+        known = [each.name for each in message.oneof_decl]
+        if oneof not in known:
+            message.oneof_decl.add(name=oneof)
+        field.oneof_index = [*known, oneof].index(oneof)
+    scalar = getattr(descriptor_pb2.FieldDescriptorProto, f"TYPE_{kind.upper()}", None)
+    if scalar is not None:
+        field.type = scalar
+    else:
+        field.type = 14 if kind in _ENUMS else 11  # enum, message
+        field.type_name = f".tinker_public.{kind}"
+
+
+MESSAGES = _build_messages()
+
+
+def message(name: str) -> Any:
+    """A new message. Its fields are known at run time alone."""
+    return MESSAGES[name]()
+
+
+# -- reading: bodies ------------------------------------------------------------------------------
+
+
+def unpack_zstd(raw: bytes, limit: int) -> bytes:
+    """Undoes `Content-Encoding: zstd`; at most `limit` bytes. Raises ValueError."""
+    try:
+        return zstandard.ZstdDecompressor().stream_reader(raw).read(limit)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None
+
+
+def parse_forward_backward(raw: bytes) -> Any:
+    """Parses the message. Raises TinkerError (400)."""
+    found = message("ForwardBackwardRequest")
+    try:
+        found.ParseFromString(raw)
+    except DecodeError:
+        raise TinkerError(
+            f"the body ({len(raw)} bytes) is no protobuf message ForwardBackwardRequest. "
+            "Is the client older than 0.30, or was the body cut?"
+        ) from None
+    if not found.model_id or found.seq_id < 1:
+        raise TinkerError(
+            f"model_id={found.model_id[:80]!r} seq_id={found.seq_id}: expected a model's id and a "
+            "number from 1."
+        )
+    return found
+
+
+def peek_forward_backward(head: bytes) -> tuple[str, int] | None:
+    """The model and seq_id of a message of which only the beginning is there, if it tells. A client
+    goes on with the next seq_id after a refusal, so a refusal should know which one it was."""
+    try:
+        if head[0] != 0x0A or head[1] >= 0x80:  # field 1, text shorter than 128 bytes
+            return None
+        end = 2 + head[1]
+        model_id, seq_id, shift = head[2:end].decode(), 0, 0
+        if head[end] != 0x10:  # field 2, a varint
+            return None
+        for byte in head[end + 1 : end + 6]:
+            seq_id |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return model_id, seq_id
+    except (IndexError, UnicodeDecodeError):
+        pass
+    return None
+
+
+def forward_backward_of(
+    found: Any, base: BaseModel, *, losses: Mapping[str, CustomLoss]
+) -> ForwardBackward:
+    """Reads a parsed message for a model over `base`. losses: uploaded ones of the session by id.
+
+    Raises TinkerError (422).
+    """
+    check_loss(found.loss_fn)
+    config: dict[str, float | str] = dict(found.loss_fn_config)
+    for name, value in found.loss_fn_config_v2.items():
+        kind = value.WhichOneof("value")
+        if kind is None:
+            raise _invalid(f"loss_fn_config {name!r} has neither a number nor a text.")
+        config[name] = getattr(value, kind)
+    for name, number in config.items():
+        if isinstance(number, float) and not np.isfinite(number):
+            raise _invalid(f"loss_fn_config {name!r} is {number}; expected a finite number.")
+    custom = None
+    if found.loss_fn == "custom":
+        custom = losses.get(str(config.get("loss_id", "")))
+        if custom is None:
+            raise _invalid(
+                f"loss_id={config.get('loss_id')!r} names no loss that this session uploaded. "
+                "Make it with service_client.create_custom_loss."
+            )
+    if not found.data:
+        raise _invalid("data is empty: forward_backward needs at least one datum.")
+    room = _Room()
+    data = tuple(
+        _datum(each, f"data[{at}]", base, room, is_custom=custom is not None)
+        for at, each in enumerate(found.data)
+    )
+    return ForwardBackward(
+        data=data,
+        loss=found.loss_fn,
+        config=config,
+        is_forward_only=found.forward_only,
+        custom=custom,
+    )
+
+
+def check_loss(name: str) -> None:
+    """Raises TinkerError (422) for a loss that is not served."""
+    if name == "stable_reinforce":
+        raise _invalid(
+            "loss_fn='stable_reinforce' is not published, so it cannot be served exactly. "
+            "Use loss_fn='importance_sampling' (in tinker-cookbook: loss_fn=importance_sampling)."
+        )
+    if name not in LOSSES:
+        raise _invalid(f"loss_fn={name[:80]!r} is not known; expected one of {', '.join(LOSSES)}.")
+
+
+# -- reading: data --------------------------------------------------------------------------------
+
+
+class _Room:
+    """Counts the values of a request's tensors against MAX_VALUES."""
+
+    def __init__(self) -> None:
+        self.left = MAX_VALUES
+
+    def take(self, count: int, where: str) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise TinkerError(
+                f"{where}: the tensors of this request have over {MAX_VALUES} values (sparse ones "
+                "counted dense). Send fewer datums at a time, or fewer columns.",
+                status=413,
+            )
+
+
+def _datum(found: Any, where: str, base: BaseModel, room: _Room, *, is_custom: bool) -> Datum:
+    token_ids = _tokens_of(found.model_input, where)
+    num = len(token_ids)
+    if not num:
+        raise _invalid(f"{where}.model_input is empty; expected at least one token.")
+    if num > base.max_tokens:
+        raise _invalid(
+            f"{where}.model_input has {num} tokens; {base.name} is served with at most "
+            f"{base.max_tokens}. Cut the datum."
+        )
+    _check_ids(token_ids, f"{where}.model_input", base)
+    inputs = {
+        name: _tensor_of(tensor, f"{where}.loss_fn_inputs[{name!r}]", room)
+        for name, tensor in found.loss_fn_inputs.items()
+    }
+    if "target_tokens" not in inputs:
+        raise _invalid(f"{where}.loss_fn_inputs has no 'target_tokens': the ids to be predicted.")
+    for name in sorted(inputs, key=lambda name: (name != "target_tokens", name)):
+        place = f"{where}.loss_fn_inputs[{name!r}]"
+        _check_input(name, inputs[name], inputs, num, place, is_custom)
+    _check_ids(inputs["target_tokens"], f"{where}.loss_fn_inputs['target_tokens']", base)
+    return Datum(
+        token_ids=token_ids,
+        inputs=inputs,
+        input_spans=_spans(found.model_input_spans, num, f"{where}.model_input_spans"),
+        loss_spans=_spans(found.loss_fn_input_spans, num, f"{where}.loss_fn_input_spans"),
+    )
+
+
+def _check_input(
+    name: str,
+    values: npt.NDArray[Any],
+    inputs: Mapping[str, npt.NDArray[Any]],
+    num: int,
+    where: str,
+    is_custom: bool,
+) -> None:
+    is_target = name == "target_tokens"
+    expected = "i" if is_target else "f" if name in FLOAT_INPUTS else values.dtype.kind
+    if values.dtype.kind != expected:
+        kind = "int64" if is_target else "float32"
+        raise _invalid(f"{where} is {values.dtype}; expected {kind}.")
+    if values.ndim > 2 or (values.ndim == 0 and not is_custom):
+        raise _invalid(f"{where} has the shape {list(values.shape)}; expected [N] or [N, K].")
+    if values.ndim and len(values) != num and (is_target or not is_custom):
+        raise _invalid(
+            f"{where} has {len(values)} entries and the model_input {num} tokens; expected as many:"
+            " position i predicts target_tokens[i]."
+        )
+    if name in ("weights", "logprobs") and values.shape != inputs["target_tokens"].shape:
+        raise _invalid(
+            f"{where} has the shape {list(values.shape)} and target_tokens "
+            f"{list(inputs['target_tokens'].shape)}; expected the same."
+        )
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        place = np.argwhere(~np.isfinite(values))[0].tolist()
+        raise _invalid(f"{where}{place} is {values[tuple(place)]}; expected finite numbers.")
+
+
+def _tokens_of(chunks: Iterable[Any], where: str) -> npt.NDArray[np.int32]:
+    parts: list[npt.NDArray[np.int32]] = []
+    for at, chunk in enumerate(chunks):
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise _no_text(f"{where}.model_input[{at}]", kind)
+        raw = chunk.encoded_text.tokens
+        if len(raw) % 4:
+            raise _invalid(f"{where}.model_input[{at}].tokens: {len(raw)} bytes are no int32s.")
+        parts.append(np.frombuffer(raw, "<i4"))
+    return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+
+
+def _no_text(where: str, kind: str | None) -> TinkerError:
+    what = {"image": "an image", "image_asset_pointer": "an image", "dmel": "audio"}
+    return _invalid(
+        f"{where} is {what.get(kind or '', 'empty or of an unknown type')}; the models served here "
+        "read text alone. Send chunks of the type encoded_text."
+    )
+
+
+def _check_ids(ids: npt.NDArray[Any], where: str, base: BaseModel) -> None:
+    wrong = (ids < 0) | (ids >= base.vocab_size)
+    if wrong.any():
+        place = np.argwhere(wrong)[0].tolist()
+        raise _invalid(
+            f"{where}{place} is {ids[tuple(place)]}; the ids of {base.name} are 0 to "
+            f"{base.vocab_size - 1}. Was another tokenizer used?"
+        )
+
+
+_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2")}
+
+
+def _tensor_of(tensor: Any, where: str, room: _Room) -> npt.NDArray[Any]:
+    """Reads a tensor: floats become float32, whole numbers int64; sparse ones become dense."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise _invalid(f"{where} has the dtype {tensor.dtype}; expected float32 or int64.")
+    shape, encoding = list(tensor.shape), tensor.WhichOneof("encoding")
+    if encoding is None:
+        raise _invalid(f"{where} has no values: neither dense nor sparse_csr.")
+    raw = tensor.dense if encoding == "dense" else tensor.sparse_csr.values
+    if len(raw) % dtype.itemsize:
+        raise _invalid(f"{where}: {len(raw)} bytes are no {dtype.name}s.")
+    values = np.frombuffer(raw, dtype)
+    if tensor.dtype == 4:  # bfloat16 is the upper half of a float32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    values = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
+    if encoding == "dense":
+        return _dense(values, shape, where, room)
+    csr = tensor.sparse_csr
+    if len(csr.crow_indices) % 8 or len(csr.col_indices) % 8:
+        raise _invalid(f"{where}: the indices of a sparse tensor must be int64.")
+    crow, col = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
+    return _from_csr(values, crow, col, shape, where, room, pad=0)
+
+
+def _dense(values: npt.NDArray[Any], shape: list[int], where: str, room: _Room) -> Any:
+    room.take(len(values), where)
+    shape = shape or [len(values)]
+    if any(size < 0 for size in shape) or _product(shape) != len(values):
+        raise _invalid(f"{where} has {len(values)} values, which do not fill the shape {shape}.")
+    return values.reshape(shape)
+
+
+def _product(shape: Iterable[int]) -> int:
+    found = 1
+    for size in shape:  # Python's: numpy's would overflow on an absurd shape
+        found *= size
+    return found
+
+
+def _from_csr(
+    values: npt.NDArray[Any],
+    crow: npt.NDArray[np.int64],
+    col: npt.NDArray[np.int64],
+    shape: list[int],
+    where: str,
+    room: _Room,
+    *,
+    pad: int,
+) -> npt.NDArray[Any]:
+    """Makes a sparse matrix dense; `pad` fills what it does not list."""
+    if len(shape) != 2 or min(shape) < 0:
+        raise _invalid(f"{where} is sparse with the shape {shape}; expected [N, K].")
+    room.take(_product(shape), where)
+    rows, columns = shape
+    is_right = (
+        len(crow) == rows + 1
+        and crow[0] == 0
+        and crow[-1] == len(values) == len(col)
+        and bool((np.diff(crow) >= 0).all())
+    )
+    if not is_right or (len(col) and not (col.min() >= 0 and col.max() < columns)):
+        raise _invalid(
+            f"{where}: the indices of this sparse tensor are inconsistent ({len(values)} values, "
+            f"{len(crow)} row pointers, {len(col)} columns, shape {shape})."
+        )
+    row = np.repeat(np.arange(rows), np.diff(crow))
+    if len(np.unique(row * columns + col)) != len(col):
+        raise _invalid(f"{where}: this sparse tensor lists a place twice.")
+    found = np.full((rows, columns), pad, values.dtype)
+    found[row, col] = values
+    return found
+
+
+def _spans(spans: Iterable[Any], num: int, where: str) -> tuple[Span, ...]:
+    found: list[Span] = []
+    for at, span in enumerate(spans):
+        kind = span.WhichOneof("span")
+        if kind is None:
+            raise _invalid(f"{where}[{at}] is neither of a prompt nor of sampled tokens.")
+        part = getattr(span, kind)
+        if part.offset < 0 or part.length < 1 or not part.sequence_id:
+            raise _invalid(
+                f"{where}[{at}] has sequence_id={part.sequence_id[:80]!r} offset={part.offset} "
+                f"length={part.length}; expected an id, an offset from 0 and a length from 1."
+            )
+        found.append(
+            Span(
+                kind="prompt" if kind == "prompt_tokens" else "sampled",
+                sequence_id=part.sequence_id,
+                offset=part.offset,
+                length=part.length,
+            )
+        )
+    total = sum(span.length for span in found)
+    if found and total != num:
+        raise _invalid(f"{where} have {total} tokens together, and the model_input {num}.")
+    return tuple(found)
+
+
+def _invalid(text: str) -> TinkerError:
+    return TinkerError(text, status=422)
+
+
+# -- reading: JSON --------------------------------------------------------------------------------
+
+
+def check_known(body: Value, *names: str) -> None:
+    """Raises TinkerError (422) for a field that would change what is computed, if it were obeyed:
+    one that has no name here and is neither null, false, 0 nor empty."""
+    for name, value in body.object().items():
+        if name not in (*names, "type") and value:
+            raise _invalid(
+                f"{body.where and body.where + '.'}{name} is not known to this server, so what it "
+                "asks for would not happen. Leave it out."
+            )
+
+
+def seq_id_of(body: Value, *, least: int = 1, most: int = MAX_SEQ_ID) -> int:
+    found = body["seq_id"].integer(least, most)
+    if found is None:
+        raise body["seq_id"].wrong(f"a whole number from {least}")
+    return found
+
+
+def model_spec_of(body: Value) -> ModelSpec:
+    """Reads `create_model`."""
+    check_known(
+        body,
+        *("session_id", "model_seq_id", "base_model", "lora_config", "optimizer_config"),
+        "user_metadata",
+    )
+    check_optimizer(body["optimizer_config"])
+    lora = body["lora_config"]
+    check_known(lora, "rank", "seed", "train_unembed", "train_mlp", "train_attn")
+    rank = lora["rank"].integer(0, 65536)
+    if rank is None:
+        raise lora["rank"].wrong("the rank of the adapter (0 trains the whole model)")
+    return ModelSpec(
+        base_model=body["base_model"].text(),
+        rank=rank,
+        seed=lora["seed"].integer(-(2**63), 2**63 - 1),
+        train_unembed=lora["train_unembed"].truth(True),
+        train_mlp=lora["train_mlp"].truth(True),
+        train_attn=lora["train_attn"].truth(True),
+    )
+
+
+def check_optimizer(config: Value) -> None:
+    if config["type"].text("adamw") != "adamw":
+        raise config["type"].unsupported("AdamW alone is served; leave optimizer_config out.")
+
+
+def optim_step_of(body: Value) -> OptimStep:
+    check_known(body, "model_id", "seq_id", "adam_params", "optimizer_params")
+    if body["optimizer_params"].raw is not None:
+        raise body["optimizer_params"].unsupported("AdamW alone is served; send adam_params.")
+    params = body["adam_params"]
+    if params.raw is None:
+        raise params.wrong("an object with learning_rate, beta1, beta2, eps, weight_decay")
+    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    check_known(params, *names)
+    bounds = {"beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "grad_clip_norm": (-1e30, 1e30)}
+    given = {
+        name: number
+        for name in names
+        if (number := params[name].number(*bounds.get(name, (0, 1e30)))) is not None
+    }
+    if "learning_rate" not in given:
+        raise params["learning_rate"].wrong("a number from 0")
+    given["grad_clip_norm"] = max(0.0, given.get("grad_clip_norm", 0.0))
+    return OptimStep(**given)
+
+
+_SAMPLE_FIELDS = (
+    *("sampling_session_id", "seq_id", "num_samples", "prompt", "sampling_params"),
+    *("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"),
+    *("target_prompt_logprobs", "prompt_logprobs_last_n"),
+)
+
+
+def sampling_of(body: Value, base: BaseModel) -> Sampling:
+    """Reads `asample`. Raises TinkerError (422), or the refusal of a wrong type."""
+    if body["record_stability_info"].truth():
+        raise _invalid(
+            "record_stability_info is for loss_fn='stable_reinforce', which is not served. "
+            "Use loss_fn='importance_sampling' and leave record_stability_info out."
+        )
+    check_known(body, *_SAMPLE_FIELDS)
+    prompt_ids = _prompt_ids(body["prompt"], base)
+    num, params = len(prompt_ids), body["sampling_params"]
+    check_known(params, "max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
+    max_tokens = params["max_tokens"].integer(1)
+    if num >= base.max_tokens or num + (max_tokens or 1) > base.max_tokens:
+        asked = f" and sampling_params.max_tokens is {max_tokens}" if max_tokens else ""
+        raise _invalid(
+            f"the prompt has {num} tokens{asked}; {base.name} is served with at most "
+            f"{base.max_tokens} tokens together. Send less, or serve it with a larger max_tokens."
+        )
+    temperature = params["temperature"].number(0, 100)
+    if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
+        raise params["temperature"].wrong(f"0 or at least {MIN_TEMPERATURE:g}")
+    top_k = params["top_k"].integer(-1)
+    stop_ids, stop_strings = _stops(params["stop"], base)
+    has_logprobs = body["prompt_logprobs"].truth()
+    last_n = body["prompt_logprobs_last_n"].integer(1, max(1, num - 1))
+    if last_n is not None and not has_logprobs:
+        raise body["prompt_logprobs_last_n"].refusal("needs prompt_logprobs=true.")
+    return Sampling(
+        prompt_ids=prompt_ids,
+        num_samples=body["num_samples"].integer(1, MAX_SAMPLES) or 1,
+        max_tokens=max_tokens,
+        seed=params["seed"].integer(-(2**63), 2**64 - 1),
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+        temperature=1.0 if temperature is None else temperature,
+        top_k=top_k or -1,
+        top_p=params["top_p"].number(1e-6, 1) or 1.0,
+        has_prompt_logprobs=has_logprobs,
+        topk_prompt_logprobs=_top_k(body["topk_prompt_logprobs"], base),
+        topk_sample_logprobs=_top_k(body["topk_sample_logprobs"], base),
+        target_ids=_targets(body["target_prompt_logprobs"], num, base),
+        has_sparse_targets=body["target_prompt_logprobs"]["sparse_crow_indices"].raw is not None,
+        num_alternatives=_top_k(body["prompt_alt_tokens_k"], base),
+        last_n=last_n,
+    )
+
+
+def _top_k(value: Value, base: BaseModel) -> int:
+    return value.integer(0, min(MAX_TOP_K, base.vocab_size)) or 0
+
+
+def _prompt_ids(prompt: Value, base: BaseModel) -> npt.NDArray[np.int32]:
+    found: list[int] = []
+    for chunk in prompt["chunks"].entries():
+        kind = chunk["type"].text("encoded_text")
+        if kind != "encoded_text":
+            raise _no_text(chunk.where, kind)
+        found += _integers(chunk["tokens"])
+    if not found:
+        raise prompt.refusal("is empty: there is nothing to continue.")
+    ids = np.array(found, np.int64)
+    _check_ids(ids, prompt.where, base)
+    return ids.astype(np.int32)
+
+
+def _integers(value: Value) -> list[int]:
+    """A list of whole numbers within 64 bits."""
+    raw = value.raw
+    is_list = isinstance(raw, list) and all(
+        type(each) is int and -(2**63) <= each < 2**63 for each in raw
+    )
+    if not is_list:
+        raise value.wrong("a list of whole numbers")
+    return raw
+
+
+def _stops(value: Value, base: BaseModel) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Stop ids (None: those of the model) and stop strings; the model's end stays in force beside
+    strings, and an empty list switches it off."""
+    if value.raw is None:
+        return None, ()
+    if isinstance(value.raw, str) or any(isinstance(each.raw, str) for each in value.entries()):
+        return None, value.stops()
+    ids = _integers(value)
+    _check_ids(np.array(ids, np.int64), value.where, base)
+    return tuple(ids), ()
+
+
+def _targets(value: Value, num: int, base: BaseModel) -> npt.NDArray[np.int64] | None:
+    """Reads an int64 tensor [num - 1, K] whose cells are ids, or -1 for nothing."""
+    if value.raw is None:
+        return None
+    if value["dtype"].text() != "int64":
+        raise value["dtype"].wrong("int64")
+    room, shape = _Room(), _integers(value["shape"]) if value["shape"].raw is not None else []
+    data = np.array(_integers(value["data"]), np.int64)
+    if value["sparse_crow_indices"].raw is None:
+        found = _dense(data, shape, value.where, room)
+    else:
+        crow = np.array(_integers(value["sparse_crow_indices"]), np.int64)
+        col = np.array(_integers(value["sparse_col_indices"]), np.int64)
+        found = _from_csr(data, crow, col, shape, value.where, room, pad=-1)
+    if found.ndim != 2 or len(found) != num - 1:
+        raise _invalid(
+            f"{value.where} has the shape {list(found.shape)}; expected [{num - 1}, K]: a row for "
+            "each prompt token but the first."
+        )
+    if not (found >= 0).any():
+        raise _invalid(f"{value.where} names no id: every cell is -1.")
+    _check_ids(np.where(found == -1, 0, found), value.where, base)
+    return found
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def write_forward_backward(result: ForwardBackwardResult) -> bytes:
+    """Writes the outputs as one record where all have the same columns, otherwise one for each."""
+    found = message("ForwardBackwardOutput")
+    found.loss_fn_output_type = "ArrayRecord"
+    outputs = result.outputs
+    layouts = [{name: values.shape[1:] for name, values in each.items()} for each in outputs]
+    start = 0
+    for end in range(1, len(outputs) + 1):
+        if end < len(outputs) and layouts[end] == layouts[start]:
+            continue
+        record = found.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=end - start)
+        for name, trailing in layouts[start].items():
+            _write_batch(record.fields[name], [each[name] for each in outputs[start:end]], trailing)
+        start = end
+    for name, value in result.metrics.items():
+        assert name.count(":") == 1, f"metric {name!r}: clients read `name:reduction` alone"
+        found.metrics[name] = value
+    return found.SerializeToString()
+
+
+def _write_batch(field: Any, arrays: list[npt.NDArray[Any]], trailing: tuple[int, ...]) -> None:
+    dtype = np.dtype("<f4" if arrays[0].dtype.kind == "f" else "<i8")
+    parts = [np.ascontiguousarray(each, dtype).tobytes() for each in arrays]
+    field.data, field.dtype = b"".join(parts), 1 if dtype.kind == "f" else 2
+    field.offsets = np.cumsum([0, *map(len, parts)], dtype="<i8").tobytes()
+    field.trailing_shape.extend(trailing)
+
+
+def write_sampling(result: SamplingResult, request: Sampling) -> bytes:
+    found = message("SampleResponse")
+    for sequence in result.sequences:
+        _write_sequence(found.sequences.add(), sequence)
+    found.prompt_cache_hit_tokens = result.num_cached_tokens
+    if result.prompt_logprobs is not None:
+        found.prompt_logprobs = result.prompt_logprobs.astype("<f4").tobytes()
+    if result.topk_prompt is not None:
+        _write_top_k(found.topk_prompt_logprobs, result.topk_prompt)
+    if result.target_logprobs is not None and request.target_ids is not None:
+        named = request.target_ids >= 0 if request.has_sparse_targets else None
+        _write_tensor(found.target_prompt_logprobs, result.target_logprobs, named)
+    if result.alternatives is not None:
+        _write_tensor(found.prompt_alt_tokens.tokens, result.alternatives.ids)
+        _write_tensor(found.prompt_alt_tokens.logprobs, result.alternatives.logprobs)
+    return found.SerializeToString()
+
+
+def _write_sequence(field: Any, sequence: SampledSequence) -> None:
+    field.stop_reason = ("stop", "length").index(sequence.stop_reason)
+    field.tokens = sequence.token_ids.astype("<i4").tobytes()
+    field.logprobs = sequence.logprobs.astype("<f4").tobytes()
+    if sequence.topk is not None:
+        _write_top_k(field.topk_sampled_logprobs, sequence.topk)
+
+
+def _write_top_k(field: Any, topk: TopK) -> None:
+    field.token_ids = topk.ids.astype("<i4").tobytes()
+    field.logprobs = topk.logprobs.astype("<f4").tobytes()
+    field.length, field.k = topk.ids.shape
+
+
+def _write_tensor(
+    field: Any, values: npt.NDArray[Any], named: npt.NDArray[np.bool_] | None = None
+) -> None:
+    """named: cells of a sparse tensor that are listed; None writes a dense one."""
+    dtype = np.dtype("<f4" if values.dtype.kind == "f" else "<i8")
+    field.dtype = 1 if dtype.kind == "f" else 2
+    field.shape.extend(values.shape)
+    if named is None:
+        field.dense = np.ascontiguousarray(values, dtype).tobytes()
+        return
+    field.sparse_csr.values = values[named].astype(dtype).tobytes()
+    crow = np.concatenate([[0], np.cumsum(named.sum(axis=1))])
+    field.sparse_csr.crow_indices = crow.astype("<i8").tobytes()
+    field.sparse_csr.col_indices = np.nonzero(named)[1].astype("<i8").tobytes()
