@@ -68,7 +68,7 @@ async def play(
             max_tokens=min(room, limits.agent.max_turn_tokens), stop=list(renderer.stop_ids)
         )
         prompt = types.ModelInput.from_ints(episode.ids)
-        reply = (await sampler.sample_async(prompt, 1, params)).sequences[0]
+        reply = (await sampler.sample(prompt, 1, params)).sequences[0]
         episode.add(reply.tokens, reply.logprobs)
         seen = await environment.step(renderer.parse(reply.tokens))
         if seen.done or reply.stop_reason == "length":
@@ -84,12 +84,12 @@ async def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     renderer = read_model_files(config).renderer
     tasks = config.task.tasks(split="train", seed=options.seed)
     service = tinker.ServiceClient()
-    trainer = await service.create_lora_training_client_async(
+    trainer = await service.create_lora_training_client(
         options.model, rank=options.rank, seed=options.seed
     )
     rows: list[dict[str, Any]] = []
     for step in range(options.steps):
-        sampler = await trainer.save_weights_and_get_sampling_client_async()
+        sampler = await trainer.save_weights_and_get_sampling_client()
         batch: list[Task] = tasks.take(options.groups)
         played = await asyncio.gather(
             *(
@@ -106,10 +106,10 @@ async def train(options: argparse.Namespace) -> list[dict[str, Any]]:
             for episode, advantage in zip(played, advantages.ravel(), strict=True)
             if advantage
         ]
-        passed = await trainer.forward_backward_async(data, "importance_sampling")
-        updated = await trainer.optim_step_async(types.AdamParams(learning_rate=options.lr))
-        found = await passed.result_async()
-        await updated.result_async()
+        passed = trainer.forward_backward(data, "importance_sampling")
+        updated = trainer.optim_step(types.AdamParams(learning_rate=options.lr))
+        found = await passed
+        await updated
         kl = kl_of(data, [output["logprobs"].data for output in found.loss_fn_outputs])
         rows.append({"reward": float(rewards.mean()), "kl_v1": kl[0], "kl_v2": kl[1]})
         print(f"step {step:3}  reward {rewards.mean():.3f}  KL v1 {kl[0]:.1e}  v2 {kl[1]:.1e}")

@@ -264,6 +264,8 @@ def _serve(options: argparse.Namespace) -> int:
     for name in ("host", "port"):
         if (value := getattr(options, name)) is not None:
             settings.append(f"gateway.{name}={value}")
+    if options.api:
+        settings.append(f"api={options.api}")
     if options.help:
         return _show_settings(options, lambda target: find_served(target, settings).config)
     if not options.target:
@@ -276,7 +278,12 @@ def _serve(options: argparse.Namespace) -> int:
     if options.key:  # the command line is stored with the run
         sys.argv = [word.replace(options.key, "***") for word in sys.argv]
     with contextlib.suppress(KeyboardInterrupt):
-        serve(served, key=key, out=options.out or None, is_json=options.json)
+        if "tinker" in served.config.api:
+            from lockstep import tinker_server
+
+            tinker_server.serve(served.config, key=key, out=options.out, is_json=options.json)
+        else:
+            serve(served, key=key, out=options.out or None, is_json=options.json)
     # Everything is stored; a late Ctrl-C would end the interpreter as if it had been killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return OK
@@ -651,6 +658,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
         (
             _arg("target", "MODEL|RUN[@STEP]", nargs="?"),
             _SETTINGS,
+            _arg("--api", "NAMES", "agents (the default), tinker, or agents,tinker", default=None),
             _arg("--port", "N", "gateway.port; default: a free one", type=int, default=None),
             _arg("--host", "ADDRESS", "gateway.host; default: this machine only", default=None),
             _arg("--key", "KEY", "opens every session; better in the environment, as LOCKSTEP_KEY"),

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.config import check_numbers
+from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinkerConfig:
     """Limits of Tinker's API, and what the server keeps."""
 
+    models: tuple[str, ...] = ()
+    """Base models as NAME=MODEL, by the names that clients use. Empty serves the model of the
+    command under its own name."""
     silent_seconds: float = 300.0
     """Seconds without a sign of life (clients send one every 10 s) until a session counts as gone:
     its models and samplers are unloaded, its checkpoints stay."""
@@ -38,6 +42,12 @@ class TinkerConfig:
     instead of one for each request."""
 
     def __post_init__(self) -> None:
+        names = [entry.partition("=")[0] for entry in self.models]
+        for entry in self.models:
+            if not all(entry.partition("=")[::2]):
+                raise ConfigError(f"tinker.models has {entry!r}; expected NAME=MODEL.")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"tinker.models names a model twice: {', '.join(names)}.")
         names = ("silent_seconds", "result_seconds", "sampler_seconds", "missing_seconds")
         check_numbers(self, "tinker.", *names)
         check_numbers(self, "tinker.", "state_seconds", least=0)

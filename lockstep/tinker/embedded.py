@@ -30,7 +30,7 @@ from lockstep.models.lora_config import lora_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.ops.context import PackedContext
 from lockstep.tinker.backend import BaseModel
-from lockstep.tinker.graph import compiled
+from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.learner import TinkerLearner, adapter_config
 from lockstep.tinker.requests import (
     CustomLoss,
@@ -111,12 +111,12 @@ class EmbeddedBackend:
         self._learners.pop(model_id, None)
 
     def check_loss(self, loss: CustomLoss) -> None:
-        compiled(loss)
+        _compiled(loss)
 
     async def forward_backward(
         self, model_id: str, request: ForwardBackward
     ) -> ForwardBackwardResult:
-        custom = None if request.custom is None else compiled(request.custom)
+        custom = None if request.custom is None else _compiled(request.custom)
         learner = self._learners[model_id]
         return await self._train(partial(learner.forward_backward, request, custom=custom))
 
@@ -267,6 +267,11 @@ class EmbeddedBackend:
             await self.close_sampler(sampler_id)
         for base in self._bases.values():
             await base.engine.close()
+
+
+def _compiled(loss: CustomLoss) -> GraphLoss:
+    inputs = [{"name": name, "rank": rank} for name, rank in loss.inputs]
+    return GraphLoss(loss.name, inputs, loss.graph)
 
 
 # -- sampling -------------------------------------------------------------------------------------

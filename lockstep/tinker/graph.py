@@ -147,10 +147,10 @@ class _Node:
     is_sized: bool
 
 
-class CustomLoss:
+class GraphLoss:
     """A loss that a client uploaded.
 
-    >>> loss = CustomLoss("nll", [{"name": "logprobs", "rank": 1}], {"format": 1, "nodes": [
+    >>> loss = GraphLoss("nll", [{"name": "logprobs", "rank": 1}], {"format": 1, "nodes": [
     ...     {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
     ...     {"op": "call_method", "name": "s", "target": "sum", "args": [{"ref": "logprobs"}]},
     ...     {"op": "call_function", "name": "n", "target": "operator.neg", "args": [{"ref": "s"}]},

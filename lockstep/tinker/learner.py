@@ -32,7 +32,7 @@ from lockstep.models.peft_io import check_policy, load_policy, save_policy
 from lockstep.objectives.losses import TokenBatch
 from lockstep.ops.context import PackedContext
 from lockstep.store.files import write_json
-from lockstep.tinker.graph import CustomLoss
+from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.losses import (
     CUSTOM,
     TARGETS,
@@ -146,7 +146,7 @@ class TinkerLearner:
         self._drop_gradients()
 
     def forward_backward(
-        self, request: ForwardBackward, *, custom: CustomLoss | None = None
+        self, request: ForwardBackward, *, custom: GraphLoss | None = None
     ) -> ForwardBackwardResult:
         """Adds the gradient of a summed loss to what the next `optim_step` applies.
 
@@ -252,7 +252,7 @@ class TinkerLearner:
 
     # -- mechanism --------------------------------------------------------------------------------
 
-    def _check(self, request: ForwardBackward, custom: CustomLoss | None) -> Loss | None:
+    def _check(self, request: ForwardBackward, custom: GraphLoss | None) -> Loss | None:
         """The loss; None if it is the custom one. Raises TinkerError for what is wrong."""
         loss: Loss | None = None
         if request.loss != CUSTOM:
@@ -326,7 +326,7 @@ class TinkerLearner:
         batch: _Batch,
         request: ForwardBackward,
         loss: Loss | None,
-        custom: CustomLoss | None,
+        custom: GraphLoss | None,
         totals: Totals,
     ) -> Tensor:
         """Forward of a micro-batch, and backward if it is wanted. [M] log-probs, no gradient."""
@@ -377,7 +377,7 @@ class TinkerLearner:
 
     def _sum_custom(
         self,
-        custom: CustomLoss,
+        custom: GraphLoss,
         batch: _Batch,
         logprobs_M: Tensor,
         data: Sequence[Datum],

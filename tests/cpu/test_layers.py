@@ -23,7 +23,7 @@ ROWS = [
     ["run_config"],
     ["memory", "recipes"],
     ["run"],
-    ["doctor", "model_server", "supervised"],
+    ["doctor", "model_server", "supervised", "tinker_server"],
     ["testing"],
     ["cli"],
 ]
