@@ -321,19 +321,17 @@ class Journal:
         names = ("id", "session", "target", "seq_id", "kind", "body")
         return [Request(**dict(zip(names, row, strict=True))) for row in rows]
 
-    def next_seq_id(self, target: str) -> int:
-        """The first seq_id of a model that has not been executed, refused or given up."""
+    def progress(self, target: str) -> tuple[int, list[int]]:
+        """The first seq_id of a model that has not been executed or refused, and the later ones
+        that were refused."""
         rows = self._db.execute(
             "SELECT seq_id FROM requests WHERE target = ? AND seq_id >= 0 AND state != 'waiting' "
             "ORDER BY seq_id",
             (target,),
         )
-        expected = 0
-        for (seq_id,) in rows:
-            if seq_id != expected:
-                break
-            expected += 1
-        return expected
+        used = [seq_id for (seq_id,) in rows]
+        first = next((at for at, seq_id in enumerate(used) if at != seq_id), len(used))
+        return first, used[first:]
 
     def completions(self, target: str, clone: int, after: int) -> list[tuple[int, str, State, int]]:
         """(count, request, state, bytes of its result) of the results of one sampling client after

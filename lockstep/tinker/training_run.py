@@ -66,8 +66,8 @@ class TrainingRun:
         self._backend, self._journal, self._store = backend, journal, store
         self._samplers, self._config = samplers, config
         self._read, self._settle = read, settle
-        self.next_seq_id = journal.next_seq_id(record.id)
-        self._held: dict[int, Request | None] = {}
+        self.next_seq_id, refused = journal.progress(record.id)
+        self._held: dict[int, Request | None] = dict.fromkeys(refused)
         """Seq_id -> a request, or None for one that was refused."""
         self._arrived = asyncio.Event()
         self._missing_since: tuple[int, float] = (-1, 0.0)

@@ -137,7 +137,7 @@ def test_a_custom_loss_runs_in_the_server(served, client_of):
 
     handle = service.create_custom_loss(loss, {"logprobs": 1, "advantages": 1})
     handle = handle.result() if hasattr(handle, "result") else handle
-    one = datum(weights=None)
+    one = datum()
     del one.loss_fn_inputs["weights"]
     one.loss_fn_inputs["advantages"] = types.TensorData(data=[1.0] * 3, dtype="float32", shape=[3])
     assert train.forward_backward_custom([one], handle).result().metrics["custom:sum"] > 1
@@ -400,8 +400,6 @@ def test_a_finished_session_frees_its_models_and_keeps_its_checkpoints(served, c
     left = served.service.store.directory / "samplers"
     assert soon(lambda: not served.backend.models and not served.backend.samplers)
     assert soon(lambda: not list(left.glob("*")))
-    with pytest.raises(tinker.APIStatusError, match="is over: its client finished"):
-        train.optim_step(types.AdamParams()).result()
     assert client_of(served).create_training_client_from_state_with_optimizer(path).result()
 
 
