@@ -50,8 +50,8 @@ SEQUENCES = (2, 16)
 NUM_MORE = 64
 OPS = ("plain", "invariant")
 HOW = (
-    f"{NUM_ADAPTERS} adapters of rank {RANK} on {MODEL}, replies of {REPLY_TOKENS} tokens, float32, "
-    "one thread; peer: the same engine, one adapter after the other"
+    f"{NUM_ADAPTERS} adapters of rank {RANK} on {MODEL}, replies of {REPLY_TOKENS} tokens, "
+    "float32, one thread; peer: the same engine, one adapter after the other"
 )
 
 

@@ -48,6 +48,7 @@ LEAST_TILE = 16  # fewest: below it, extra calls cost more than scores gain by s
 TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a second thread idle
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
 PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
+BATCHED_WIDTH = 8  # narrower weights take other kernels in a batched product than in a single one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +163,9 @@ class InvariantOps(Ops):
     ) -> Tensor:
         x_RK, weight_ENK, bias_EN, counts = x, weight, bias, tokens_per_expert
         rows, quantum = counts[0], self.rules.row_quantum
-        is_wide = is_widened(x_RK.dtype)
-        if rows and rows <= PACKED_ROWS and not is_wide and counts.count(rows) == len(weight_ENK):
+        is_even = 0 < rows <= PACKED_ROWS and counts.count(rows) == len(weight_ENK)
+        is_batched = min(weight_ENK.shape[1:]) >= BATCHED_WIDTH and not is_widened(x_RK.dtype)
+        if is_even and is_batched:
             x_EMK = x_RK.view(len(weight_ENK), rows, -1)
             if extra := -rows % quantum:
                 x_EMK = F.pad(x_EMK, (0, 0, 0, extra))

@@ -22,7 +22,7 @@ from lockstep.models.attention import Attention
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder, read_tensors
-from lockstep.models.moe import MoE, Routing
+from lockstep.models.moe import MoE
 from lockstep.models.variants import sharing
 from lockstep.ops.base import Ops
 

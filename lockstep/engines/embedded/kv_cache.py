@@ -336,9 +336,7 @@ class PagedCache:
 
     # -- the trie -----------------------------------------------------------------------------
 
-    def _walk(
-        self, ids: Ids, limit: int, root: int
-    ) -> tuple[list[PageNode], PageNode | None, int]:
+    def _walk(self, ids: Ids, limit: int, root: int) -> tuple[list[PageNode], PageNode | None, int]:
         """(full pages, the page that continues them furthest, its number of matching positions)."""
         path: list[PageNode] = []
         if not self.is_caching:

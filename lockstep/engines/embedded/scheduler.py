@@ -166,9 +166,7 @@ class Scheduler:
             return False
         ids, weights = sequence.ids, sequence.weights
         others = [
-            other.ids
-            for other in self.prefilling
-            if not other.scoring and other.weights is weights
+            other.ids for other in self.prefilling if not other.scoring and other.weights is weights
         ]
         num_shared = max((_num_common(ids, other) for other in others), default=0)
         if 2 * num_shared < len(ids):
