@@ -165,7 +165,7 @@ def _of_shape(
 
 
 def _own_factors(model: Decoder) -> Factors:
-    """Of the model's own adapter, as a stack of one: views of its parameters."""
+    """The model's own adapter, as a stack of one: views of its parameters."""
     return {
         place_of(model, projection)[:2]: _stacked(
             [x.detach()[None] for x in _parts(adapter)], _columns(adapter), adapter.scale
