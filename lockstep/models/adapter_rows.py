@@ -27,6 +27,8 @@ MOST_PADDED_ROWS = 64
 """Groups of at most this many rows are padded to one size, so that one batched product does all. It
 is what `ops.invariant` reads packed weights for: more rows fill a product of their own."""
 
+ROW_QUANTUM = 4  # rows that `ops.invariant` would pad each product to, one by one
+
 SPARE_ROWS = 64
 """Rows that padding may add beyond twice those that count; computing them takes less time than the
 calls of a product per group."""
@@ -37,10 +39,10 @@ class Groups:
     """Rows of a batch, sorted by what multiplies them.
 
     >>> groups = Groups.of(np.array([1, -1, 0, 1]), 2, torch.device("cpu"))
-    >>> groups.source_P.tolist(), groups.counts   # row 2 twice: group 0 is padded
-    ([2, 2, 0, 3], [2, 2])
+    >>> groups.source_P.tolist(), groups.counts   # both are padded to four rows
+    ([2, 2, 2, 2, 0, 3, 3, 3], [4, 4])
     >>> groups.rows.tolist(), groups.places.tolist()
-    ([2, 0, 3], [0, 2, 3])
+    ([2, 0, 3], [0, 4, 5])
     """
 
     source_P: Tensor
@@ -59,7 +61,10 @@ class Groups:
         sorted_n = members[np.argsort(group_T[members], kind="stable")]
         group_n = group_T[sorted_n]
         counts = np.bincount(group_n, minlength=num_groups)
-        starts, longest = counts.cumsum() - counts, int(counts.max())
+        starts, longest = (
+            counts.cumsum() - counts,
+            -(-int(counts.max()) // ROW_QUANTUM) * ROW_QUANTUM,
+        )
         source, place_n = sorted_n, np.arange(len(sorted_n))
         num_padded = num_groups * longest
         if longest <= MOST_PADDED_ROWS and num_padded <= 2 * len(sorted_n) + SPARE_ROWS:

@@ -28,9 +28,9 @@ Tensor = torch.Tensor
 def decoder_over(base: Decoder) -> Decoder:
     """A second decoder over the very parameters of `base`, which are frozen from now on.
 
-    It has modules of its own, so `lora.add_adapter` gives it an adapter that `base`, and other
-    decoders over it, do not have. It starts with the ops of `base`, and without its adapter. What it
-    takes is its adapter and a few small objects per layer; the table of rotary angles is shared too.
+    It has modules of its own, so `lora.add_adapter` gives it an adapter that neither `base` nor
+    other decoders over it have. It starts with the ops of `base`, and without its adapter. Its
+    memory is that adapter and a few small objects per layer: the table of rotary angles is shared.
 
     >>> one, other = decoder_over(base), decoder_over(base)         # doctest: +SKIP
     >>> add_adapter(one, shape, seed=0)                             # doctest: +SKIP
@@ -165,7 +165,7 @@ def _of_shape(
 
 
 def _own_factors(model: Decoder) -> Factors:
-    """Of the model's own adapter, as a stack of one: views of its parameters."""
+    """The model's own adapter, as a stack of one: views of its parameters."""
     return {
         place_of(model, projection)[:2]: _stacked(
             [x.detach()[None] for x in _parts(adapter)], _columns(adapter), adapter.scale

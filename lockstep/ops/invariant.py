@@ -48,6 +48,7 @@ LEAST_TILE = 16  # fewest: below it, extra calls cost more than scores gain by s
 TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a second thread idle
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
 PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
+BATCHED_WIDTH = 8  # narrower weights take other kernels in a batched product than in a single one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,17 +162,23 @@ class InvariantOps(Ops):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
     ) -> Tensor:
         x_RK, weight_ENK, bias_EN, counts = x, weight, bias, tokens_per_expert
-        rows, quantum = counts[0], self.rules.row_quantum
-        is_wide = is_widened(x_RK.dtype)
-        if rows and rows <= PACKED_ROWS and not is_wide and counts.count(rows) == len(weight_ENK):
+        rows, is_wide = counts[0], is_widened(x_RK.dtype)
+        is_even = 0 < rows <= PACKED_ROWS and counts.count(rows) == len(weight_ENK)
+        is_batched = min(weight_ENK.shape[1:]) >= BATCHED_WIDTH
+        if is_wide and weight_ENK[0].numel() >= PACKED_SIZE:
+            is_batched = False  # a packed weight is made wide once, a batch of them in each call
+        if is_even and is_batched:
             x_EMK = x_RK.view(len(weight_ENK), rows, -1)
-            if extra := -rows % quantum:
+            if extra := -rows % self.rules.row_quantum:
                 x_EMK = F.pad(x_EMK, (0, 0, 0, extra))
+            if is_wide:
+                x_EMK, weight_ENK = x_EMK.float(), weight_ENK.float()
+                bias_EN = None if bias_EN is None else bias_EN.float()
             if bias_EN is None:
                 out = torch.bmm(x_EMK, weight_ENK.transpose(1, 2))
             else:
                 out = torch.baddbmm(bias_EN[:, None], x_EMK, weight_ENK.transpose(1, 2))
-            return out[:, :rows].reshape(len(x_RK), -1)
+            return out[:, :rows].reshape(len(x_RK), -1).to(x_RK.dtype)
         out = x_RK.new_empty(len(x_RK), weight_ENK.shape[1])
         for expert, part in rows_by_expert(counts):
             of_expert = None if bias_EN is None else bias_EN[expert]

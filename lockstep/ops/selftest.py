@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -36,6 +36,7 @@ ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 64, 65, 127)
 MANY_ROWS = 2048  # as in a packed batch; tried where it costs little
 MANY_ROWS_MULTIPLIES = 1 << 30  # a tenth of a second on one core
 ROW_LENGTHS = (2 * KEY_BLOCK + 9, 40)  # of the two rows of the recorded forward
+NUM_GROUPS = 5  # adapters of one shape that are multiplied at once
 MAX_FORWARD_MULTIPLIES = 1 << 34  # a second on one core: longer forwards are shortened
 
 ROWWISE = {
@@ -201,16 +202,54 @@ def first_failure(model: Any) -> tuple[str, str, int]:
         ids = sampled.argmax(-1)
         trained, _ = ops.log_probs(hidden, model.head, ids)
     of_head = [_Call("linear", (hidden, model.head), {}), _Call("log_softmax", (logits,), {})]
+    failed, where, count = _first_failure(ops, [*calls, *of_head])
+    if failed:
+        return failed, where, count
+    if not torch.equal(trained, sampled.gather(1, ids[:, None])[:, 0]):
+        return "log_probs", "log_probs: differs from the sampler's log_softmax", count
+    return "", "", count + 1
+
+
+def adapter_failure(
+    ops: Ops, shapes: Iterable[Sequence[int]], *, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The first shape whose products are not invariant, in words; empty if all are.
+
+    shapes: of an adapter's factors, [N, K] or, for experts, [E, N, K]. Besides what is tried on the
+    products of a model, several of one shape are multiplied at once, as for a batch whose rows have
+    different adapters.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=generator) - 0.5).to(dtype).to(device)
+
+    calls: list[_Call] = []
+    for shape in dict.fromkeys(tuple(shape) for shape in shapes):
+        x, weight = draw(sum(ROW_LENGTHS), shape[-1]), draw(*shape)
+        if len(shape) == 2:
+            calls += [_Call("linear", (x, weight), {}), _Call("grouped", (x, weight), {})]
+        else:
+            counts = [len(x), *[0] * (shape[0] - 1)]
+            calls.append(_Call("expert_linear", (x, weight, None, counts), {}))
+            calls.append(_Call("expert_linear", (x, weight.repeat(NUM_GROUPS, 1, 1), None, []), {}))
+    return _first_failure(ops, calls)[1]
+
+
+def _first_failure(ops: Ops, calls: Sequence[_Call]) -> tuple[str, str, int]:
+    """As `first_failure`, of these calls."""
+    checks = {
+        "attention": _attention_checks,
+        "expert_linear": _expert_checks,
+        "grouped": _group_checks,
+    }
     count = 0
-    for call in (*calls, *of_head):
-        checks = {"attention": _attention_checks, "expert_linear": _expert_checks}
+    for call in calls:
         for failed in checks.get(call.op, _row_checks)(ops, call):
             count += 1
             if failed:
                 return failed, f"{failed}: {call.describe()}", count
-    if not torch.equal(trained, sampled.gather(1, ids[:, None])[:, 0]):
-        return "log_probs", "log_probs: differs from the sampler's log_softmax", count
-    return "", "", count + 1
+    return "", "", count
 
 
 def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
@@ -274,6 +313,27 @@ def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
                 with torch.inference_mode():
                     fed = run(counts)
                 yield "" if _same(fed, part) else "packed weights"
+
+
+def _group_checks(ops: Ops, call: _Call) -> Iterator[str]:
+    """Several weights of one shape at once, against one after the other."""
+    x, weight = call.args
+    weights = torch.stack([weight.roll(i, 0) for i in range(NUM_GROUPS)])
+    with torch.no_grad():
+        alone = [ops.linear(x, of_group) for of_group in weights]
+        for count in ROW_COUNTS:
+            skewed = [(count, 0, 1)[i % 3] for i in range(NUM_GROUPS)]
+            for counts in ([count] * NUM_GROUPS, skewed):
+                rows = torch.cat([x[:n] for n in counts])
+                expected = torch.cat([out[:n] for out, n in zip(alone, counts, strict=True)])
+                yield (
+                    ""
+                    if _same([ops.expert_linear(rows, weights, None, counts)], [expected])
+                    else ("expert_linear")
+                )
+                with torch.inference_mode():
+                    fed = ops.expert_linear(rows, weights, None, counts)
+                yield "" if _same([fed], [expected]) else "packed weights"
 
 
 def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:

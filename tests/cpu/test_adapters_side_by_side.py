@@ -54,8 +54,9 @@ def make_engine(base, **settings):
 
 
 class Sharing:
-    """Gives the requests of `roll_out` to an engine, under each of the names in turn. only: those of
-    one name alone, to an engine whose base model has that adapter; the others get no reply."""
+    """Gives the requests of `roll_out` to an engine, under each of the names in turn.
+
+    only: those of one name, to an engine whose model has that adapter; the others get no reply."""
 
     def __init__(self, engine, names, *, only=None):
         self.engine, self.names, self.only = engine, names, only

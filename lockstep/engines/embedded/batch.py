@@ -161,7 +161,7 @@ class Scoring:
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """What requests are sampled by: the base model, or it with an adapter."""
+    """The weights that requests are sampled by: the base model, or it with an adapter."""
 
     number: int
     """0 is the base. An adapter gets another number whenever its tensors are replaced."""

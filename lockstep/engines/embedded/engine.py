@@ -44,13 +44,15 @@ from lockstep.engines.ledger import (
     limit_of,
 )
 from lockstep.engines.worker_weights import TornWeightsError
-from lockstep.errors import EngineError
+from lockstep.errors import CapabilityError, EngineError
 from lockstep.models.adapters import AdapterStacks
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, decoder_like, load_weights, read_tensors
+from lockstep.models.lora_config import adapter_shapes
 from lockstep.models.moe import Routing
 from lockstep.models.peft_io import read_adapter
-from lockstep.ops.selftest import fingerprint
+from lockstep.ops.base import Ops
+from lockstep.ops.selftest import adapter_failure, fingerprint
 from lockstep.types import (
     Delta,
     Distribution,
@@ -95,6 +97,8 @@ class EmbeddedEngine(Engine):
         self._base = Weights(0, 0)
         self._adapters: dict[str, Weights] = {}
         self._stacks, self._numbers = AdapterStacks(), count(1)
+        self._tested: set[frozenset[tuple[int, ...]]] = set()
+        """Shapes of adapters that the ops were tested with."""
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_tokens = min(shape.max_positions, num_pages * config.page_size)
         self._cache = PagedCache(
@@ -271,10 +275,12 @@ class EmbeddedEngine(Engine):
         leave them as they are.
 
         Raises EngineError for a decoder that is no adapted one of the base's shape, CheckpointError
-        for a directory that does not fit.
+        for a directory that does not fit, CapabilityError if the ops do not keep their contract for
+        the adapter's shapes.
         """
         self._ledger.check_open()
         adapted = self._adapted(name, source)
+        self._test_ops(name, adapted)
         weights = self._adapters.setdefault(name, Weights(0, version, name))
         sequences = [s for s in self._scheduler.sequences() if s.weights is weights]
         self._end_segments(sequences)
@@ -679,6 +685,25 @@ class EmbeddedEngine(Engine):
                 f"found {found}. `models.adapters.decoder_over` makes one."
             )
         return source
+
+    def _test_ops(self, name: str, adapted: Decoder) -> None:
+        """Whether this machine gives an adapter of these shapes its bits in any batch. The contract
+        was proved before anybody knew them."""
+        model = self._model
+        assert adapted.lora is not None, "checked before"
+        shapes = frozenset(adapter_shapes(adapted.lora).values())
+        if type(model.ops) is Ops or shapes in self._tested:
+            return
+        failure = adapter_failure(
+            model.ops, sorted(shapes), dtype=model.embedding.dtype, device=model.embedding.device
+        )
+        if failure:
+            raise CapabilityError(
+                f"load_adapter: {name!r} has {adapted.lora.describe()}, for which the ops "
+                f"{model.ops.name} do not keep the contract on this machine: {failure}. Take "
+                "another rank, or stock ops."
+            )
+        self._tested.add(shapes)
 
     def _write(self, source: Any) -> None:
         is_directory = not isinstance(source, Mapping)
