@@ -72,7 +72,7 @@ class Outcome:
     digest: bytes = field(repr=False)
     result: bytes = field(repr=False)
     category: str
-    """Of a failed one. The HTTP status of a refused one."""
+    """Category of a failed one; the HTTP status of a refused one; otherwise empty."""
 
 
 # -- what exists ----------------------------------------------------------------------------------
@@ -338,7 +338,8 @@ class Journal:
         the `after`-th, in order."""
         return self._db.execute(
             "SELECT finished, id, state, length(result) FROM requests "
-            "WHERE target = ? AND finished > ? AND seq_id >= ? AND seq_id < ? ORDER BY finished",
+            "WHERE target = ? AND finished > ? AND seq_id >= ? AND seq_id < ? "
+            "AND state IN ('done', 'failed') ORDER BY finished",
             (target, after, clone * CLONE, (clone + 1) * CLONE),
         ).fetchall()
 

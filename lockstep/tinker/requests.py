@@ -1,4 +1,4 @@
-"""What a client of Tinker's API asks for, and what it gets: the wire's content as Python values.
+"""The wire's content as Python values: requests of clients of Tinker's API, and their results.
 
 `wire.py` reads these from HTTP bodies and writes them; `service.py` orders and journals them;
 `backend.py` computes them. No torch.
@@ -17,7 +17,7 @@ from lockstep.errors import LockstepError
 from lockstep.types import Float32Array, Int32Array
 
 Category = Literal["user", "server", "unknown"]
-"""Whose fault a failed request is, in the words of the wire."""
+"""The side at fault in a failed request, in the words of the wire."""
 
 
 class TinkerError(LockstepError, ValueError):
@@ -108,7 +108,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBackwardResult:
-    """What the loss was."""
+    """Losses and log-probs of one pass."""
 
     outputs: tuple[Mapping[str, npt.NDArray[Any]], ...]
     """For each datum: name -> array. `logprobs` has the shape of its target_tokens, float32."""

@@ -15,7 +15,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,6 +72,9 @@ EXPIRE_SECONDS = 60.0
 """Interval of deleting what is over."""
 MAX_INLINE_BYTES = 1_000_000
 """Size above which a result is told before it is sent, so that a client has room for it."""
+MAX_CONCURRENT_SAMPLES = 512
+"""Requests that a sampling client has open at a time. Each holds a connection of the client and of
+the server, and systems commonly allow a process 1024 files."""
 UNLOAD = -1
 """Seq_id of the request that unloads a model: it is outside the order."""
 PROTOBUF_KINDS = ("forward_backward", "sample")
@@ -109,6 +112,7 @@ class TinkerService:
         )
         self._sessions, self._models = journal.all(Session), journal.all(Model)
         self._losses = journal.all(Loss)
+        self._custom = {loss.id: _loss_of(Value(loss.body)) for loss in self._losses.values()}
         self._runs: dict[str, TrainingRun] = {}
         self._seen = dict.fromkeys(self._sessions, time.monotonic())
         """Session -> when it last gave a sign of life."""
@@ -137,9 +141,9 @@ class TinkerService:
             self._resume(request)
         for model in alive:
             self._runs[model.id].start()
-            session = self._sessions[model.session]
-            if session.ended:
-                self._runs[model.id].end(session.ended)
+        for session in self._sessions.values():
+            if session.ended:  # the last process may have been killed while it freed what it had
+                self._spawn(self._free(session))
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
     def _resume(self, request: Request) -> None:
@@ -237,7 +241,10 @@ class TinkerService:
         """Unloads what a session has in memory. Its checkpoints stay."""
         session.ended, session.ended_at = reason, time.time()
         self._journal.put(session)
-        task = asyncio.get_running_loop().create_task(self._free(session))
+        self._spawn(self._free(session))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 
@@ -255,7 +262,7 @@ class TinkerService:
         await self._samplers.end(session.id)
         for loss in [each for each in self._losses.values() if each.session == session.id]:
             self._journal.remove(loss)
-            del self._losses[loss.id]
+            del self._losses[loss.id], self._custom[loss.id]
 
     def sessions(self) -> dict[str, Any]:
         return {"sessions": [*self._sessions][::-1]}
@@ -414,14 +421,13 @@ class TinkerService:
             self.refuse_forward_backward(raw, error)
             raise
         run = self._run(found.model_id)
-        losses = self._losses_of(run)
         # Serialized anew: a retry may have its maps in another order.
         return self._submit(
             run,
             "forward_backward",
             found.seq_id,
             found.SerializeToString(deterministic=True),
-            lambda: forward_backward_of(found, run.base, losses=losses),
+            lambda: forward_backward_of(found, run.base, find_loss=self._loss),
         )
 
     def refuse_forward_backward(self, head: bytes, error: TinkerError) -> None:
@@ -522,7 +528,7 @@ class TinkerService:
         run = self._runs[request.target]
         if request.kind == "forward_backward":
             found = parse_forward_backward(request.body)
-            return forward_backward_of(found, run.base, losses=self._losses_of(run))
+            return forward_backward_of(found, run.base, find_loss=self._loss)
         body = json.loads(request.body)
         return optim_step_of(Value(body)) if request.kind == "optim_step" else body
 
@@ -538,7 +544,8 @@ class TinkerService:
         digest, known = digest_of("create_custom_loss", raw), self._journal.find(target, number)
         if known is not None:
             return {"request_id": _same(known, digest, target, number)}
-        self._backend.check_loss(_loss_of(body))
+        custom = _loss_of(body)
+        self._backend.check_loss(custom)
         loss = Loss(id=f"{target}:{number}", session=session.id, body=body.object())
         request = self._request(session.id, target, number, "create_custom_loss", b"")
         with self._journal.transaction():
@@ -546,16 +553,11 @@ class TinkerService:
             self._journal.add(request, digest)
             payload = {"loss_id": loss.id, "type": "create_custom_loss"}
             self._journal.finish(request.id, as_json(payload))
-        self._losses[loss.id] = loss
+        self._losses[loss.id], self._custom[loss.id] = loss, custom
         return {"request_id": request.id}
 
-    def _losses_of(self, run: TrainingRun) -> Mapping[str, CustomLoss]:
-        session = run.record.session
-        return {
-            loss.id: _loss_of(Value(loss.body))
-            for loss in self._losses.values()
-            if loss.session == session
-        }
+    def _loss(self, loss_id: str) -> CustomLoss | None:
+        return self._custom.get(loss_id)
 
     # -- samplers ---------------------------------------------------------------------------------
 
@@ -832,6 +834,7 @@ class TinkerService:
         return {
             "sample_use_retrieve_futures": self.config.uses_retrieve_futures,
             "custom_loss_server_side": True,
+            "sample_max_concurrent_requests": MAX_CONCURRENT_SAMPLES,
         }
 
 

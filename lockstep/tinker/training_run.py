@@ -36,7 +36,7 @@ class Done:
     keeps_body: bool = False
     """A restart has to repeat the request, until the state is saved."""
     then: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
-    """What follows once the client may read the result."""
+    """Follows once the client may read the result."""
 
 
 def as_json(value: Any) -> bytes:
