@@ -23,8 +23,8 @@ ROWS = [
     ["run_config"],
     ["memory", "recipes"],
     ["run"],
-    ["doctor", "tinker", "supervised"],
-    ["model_server"],
+    ["doctor", "supervised"],
+    ["model_server", "tinker"],
     ["testing"],
     ["cli"],
 ]
