@@ -16,6 +16,9 @@ import numpy.typing as npt
 from lockstep.errors import LockstepError
 from lockstep.types import Float32Array, Int32Array
 
+TARGETS = "target_tokens"
+"""Input of every loss: the ids that are predicted."""
+
 Category = Literal["user", "server", "unknown"]
 """The side at fault in a failed request, in the words of the wire."""
 
@@ -75,6 +78,9 @@ class Datum:
     """Where the input ids come from, in order; empty if the client does not say."""
     loss_spans: tuple[Span, ...] = ()
     """Where `target_tokens` come from, in order."""
+    versions: Int32Array | None = None
+    """[N] version of the weights that drew each target, as this server recorded it; -1 where it did
+    not draw it. None: nobody looked."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -104,6 +110,8 @@ class ForwardBackward:
     is_forward_only: bool = False
     custom: CustomLoss | None = None
     """The graph, if the loss is custom."""
+    origins: Mapping[str, int] = field(default_factory=dict)
+    """Number of datums by what this server knows of their origin: drawn, unknown or differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

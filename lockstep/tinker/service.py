@@ -34,7 +34,6 @@ from lockstep.tinker.checkpoints import (
     CheckpointStore,
     path_of,
 )
-from lockstep.tinker.config import TinkerConfig
 from lockstep.tinker.journal import (
     CLONE,
     Checkpoint,
@@ -47,6 +46,7 @@ from lockstep.tinker.journal import (
     Session,
     digest_of,
 )
+from lockstep.tinker.origins import Origins
 from lockstep.tinker.requests import CustomLoss, ModelSpec, Sampling, TinkerError
 from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.training_run import Done, TrainingRun, as_json
@@ -63,6 +63,7 @@ from lockstep.tinker.wire import (
     seq_id_of,
     write_sampling,
 )
+from lockstep.tinker_config import TinkerConfig
 
 LOGGER = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class TinkerService:
         self._samplers = SamplerPool(
             backend, bases=self.bases, journal=journal, store=self.store, config=self.config
         )
+        self._origins = Origins(journal, self.config)
         self._sessions, self._models = journal.all(Session), journal.all(Model)
         self._losses = journal.all(Loss)
         self._custom = {loss.id: _loss_of(Value(loss.body)) for loss in self._losses.values()}
@@ -188,10 +190,15 @@ class TinkerService:
     async def _expire(self) -> None:
         self.store.expire()
         await self._samplers.expire()
-        before = time.time() - self.config.result_seconds
+        now = time.time()
+        before = now - self.config.result_seconds
         over = [s.id for s in self._sessions.values() if s.ended and s.ended_at < before]
         with self._journal.transaction():
-            self._journal.expire(fetched_before=before, sessions=over)
+            self._journal.expire(
+                fetched_before=before,
+                drawn_before=now - self.config.drawn_seconds,
+                sessions=over,
+            )
 
     # -- sessions ---------------------------------------------------------------------------------
 
@@ -427,7 +434,9 @@ class TinkerService:
             "forward_backward",
             found.seq_id,
             found.SerializeToString(deterministic=True),
-            lambda: forward_backward_of(found, run.base, find_loss=self._loss),
+            lambda: self._origins.check(
+                forward_backward_of(found, run.base, find_loss=self._loss), is_new=True
+            ),
         )
 
     def refuse_forward_backward(self, head: bytes, error: TinkerError) -> None:
@@ -528,7 +537,8 @@ class TinkerService:
         run = self._runs[request.target]
         if request.kind == "forward_backward":
             found = parse_forward_backward(request.body)
-            return forward_backward_of(found, run.base, find_loss=self._loss)
+            asked = forward_backward_of(found, run.base, find_loss=self._loss)
+            return self._origins.check(asked, is_new=False)
         body = json.loads(request.body)
         return optim_step_of(Value(body)) if request.kind == "optim_step" else body
 
@@ -628,7 +638,10 @@ class TinkerService:
             asked: Sampling = self._read(request)
             sampler = self._samplers.find(request.target)
             result = await self._samplers.sample(sampler, asked, request.seq_id, request.id)
-            outcome: Done | BaseException = Done(payload=write_sampling(result, asked))
+            outcome: Done | BaseException = Done(
+                payload=write_sampling(result, asked),
+                write=lambda: self._origins.add(request, asked, result),
+            )
         except Exception as error:
             outcome = error
         await self._settle(request, outcome)
@@ -671,6 +684,8 @@ class TinkerService:
                 case Done():
                     for record in outcome.records:
                         self._journal.put(record)
+                    if outcome.write is not None:
+                        outcome.write()
                     self._journal.finish(request.id, outcome.payload, keeps_body=outcome.keeps_body)
                 case TinkerError():
                     self._journal.fail(request.id, str(outcome), outcome.category)
