@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from datums import call, gradients, make_datum, make_learner, weighted_datum
 
 from lockstep.tinker import graph
-from lockstep.tinker.graph import CustomLoss
+from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.requests import TinkerError
 
 # -- as the client sends them ----------------------------------------------------------------------
@@ -71,7 +71,7 @@ def uploaded(fn, ranks):
     handle = client.trace_loss(fn, ranks, "session")
     sent = json.loads(client.encode_graph(handle).model_dump_json())
     inputs = [json.loads(i.model_dump_json()) for i in handle.inputs]
-    return handle, CustomLoss(handle.name, inputs, sent)
+    return handle, GraphLoss(handle.name, inputs, sent)
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -157,7 +157,7 @@ def output(loss="x", metrics=()):
 def build(*nodes, last=None, inputs=({"name": "logprobs", "rank": 1},), form=1):
     first = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
     every = [first, *nodes, *([last] if last else [output()])]
-    return CustomLoss("hostile", list(inputs), {"format": form, "nodes": every})
+    return GraphLoss("hostile", list(inputs), {"format": form, "nodes": every})
 
 
 def deep(levels):
@@ -218,8 +218,8 @@ BAD_GRAPHS = {
         lambda: build(*(node("torch.exp", REF, name=f"n{i}") for i in range(1001))),
         "1 to 1000 nodes",
     ),
-    "no nodes": (lambda: CustomLoss("x", [{"name": "logprobs", "rank": 1}], {"format": 1}), "list"),
-    "no graph": (lambda: CustomLoss("x", [{"name": "logprobs", "rank": 1}], []), "format"),
+    "no nodes": (lambda: GraphLoss("x", [{"name": "logprobs", "rank": 1}], {"format": 1}), "list"),
+    "no graph": (lambda: GraphLoss("x", [{"name": "logprobs", "rank": 1}], []), "format"),
     "no output": (lambda: build(last=SUM), "has no output"),
     "nodes after the output": (lambda: build(SUM, output(), last=node("torch.exp", REF, name="y")),
                                "follows the output"),
