@@ -25,7 +25,7 @@ from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
 from lockstep.sync.config import SyncConfig
-from lockstep.tinker.config import TinkerConfig
+from lockstep.tinker_config import TinkerConfig
 from lockstep.training.config import (
     CheckpointConfig,
     CriticConfig,

@@ -21,7 +21,7 @@ limit says for which capability, and why nothing could go for it."""
 
 ROOMS = {
     "nouns: types, errors, config": ("types", "errors", "config", "__init__"),
-    "tinker": ("tinker", "tinker_server"),
+    "tinker": ("tinker", "tinker_config", "tinker_server"),
     "run": ("run", "run_config", "memory", "model_server", "supervised", "cli"),
     "renderers": ("renderers",),
     "models and ops": ("models", "ops"),

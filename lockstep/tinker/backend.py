@@ -1,4 +1,4 @@
-"""What executes the requests of Tinker's API: models in training over shared bases, and samplers.
+"""The interface to what executes Tinker's requests: models in training over shared bases, samplers.
 
 `service.py` calls it. It hands over one operation of a model at a time, in order of its seq_id;
 different models, and samplers, run side by side.
@@ -83,9 +83,10 @@ class Backend(Protocol):
     async def open_sampler(
         self, sampler_id: str, base_model: str, directory: Path | None, *, version: int
     ) -> None:
-        """A sampler of the weights in `directory`, as `save` wrote them, which may be deleted
-        afterwards; None samples the base model. On a sampler that exists it replaces the weights
-        under running requests, whose later tokens have the new version."""
+        """A sampler of the weights in `directory`, as `save` wrote them; None samples the base
+        model. The directory stays until the sampler is closed or has another one. On a sampler that
+        exists it replaces the weights under running requests, whose later tokens have the new
+        version."""
         ...
 
     async def close_sampler(self, sampler_id: str) -> None:

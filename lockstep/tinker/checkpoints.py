@@ -10,6 +10,7 @@ A directory is there whole or not at all: it is written beside its place and ren
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -77,8 +78,7 @@ class CheckpointStore:
         partial.mkdir(parents=True)
         try:
             await write(partial)
-            for file in partial.rglob("*"):
-                _sync(file)
+            await asyncio.to_thread(_sync, partial)
             if place.exists():
                 os.replace(place, replaced)
             os.replace(partial, place)
@@ -163,6 +163,8 @@ def size_of(place: Path) -> int:
     return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
 
 
-def _sync(path: Path) -> None:
-    with contextlib.suppress(IsADirectoryError), open(path, "rb") as file:
-        os.fsync(file.fileno())
+def _sync(place: Path) -> None:
+    """Waits until the disk has all files below a directory."""
+    for path in place.rglob("*"):
+        with contextlib.suppress(IsADirectoryError), open(path, "rb") as file:
+            os.fsync(file.fileno())

@@ -197,7 +197,12 @@ class GraphLoss:
                 )
 
     def __call__(
-        self, logprobs: Tensor, inputs: Mapping[str, npt.NDArray[Any]], *, index: int = 0
+        self,
+        logprobs: Tensor,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        *,
+        index: int = 0,
+        max_seconds: float = MAX_SECONDS,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss [], metrics [] each) of one datum. index: its number, for errors."""
         given = {name: torch.from_numpy(np.array(inputs[name])) for name in [*self.ranks][1:]}
@@ -205,7 +210,7 @@ class GraphLoss:
             node: logprobs if name == LOGPROBS else given[name]
             for node, name in self._placeholders.items()
         }
-        deadline, num_elements = time.monotonic() + MAX_SECONDS, 0
+        deadline, num_elements = time.monotonic() + max_seconds, 0
         for node in self._nodes:
             try:
                 result = values[node.name] = _call(node, values)
@@ -217,7 +222,7 @@ class GraphLoss:
                 ) from error
             if time.monotonic() > deadline:
                 raise self._error(
-                    f"it ran longer than {MAX_SECONDS:g} s on datum {index}, up to node "
+                    f"it ran longer than {max_seconds:g} s on datum {index}, up to node "
                     f"{node.name} ({node.target})."
                 )
         outputs = {name: values[node] for name, node in self._output.items()}
@@ -384,33 +389,32 @@ def _call(node: _Node, values: Mapping[str, Any]) -> Any:
     args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
     tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
     is_index = node.function is operator.getitem
-    if not tensors and not is_index:
-        _check_numbers(node, args, kwargs)
+    _check_python(node, args, kwargs, tensors)
     _check_size(math.prod(_broadcast([x.shape for x in tensors])))
     if node.is_sized or (is_index and any(x.dtype != torch.bool for x in tensors[1:])):
         # The shape is found on the meta device, without memory.
-        device = {} if tensors else {"device": "meta"}
+        device = {"device": "meta"} if "device" in kwargs or not tensors else {}
         _check_result(node.function(*_on_meta(args), **_on_meta(kwargs) | device))
     result = node.function(*args, **kwargs)
     _check_result(result)
     return result
 
 
-def _check_numbers(node: _Node, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Without a tensor, creation and the arithmetic of numbers are left. Python's own integers and
-    sequences would grow without limit."""
-    is_creation = node.target.startswith("torch.") and node.is_sized
-    numbers = [x for x in _leaves((args, kwargs)) if isinstance(x, bool | int | float)]
-    if not is_creation and len(numbers) < len(args) + len(kwargs):
-        raise ValueError(f"it is called with {str(args)[:80]}, without a tensor")
-    is_whole = all(isinstance(x, int) for x in numbers)
+def _check_python(
+    node: _Node, args: list[Any], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> None:
+    """Keeps Python's own arithmetic to numbers: its integers and sequences grow without limit."""
+    if node.target.startswith(("operator.", "math.")) and node.function is not operator.getitem:
+        for value in (*args, *kwargs.values()):
+            if not isinstance(value, Tensor | bool | int | float):
+                raise ValueError(f"it is called with {str(value)[:40]!r}, which is no number")
+    if tensors:
+        return
+    is_whole = all(isinstance(x, int) for x in _leaves(args))
     if node.target == "operator.pow" and is_whole:
         raise ValueError("a power of integers; make one of them a float")
     if node.target == "torch.arange" and not is_whole:
         raise ValueError("arange takes integers only")
-    for number in numbers:
-        if isinstance(number, int) and abs(number) > MAX_INTEGER:
-            raise ValueError(f"an integer is beyond {MAX_INTEGER}")
 
 
 def _check_result(result: Any) -> None:

@@ -13,13 +13,17 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+import numpy as np
+
 from lockstep.errors import RunError
+from lockstep.tinker.provenance import Drawn
 from lockstep.tinker.requests import Category
+from lockstep.types import Int32Array
 
 State = Literal["waiting", "done", "failed", "refused", "expired"]
 CLONE = 1_000_000_000
@@ -44,6 +48,13 @@ CREATE TABLE IF NOT EXISTS requests (
 CREATE INDEX IF NOT EXISTS by_finished ON requests (target, finished);
 CREATE INDEX IF NOT EXISTS by_state ON requests (state);
 CREATE INDEX IF NOT EXISTS by_session ON requests (session);
+CREATE TABLE IF NOT EXISTS prompts (
+    request TEXT PRIMARY KEY, session TEXT NOT NULL, time REAL NOT NULL, ids BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS replies (  -- what was drawn after the prompt of a request
+    sequence TEXT PRIMARY KEY, request TEXT NOT NULL, ids BLOB, logprobs BLOB, versions BLOB
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_request ON replies (request);
 CREATE TABLE IF NOT EXISTS records (
     kind TEXT NOT NULL, id TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (kind, id)
 ) WITHOUT ROWID;
@@ -72,7 +83,7 @@ class Outcome:
     digest: bytes = field(repr=False)
     result: bytes = field(repr=False)
     category: str
-    """Of a failed one. The HTTP status of a refused one."""
+    """Category of a failed one; the HTTP status of a refused one; otherwise empty."""
 
 
 # -- what exists ----------------------------------------------------------------------------------
@@ -338,12 +349,66 @@ class Journal:
         the `after`-th, in order."""
         return self._db.execute(
             "SELECT finished, id, state, length(result) FROM requests "
-            "WHERE target = ? AND finished > ? AND seq_id >= ? AND seq_id < ? ORDER BY finished",
+            "WHERE target = ? AND finished > ? AND seq_id >= ? AND seq_id < ? "
+            "AND state IN ('done', 'failed') ORDER BY finished",
             (target, after, clone * CLONE, (clone + 1) * CLONE),
         ).fetchall()
 
-    def expire(self, *, fetched_before: float, sessions: Iterable[str]) -> None:
-        """Deletes results that were fetched before a time, and all requests of some sessions."""
+    # -- what was drawn ---------------------------------------------------------------------------
+
+    def add_drawn(self, request: Request, drawn: Mapping[str, Drawn]) -> None:
+        """drawn: sequence_id -> a reply, all to the same prompt."""
+        prompt_ids = next(iter(drawn.values())).prompt_ids
+        self._db.execute(
+            "INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)",
+            (request.id, request.session, time.time(), prompt_ids.astype("<i4").tobytes()),
+        )
+        self._db.executemany(
+            "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)",
+            [
+                (
+                    *(name, request.id, reply.token_ids.astype("<i4").tobytes()),
+                    *(
+                        reply.logprobs.astype("<f4").tobytes(),
+                        reply.versions.astype("<i4").tobytes(),
+                    ),
+                )
+                for name, reply in drawn.items()
+            ],
+        )
+
+    def drawn(self, sequence_id: str) -> Drawn | None:
+        row = self._db.execute(
+            "SELECT prompts.ids, replies.ids, logprobs, versions FROM replies "
+            "JOIN prompts ON prompts.request = replies.request WHERE sequence = ?",
+            (sequence_id,),
+        ).fetchone()
+        if row is None:
+            return None
+        return Drawn(
+            prompt_ids=np.frombuffer(row[0], "<i4"),
+            token_ids=np.frombuffer(row[1], "<i4"),
+            logprobs=np.frombuffer(row[2], "<f4"),
+            versions=np.frombuffer(row[3], "<i4"),
+        )
+
+    def prompts(self) -> Iterator[tuple[str, Int32Array]]:
+        """(sequence_id, its prompt) of all that was drawn, the oldest first."""
+        rows = self._db.execute(
+            "SELECT sequence, prompts.ids FROM replies "
+            "JOIN prompts ON prompts.request = replies.request ORDER BY time"
+        )
+        for name, ids in rows:
+            yield name, np.frombuffer(ids, "<i4")
+
+    # -- deletion ---------------------------------------------------------------------------------
+
+    def expire(
+        self, *, fetched_before: float, drawn_before: float, sessions: Iterable[str]
+    ) -> None:
+        """Deletes results that were fetched before a time, what was drawn before another, and all
+        that belongs to some sessions."""
+        self._forget_drawn("time < ?", drawn_before)
         self._db.execute(
             "UPDATE requests SET result = NULL, state = 'expired' "
             "WHERE fetched < ? AND state IN ('done', 'failed') AND body IS NULL",
@@ -351,6 +416,14 @@ class Journal:
         )
         for session in sessions:
             self._db.execute("DELETE FROM requests WHERE session = ?", (session,))
+            self._forget_drawn("session = ?", session)
+
+    def _forget_drawn(self, where: str, value: float | str) -> None:
+        self._db.execute(
+            f"DELETE FROM replies WHERE request IN (SELECT request FROM prompts WHERE {where})",
+            (value,),
+        )
+        self._db.execute(f"DELETE FROM prompts WHERE {where}", (value,))
 
 
 def _outcome(state: State, digest: bytes, result: bytes | None, category: str | None) -> Outcome:

@@ -35,7 +35,6 @@ from lockstep.store.files import write_json
 from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.losses import (
     CUSTOM,
-    TARGETS,
     Loss,
     Totals,
     check_datum,
@@ -45,6 +44,7 @@ from lockstep.tinker.losses import (
     sum_loss,
 )
 from lockstep.tinker.requests import (
+    TARGETS,
     Datum,
     ForwardBackward,
     ForwardBackwardResult,

@@ -28,12 +28,11 @@ from lockstep.correction import kl
 from lockstep.correction.layout import Layout
 from lockstep.objectives import losses
 from lockstep.objectives.losses import Clip, TokenBatch, TokenLoss
-from lockstep.tinker.requests import Datum, TinkerError
+from lockstep.tinker.requests import TARGETS, Datum, TinkerError
 
 Tensor = torch.Tensor
 Config = Mapping[str, float | str]
 
-TARGETS = "target_tokens"
 CUSTOM = "custom"
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 

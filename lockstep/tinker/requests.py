@@ -1,4 +1,4 @@
-"""What a client of Tinker's API asks for, and what it gets: the wire's content as Python values.
+"""The wire's content as Python values: requests of clients of Tinker's API, and their results.
 
 `wire.py` reads these from HTTP bodies and writes them; `service.py` orders and journals them;
 `backend.py` computes them. No torch.
@@ -16,8 +16,11 @@ import numpy.typing as npt
 from lockstep.errors import LockstepError
 from lockstep.types import Float32Array, Int32Array
 
+TARGETS = "target_tokens"
+"""Input of every loss: the ids that are predicted."""
+
 Category = Literal["user", "server", "unknown"]
-"""Whose fault a failed request is, in the words of the wire."""
+"""The side at fault in a failed request, in the words of the wire."""
 
 
 class TinkerError(LockstepError, ValueError):
@@ -75,6 +78,9 @@ class Datum:
     """Where the input ids come from, in order; empty if the client does not say."""
     loss_spans: tuple[Span, ...] = ()
     """Where `target_tokens` come from, in order."""
+    versions: Int32Array | None = None
+    """[N] version of the weights that drew each target, as this server recorded it; -1 where it did
+    not draw it. None: nobody looked."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -104,11 +110,13 @@ class ForwardBackward:
     is_forward_only: bool = False
     custom: CustomLoss | None = None
     """The graph, if the loss is custom."""
+    origins: Mapping[str, int] = field(default_factory=dict)
+    """Number of datums by what this server knows of their origin: drawn, unknown or differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBackwardResult:
-    """What the loss was."""
+    """Losses and log-probs of one pass."""
 
     outputs: tuple[Mapping[str, npt.NDArray[Any]], ...]
     """For each datum: name -> array. `logprobs` has the shape of its target_tokens, float32."""

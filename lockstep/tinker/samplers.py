@@ -12,9 +12,9 @@ from pathlib import Path
 from lockstep.agent.tasks import derive_seed
 from lockstep.tinker.backend import Backend, BaseModel
 from lockstep.tinker.checkpoints import CheckpointStore
-from lockstep.tinker.config import TinkerConfig
 from lockstep.tinker.journal import Journal, Sampler
 from lockstep.tinker.requests import Sampling, SamplingResult, TinkerError
+from lockstep.tinker_config import TinkerConfig
 
 
 class SamplerPool:

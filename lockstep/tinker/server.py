@@ -49,8 +49,8 @@ HOSTED_ONLY = {
         "weights for other providers"
     ),
 }
-"""What the hosted service alone has. Answered with 404 and its name: clients repeat a request that
-got 501 for five minutes."""
+"""Routes that the hosted service alone has. Answered with 404 and the name: a client would repeat
+for five minutes what got 501."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

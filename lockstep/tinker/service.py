@@ -15,7 +15,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,7 +34,6 @@ from lockstep.tinker.checkpoints import (
     CheckpointStore,
     path_of,
 )
-from lockstep.tinker.config import TinkerConfig
 from lockstep.tinker.journal import (
     CLONE,
     Checkpoint,
@@ -47,6 +46,7 @@ from lockstep.tinker.journal import (
     Session,
     digest_of,
 )
+from lockstep.tinker.origins import Origins
 from lockstep.tinker.requests import CustomLoss, ModelSpec, Sampling, TinkerError
 from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.training_run import Done, TrainingRun, as_json
@@ -63,6 +63,7 @@ from lockstep.tinker.wire import (
     seq_id_of,
     write_sampling,
 )
+from lockstep.tinker_config import TinkerConfig
 
 LOGGER = logging.getLogger(__name__)
 
@@ -72,6 +73,9 @@ EXPIRE_SECONDS = 60.0
 """Interval of deleting what is over."""
 MAX_INLINE_BYTES = 1_000_000
 """Size above which a result is told before it is sent, so that a client has room for it."""
+MAX_CONCURRENT_SAMPLES = 512
+"""Requests that a sampling client has open at a time. Each holds a connection of the client and of
+the server, and systems commonly allow a process 1024 files."""
 UNLOAD = -1
 """Seq_id of the request that unloads a model: it is outside the order."""
 PROTOBUF_KINDS = ("forward_backward", "sample")
@@ -107,8 +111,10 @@ class TinkerService:
         self._samplers = SamplerPool(
             backend, bases=self.bases, journal=journal, store=self.store, config=self.config
         )
+        self._origins = Origins(journal, self.config)
         self._sessions, self._models = journal.all(Session), journal.all(Model)
         self._losses = journal.all(Loss)
+        self._custom = {loss.id: _loss_of(Value(loss.body)) for loss in self._losses.values()}
         self._runs: dict[str, TrainingRun] = {}
         self._seen = dict.fromkeys(self._sessions, time.monotonic())
         """Session -> when it last gave a sign of life."""
@@ -137,9 +143,9 @@ class TinkerService:
             self._resume(request)
         for model in alive:
             self._runs[model.id].start()
-            session = self._sessions[model.session]
-            if session.ended:
-                self._runs[model.id].end(session.ended)
+        for session in self._sessions.values():
+            if session.ended:  # the last process may have been killed while it freed what it had
+                self._spawn(self._free(session))
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
     def _resume(self, request: Request) -> None:
@@ -184,10 +190,15 @@ class TinkerService:
     async def _expire(self) -> None:
         self.store.expire()
         await self._samplers.expire()
-        before = time.time() - self.config.result_seconds
+        now = time.time()
+        before = now - self.config.result_seconds
         over = [s.id for s in self._sessions.values() if s.ended and s.ended_at < before]
         with self._journal.transaction():
-            self._journal.expire(fetched_before=before, sessions=over)
+            self._journal.expire(
+                fetched_before=before,
+                drawn_before=now - self.config.drawn_seconds,
+                sessions=over,
+            )
 
     # -- sessions ---------------------------------------------------------------------------------
 
@@ -237,7 +248,10 @@ class TinkerService:
         """Unloads what a session has in memory. Its checkpoints stay."""
         session.ended, session.ended_at = reason, time.time()
         self._journal.put(session)
-        task = asyncio.get_running_loop().create_task(self._free(session))
+        self._spawn(self._free(session))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 
@@ -255,7 +269,7 @@ class TinkerService:
         await self._samplers.end(session.id)
         for loss in [each for each in self._losses.values() if each.session == session.id]:
             self._journal.remove(loss)
-            del self._losses[loss.id]
+            del self._losses[loss.id], self._custom[loss.id]
 
     def sessions(self) -> dict[str, Any]:
         return {"sessions": [*self._sessions][::-1]}
@@ -414,14 +428,15 @@ class TinkerService:
             self.refuse_forward_backward(raw, error)
             raise
         run = self._run(found.model_id)
-        losses = self._losses_of(run)
         # Serialized anew: a retry may have its maps in another order.
         return self._submit(
             run,
             "forward_backward",
             found.seq_id,
             found.SerializeToString(deterministic=True),
-            lambda: forward_backward_of(found, run.base, losses=losses),
+            lambda: self._origins.check(
+                forward_backward_of(found, run.base, find_loss=self._loss), is_new=True
+            ),
         )
 
     def refuse_forward_backward(self, head: bytes, error: TinkerError) -> None:
@@ -522,7 +537,8 @@ class TinkerService:
         run = self._runs[request.target]
         if request.kind == "forward_backward":
             found = parse_forward_backward(request.body)
-            return forward_backward_of(found, run.base, losses=self._losses_of(run))
+            asked = forward_backward_of(found, run.base, find_loss=self._loss)
+            return self._origins.check(asked, is_new=False)
         body = json.loads(request.body)
         return optim_step_of(Value(body)) if request.kind == "optim_step" else body
 
@@ -538,7 +554,8 @@ class TinkerService:
         digest, known = digest_of("create_custom_loss", raw), self._journal.find(target, number)
         if known is not None:
             return {"request_id": _same(known, digest, target, number)}
-        self._backend.check_loss(_loss_of(body))
+        custom = _loss_of(body)
+        self._backend.check_loss(custom)
         loss = Loss(id=f"{target}:{number}", session=session.id, body=body.object())
         request = self._request(session.id, target, number, "create_custom_loss", b"")
         with self._journal.transaction():
@@ -546,16 +563,11 @@ class TinkerService:
             self._journal.add(request, digest)
             payload = {"loss_id": loss.id, "type": "create_custom_loss"}
             self._journal.finish(request.id, as_json(payload))
-        self._losses[loss.id] = loss
+        self._losses[loss.id], self._custom[loss.id] = loss, custom
         return {"request_id": request.id}
 
-    def _losses_of(self, run: TrainingRun) -> Mapping[str, CustomLoss]:
-        session = run.record.session
-        return {
-            loss.id: _loss_of(Value(loss.body))
-            for loss in self._losses.values()
-            if loss.session == session
-        }
+    def _loss(self, loss_id: str) -> CustomLoss | None:
+        return self._custom.get(loss_id)
 
     # -- samplers ---------------------------------------------------------------------------------
 
@@ -626,7 +638,10 @@ class TinkerService:
             asked: Sampling = self._read(request)
             sampler = self._samplers.find(request.target)
             result = await self._samplers.sample(sampler, asked, request.seq_id, request.id)
-            outcome: Done | BaseException = Done(payload=write_sampling(result, asked))
+            outcome: Done | BaseException = Done(
+                payload=write_sampling(result, asked),
+                write=lambda: self._origins.add(request, asked, result),
+            )
         except Exception as error:
             outcome = error
         await self._settle(request, outcome)
@@ -669,6 +684,8 @@ class TinkerService:
                 case Done():
                     for record in outcome.records:
                         self._journal.put(record)
+                    if outcome.write is not None:
+                        outcome.write()
                     self._journal.finish(request.id, outcome.payload, keeps_body=outcome.keeps_body)
                 case TinkerError():
                     self._journal.fail(request.id, str(outcome), outcome.category)
@@ -832,6 +849,7 @@ class TinkerService:
         return {
             "sample_use_retrieve_futures": self.config.uses_retrieve_futures,
             "custom_loss_server_side": True,
+            "sample_max_concurrent_requests": MAX_CONCURRENT_SAMPLES,
         }
 
 

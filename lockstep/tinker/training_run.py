@@ -7,18 +7,19 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import named
 from lockstep.tinker.backend import Backend, BaseModel
 from lockstep.tinker.checkpoints import CheckpointStore, expiry, path_of, size_of
-from lockstep.tinker.config import TinkerConfig
 from lockstep.tinker.journal import Checkpoint, Journal, Model, Record, Request, Sampler
+from lockstep.tinker.origins import metrics_of
 from lockstep.tinker.requests import ForwardBackward, ModelSpec, OptimStep, TinkerError
 from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.wire import write_forward_backward
+from lockstep.tinker_config import TinkerConfig
 
 LOGGER = logging.getLogger(__name__)
 
@@ -35,8 +36,10 @@ class Done:
     """Written together with the result."""
     keeps_body: bool = False
     """A restart has to repeat the request, until the state is saved."""
+    write: Callable[[], None] | None = field(default=None, repr=False)
+    """Writes more, together with the result."""
     then: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
-    """What follows once the client may read the result."""
+    """Follows once the client may read the result."""
 
 
 def as_json(value: Any) -> bytes:
@@ -235,7 +238,8 @@ class TrainingRun:
     async def _do_forward_backward(self, request: Request) -> Done:
         asked: ForwardBackward = self._read(request)
         result = await self._backend.forward_backward(self.record.id, asked)
-        payload = write_forward_backward(result)
+        metrics = {**metrics_of(asked, self.record.num_updates), **result.metrics}
+        payload = write_forward_backward(replace(result, metrics=metrics))
         return Done(payload=payload, keeps_body=not asked.is_forward_only)
 
     async def _do_optim_step(self, request: Request) -> Done:

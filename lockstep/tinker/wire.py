@@ -7,7 +7,7 @@ TinkerError says what was expected, what came, in which datum and field, and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -213,9 +213,9 @@ def peek_forward_backward(head: bytes) -> tuple[str, int] | None:
 
 
 def forward_backward_of(
-    found: Any, base: BaseModel, *, losses: Mapping[str, CustomLoss]
+    found: Any, base: BaseModel, *, find_loss: Callable[[str], CustomLoss | None]
 ) -> ForwardBackward:
-    """Reads a parsed message for a model over `base`. losses: uploaded ones of the session by id.
+    """Reads a parsed message for a model over `base`. find_loss: an uploaded loss by its id.
 
     Raises TinkerError (422).
     """
@@ -231,10 +231,10 @@ def forward_backward_of(
             raise _invalid(f"loss_fn_config {name!r} is {number}; expected a finite number.")
     custom = None
     if found.loss_fn == "custom":
-        custom = losses.get(str(config.get("loss_id", "")))
+        custom = find_loss(str(config.get("loss_id", "")))
         if custom is None:
             raise _invalid(
-                f"loss_id={config.get('loss_id')!r} names no loss that this session uploaded. "
+                f"loss_id={config.get('loss_id')!r} names no loss that was uploaded here. "
                 "Make it with service_client.create_custom_loss."
             )
     if not found.data:

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from unigrams import VOCAB, log_softmax
+from wires import soon
 
 pytest.importorskip("tinker._version")
 import tinker
@@ -22,14 +23,6 @@ def datum(num=3, *, first=1, **inputs):
     """`first` shows in the backend's log."""
     given = {"target_tokens": list(range(2, num + 2)), "weights": [1.0] * num} | inputs
     return types.Datum(model_input=ints(first, *range(2, num + 1)), loss_fn_inputs=given)
-
-
-def soon(claim):
-    """Whether a claim becomes true within 10 s."""
-    deadline = time.monotonic() + 10
-    while not claim() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return claim()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from unigrams import Served
-from wires import Wire
+from wires import Wire, soon
 
 HERE = Path(__file__).parent
 
@@ -87,21 +87,22 @@ def test_a_restart_after_every_request_changes_no_bit(restarted, undisturbed):
     assert play(wire, lambda: restarted.restart(wire)) == undisturbed
 
 
-def test_a_saved_state_saves_repetition(tmp_path):
-    for state_seconds, repeated in [(0, ["create", "backward"]), (60, ["create", "optim"])]:
-        restarted = Restarted(tmp_path / f"{state_seconds}", state_seconds=state_seconds)
-        wire = Wire(restarted.served)
-        model = wire.model()
-        wire.retrieve(wire.step(model, 1)[1]["request_id"])
-        restarted.restart(wire)
-        if state_seconds == 0:
-            wire.retrieve(wire.backward(model, 2)[1]["request_id"])
-        wire.retrieve(wire.step(model, 3 if state_seconds == 0 else 2)[1]["request_id"])
-        done = [kind for kind, _ in restarted.served.backend.executed]
-        assert done[:2] == repeated
-        states = restarted.directory / "states" / model
-        assert [each.name for each in states.glob("*")] == (["3"] if state_seconds == 0 else [])
-        restarted.served.close()
+@pytest.mark.parametrize(
+    ("restarted", "repeated", "kept"),
+    [({"state_seconds": 0}, [], ["2"]), ({"state_seconds": 60}, ["optim"], [])],
+    indirect=["restarted"],
+)
+def test_a_saved_state_saves_repetition(restarted, repeated, kept):
+    wire = Wire(restarted.served)
+    model = wire.model()
+    wire.retrieve(wire.step(model, 1)[1]["request_id"])
+    states = restarted.directory / "states" / model
+    assert soon(lambda: (states / "1").exists() == bool(kept))
+    restarted.restart(wire)
+    wire.retrieve(wire.step(model, 2)[1]["request_id"])
+    done = [kind for kind, _ in restarted.served.backend.executed if kind != "save"]
+    assert done == ["create", *repeated, "optim"]
+    assert soon(lambda: [each.name for each in states.glob("*")] == kept)
 
 
 def test_requests_that_waited_are_executed_by_the_next_server(restarted):

@@ -10,9 +10,9 @@ from unigrams import Unigrams
 from wires import Wire
 
 from lockstep.errors import RunError
-from lockstep.tinker.config import TinkerConfig
 from lockstep.tinker.service import TinkerService
 from lockstep.tinker.wire import PROTOBUF, message
+from lockstep.tinker_config import TinkerConfig
 
 
 @pytest.fixture

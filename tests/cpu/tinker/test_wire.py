@@ -85,7 +85,7 @@ def request(num=3, loss="importance_sampling", **changes):
 
 def read(found, **options):
     parsed = parse_forward_backward(found.SerializeToString())
-    return forward_backward_of(parsed, BASE, losses={}, **options)
+    return forward_backward_of(parsed, BASE, find_loss=lambda loss_id: None, **options)
 
 
 def test_a_datum_is_read_as_it_was_sent():

@@ -16,7 +16,6 @@ import numpy as np
 
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.tinker.backend import BaseModel
-from lockstep.tinker.config import TinkerConfig
 from lockstep.tinker.requests import (
     ForwardBackwardResult,
     SampledSequence,
@@ -26,6 +25,7 @@ from lockstep.tinker.requests import (
 )
 from lockstep.tinker.server import TinkerServer
 from lockstep.tinker.service import TinkerService
+from lockstep.tinker_config import TinkerConfig
 
 VOCAB = 50
 BASE = BaseModel(

@@ -1,12 +1,21 @@
 """Requests as bytes, without the client."""
 
 import json
+import time
 import urllib.error
 import urllib.request
 
 import numpy as np
 
 from lockstep.tinker.wire import PROTOBUF, message
+
+
+def soon(claim):
+    """Whether a claim becomes true within 10 s."""
+    deadline = time.monotonic() + 10
+    while not claim() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return claim()
 
 
 class Wire:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from lockstep.config import check_numbers
+from lockstep.config import check_choices, check_numbers
 from lockstep.errors import ConfigError
 
 
@@ -31,6 +32,12 @@ class TinkerConfig:
     hold_seconds: float = 30.0
     """Seconds that a question for a result is held before the client must ask again; clients cut a
     connection after 45 s."""
+    provenance: Literal["refuse", "warn", "off"] = "refuse"
+    """Treatment of datums whose tokens or log-probs are not what was drawn here: refuse them with
+    the cause, train them with a warning, or do not compare. Tokens from elsewhere are always
+    trained."""
+    drawn_seconds: float = 21600.0
+    """Seconds that the server remembers what it drew, at most until the session ends."""
     max_pending_samples: int = 4096
     """Requests for samples that wait or run at a time; further ones are answered with 429, and the
     clients wait."""
@@ -49,7 +56,8 @@ class TinkerConfig:
         if len(set(names)) < len(names):
             raise ConfigError(f"tinker.models names a model twice: {', '.join(names)}.")
         names = ("silent_seconds", "result_seconds", "sampler_seconds", "missing_seconds")
-        check_numbers(self, "tinker.", *names)
+        check_numbers(self, "tinker.", *names, "drawn_seconds")
+        check_choices(self, "tinker.")
         check_numbers(self, "tinker.", "state_seconds", least=0)
         check_numbers(self, "tinker.", "hold_seconds", most=40)
         check_numbers(self, "tinker.", "max_pending_samples", "max_open_samplers", least=1)

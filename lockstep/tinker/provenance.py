@@ -1,0 +1,387 @@
+"""Whether the tokens of a datum are what was drawn: the ids, their order, their place in the
+context, and the log-probs, bit for bit.
+
+The server knows what each sequence drew. A client says by spans which sequence a token comes from;
+without spans the sequence is found by its content. A difference gets the name that the doctor has
+for its cause. Only tokens that a policy loss trains must have been drawn: a datum without
+`logprobs` may have any context, as in distillation, and only the ids of its spans are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.doctor.checks.causes import CAUSES
+from lockstep.tinker.requests import TARGETS, Datum, Span
+from lockstep.types import Float32Array, Int32Array
+
+MAX_SHIFT = 4  # positions by which tokens or log-probs are tried to have moved
+MIN_LINKS = 3  # equal log-probs that tell one reply to a prompt from all others
+QUANTUM = 0.01  # bfloat16 and two decimals round a log-prob of a few nats by less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drawn:
+    """One sampled sequence, as it was drawn."""
+
+    prompt_ids: Int32Array
+    token_ids: Int32Array
+    logprobs: Float32Array
+    versions: Int32Array
+    """Version of the weights that drew each token."""
+
+
+Lookup = Callable[[str], Drawn | None]
+"""From a sequence_id; None if it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Provenance:
+    """Where the trained tokens of a datum come from."""
+
+    status: Literal["drawn", "differs", "unknown"]
+    """unknown: the server has not drawn some trained token, or cannot tell."""
+    versions: Int32Array
+    """[N] int32: version of the weights that drew each target, -1 where none is known."""
+    cause: str = ""
+    """Name of the doctor's cause of a difference; empty if it has none."""
+    position: int = -1
+    """First target that differs, or first input if only that one does."""
+    text: str = ""
+    """The difference in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    position: int
+    cause: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """Neighbouring targets that come from one sequence."""
+
+    sequence_id: str
+    drawn: Drawn
+    begin: int
+    """First target."""
+    offset: int
+    """First token, counted within the reply."""
+    length: int
+
+
+class DrawnIndex:
+    """Finds sequences by the prompt that they were drawn after; 16 bytes and an id for each.
+
+    >>> index = DrawnIndex()
+    >>> index.add("a", np.array([1, 2], np.int32))
+    >>> list(index.find(np.array([1, 2, 3], np.int32)))
+    [(2, ['a'])]
+    """
+
+    def __init__(self, *, max_sequences: int = 1_000_000) -> None:
+        """The oldest sequences are forgotten first."""
+        self.max_sequences = max_sequences
+        self._prompts: OrderedDict[str, tuple[int, bytes]] = OrderedDict()
+        """Sequence -> length and digest of its prompt."""
+        self._sequences: dict[bytes, list[str]] = {}
+        self._num_by_length: Counter[int] = Counter()
+
+    def add(self, sequence_id: str, prompt_ids: Int32Array) -> None:
+        digest = hashlib.blake2b(_bytes(prompt_ids), digest_size=16).digest()
+        self._prompts[sequence_id] = len(prompt_ids), digest
+        self._sequences.setdefault(digest, []).append(sequence_id)
+        self._num_by_length[len(prompt_ids)] += 1
+        while len(self._prompts) > self.max_sequences:
+            oldest, (length, digest) = self._prompts.popitem(last=False)
+            self._sequences[digest].remove(oldest)
+            if not self._sequences[digest]:
+                del self._sequences[digest]
+            self._num_by_length[length] -= 1
+            if not self._num_by_length[length]:
+                del self._num_by_length[length]
+
+    def find(self, ids: Int32Array) -> Iterator[tuple[int, list[str]]]:
+        """(tokens of the prompt, sequences) for each known prompt that `ids` begin with, shortest
+        first."""
+        state, done = hashlib.blake2b(digest_size=16), 0
+        for length in sorted(self._num_by_length):
+            if length > len(ids):
+                return
+            state.update(_bytes(ids[done:length]))
+            done = length
+            if found := self._sequences.get(state.copy().digest()):
+                yield length, found
+
+
+def trace_datum(
+    number: int, datum: Datum, lookup: Lookup, *, index: DrawnIndex | None = None
+) -> Provenance:
+    """Compares a datum with what was drawn.
+
+    number: the datum's, for the text. index: finds the sequences of a datum without spans; a reply
+    of an unknown prompt, or one of several that fit equally, stays unknown.
+    """
+    targets = datum.inputs[TARGETS]
+    versions = np.full(len(targets), -1, np.int32)
+    if targets.ndim != 1:
+        return Provenance(status="unknown", versions=versions, text="targets are [N, K]")
+    is_policy = "logprobs" in datum.inputs
+    is_trained = datum.inputs.get("advantages", np.ones(len(targets))) != 0
+    has_spans = bool(datum.input_spans or datum.loss_spans)
+    unknown, runs = "", list[_Run]()
+    found: list[_Difference] = []
+    if has_spans:
+        for ids, spans in ((targets, datum.loss_spans), (datum.token_ids, datum.input_spans)):
+            begin = 0
+            for span in spans:
+                drawn = lookup(span.sequence_id)
+                if drawn is None:
+                    unknown = unknown or f"the sequence {span.sequence_id!r} was not drawn here"
+                else:
+                    found += _compare_span(ids[begin : begin + span.length], begin, span, drawn)
+                    if span.kind == "sampled" and ids is targets:
+                        runs.append(
+                            _Run(
+                                sequence_id=span.sequence_id,
+                                drawn=drawn,
+                                begin=begin,
+                                offset=span.offset,
+                                length=span.length,
+                            )
+                        )
+                begin += span.length
+            if found:
+                break
+    elif is_policy and index is not None:
+        runs = list(_find_runs(datum, lookup, index))
+    is_known = np.zeros(len(targets), bool)
+    for run in runs:
+        here = slice(run.begin, run.begin + run.length)
+        is_known[here] = True
+        of_run = run.drawn.versions[run.offset : run.offset + run.length]
+        versions[run.begin : run.begin + len(of_run)] = of_run
+        if is_policy and not found:
+            found += _compare_run(datum, run, is_trained[here])
+    if not found and is_policy:
+        found += _compare_ends(runs, len(targets))
+    if not found and is_policy and (is_trained & ~is_known).any():
+        at = int(np.argmax(is_trained & ~is_known))
+        if has_spans and not unknown:
+            text = "it is trained, and its span says that it was part of a prompt"
+            found.append(_Difference(position=at, cause="observation_trained", text=text))
+        unknown = unknown or f"target {at} is trained, and no sequence is known that drew it"
+    if found:
+        first = min(found, key=lambda difference: difference.position)
+        return Provenance(
+            status="differs",
+            versions=versions,
+            cause=first.cause,
+            position=first.position,
+            text=_sentence(number, first),
+        )
+    if unknown or not (has_spans or is_policy):
+        text = f"datum {number}: {unknown}." if unknown else ""
+        return Provenance(status="unknown", versions=versions, text=text)
+    return Provenance(status="drawn", versions=versions)
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def _compare_span(ids: npt.NDArray[Any], begin: int, span: Span, drawn: Drawn) -> list[_Difference]:
+    """The ids of one span against the part of the sequence that it names."""
+    source = drawn.prompt_ids if span.kind == "prompt" else drawn.token_ids
+    expected = source[span.offset : span.offset + span.length]
+    size = min(len(ids), len(expected))
+    at = _first_difference(ids[:size], expected[:size])
+    told = f"of the {'prompt' if span.kind == 'prompt' else 'reply'} of {span.sequence_id}"
+    if at is not None:
+        whole = np.concatenate([drawn.prompt_ids, drawn.token_ids])
+        start = span.offset + (len(drawn.prompt_ids) if span.kind == "sampled" else 0)
+        moved = _shift_of(ids, whole, start)
+        text = f"it is {int(ids[at])}, and token {span.offset + at} {told} is {int(expected[at])}"
+        if moved:
+            text += f"; the ids are those {abs(moved)} {'later' if moved > 0 else 'earlier'}"
+        cause = "boundary" if moved else "reencoded" if span.kind == "sampled" else "rerendered"
+        return [_Difference(position=begin + at, cause=cause, text=text)]
+    if len(ids) > len(expected):
+        text = f"its span ends after token {span.offset + span.length - 1} {told}, which has only "
+        text += f"{len(source)} tokens"
+        cause = "after_stop" if span.kind == "sampled" else "boundary"
+        return [_Difference(position=begin + size, cause=cause, text=text)]
+    return []
+
+
+def _compare_run(
+    datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]
+) -> Iterator[_Difference]:
+    """The context, the ids and the log-probs of one run of sampled targets."""
+    drawn, here = run.drawn, slice(run.begin, run.begin + run.length)
+    context = np.concatenate([drawn.prompt_ids, drawn.token_ids[: run.offset]])
+    given = datum.token_ids[: run.begin + 1]
+    size = min(len(context), len(given))
+    at = _first_difference(given[:size], context[:size])
+    if at is not None or len(context) != len(given):
+        yield _wrong_context(given, context, at, run)
+        return
+    ids = datum.inputs[TARGETS][here]
+    expected = drawn.token_ids[run.offset :]
+    at = _first_difference(ids[: len(expected)], expected[: len(ids)])
+    if at is not None:
+        text = f"it is {int(ids[at])}, and {run.sequence_id} drew {int(expected[at])} here"
+        cause = "reencoded" if is_trained[at:].any() else "missing_final"
+        yield _Difference(position=run.begin + at, cause=cause, text=text)
+        return
+    # Its inputs are its targets, one place later: this is what the next targets are drawn after.
+    fed = datum.token_ids[run.begin + 1 : run.begin + run.length]
+    at = _first_difference(fed, ids[: len(fed)])
+    if at is not None:
+        text = f"it is {int(ids[at])}, and the input after it is {int(fed[at])}"
+        yield _Difference(position=run.begin + at, cause="boundary", text=text)
+        return
+    logprobs = datum.inputs["logprobs"][here]
+    recorded = drawn.logprobs[run.offset : run.offset + run.length]
+    is_other = is_trained & (logprobs.view(np.int32) != recorded.view(np.int32))
+    if is_other.any():
+        at = int(np.argmax(is_other))
+        text = (
+            f"its log-prob is {logprobs[at]:.6g}, and {recorded[at]:.6g} was recorded when "
+            f"{run.sequence_id} drew it"
+        )
+        cause = _cause_of_logprobs(logprobs[is_trained], recorded, is_trained)
+        yield _Difference(position=run.begin + at, cause=cause, text=text)
+
+
+def _wrong_context(
+    given: Int32Array, context: npt.NDArray[Any], at: int | None, run: _Run
+) -> _Difference:
+    first = run.begin if at is None else min(at, run.begin)
+    if at is None:
+        text = f"{run.sequence_id} drew this reply after {len(context)} tokens, here it has "
+        text += f"{len(given)} before it"
+        cause = "duplicated_prompt" if _is_repeated(given, context) else "boundary"
+    else:
+        text = f"input {at} is {int(given[at])}, and {run.sequence_id} was drawn after "
+        text += f"{int(context[at])} there"
+        is_padded = len(given) > len(context) and len(set(given[: -len(context)].tolist())) == 1
+        is_padded = is_padded and np.array_equal(given[-len(context) :], context)
+        cause = "padding" if is_padded else "rerendered"
+    return _Difference(position=first, cause=cause, text=text)
+
+
+def _compare_ends(runs: list[_Run], num_targets: int) -> Iterator[_Difference]:
+    """Sequences whose last tokens are in no run."""
+    ends: dict[str, _Run] = {run.sequence_id: run for run in runs}
+    for run in ends.values():
+        missing = len(run.drawn.token_ids) - run.offset - run.length
+        if missing > 0:
+            text = f"{run.sequence_id} drew {missing} more tokens here, which the datum leaves out"
+            at = min(run.begin + run.length, num_targets - 1)
+            yield _Difference(position=at, cause="missing_final", text=text)
+
+
+def _cause_of_logprobs(
+    given: npt.NDArray[Any], recorded: npt.NDArray[Any], is_trained: npt.NDArray[np.bool_]
+) -> str:
+    """The defect of [M] log-probs at the trained places of [length] recorded ones."""
+    places = np.flatnonzero(is_trained)
+    expected = recorded[places]
+    is_other = given != expected
+    if not np.isfinite(given).all():
+        return "nonfinite"
+    if (given[is_other] == 0).all():
+        return "fillers"
+    for shift in _shifts():
+        inside = (places + shift >= 0) & (places + shift < len(recorded))
+        if inside.sum() >= MIN_LINKS and np.array_equal(
+            given[inside], recorded[places[inside] + shift]
+        ):
+            return "shifted"
+    for other in (np.exp(expected), -expected, expected / np.log(2), expected / np.log(10)):
+        if np.allclose(given, other, rtol=1e-4, atol=0):
+            return "positive"
+    bound = given[is_other]
+    if (bound == bound[0]).all() and len(bound) >= MIN_LINKS:
+        return "clamped"
+    return "quantised" if np.allclose(given, expected, rtol=QUANTUM, atol=QUANTUM) else ""
+
+
+# -- finding ---------------------------------------------------------------------------------------
+
+
+def _find_runs(datum: Datum, lookup: Lookup, index: DrawnIndex) -> Iterator[_Run]:
+    """The sequences that a datum without spans was made of, by their prompts in its own tokens."""
+    targets, logprobs = datum.inputs[TARGETS], datum.inputs["logprobs"]
+    free = 0
+    for length, names in index.find(datum.token_ids):
+        begin = length - 1
+        if begin < free:
+            continue  # within a reply: a shorter prompt was known, and so is its reply
+        best: list[tuple[int, str, Drawn]] = []
+        for name in names:
+            if (drawn := lookup(name)) is None:
+                continue
+            size = min(len(drawn.token_ids), len(targets) - begin)
+            here = slice(begin, begin + size)
+            links = int(np.isin(logprobs[here], drawn.logprobs).sum())
+            if np.array_equal(targets[here], drawn.token_ids[:size]):
+                links += size
+            if links >= min(MIN_LINKS, size):
+                best.append((links, name, drawn))
+        best.sort(key=lambda found: -found[0])
+        if best and (len(best) == 1 or best[0][0] > best[1][0] or _is_same(best[0][2], best[1][2])):
+            _, name, drawn = best[0]
+            size = min(len(drawn.token_ids), len(targets) - begin)
+            yield _Run(sequence_id=name, drawn=drawn, begin=begin, offset=0, length=size)
+            free = begin + size
+
+
+def _is_same(one: Drawn, other: Drawn) -> bool:
+    return np.array_equal(one.token_ids, other.token_ids)
+
+
+def _first_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int | None:
+    """Of two arrays of one length."""
+    differs = one != other
+    return int(np.argmax(differs)) if differs.any() else None
+
+
+def _shift_of(ids: npt.NDArray[Any], whole: npt.NDArray[Any], start: int) -> int:
+    """By how many places `ids` have moved from whole[start:]; 0 if they have not."""
+    for shift in _shifts():
+        first, last = max(0, start + shift), start + shift + len(ids)
+        there = whole[first:last]
+        here = ids[first - (start + shift) :][: len(there)]
+        if len(there) >= MIN_LINKS and np.array_equal(here, there):
+            return shift
+    return 0
+
+
+def _shifts() -> Iterator[int]:
+    """Nearest first."""
+    for distance in range(1, MAX_SHIFT + 1):
+        yield from (distance, -distance)
+
+
+def _is_repeated(given: npt.NDArray[Any], context: npt.NDArray[Any]) -> bool:
+    return len(given) == 2 * len(context) and np.array_equal(given[len(context) :], context)
+
+
+def _sentence(number: int, difference: _Difference) -> str:
+    text = f"datum {number}, target {difference.position}: {difference.text}."
+    if cause := CAUSES.get(difference.cause):
+        return f"{text} {cause.title} {cause.remedy} ({difference.cause})"
+    return f"{text} It was changed or computed again; train what was recorded."
+
+
+def _bytes(ids: Int32Array) -> bytes:
+    return np.ascontiguousarray(ids, np.int32).tobytes()
