@@ -689,7 +689,7 @@ def write_forward_backward(result: ForwardBackwardResult) -> bytes:
     for name, value in result.metrics.items():
         assert name.count(":") == 1, f"metric {name!r}: clients read `name:reduction` alone"
         found.metrics[name] = value
-    return found.SerializeToString()
+    return found.SerializeToString(deterministic=True)
 
 
 def _write_batch(field: Any, arrays: list[npt.NDArray[Any]], trailing: tuple[int, ...]) -> None:
@@ -715,7 +715,7 @@ def write_sampling(result: SamplingResult, request: Sampling) -> bytes:
     if result.alternatives is not None:
         _write_tensor(found.prompt_alt_tokens.tokens, result.alternatives.ids)
         _write_tensor(found.prompt_alt_tokens.logprobs, result.alternatives.logprobs)
-    return found.SerializeToString()
+    return found.SerializeToString(deterministic=True)
 
 
 def _write_sequence(field: Any, sequence: SampledSequence) -> None:
