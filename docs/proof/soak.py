@@ -637,8 +637,14 @@ def of_kill(share: float, folder: Path, out: Path) -> list[str]:
     return [f"other than without a kill: {', '.join(names)}"] if names else []
 
 
+OF_TIME = ("time/", "tokens/cached", "tokens/prefilled", "episode/cached")
+"""Metrics that depend on how long a tool takes: a prompt that comes in a step later finds another
+prefix in the cache. What is sampled does not depend on it."""
+
+
 def metrics_of(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if "time/" not in k} for row in load_run(path).metrics]
+    rows = load_run(path).metrics
+    return [{k: v for k, v in row.items() if not k.startswith(OF_TIME)} for row in rows]
 
 
 def episodes_of(path: Path) -> list[tuple[Any, ...]]:
