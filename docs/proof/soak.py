@@ -784,14 +784,14 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a checkpoint is torn, the disk is full": (
         "training/test_checkpoint.py::test_a_torn_checkpoint_is_passed_over_for_the_one_before",
-        "run/test_faults.py::test_a_disk_that_is_full_at_a_checkpoint_keeps_the_one_before",
+        "run/test_run_faults.py::test_a_disk_that_is_full_at_a_checkpoint_keeps_the_one_before",
         "sync/test_publisher.py::test_a_disk_that_is_full_or_read_only_is_an_error_before_anything_is_lost",
     ),
     "a run resumes at the border of an epoch": (
-        "run/test_faults.py::test_a_run_resumes_at_the_border_of_an_epoch",
+        "run/test_run_faults.py::test_a_run_resumes_at_the_border_of_an_epoch",
     ),
     "an engine dies": (
-        "run/test_faults.py::test_an_engine_that_dies_or_freezes_between_steps_is_replaced_and_counted",
+        "run/test_run_faults.py::test_an_engine_that_dies_or_freezes_between_steps_is_replaced_and_counted",
         "testing/test_broken_engines.py::test_a_run_loses_nothing_and_trains_nothing_twice",
     ),
     "an engine freezes": (

@@ -93,7 +93,7 @@ def test_a_run_outlives_a_killed_engine_and_ends_with_ctrl_c(cluster, tmp_path, 
     assert run.environment["processes"] == 2
     shown = capfd.readouterr()
     assert "step   0/500" in shown.out, "what rank 0 prints appears here"
-    assert sum(row.get("engine/returned_replicas", 0) for row in rows) == 1
+    assert sum(row.get("engine/restarts", 0) for row in rows) == 1
     assert not processes_of(ENGINES) and not processes_of(RANKS)
 
 
