@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
@@ -65,6 +65,9 @@ from lockstep.tinker.wire import (
 )
 from lockstep.tinker_config import TinkerConfig
 
+if TYPE_CHECKING:
+    from lockstep.tinker.record import RunRecords
+
 LOGGER = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 5.0
@@ -98,14 +101,22 @@ class TinkerService:
     """
 
     def __init__(
-        self, backend: Backend, directory: Path, config: TinkerConfig | None = None
+        self,
+        backend: Backend,
+        directory: Path,
+        config: TinkerConfig | None = None,
+        *,
+        records: RunRecords | None = None,
     ) -> None:
-        """Raises RunError if another process uses the directory, or a model in it needs a base
-        model that is not served."""
+        """records: write the run directories of the models; None writes none.
+
+        Raises RunError if another process uses the directory, or a model in it needs a base model
+        that is not served.
+        """
         self.config = config or TinkerConfig()
         self.bases = {base.name: base for base in backend.base_models}
         directory.mkdir(parents=True, exist_ok=True)
-        self._backend, self._directory = backend, directory
+        self._backend, self._directory, self._records = backend, directory, records
         self._journal = journal = Journal(directory / "journal.sqlite")
         self.store = CheckpointStore(directory, journal)
         self._samplers = SamplerPool(
@@ -361,6 +372,7 @@ class TinkerService:
             return self._submit(run, kind, 0, _canonical(body), body.object)
 
     def _run_of(self, model: Model) -> TrainingRun:
+        records = self._records
         run = self._runs[model.id] = TrainingRun(
             model,
             base=self.bases[model.spec["base_model"]],
@@ -369,6 +381,7 @@ class TinkerService:
             store=self.store,
             samplers=self._samplers,
             config=self.config,
+            run_record=None if records is None else records.of(model.id, ModelSpec(**model.spec)),
             read=self._read,
             settle=self._settle,
         )
