@@ -33,18 +33,18 @@ class Origins:
         """Remembers the replies to a request, within the transaction that writes its result."""
         if self._config.provenance == "off":
             return
-        drawn = {
-            f"{request.id}.{at}": Drawn(
+        drawn = [
+            Drawn(
                 prompt_ids=asked.prompt_ids,
                 token_ids=reply.token_ids,
                 logprobs=reply.logprobs,
                 versions=reply.versions,
             )
-            for at, reply in enumerate(result.sequences)
-        }
+            for reply in result.sequences
+        ]
         self._journal.add_drawn(request, drawn)
-        for sequence_id in drawn:
-            self._index.add(sequence_id, asked.prompt_ids)
+        for at in range(len(drawn)):
+            self._index.add(f"{request.id}.{at}", asked.prompt_ids)
 
     def check(self, asked: ForwardBackward, *, is_new: bool) -> ForwardBackward:
         """Returns the request with the versions that drew its targets. is_new: False for one that

@@ -170,7 +170,6 @@ class TrainingRun:
         )
         LOGGER.warning(text)
         request = Request(
-            id=f"{self.record.id}#{self.next_seq_id}",
             session=self.record.session,
             target=self.record.id,
             seq_id=self.next_seq_id,
