@@ -24,7 +24,7 @@ from lockstep.types import Float32Array, Int32Array
 
 MAX_SHIFT = 4  # positions by which tokens or log-probs are tried to have moved
 MIN_LINKS = 3  # equal log-probs that tell one reply to a prompt from all others
-QUANTUM = 0.01  # bfloat16 and two decimals round a log-prob of a few nats by less
+DECIMALS = (2, 3, 4, 5, 6)  # to which programs round log-probs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,7 +162,7 @@ def trace_datum(
             if found:
                 break
     elif is_policy and index is not None:
-        runs = list(_find_runs(datum, lookup, index))
+        runs = [run for run in _find_runs(datum, lookup, index) if _is_of(datum, run, is_trained)]
     is_known = np.zeros(len(targets), bool)
     for run in runs:
         here = slice(run.begin, run.begin + run.length)
@@ -312,7 +312,16 @@ def _cause_of_logprobs(
     bound = given[is_other]
     if (bound == bound[0]).all() and len(bound) >= MIN_LINKS:
         return "clamped"
-    return "quantised" if np.allclose(given, expected, rtol=QUANTUM, atol=QUANTUM) else ""
+    return "quantised" if _is_rounded(given, expected) else ""
+
+
+def _is_rounded(given: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
+    """Whether all log-probs are the recorded ones in float16 or bfloat16, or to some decimals."""
+    bits = expected.view(np.uint32)  # bfloat16 is the upper half, rounded to even
+    halves = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
+    kinds = [expected.astype(np.float16).astype(np.float32), halves.view(np.float32)]
+    kinds += [np.round(expected, decimals).astype(np.float32) for decimals in DECIMALS]
+    return any(np.array_equal(given, kind) for kind in kinds)
 
 
 # -- finding ---------------------------------------------------------------------------------------
@@ -343,6 +352,16 @@ def _find_runs(datum: Datum, lookup: Lookup, index: DrawnIndex) -> Iterator[_Run
             size = min(len(drawn.token_ids), len(targets) - begin)
             yield _Run(sequence_id=name, drawn=drawn, begin=begin, offset=0, length=size)
             free = begin + size
+
+
+def _is_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> bool:
+    """Whether the log-probs of a run that was found by its ids are those of the sequence, as they
+    were or changed in a way that can be told. Another server may have drawn the same ids."""
+    here = slice(run.begin, run.begin + run.length)
+    given, places = datum.inputs["logprobs"][here], is_trained[here]
+    recorded = run.drawn.logprobs[run.offset : run.offset + run.length]
+    is_equal = np.isin(given, recorded).any()
+    return bool(is_equal or _cause_of_logprobs(given[places], recorded, places))
 
 
 def _is_same(one: Drawn, other: Drawn) -> bool:
