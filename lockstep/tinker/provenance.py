@@ -24,6 +24,7 @@ from lockstep.types import Float32Array, Int32Array
 
 MAX_SHIFT = 4  # positions by which tokens or log-probs are tried to have moved
 MIN_LINKS = 3  # equal log-probs that tell one reply to a prompt from all others
+FORCED = -0.01  # log-probs above it are of tokens that every model draws, with few values
 DECIMALS = (2, 3, 4, 5, 6)  # to which programs round log-probs
 
 
@@ -360,8 +361,12 @@ def _is_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> bool:
     here = slice(run.begin, run.begin + run.length)
     given, places = datum.inputs["logprobs"][here], is_trained[here]
     recorded = run.drawn.logprobs[run.offset : run.offset + run.length]
-    is_equal = np.isin(given, recorded).any()
-    return bool(is_equal or _cause_of_logprobs(given[places], recorded, places))
+    telling = given[given < FORCED]
+    links = int(np.isin(telling, recorded).sum())
+    if len(telling) and links >= min(MIN_LINKS, len(telling)):
+        return True
+    is_equal = np.array_equal(given[places], recorded[: len(given)][places])
+    return is_equal or bool(_cause_of_logprobs(given[places], recorded, places))
 
 
 def _is_same(one: Drawn, other: Drawn) -> bool:
