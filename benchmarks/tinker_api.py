@@ -4,7 +4,7 @@
    the client, against the seconds that `lockstep train` took for the same rows.
 2. A whole step of reinforcement learning: examples/tinker_docsearch.py (64 episodes of several
    turns, each turn a request) against `lockstep train quickstart` with the same adapter.
-3. A future: processor time of the server for one request that computes nearly nothing.
+3. A future: processor time of the server for one sample of a backend that computes nothing.
 4. The journal: share of a step's time that the server spends in its database.
 
 Server, client and run are processes of their own with one thread each; runs and client take turns,
@@ -41,7 +41,7 @@ NAME = "tinker"
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "tinker_docsearch.py"
 WARMUP_STEPS = 2
-NUM_FUTURES = 500
+NUM_FUTURES, PROMPT_TOKENS = 2000, 300
 RANK = 32
 GOALS = {"training-step": 1.25, "rl-step": 1.25, "future": 3.0, "journal": 2.0}
 
@@ -70,14 +70,61 @@ def serve(arguments: list[str]) -> None:
     lockstep(["serve", *arguments])
 
 
+class Idle:
+    """A backend that samples one token of nothing."""
+
+    def __init__(self) -> None:
+        from lockstep.tinker.backend import BaseModel
+
+        self.base_models = [
+            BaseModel(
+                name="idle", architecture="idle", vocab_size=1000, max_tokens=1000, stop_ids=()
+            )
+        ]
+
+    async def open_sampler(self, *_: object, **__: object) -> None:
+        return None
+
+    async def close_sampler(self, _: str) -> None:
+        return None
+
+    async def sample(self, sampler_id: str, request: Any, **_: object) -> Any:
+        import numpy as np
+
+        from lockstep.tinker.requests import SampledSequence, SamplingResult
+
+        reply = SampledSequence(
+            token_ids=np.zeros(1, np.int32),
+            logprobs=np.zeros(1, np.float32),
+            versions=np.zeros(1, np.int32),
+            stop_reason="length",
+        )
+        return SamplingResult(sequences=(reply,))
+
+
+async def serve_idle(directory: Path) -> None:
+    from lockstep.agent.gateway.config import GatewayConfig
+    from lockstep.tinker.server import TinkerServer
+    from lockstep.tinker.service import TinkerService
+
+    service = TinkerService(Idle(), directory)  # type: ignore[arg-type]
+    server = TinkerServer(service, config=GatewayConfig(port=0))
+    await service.start()
+    await server.start()
+    print(json.dumps({"url": server.url}), flush=True)
+    await asyncio.Event().wait()
+
+
 class Server:
-    """A server in a process of its own."""
+    """A server in a process of its own: of a model, or of nothing."""
 
     def __init__(self, model: str, directory: Path) -> None:
         self._journal = directory / "journal-seconds"
-        command = [sys.executable, __file__, "--serve", model, "--api", "tinker", "--json"]
+        arguments = ["--serve", model, "--api", "tinker", "--json", "--out", str(directory / "out")]
+        if not model:
+            arguments = ["--serve-idle", str(directory / "idle")]
         self._process = subprocess.Popen(
-            [*command, "--out", str(directory / "server")],
+            [sys.executable, __file__, *arguments],
             stdout=subprocess.PIPE,
             env={**os.environ, "JOURNAL_SECONDS": str(self._journal)},
             text=True,
@@ -182,19 +229,18 @@ async def train_by_client(model: str, run: Path, steps: list[int]) -> list[float
     return seconds[1:]
 
 
-async def futures(model: str, server: Server) -> tuple[float, float]:
-    """(processor milliseconds of the server, and of the client) for one future: updates without a
-    gradient."""
+async def futures(server: Server) -> tuple[float, float]:
+    """(processor milliseconds of the server, and of the client) for one sample of nothing."""
     import tinker
     from tinker import types
 
     service = tinker.ServiceClient()
-    trainer = await service.create_lora_training_client(model, rank=1)
-    step = types.AdamParams(learning_rate=1e-5)
-    await trainer.optim_step(step)
+    sampler = await service.create_sampling_client_async(base_model="idle")
+    prompt = types.ModelInput.from_ints(list(range(PROMPT_TOKENS)))
+    params = types.SamplingParams(max_tokens=1)
+    await sampler.sample(prompt, 1, params)
     began = server.cpu_seconds(), time.process_time()
-    for future in [trainer.optim_step(step) for _ in range(NUM_FUTURES)]:
-        await future
+    await asyncio.gather(*(sampler.sample(prompt, 1, params) for _ in range(NUM_FUTURES)))
     ended = server.cpu_seconds(), time.process_time()
     service.close("success").result()
     ours, theirs = (1e3 * (b - a) / NUM_FUTURES for a, b in zip(began, ended, strict=True))
@@ -218,7 +264,8 @@ def measure(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
             stored = [row["step"] for row in rows]
             api["training"] += asyncio.run(train_by_client(model, run, stored))
             note(f"round {number + 1} of {rounds}")
-        server_ms, client_ms = asyncio.run(futures(model, server))
+    with tempfile.TemporaryDirectory() as place, served("", Path(place)) as server:
+        server_ms, client_ms = asyncio.run(futures(server))
     parts = []
     for name, key in (("training-step", "training"), ("rl-step", "rl")):
         ours, peer = statistics.median(api[key]), statistics.median(own[key])
@@ -256,6 +303,8 @@ def main() -> int:
     if "--serve" in sys.argv[1:2]:
         serve(sys.argv[2:])
         return 0
+    if "--serve-idle" in sys.argv[1:2]:
+        asyncio.run(serve_idle(Path(sys.argv[2])))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -336,15 +336,16 @@ def _find_runs(datum: Datum, lookup: Lookup, index: DrawnIndex) -> Iterator[_Run
         begin = length - 1
         if begin < free:
             continue  # within a reply: a shorter prompt was known, and so is its reply
+        known = [(name, drawn) for name in names if (drawn := lookup(name)) is not None]
         best: list[tuple[int, str, Drawn]] = []
-        for name in names:
-            if (drawn := lookup(name)) is None:
-                continue
+        for name, drawn in known:
             size = min(len(drawn.token_ids), len(targets) - begin)
             here = slice(begin, begin + size)
-            links = int(np.isin(logprobs[here], drawn.logprobs).sum())
             if np.array_equal(targets[here], drawn.token_ids[:size]):
-                links += size
+                best.append((int((logprobs[here] == drawn.logprobs[:size]).sum()), name, drawn))
+        for name, drawn in [] if best else known:  # the ids are not what was drawn
+            size = min(len(drawn.token_ids), len(targets) - begin)
+            links = int(np.isin(logprobs[begin : begin + size], drawn.logprobs).sum())
             if links >= min(MIN_LINKS, size):
                 best.append((links, name, drawn))
         best.sort(key=lambda found: -found[0])
