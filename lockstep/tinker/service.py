@@ -448,7 +448,10 @@ class TinkerService:
             found.seq_id,
             found.SerializeToString(deterministic=True),
             lambda: self._origins.check(
-                forward_backward_of(found, run.base, find_loss=self._loss), is_new=True
+                forward_backward_of(
+                    found, run.base, find_loss=self._loss, substitute=self.config.substitute
+                ),
+                is_new=True,
             ),
         )
 
@@ -536,11 +539,17 @@ class TinkerService:
             return request.value
         if request.kind == "sample":
             sampler = self._samplers.find(request.target)
-            return sampling_of(Value(json.loads(request.body)), self._samplers.base_of(sampler))
+            return sampling_of(
+                Value(json.loads(request.body)),
+                self._samplers.base_of(sampler),
+                substitute=self.config.substitute,
+            )
         run = self._runs[request.target]
         if request.kind == "forward_backward":
             found = parse_forward_backward(request.body)
-            asked = forward_backward_of(found, run.base, find_loss=self._loss)
+            asked = forward_backward_of(
+                found, run.base, find_loss=self._loss, substitute=self.config.substitute
+            )
             return self._origins.check(asked, is_new=False)
         body = json.loads(request.body)
         return optim_step_of(Value(body)) if request.kind == "optim_step" else body
@@ -625,7 +634,9 @@ class TinkerService:
                 "(tinker.max_pending_samples); ask again in a second.",
                 status=429,
             )
-        asked = sampling_of(body, self._samplers.base_of(sampler))
+        asked = sampling_of(
+            body, self._samplers.base_of(sampler), substitute=self.config.substitute
+        )
         request = Request(sampler.session, sampler.id, seq_id, "sample", raw)
         self._journal.add(request, digest)
         self._start_sample(replace(request, value=asked))
