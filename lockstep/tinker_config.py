@@ -8,6 +8,18 @@ from typing import Literal
 from lockstep.config import check_choices, check_numbers
 from lockstep.errors import ConfigError
 
+KEY_PREFIX = "tml-"
+"""Begins every key that clients send; they refuse others by themselves."""
+
+
+def client_key(key: str) -> str:
+    """The key that clients send for a server's.
+
+    >>> client_key("sesame"), client_key("tml-sesame"), client_key("")
+    ('tml-sesame', 'tml-sesame', '')
+    """
+    return key if key.startswith(KEY_PREFIX) or not key else KEY_PREFIX + key
+
 
 @dataclass(frozen=True, kw_only=True)
 class TinkerConfig:
