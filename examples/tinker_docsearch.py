@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +100,7 @@ async def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rows: list[dict[str, Any]] = []
     for step in range(options.steps):
+        began = time.monotonic()
         sampler = await trainer.save_weights_and_get_sampling_client()
         batch: list[Task] = tasks.take(options.groups)
         played = await asyncio.gather(
@@ -126,6 +128,7 @@ async def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         row = {"reward": float(rewards.mean()), "kl_v1": gap.mean(), "kl_v2": (gap**2).mean() / 2}
         for name in dict.fromkeys(name for episode in played for name in episode.parts):
             row[f"reward/{name}"] = float(np.mean([e.parts.get(name, 0.0) for e in played]))
+        row["seconds"] = time.monotonic() - began
         rows.append(row)
         print(f"step {step:3}  " + "  ".join(f"{name} {value:.3g}" for name, value in row.items()))
     service.close("success").result()
@@ -160,7 +163,7 @@ def penalised(
     return out
 
 
-def main() -> list[dict[str, Any]]:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--model", default="tiny-gpt-oss")
     parser.add_argument("--steps", type=int, default=30)
@@ -171,8 +174,8 @@ def main() -> list[dict[str, Any]]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kl-coef", type=float, default=0.0, help="0 makes one pass a step")
     parser.add_argument("--kl-clip", type=float, default=5.0, help="nats")
-    return asyncio.run(train(parser.parse_args()))
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(train(parse()))

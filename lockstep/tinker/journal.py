@@ -189,6 +189,7 @@ class Journal:
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # ends with the process
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA wal_autocheckpoint=10000")  # 40 MB: a disk waits seldom
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
         except sqlite3.Error as error:
             raise RunError(

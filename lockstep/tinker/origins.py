@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 from lockstep.tinker.journal import Journal, Request
 from lockstep.tinker.provenance import Drawn, DrawnIndex, trace_datum
@@ -53,8 +54,9 @@ class Origins:
         if self._config.provenance == "off":
             return asked
         counts, data = Counter[str](), list[Datum]()
+        lookup = cache(self._journal.drawn)  # datums of one prompt ask for the same replies
         for number, datum in enumerate(asked.data):
-            found = trace_datum(number, datum, self._journal.drawn, index=self._index)
+            found = trace_datum(number, datum, lookup, index=self._index)
             counts[found.status] += 1
             if found.status == "differs" and is_new:
                 if self._config.provenance == "refuse":
