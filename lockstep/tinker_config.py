@@ -44,11 +44,14 @@ class TinkerConfig:
     hold_seconds: float = 30.0
     """Seconds that a question for a result is held before the client must ask again; clients cut a
     connection after 45 s."""
-    provenance: Literal["refuse", "warn", "off"] = "refuse"
-    """Treatment of datums whose tokens or log-probs are not what was drawn here: refuse them with
-    the cause, train them with a warning, or do not compare. Tokens from elsewhere are always
-    trained."""
-    drawn_seconds: float = 21600.0
+    provenance: Literal["refuse", "refuse_changed", "warn", "off"] = "refuse"
+    """Datums that a policy loss (importance_sampling, ppo, cispo, dro, gspo) may train. refuse:
+    those that this server drew, with ids, order, place and log-probs as they were. refuse_changed:
+    also those that were sampled elsewhere, or too long ago; refused is what was drawn here and
+    changed since. warn: all, with a warning. off: all, and nothing is compared. A token without an
+    advantage is not trained, so it may be anything. Other losses, as in distillation or supervised
+    training, take any datum whose spans are right; passes that are forward only take every one."""
+    drawn_seconds: float = 86400.0
     """Seconds that the server remembers what it drew, at most until the session ends."""
     max_pending_samples: int = 4096
     """Requests for samples that wait or run at a time; further ones are answered with 429, and the
