@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.listener import Listener, Site
+from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site
 from lockstep.agent.gateway.reading import Value, parse_body
 from lockstep.errors import MissingExtraError
 from lockstep.tinker.requests import TinkerError
@@ -31,8 +31,6 @@ except ImportError:  # pragma: no cover
 LOGGER = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
-HEAD_BYTES = 512
-"""Beginning of a body that is too large, which tells its model and seq_id."""
 HOSTED_ONLY = {
     ("POST", "auth/token"): "short-lived tokens",
     ("POST", "copy_weights"): "copying between accounts",
@@ -179,16 +177,12 @@ class TinkerServer:
     # -- single routes ----------------------------------------------------------------------------
 
     async def _forward_backward(self, request: web.Request) -> web.StreamResponse:
-        limit = self._listener.config.max_body_bytes
-        if (request.content_length or 0) > limit:
-            error = TinkerError(
-                f"the body has {request.content_length} bytes; at most {limit} are "
-                "taken (gateway.max_body_bytes). Send fewer or shorter datums.",
-                status=413,
-            )
-            self._service.refuse_forward_backward(await request.content.read(HEAD_BYTES), error)
-            raise error
-        raw = await self._listener.read(request, content_type=PROTOBUF)
+        try:
+            raw = await self._listener.read(request, content_type=PROTOBUF)
+        except BodyTooLarge as refusal:
+            error = TinkerError(f"{refusal} Send fewer or shorter datums.", status=413)
+            self._service.refuse_forward_backward(refusal.head, error)
+            raise error from None
         return web.json_response(self._service.forward_backward(raw))
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
@@ -212,8 +206,6 @@ def refuse(error: Exception, request: web.Request) -> web.Response:
     match error:
         case TinkerError() | Refusal():
             status, text = error.status, str(error)
-        case web.HTTPRequestEntityTooLarge():
-            status, text = 413, "the body is larger than gateway.max_body_bytes. Send fewer datums."
         case web.HTTPException():
             text = f"{request.method} {request.path[:200]}: {error.reason}. "
             status, text = error.status, f"{text}Tinker's API is served under {PREFIX}."

@@ -27,6 +27,9 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 ACCEPTED_AT_ONCE = 32
 """Connections that are accepted before other work is done."""
 
+HEAD_BYTES = 512
+"""Beginning of a body that is too large, by which it may be recognized."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Decoder = Callable[[bytes, int], bytes]
 """Undoes a Content-Encoding, up to a number of bytes. Raises ValueError."""
@@ -54,13 +57,26 @@ class Site:
     """Further encodings of bodies than gzip and deflate."""
 
 
+class BodyTooLarge(Refusal):
+    """A body that was not read to its end (413). head: its beginning, unpacked."""
+
+    def __init__(self, limit: int, head: bytes) -> None:
+        text = f"the body is larger than gateway.max_body_bytes={limit}, packed or unpacked."
+        super().__init__(413, "body_too_large", text)
+        self.head = head
+
+
 class Listener:
     """Serves the sites that were added, from `start` to `close`."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self._sites: list[Site] = []
-        self._decoders: dict[str, Decoder] = {"gzip": unpack_zlib, "deflate": unpack_zlib}
+        self._decoders: dict[str, Decoder] = {
+            "identity": lambda raw, limit: raw,
+            "gzip": unpack_zlib,
+            "deflate": unpack_zlib,
+        }
         self._runner: web.AppRunner | None = None
         self._socket: asyncio.Server | None = None
         self._busy: set[asyncio.BaseProtocol] = set()
@@ -76,9 +92,7 @@ class Listener:
     async def start(self) -> None:
         """Raises ConfigError if the address cannot be taken, or the certificate not be read."""
         config, secured = self.config, _tls_of(self.config)
-        app = web.Application(
-            client_max_size=config.max_body_bytes, middlewares=[self._answer_safely]
-        )
+        app = web.Application(middlewares=[self._answer_safely])
         for site in self._sites:
             app.add_routes(site.routes)
         runner = web.AppRunner(
@@ -152,37 +166,48 @@ class Listener:
             self._busy.discard(request.protocol)
 
     async def read(self, request: web.Request, *, content_type: str) -> bytes:
-        """Reads a body of a type, unpacked. Raises Refusal (400, 408, 413, 415)."""
+        """Reads a body of a type, unpacked. Raises Refusal (400, 408, 415), BodyTooLarge."""
         if request.content_type != content_type:
             text = f"the body must be {content_type}, found {request.content_type}."
             raise Refusal(
                 415, "not_json" if content_type == "application/json" else "wrong_type", text
             )
-        limit = self.config.max_body_bytes
-        try:
-            async with asyncio.timeout(self.config.read_seconds):
-                raw = await request.read()
-        except TimeoutError:
-            text = f"the body did not arrive within {self.config.read_seconds:g} s."
-            raise Refusal(408, "slow_client", text) from None
-        except web.RequestPayloadError as error:  # its framing is broken
-            raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding == "identity":
-            return raw
         decode = self._decoders.get(encoding)
         if decode is None:
             text = f"Content-Encoding {encoding[:40]!r} is not known; expected one of "
             raise Refusal(415, "unknown_encoding", f"{text}{', '.join(self._decoders)}.")
+        raw, is_whole = await self._receive(request)
+        limit = self.config.max_body_bytes
         try:
-            found = decode(raw, limit + 1)
+            found = decode(raw, limit + 1 if is_whole else HEAD_BYTES)
         except ValueError as error:
+            if not is_whole:  # cut where it cannot be read
+                raise BodyTooLarge(limit, b"") from None
             text = f"the body cannot be read as {encoding}: {error}."
             raise Refusal(400, "unreadable_body", text) from None
-        if len(found) > limit:
-            text = f"the body is larger than gateway.max_body_bytes={limit}, unpacked."
-            raise Refusal(413, "body_too_large", text)
+        if not is_whole or len(found) > limit:
+            raise BodyTooLarge(limit, found[:HEAD_BYTES])
         return found
+
+    async def _receive(self, request: web.Request) -> tuple[bytes, bool]:
+        """The bytes of a body and True, or the first of a body that is too large and False."""
+        limit, size = self.config.max_body_bytes, request.content_length or 0
+        raw, seconds = bytearray(), self.config.read_seconds
+        try:
+            async with asyncio.timeout(seconds if size <= limit else min(1.0, seconds)):
+                while part := await request.content.readany():
+                    raw += part
+                    if max(len(raw), size) > limit:
+                        return bytes(raw), False
+        except TimeoutError:
+            if size > limit:
+                return bytes(raw), False
+            text = f"the body did not arrive within {seconds:g} s."
+            raise Refusal(408, "slow_client", text) from None
+        except web.RequestPayloadError as error:  # its framing is broken
+            raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
+        return bytes(raw), True
 
 
 def _tls_of(config: GatewayConfig) -> ssl.SSLContext | None:

@@ -156,9 +156,6 @@ class GatewayServer:
         match error:
             case Refusal():
                 refusal = error
-            case web.HTTPRequestEntityTooLarge():
-                limit = f"gateway.max_body_bytes={self.config.max_body_bytes}"
-                refusal = Refusal(413, "body_too_large", f"the body is larger than {limit}.")
             case web.HTTPException():
                 text = f"{request.method} {request.path[:120]}: {error.reason}. Ask for turns at "
                 text += "/v1/chat/completions, /v1/responses or /v1/messages."
