@@ -26,6 +26,7 @@ import tinker
 from tinker import types
 
 from lockstep.agent.environment import Environment
+from lockstep.agent.harness import Harness
 from lockstep.recipes import find_recipe
 from lockstep.renderers.base import Renderer
 from lockstep.run.preflight import read_model_files
@@ -65,9 +66,13 @@ class Episode:
 
 
 async def play(
-    sampler: tinker.SamplingClient, renderer: Renderer, environment: Environment, limits: Config
+    sampler: tinker.SamplingClient,
+    renderer: Renderer,
+    environment: Environment | Harness,
+    limits: Config,
 ) -> Episode:
     """One episode: token in, token out."""
+    assert isinstance(environment, Environment), "this task has no agent of its own"
     episode = Episode()
     episode.add(renderer.render(await environment.reset(), environment.tools))
     for _ in range(limits.agent.max_turns):

@@ -152,11 +152,12 @@ def trace_datum(
         for ids, spans in ((targets, datum.loss_spans), (datum.token_ids, datum.input_spans)):
             begin = 0
             for span in spans:
-                drawn = lookup(span.sequence_id)
+                drawn, here = lookup(span.sequence_id), ids[begin : begin + span.length]
                 if drawn is None:
                     unknown = unknown or f"the sequence {span.sequence_id!r} was not drawn here"
-                else:
-                    found += _compare_span(ids[begin : begin + span.length], begin, span, drawn)
+                elif ids is not targets or span.kind == "sampled" or here.any():
+                    # Some programs leave the targets of prompts, which nobody trains, at 0.
+                    found += _compare_span(here, begin, span, drawn)
                     if span.kind == "sampled" and ids is targets:
                         runs.append(
                             _Run(

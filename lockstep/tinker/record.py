@@ -228,11 +228,11 @@ def episode_of(
     stop_ids: Collection[int],
 ) -> Trajectory | None:
     """The datum as an episode: observed and sampled segments in turn, one for each version of the
-    weights. None if its targets are not the ids that follow, or nothing was sampled."""
+    weights. None if its sampled targets are not the ids that follow, or there are none."""
     targets = np.asarray(datum.inputs[TARGETS])
-    if not is_sampled.any() or (targets[:-1] != datum.token_ids[1:]).any():
-        return None
     ids = np.append(datum.token_ids, targets[-1]).astype(np.int32)
+    if not is_sampled.any() or (targets != ids[1:])[is_sampled].any():
+        return None
     logprobs = np.append(np.float32(np.nan), datum.inputs["logprobs"])
     drawn_by = np.append(-1, np.where(is_sampled, versions, -1))  # -1: observed
     borders = np.flatnonzero(np.diff(drawn_by)) + 1

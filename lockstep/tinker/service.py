@@ -47,7 +47,7 @@ from lockstep.tinker.journal import (
     digest_of,
 )
 from lockstep.tinker.origins import Origins
-from lockstep.tinker.requests import CustomLoss, ModelSpec, Sampling, TinkerError
+from lockstep.tinker.requests import CustomLoss, ForwardBackward, ModelSpec, Sampling, TinkerError
 from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.training_run import Done, TrainingRun, as_json
 from lockstep.tinker.wire import (
@@ -448,7 +448,8 @@ class TinkerService:
             found.seq_id,
             found.SerializeToString(deterministic=True),
             lambda: self._origins.check(
-                forward_backward_of(found, run.base, find_loss=self._loss), is_new=True
+                self._forward_backward_of(found, run),
+                is_new=True,
             ),
         )
 
@@ -530,17 +531,26 @@ class TinkerService:
         self._journal.refuse(request, digest, str(error), error.status)
         run.skip(seq_id)
 
+    def _forward_backward_of(self, found: Any, run: TrainingRun) -> ForwardBackward:
+        substitute = self.config.substitute
+        return forward_backward_of(
+            found, run.base, find_loss=self._custom.get, substitute=substitute
+        )
+
+    def _sampling_of(self, body: Value, sampler: Sampler) -> Sampling:
+        return sampling_of(body, self._samplers.base_of(sampler), substitute=self.config.substitute)
+
     def _read(self, request: Request) -> Any:
         """Reads the body of a journalled request again, unless it is still at hand."""
         if request.value is not None:
             return request.value
         if request.kind == "sample":
             sampler = self._samplers.find(request.target)
-            return sampling_of(Value(json.loads(request.body)), self._samplers.base_of(sampler))
+            return self._sampling_of(Value(json.loads(request.body)), sampler)
         run = self._runs[request.target]
         if request.kind == "forward_backward":
             found = parse_forward_backward(request.body)
-            asked = forward_backward_of(found, run.base, find_loss=self._loss)
+            asked = self._forward_backward_of(found, run)
             return self._origins.check(asked, is_new=False)
         body = json.loads(request.body)
         return optim_step_of(Value(body)) if request.kind == "optim_step" else body
@@ -568,9 +578,6 @@ class TinkerService:
             self._journal.finish(request, as_json(payload))
         self._losses[loss.id], self._custom[loss.id] = loss, custom
         return {"request_id": request.id}
-
-    def _loss(self, loss_id: str) -> CustomLoss | None:
-        return self._custom.get(loss_id)
 
     # -- samplers ---------------------------------------------------------------------------------
 
@@ -625,7 +632,7 @@ class TinkerService:
                 "(tinker.max_pending_samples); ask again in a second.",
                 status=429,
             )
-        asked = sampling_of(body, self._samplers.base_of(sampler))
+        asked = self._sampling_of(body, sampler)
         request = Request(sampler.session, sampler.id, seq_id, "sample", raw)
         self._journal.add(request, digest)
         self._start_sample(replace(request, value=asked))

@@ -138,6 +138,11 @@ DEFECTS = {
 }
 
 
+def test_targets_of_the_prompt_may_be_fillers():
+    datum = make_datum(has_spans=True, target_tokens=lambda x: overwrite(x, 0, slice(0, FIRST)))
+    assert trace(datum).status == "drawn"
+
+
 @pytest.mark.parametrize("has_spans", [True, False])
 @pytest.mark.parametrize("case", DEFECTS)
 def test_log_probs_that_were_not_recorded_have_their_cause(case, has_spans):

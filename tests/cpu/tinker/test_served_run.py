@@ -27,7 +27,7 @@ def out(tmp_path_factory):
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-none")
     trainer = service.create_lora_training_client(MODEL, rank=4, seed=3).result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
-    params = tinker.SamplingParams(max_tokens=6, stop=[], seed=1)
+    params = tinker.SamplingParams(max_tokens=6, stop=[], seed=7)
     replies = sampler.sample(tinker.ModelInput.from_ints(PROMPT), 2, params).result().sequences
     data = [datum_of(reply, sign) for reply, sign in zip(replies, (1.0, -1.0), strict=True)]
     for _ in range(2):
