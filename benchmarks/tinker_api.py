@@ -103,12 +103,11 @@ class Idle:
 
 
 async def serve_idle(directory: Path) -> None:
-    from lockstep.agent.gateway.config import GatewayConfig
     from lockstep.tinker.server import TinkerServer
     from lockstep.tinker.service import TinkerService
 
     service = TinkerService(Idle(), directory)  # type: ignore[arg-type]
-    server = TinkerServer(service, config=GatewayConfig(port=0))
+    server = TinkerServer(service)
     await service.start()
     await server.start()
     print(json.dumps({"url": server.url}), flush=True)
@@ -121,6 +120,7 @@ class Server:
     def __init__(self, model: str, directory: Path) -> None:
         self._journal = directory / "journal-seconds"
         arguments = ["--serve", model, "--api", "tinker", "--json", "--out", str(directory / "out")]
+        arguments += ["tinker.provenance=refuse_changed"]  # the rows are of another run
         if not model:
             arguments = ["--serve-idle", str(directory / "idle")]
         self._process = subprocess.Popen(

@@ -254,9 +254,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Serve a model or a run's checkpoint to agents, and keep what they do as trajectories.
+    """Serve a model: to agents, whose trajectories are kept, or to programs of the tinker client.
 
     example: lockstep serve tiny-qwen3 --port 8000 --out runs/served
+             lockstep serve tiny-gpt-oss --api agents,tinker --out runs/both
     """
     from lockstep.model_server import find_served, serve
 
@@ -278,12 +279,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.key:  # the command line is stored with the run
         sys.argv = [word.replace(options.key, "***") for word in sys.argv]
     with contextlib.suppress(KeyboardInterrupt):
-        if "tinker" in served.config.api:
-            from lockstep import tinker_server
-
-            tinker_server.serve(served.config, key=key, out=options.out, is_json=options.json)
-        else:
-            serve(served, key=key, out=options.out or None, is_json=options.json)
+        serve(served, key=key, out=options.out or None, is_json=options.json)
     # Everything is stored; a late Ctrl-C would end the interpreter as if it had been killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return OK
@@ -658,11 +654,25 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
         (
             _arg("target", "MODEL|RUN[@STEP]", nargs="?"),
             _SETTINGS,
-            _arg("--api", "NAMES", "agents (the default), tinker, or agents,tinker", default=None),
+            _arg(
+                "--api",
+                "NAMES",
+                "agents: OpenAI's and Anthropic's APIs, sampling (default); tinker: training, too; "
+                "agents,tinker: both",
+                default=None,
+            ),
             _arg("--port", "N", "gateway.port; default: a free one", type=int, default=None),
             _arg("--host", "ADDRESS", "gateway.host; default: this machine only", default=None),
-            _arg("--key", "KEY", "opens every session; better in the environment, as LOCKSTEP_KEY"),
-            _arg("--out", "DIR", "keep finished sessions there, for report and doctor"),
+            _arg(
+                "--key",
+                "KEY",
+                "opens everything; better in the environment, as LOCKSTEP_KEY",
+            ),
+            _arg(
+                "--out",
+                "DIR",
+                "keep sessions, and what tinker trains, for report and doctor",
+            ),
             _DRY_RUN,
         ),
     ),

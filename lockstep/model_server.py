@@ -1,4 +1,4 @@
-"""`lockstep serve`: a model behind the gateway, for any agent that speaks HTTP.
+"""`lockstep serve`: a model behind HTTP, for any agent, for programs of the tinker client, or both.
 
 With `out`, the agents' trajectories are stored in a run directory, which `lockstep report` and
 `lockstep doctor` read.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
+import shlex
 import signal
 import sys
 import threading
@@ -29,13 +31,18 @@ from lockstep.models.locate import locate_model
 from lockstep.run.build import checkpoint_of, load_model
 from lockstep.run.preflight import ModelFiles, check_fallback, read_model_files
 from lockstep.run_config import ServeConfig
-from lockstep.store.run import RunDirectory, load_run
+from lockstep.store.run import RunDirectory, default_run_path, load_run
+from lockstep.tinker_config import client_key
+from lockstep.tinker_server import base_names, open_bases
+from lockstep.tinker_server import opened as opened_tinker
 from lockstep.types import Group, SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
+    from lockstep.agent.gateway.listener import Listener
     from lockstep.agent.gateway.server import GatewayServer
     from lockstep.agent.gateway.session import GatewaySession
     from lockstep.engines.base import Engine
+    from lockstep.tinker_server import OpenedBase
 
 T = TypeVar("T")
 
@@ -185,6 +192,25 @@ class SessionStore:
         self.num_stored += len(groups)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelServer:
+    """A running server: one address, and an API or both."""
+
+    listener: Listener
+    agents: GatewayServer | None
+    """OpenAI's and Anthropic's APIs."""
+    store: SessionStore | None
+    """Stores what the agents did."""
+    agents_out: Path | None
+    tinker_models: tuple[str, ...]
+    """Models of Tinker's API; none without it."""
+    tinker_out: Path | None
+
+    @property
+    def url(self) -> str:
+        return self.listener.url
+
+
 @contextlib.asynccontextmanager
 async def opened(
     served: Served,
@@ -192,43 +218,103 @@ async def opened(
     key: str = "",
     out: str | Path | None = None,
     on_wait: Callable[[str], None] = lambda text: None,
-) -> AsyncIterator[tuple[GatewayServer, SessionStore | None]]:
+) -> AsyncIterator[ModelServer]:
     """Runs the server inside the block. At its end all sessions are ended, stored if there is an
     `out`, and the engine is closed."""
+    from lockstep.agent.gateway.listener import Listener
+
+    config = served.config
+    config.gateway.check_key(key)
+    async with contextlib.AsyncExitStack() as stack:
+        listener = Listener(config.gateway)
+        place = None if out is None else Path(out)
+        bases: dict[str, OpenedBase] = {}
+        tinker_out = agents = store = None
+        if "tinker" in config.api:
+            bases = _open_bases(served, on_wait)
+            tinker_out = place or default_run_path("tinker")
+            place = place and default_run_path("agents", root=place / "runs")
+            opening = opened_tinker(
+                config, bases, key=key, out=tinker_out, note=on_wait, listener=listener
+            )
+            await stack.enter_async_context(opening)
+        if "agents" in config.api:
+            if place is not None:
+                directory = RunDirectory.create(place, to_dict(config))
+                store = SessionStore(stack.enter_context(directory))
+                stack.callback(store.write)
+            if bases:  # one engine and one set of weights under both
+                shared = next(each for each in bases.values() if each.model == config.model)
+                model_files, engine = shared.model_files, shared.base.engine
+            else:
+                model_files, engine = open_served(served, scratch=place, on_wait=on_wait)
+                stack.push_async_callback(engine.close)
+            agents = await _open_agents(
+                served, model_files, engine, stack=stack, key=key, store=store, listener=listener
+            )
+        stack.push_async_callback(listener.close)
+        await listener.start()
+        yield ModelServer(
+            listener=listener,
+            agents=agents,
+            store=store,
+            agents_out=place if agents else None,
+            tinker_models=tuple(bases),
+            tinker_out=tinker_out,
+        )
+
+
+def _open_bases(served: Served, note: Callable[[str], None]) -> dict[str, OpenedBase]:
+    """Loads the models of Tinker's API. Raises ConfigError."""
+    config = served.config
+    if served.weights is not None:
+        raise ConfigError(
+            f"api=tinker serves models, and {served.weights} is a run's checkpoint. Write it as a "
+            "model first: lockstep export RUN --hf DIR, with --merged if it has an adapter."
+        )
+    models = base_names(config).values()
+    if "agents" in config.api and config.model not in models:
+        raise ConfigError(
+            f"tinker.models has {', '.join(models)}, and api=agents serves {config.model}; both "
+            f"must have it in memory once. Add NAME={config.model} to tinker.models."
+        )
+    return open_bases(config, note)
+
+
+async def _open_agents(
+    served: Served,
+    model_files: ModelFiles,
+    engine: Engine,
+    *,
+    stack: contextlib.AsyncExitStack,
+    key: str,
+    store: SessionStore | None,
+    listener: Listener,
+) -> GatewayServer:
+    """Makes the server of the agents' APIs; `stack` closes it."""
     from lockstep.agent.gateway.registry import SessionRegistry
     from lockstep.agent.gateway.server import GatewayServer
 
-    served.config.gateway.check_key(key)
-    async with contextlib.AsyncExitStack() as stack:
-        store = None
-        if out is not None:
-            directory = RunDirectory.create(out, to_dict(served.config))
-            store = SessionStore(stack.enter_context(directory))
-            stack.callback(store.write)
-        scratch = None if out is None else Path(out)
-        model_files, engine = open_served(served, scratch=scratch, on_wait=on_wait)
-        stack.push_async_callback(engine.close)
-        sessions = SessionRegistry(
-            lambda task: _session(served, model_files, engine, task),
-            max_sessions=served.config.max_sessions,
-            idle_seconds=served.config.idle_seconds,
-            on_finished=lambda session: None if store is None else store.add(session),
-        )
-        stack.push_async_callback(sessions.close)
-        if served.version and engine.capabilities.shares_weights:
-            await engine.load_weights(None, version=served.version)
-        config = served.config
-        server = GatewayServer(
-            sessions,
-            renderer=model_files.renderer,
-            model=config.model.rstrip("/").rpartition("/")[2],
-            config=config.gateway,
-            key=key,
-            store=None if store is None else store.store,
-        )
-        stack.push_async_callback(server.close)
-        await server.start()
-        yield server, store
+    config = served.config
+    sessions = SessionRegistry(
+        lambda task: _session(served, model_files, engine, task),
+        max_sessions=config.max_sessions,
+        idle_seconds=config.idle_seconds,
+        on_finished=lambda session: None if store is None else store.add(session),
+    )
+    stack.push_async_callback(sessions.close)
+    if served.version and engine.capabilities.shares_weights:
+        await engine.load_weights(None, version=served.version)
+    server = GatewayServer(
+        sessions,
+        renderer=model_files.renderer,
+        model=config.model.rstrip("/").rpartition("/")[2],
+        key=key,
+        store=None if store is None else store.store,
+        listener=listener,
+    )
+    stack.push_async_callback(server.close)
+    return server
 
 
 def serve(served: Served, *, key: str, out: str | Path | None, is_json: bool) -> None:
@@ -239,24 +325,28 @@ def serve(served: Served, *, key: str, out: str | Path | None, is_json: bool) ->
             print(text, file=sys.stderr, flush=True)
 
     async def run() -> None:
-        server, store = None, None
+        server = None
         try:
-            async with opened(served, key=key, out=out, on_wait=note) as (server, store):
-                print(_access(server, served, key, out, is_json=is_json), flush=True)
+            async with opened(served, key=key, out=out, on_wait=note) as server:
+                if is_json:
+                    print(json.dumps(_facts(server, served, key)), flush=True)
+                else:
+                    print("\n".join(access_lines(server, served, key)), flush=True)
                 stop = _stop_on_sigint(note)
                 while not stop.is_set():
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(stop.wait(), PART_SECONDS)
                     try:
-                        if store is not None:
-                            store.write()
+                        if server.store is not None:
+                            server.store.write()
                     except RunError as error:
                         note(f"{error} They are kept, and tried again.")
         finally:
-            if server is not None:
+            if server is not None and server.agents is not None:
+                agents, store = server.agents, server.store
                 names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
-                found = {"sessions": len(server.sessions.all())}
-                found |= {name: server.counts[name] for name in names}
+                found = {"sessions": len(agents.sessions.all())}
+                found |= {name: agents.counts[name] for name in names}
                 found["stored"] = 0 if store is None else store.num_stored
                 text = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found.items())
                 print(json.dumps(found) if is_json else text, flush=True)
@@ -264,30 +354,47 @@ def serve(served: Served, *, key: str, out: str | Path | None, is_json: bool) ->
     asyncio.run(run())
 
 
-def _access(
-    server: GatewayServer, served: Served, key: str, out: str | Path | None, *, is_json: bool
-) -> str:
-    """Says how to reach the server."""
-    if is_json:
-        return json.dumps(
-            {
-                "url": server.url,
-                "openai_base_url": f"{server.url}/v1",
-                "model": server.model,
-                "max_tokens": served.config.max_tokens,
-                "needs_key": bool(key),
-                "out": None if out is None else str(out),
-            }
-        )
-    shown = "$LOCKSTEP_KEY" if key else "none"
-    lines = [
-        f"{server.url} serves {server.model}; Ctrl-C ends it",
-        f"  export OPENAI_BASE_URL={server.url}/v1 OPENAI_API_KEY={shown}",
-        f"  export ANTHROPIC_BASE_URL={server.url} ANTHROPIC_API_KEY={shown}",
-        f"  a dialogue may have {served.config.max_tokens} tokens (max_tokens)",
-        *([] if out is None else [f"  finished sessions go to {out}"]),
-    ]
-    return "\n".join(lines)
+def _facts(server: ModelServer, served: Served, key: str) -> dict[str, Any]:
+    """How to reach the server, for programs."""
+    found: dict[str, Any] = {"url": server.url, "needs_key": bool(key)}
+    found["max_tokens"] = served.config.max_tokens
+    if server.agents is not None:
+        out = server.agents_out
+        found |= {"openai_base_url": f"{server.url}/v1", "model": server.agents.model}
+        found["out"] = None if out is None else str(out)
+    if server.tinker_out is not None:
+        found |= {"tinker_base_url": server.url, "models": list(server.tinker_models)}
+        found["out"] = str(server.tinker_out)
+    return found
+
+
+def access_lines(server: ModelServer, served: Served, key: str) -> list[str]:
+    """How to reach the server, as lines that a shell takes."""
+    from lockstep.agent.gateway.listener import ANY_ADDRESS
+
+    url, host = server.url, served.config.gateway.host
+    names = dict.fromkeys(server.tinker_models)
+    if server.agents is not None:
+        names = {server.agents.model: None} | names
+    lines = [f"{url} serves {', '.join(names)}; Ctrl-C ends it"]
+    if key and key != os.environ.get("LOCKSTEP_KEY"):
+        lines.append(f"  export LOCKSTEP_KEY={shlex.quote(key)}")
+    if server.agents is not None:
+        shown = "$LOCKSTEP_KEY" if key else "none"
+        lines.append(f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
+        lines.append(f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
+    if server.tinker_out is not None:
+        # The client refuses keys that do not begin with tml-.
+        shown = client_key(key).replace(key, "$LOCKSTEP_KEY") if key else "tml-local"
+        lines.append(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={shown}")
+    if (own := ANY_ADDRESS.get(host)) is not None:
+        lines.append(f"  on other machines, with the name of this one in place of {own}")
+    lines.append(f"  a dialogue may have {served.config.max_tokens} tokens (max_tokens)")
+    if server.agents_out is not None:
+        lines.append(f"  finished sessions go to {server.agents_out}")
+    if server.tinker_out is not None:
+        lines.append(f"  runs, checkpoints and the journal are in {server.tinker_out}")
+    return lines
 
 
 def _stop_on_sigint(note: Callable[[str], None]) -> asyncio.Event:
@@ -315,16 +422,24 @@ class BackgroundServer:
     """
 
     def __init__(
-        self, target: str, *settings: str, key: str = "", out: str | Path | None = None
+        self,
+        target: str,
+        *settings: str,
+        key: str = "",
+        out: str | Path | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """target, settings: as on the command line. Returns when the server answers."""
+        """target, settings: as on the command line. note: gets lines for a person. Returns when the
+        server answers."""
         served = find_served(target, settings)
         self._loop, self._stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            opening = self._stack.enter_async_context(opened(served, key=key, out=out))
-            self.url = self._wait(opening)[0].url
+            opening = self._stack.enter_async_context(
+                opened(served, key=key, out=out, on_wait=note)
+            )
+            self.url = self._wait(opening).url
         except BaseException:
             self.close()
             raise
@@ -338,6 +453,7 @@ class BackgroundServer:
             try:
                 self._wait(self._stack.aclose())
             finally:
+                self._wait(self._loop.shutdown_default_executor())
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
                 self._loop.close()

@@ -8,6 +8,18 @@ from typing import Literal
 from lockstep.config import check_choices, check_numbers
 from lockstep.errors import ConfigError
 
+KEY_PREFIX = "tml-"
+"""Begins every key that clients send; they refuse others by themselves."""
+
+
+def client_key(key: str) -> str:
+    """The key that clients send for a server's.
+
+    >>> client_key("sesame"), client_key("tml-sesame"), client_key("")
+    ('tml-sesame', 'tml-sesame', '')
+    """
+    return key if key.startswith(KEY_PREFIX) or not key else KEY_PREFIX + key
+
 
 @dataclass(frozen=True, kw_only=True)
 class TinkerConfig:
@@ -32,14 +44,17 @@ class TinkerConfig:
     hold_seconds: float = 30.0
     """Seconds that a question for a result is held before the client must ask again; clients cut a
     connection after 45 s."""
-    provenance: Literal["refuse", "warn", "off"] = "refuse"
-    """Treatment of datums whose tokens or log-probs are not what was drawn here: refuse them with
-    the cause, train them with a warning, or do not compare. Tokens from elsewhere are always
-    trained."""
+    provenance: Literal["refuse", "refuse_changed", "warn", "off"] = "refuse"
+    """Datums that a policy loss (importance_sampling, ppo, cispo, dro, gspo) may train. refuse:
+    those that this server drew, with ids, order, place and log-probs as they were. refuse_changed:
+    also those that were sampled elsewhere, or too long ago; refused is what was drawn here and
+    changed since. warn: all, with a warning. off: all, and nothing is compared. A token without an
+    advantage is not trained, so it may be anything. Other losses, as in distillation or supervised
+    training, take any datum whose spans are right; passes that are forward only take every one."""
     stable_reinforce: Literal["refuse", "importance_sampling"] = "refuse"
     """Treatment of the loss stable_reinforce, whose formula is not published: refuse it, or compute
     importance_sampling in its place, for programs that cannot choose another one."""
-    drawn_seconds: float = 21600.0
+    drawn_seconds: float = 86400.0
     """Seconds that the server remembers what it drew, at most until the session ends."""
     max_pending_samples: int = 4096
     """Requests for samples that wait or run at a time; further ones are answered with 429, and the

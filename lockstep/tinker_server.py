@@ -1,13 +1,10 @@
-"""`lockstep serve --api tinker`: base models, the backend over them, and the server of its API."""
+"""Tinker's API of `lockstep serve`: base models, the backend over them, and the server."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import sys
-from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +14,13 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.run.build import choose_numerics, load_model
-from lockstep.run.preflight import read_model_files
+from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run_config import ServeConfig
-from lockstep.store.run import default_run_path
 
 if TYPE_CHECKING:
+    from lockstep.agent.gateway.listener import Listener
     from lockstep.tinker.embedded import Base
     from lockstep.tinker.server import TinkerServer
-
-KEY_PREFIX = "tml-"
-"""Begins every key that the client sends; it refuses others by itself."""
 
 
 def base_names(config: ServeConfig) -> dict[str, str]:
@@ -36,8 +30,20 @@ def base_names(config: ServeConfig) -> dict[str, str]:
     return {config.model.rstrip("/").rpartition("/")[2]: config.model}
 
 
-def open_base(config: ServeConfig, name: str, model: str) -> tuple[Base, dict[str, Any]]:
-    """(a base model with its engine, facts for the environment.json of the runs over it)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedBase:
+    """A base model in memory, and what else is known of it."""
+
+    model: str
+    """As the settings name it."""
+    base: Base
+    model_files: ModelFiles
+    facts: dict[str, Any]
+    """For the environment.json of the runs over it."""
+
+
+def open_base(config: ServeConfig, name: str, model: str) -> OpenedBase:
+    """Loads a base model, and opens its engine."""
     from lockstep.engines.embedded.engine import EmbeddedEngine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.tinker.backend import BaseModel
@@ -82,66 +88,50 @@ def open_base(config: ServeConfig, name: str, model: str) -> tuple[Base, dict[st
         "fingerprint": asdict(numerics.fingerprint),
         "processes": 1,
     }
-    return base, facts
+    return OpenedBase(model=model, base=base, model_files=model_files, facts=facts)
+
+
+def open_bases(config: ServeConfig, note: Callable[[str], None]) -> dict[str, OpenedBase]:
+    """The base models by the names that clients use. note: gets lines for a person."""
+    found: dict[str, OpenedBase] = {}
+    for name, model in base_names(config).items():
+        found[name] = open_base(config, name, model)
+        note(f"{name}: {found[name].facts['numerics']}")
+    return found
 
 
 @contextlib.asynccontextmanager
 async def opened(
-    config: ServeConfig, *, key: str, out: Path, note: Callable[[str], None]
+    config: ServeConfig,
+    bases: Mapping[str, OpenedBase],
+    *,
+    key: str,
+    out: Path,
+    note: Callable[[str], None],
+    listener: Listener | None = None,
 ) -> AsyncIterator[TinkerServer]:
-    """Runs the server inside the block. Journal, checkpoints and run directories are in `out`;
-    another server over the same directory goes on with what this one has accepted. note: gets lines
-    for a person."""
+    """Has the API ready inside the block, where the server is to be started. Journal, checkpoints
+    and run directories are in `out`; another server over the same directory goes on with what this
+    one has accepted."""
     from lockstep.tinker.embedded import EmbeddedBackend
     from lockstep.tinker.record import RunRecords
     from lockstep.tinker.server import TinkerServer
     from lockstep.tinker.service import TinkerService
 
-    config.gateway.check_key(key)
     async with contextlib.AsyncExitStack() as stack:
-        bases, models = {}, base_names(config)
-        for name, model in models.items():
-            bases[name] = open_base(config, name, model)
-            note(f"{name}: {bases[name][1]['numerics']}")
-        backend = EmbeddedBackend([base for base, _ in bases.values()], config.trainer)
+        backend = EmbeddedBackend([each.base for each in bases.values()], config.trainer)
         stack.push_async_callback(backend.close)
-        stored = to_dict(config)
+        stored, models = to_dict(config), base_names(config)
         records = RunRecords(
             out / "runs",
             bases=backend.base_models,
             configs={name: {**stored, "model": model} for name, model in models.items()},
-            facts={name: facts for name, (_, facts) in bases.items()},
+            facts={name: each.facts for name, each in bases.items()},
             write=note,
         )
         service = TinkerService(backend, out, config.tinker, records=records)
         stack.push_async_callback(service.close)
         await service.start()
-        server = TinkerServer(service, config=config.gateway, key=key)
+        server = TinkerServer(service, key=key, listener=listener)
         stack.push_async_callback(server.close)
-        await server.start()
         yield server
-
-
-def serve(config: ServeConfig, *, key: str, out: str | Path | None, is_json: bool) -> None:
-    """Serves until Ctrl-C, which is its ordinary end."""
-    place = Path(out) if out is not None else default_run_path("tinker")
-    key = key and (key if key.startswith(KEY_PREFIX) else KEY_PREFIX + key)
-
-    def note(text: str) -> None:
-        if not is_json:
-            print(text, file=sys.stderr, flush=True)
-
-    async def run() -> None:
-        async with opened(config, key=key, out=place, note=note) as server:
-            names = list(base_names(config))
-            if is_json:
-                found = {"url": server.url, "models": names, "out": str(place)}
-                print(json.dumps(found | {"needs_key": bool(key)}), flush=True)
-            else:
-                shown = "the key that you gave, after tml-" if key else "tml-local"
-                print(f"{server.url} serves {', '.join(names)} by Tinker's API; Ctrl-C ends it")
-                print(f"  export TINKER_BASE_URL={server.url} TINKER_API_KEY={shown}")
-                print(f"  runs, checkpoints and the journal are in {place}", flush=True)
-            await asyncio.Event().wait()
-
-    asyncio.run(run())

@@ -181,7 +181,8 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
     "training/": (("rows", "rows", "none", "Rows that were trained."),),
     "provenance/": (
         ("drawn", "rows", "up", "Rows whose tokens are what the server drew (Tinker's API)."),
-        ("unknown", "rows", "none", "Rows with trained tokens that the server did not draw."),
+        ("foreign", "rows", "none", "Rows with trained tokens that the server did not draw."),
+        ("unknown", "rows", "none", "Rows that claim no origin, as in supervised training."),
         ("differs", "rows", "down", "Rows that differ from what was drawn, trained by request."),
     ),
     "critic/": (

@@ -1,4 +1,4 @@
-"""What this server drew, and whether the datums that it should train on are that."""
+"""Memory of what this server drew, and the check that datums to be trained on are that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from lockstep.tinker.journal import Journal, Request
-from lockstep.tinker.provenance import Drawn, DrawnIndex, trace_datum
+from lockstep.tinker.provenance import Drawn, DrawnIndex, Provenance, trace_datum
 from lockstep.tinker.requests import (
     Datum,
     ForwardBackward,
@@ -49,25 +49,40 @@ class Origins:
 
     def check(self, asked: ForwardBackward, *, is_new: bool) -> ForwardBackward:
         """Returns the request with the versions that drew its targets. is_new: False for one that
-        was let in before. Raises TinkerError (422) for tokens that are not what was drawn, unless
-        they are to be trained with a warning."""
+        was let in before. Raises TinkerError (422) for a datum that the settings do not let in."""
         if self._config.provenance == "off":
             return asked
         counts, data = Counter[str](), list[Datum]()
         lookup = cache(self._journal.drawn)  # datums of one prompt ask for the same replies
         for number, datum in enumerate(asked.data):
-            found = trace_datum(number, datum, lookup, index=self._index)
+            found = trace_datum(number, datum, lookup, loss=asked.loss, index=self._index)
             counts[found.status] += 1
-            if found.status == "differs" and is_new:
-                if self._config.provenance == "refuse":
-                    raise TinkerError(
-                        f"{found.text} Nothing was trained. Start the server with "
-                        "tinker.provenance=warn to train such datums nevertheless.",
-                        status=422,
-                    )
-                LOGGER.warning("trained nevertheless: %s", found.text)
+            if is_new and not asked.is_forward_only:
+                self._judge(found, asked.loss)
             data.append(replace(datum, versions=found.versions))
         return replace(asked, data=tuple(data), origins=counts)
+
+    def _judge(self, found: Provenance, loss: str) -> None:
+        """Raises TinkerError for what is not to be trained."""
+        config = self._config
+        if found.status not in ("differs", "foreign"):
+            return
+        if config.provenance == "warn":
+            LOGGER.warning("trained nevertheless: %s", found.text)
+        elif found.status == "differs":
+            raise TinkerError(
+                f"{found.text} Nothing was trained. Start the server with tinker.provenance=warn "
+                "to train such datums nevertheless.",
+                status=422,
+            )
+        elif config.provenance == "refuse":
+            raise TinkerError(
+                f"{found.text} Nothing was trained: {loss} may train what this server drew within "
+                f"{config.drawn_seconds:g} s (tinker.drawn_seconds). Was the prompt changed or "
+                "encoded again? If the tokens were sampled elsewhere, start the server with "
+                "tinker.provenance=refuse_changed.",
+                status=422,
+            )
 
 
 def metrics_of(asked: ForwardBackward, num_updates: int) -> dict[str, float]:

@@ -3,8 +3,8 @@ context, and the log-probs, bit for bit.
 
 The server knows what each sequence drew. A client says by spans which sequence a token comes from;
 without spans the sequence is found by its content. A difference gets the name that the doctor has
-for its cause. Only tokens that a policy loss trains must have been drawn: a datum without
-`logprobs` may have any context, as in distillation, and only the ids of its spans are compared.
+for its cause. Only tokens that a policy loss trains must have been drawn, those with an advantage:
+other losses may have any context, as in distillation, and only the ids of their spans are compared.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from lockstep.tinker.requests import TARGETS, Datum, Span
 from lockstep.types import Float32Array, Int32Array
 
 MAX_SHIFT = 4  # positions by which tokens or log-probs are tried to have moved
+NO_POLICY_LOSSES = ("cross_entropy", "custom")
+MAX_CANDIDATES = 256  # latest replies to one prompt that a datum without spans is compared with
 MIN_LINKS = 3  # equal log-probs that tell one reply to a prompt from all others
 FORCED = -0.01  # log-probs above it are of tokens that every model draws, with few values
 DECIMALS = (2, 3, 4, 5, 6)  # to which programs round log-probs
@@ -47,16 +49,17 @@ Lookup = Callable[[str], Drawn | None]
 class Provenance:
     """Where the trained tokens of a datum come from."""
 
-    status: Literal["drawn", "differs", "unknown"]
-    """unknown: the server has not drawn some trained token, or cannot tell."""
+    status: Literal["drawn", "differs", "foreign", "unknown"]
+    """foreign: a policy loss would train a token that no known sequence drew. unknown: the datum
+    does not claim to be drawn, or names sequences that are not known."""
     versions: Int32Array
     """[N] int32: version of the weights that drew each target, -1 where none is known."""
     cause: str = ""
     """Name of the doctor's cause of a difference; empty if it has none."""
     position: int = -1
-    """First target that differs, or first input if only that one does."""
+    """First target that differs or is foreign, or first input if only that one differs."""
     text: str = ""
-    """The difference in words."""
+    """The finding in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,21 +127,26 @@ class DrawnIndex:
 
 
 def trace_datum(
-    number: int, datum: Datum, lookup: Lookup, *, index: DrawnIndex | None = None
+    number: int,
+    datum: Datum,
+    lookup: Lookup,
+    *,
+    loss: str = "importance_sampling",
+    index: DrawnIndex | None = None,
 ) -> Provenance:
     """Compares a datum with what was drawn.
 
-    number: the datum's, for the text. index: finds the sequences of a datum without spans; a reply
-    of an unknown prompt, or one of several that fit equally, stays unknown.
+    number: the datum's, for the text. loss: that trains it. index: finds the sequences of a datum
+    without spans, except one of several that fit equally.
     """
     targets = datum.inputs[TARGETS]
     versions = np.full(len(targets), -1, np.int32)
     if targets.ndim != 1:
         return Provenance(status="unknown", versions=versions, text="targets are [N, K]")
-    is_policy = "logprobs" in datum.inputs
+    is_policy = loss not in NO_POLICY_LOSSES and "logprobs" in datum.inputs
     is_trained = datum.inputs.get("advantages", np.ones(len(targets))) != 0
     has_spans = bool(datum.input_spans or datum.loss_spans)
-    unknown, runs = "", list[_Run]()
+    unknown, foreign, runs = "", "", list[_Run]()
     found: list[_Difference] = []
     if has_spans:
         for ids, spans in ((targets, datum.loss_spans), (datum.token_ids, datum.input_spans)):
@@ -180,7 +188,8 @@ def trace_datum(
         if has_spans and not unknown:
             text = "it is trained, and its span says that it was part of a prompt"
             found.append(_Difference(position=at, cause="observation_trained", text=text))
-        unknown = unknown or f"target {at} is trained, and no sequence is known that drew it"
+        foreign = f"datum {number}, target {at}: it is trained, and "
+        foreign += f"{unknown or 'no sequence is known that drew it after the tokens before it'}."
     if found:
         first = min(found, key=lambda difference: difference.position)
         return Provenance(
@@ -190,10 +199,12 @@ def trace_datum(
             position=first.position,
             text=_sentence(number, first),
         )
-    if unknown or not (has_spans or is_policy):
-        text = f"datum {number}: {unknown}." if unknown else ""
-        return Provenance(status="unknown", versions=versions, text=text)
-    return Provenance(status="drawn", versions=versions)
+    if foreign:
+        return Provenance(status="foreign", versions=versions, position=at, text=foreign)
+    if is_policy or (has_spans and not unknown):
+        return Provenance(status="drawn", versions=versions)
+    text = f"datum {number}: {unknown}." if unknown else ""
+    return Provenance(status="unknown", versions=versions, text=text)
 
 
 # -- comparing -------------------------------------------------------------------------------------
@@ -282,7 +293,7 @@ def _wrong_context(
 
 def _compare_ends(runs: list[_Run], num_targets: int) -> Iterator[_Difference]:
     """Sequences whose last tokens are in no run."""
-    ends: dict[str, _Run] = {run.sequence_id: run for run in runs}
+    ends = {run.sequence_id: run for run in runs}
     for run in ends.values():
         missing = len(run.drawn.token_ids) - run.offset - run.length
         if missing > 0:
@@ -331,30 +342,45 @@ def _is_rounded(given: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
 
 def _find_runs(datum: Datum, lookup: Lookup, index: DrawnIndex) -> Iterator[_Run]:
     """The sequences that a datum without spans was made of, by their prompts in its own tokens."""
-    targets, logprobs = datum.inputs[TARGETS], datum.inputs["logprobs"]
     free = 0
     for length, names in index.find(datum.token_ids):
         begin = length - 1
         if begin < free:
             continue  # within a reply: a shorter prompt was known, and so is its reply
-        known = [(name, drawn) for name in names if (drawn := lookup(name)) is not None]
-        best: list[tuple[int, str, Drawn]] = []
-        for name, drawn in known:
-            size = min(len(drawn.token_ids), len(targets) - begin)
-            here = slice(begin, begin + size)
-            if np.array_equal(targets[here], drawn.token_ids[:size]):
-                best.append((int((logprobs[here] == drawn.logprobs[:size]).sum()), name, drawn))
-        for name, drawn in [] if best else known:  # the ids are not what was drawn
-            size = min(len(drawn.token_ids), len(targets) - begin)
-            links = int(np.isin(logprobs[begin : begin + size], drawn.logprobs).sum())
-            if links >= min(MIN_LINKS, size):
-                best.append((links, name, drawn))
-        best.sort(key=lambda found: -found[0])
-        if best and (len(best) == 1 or best[0][0] > best[1][0] or _is_same(best[0][2], best[1][2])):
-            _, name, drawn = best[0]
-            size = min(len(drawn.token_ids), len(targets) - begin)
-            yield _Run(sequence_id=name, drawn=drawn, begin=begin, offset=0, length=size)
-            free = begin + size
+        if (run := _likeliest(datum, begin, names, lookup)) is not None:
+            yield run
+            free = begin + run.length
+
+
+def _likeliest(datum: Datum, begin: int, names: list[str], lookup: Lookup) -> _Run | None:
+    """The one of some replies to a prompt that a datum has from target `begin` on: the same ids
+    and log-probs, or else the same ids, or else some of the log-probs. None if two fit equally."""
+    targets, logprobs = datum.inputs[TARGETS], datum.inputs["logprobs"]
+    # Others are observations, whose log-probs are 0.0 by custom: they would fit a certain token's.
+    is_sampled = (logprobs != 0) | (datum.inputs.get("advantages", logprobs) != 0)
+    fitting: list[tuple[tuple[bool, int], _Run]] = []
+    for name in names[: -MAX_CANDIDATES - 1 : -1]:  # the latest first
+        drawn = lookup(name)
+        if drawn is None:
+            continue
+        size = min(len(drawn.token_ids), len(targets) - begin)
+        here = slice(begin, begin + size)
+        given, places = logprobs[here], is_sampled[here]
+        run = _Run(sequence_id=name, drawn=drawn, begin=begin, offset=0, length=size)
+        has_ids = np.array_equal(targets[here], drawn.token_ids[:size])
+        is_equal = given == drawn.logprobs[:size] if has_ids else np.isin(given, drawn.logprobs)
+        links, most = int((is_equal & places).sum()), int(places.sum())
+        if has_ids and links == most and size == len(drawn.token_ids):
+            return run if most else None
+        if most and (has_ids or links >= min(MIN_LINKS, most)):
+            fitting.append(((has_ids, links), run))
+    fitting.sort(key=lambda found: found[0], reverse=True)
+    if not fitting:
+        return None
+    (fit, best), *others = fitting
+    rivals = [run.drawn.token_ids for other, run in others if other == fit]
+    is_clear = all(np.array_equal(ids, best.drawn.token_ids) for ids in rivals)
+    return best if is_clear else None
 
 
 def _is_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> bool:
@@ -371,12 +397,8 @@ def _is_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> bool:
     return is_equal or bool(_cause_of_logprobs(given[places], recorded, places))
 
 
-def _is_same(one: Drawn, other: Drawn) -> bool:
-    return np.array_equal(one.token_ids, other.token_ids)
-
-
 def _first_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int | None:
-    """Of two arrays of one length."""
+    """Index of the first place where two arrays of one length differ."""
     differs = one != other
     return int(np.argmax(differs)) if differs.any() else None
 

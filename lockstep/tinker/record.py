@@ -1,4 +1,4 @@
-"""What a model trained over Tinker's API leaves behind: a run directory like that of any run.
+"""The traces of a model trained over Tinker's API: a run directory like that of any run.
 
 `lockstep report`, `lockstep doctor` and `lockstep export` read it. The API knows no rewards: the
 reward of a stored episode is the mean advantage of its sampled tokens.

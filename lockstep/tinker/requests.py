@@ -111,7 +111,7 @@ class ForwardBackward:
     custom: CustomLoss | None = None
     """The graph, if the loss is custom."""
     origins: Mapping[str, int] = field(default_factory=dict)
-    """Number of datums by what this server knows of their origin: drawn, unknown or differs."""
+    """Number of datums by their origin: drawn here, differs from that, foreign or unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

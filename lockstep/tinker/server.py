@@ -15,12 +15,13 @@ from typing import Any
 
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.listener import Listener
+from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site
 from lockstep.agent.gateway.reading import Value, parse_body
 from lockstep.errors import MissingExtraError
 from lockstep.tinker.requests import TinkerError
 from lockstep.tinker.service import TinkerService
 from lockstep.tinker.wire import PROTOBUF, unpack_zstd
+from lockstep.tinker_config import client_key
 
 try:
     from aiohttp import web
@@ -30,8 +31,6 @@ except ImportError:  # pragma: no cover
 LOGGER = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
-HEAD_BYTES = 512
-"""Beginning of a body that is too large, which tells its model and seq_id."""
 HOSTED_ONLY = {
     ("POST", "auth/token"): "short-lived tokens",
     ("POST", "copy_weights"): "copying between accounts",
@@ -55,22 +54,41 @@ for five minutes what got 501."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class TinkerRoutes:
-    """The routes over `service`. key: what clients send as TINKER_API_KEY; "" lets everybody in who
-    reaches the server. read: reads a body of a content type, as `Listener.read`."""
+class TinkerServer:
+    """Serves `service` from `start` to `close`. The service is started and closed by its owner.
+
+    key: clients send it as TINKER_API_KEY, with `tml-` before it if it does not begin so; "" lets
+    in the users of this machine. listener: shared with other APIs, instead of one of its own.
+    """
 
     def __init__(
-        self,
-        service: TinkerService,
-        *,
-        key: str,
-        read: Callable[..., Awaitable[bytes]],
-        max_body_bytes: int,
+        self, service: TinkerService, *, key: str = "", listener: Listener | None = None
     ) -> None:
-        self._service, self._key, self._read = service, key.encode(), read
-        self._max_body_bytes = max_body_bytes
+        self._listener = listener or Listener(GatewayConfig())
+        self._listener.config.check_key(key)
+        self._service, self._key = service, client_key(key).encode()
+        site = Site(
+            prefix=PREFIX,
+            routes=self._routes(),
+            refuse=refuse,
+            is_open=not key,
+            decoders={"zstd": unpack_zstd},
+        )
+        self._listener.add(site)
 
-    def routes(self) -> list[web.RouteDef]:
+    async def start(self) -> None:
+        """Listens. Raises ConfigError if the address cannot be taken."""
+        await self._listener.start()
+
+    async def close(self) -> None:
+        await self._listener.close()
+
+    @property
+    def url(self) -> str:
+        """`http://HOST:PORT`, or https, for TINKER_BASE_URL."""
+        return self._listener.url
+
+    def _routes(self) -> list[web.RouteDef]:
         service = self._service
         posts: dict[str, Callable[[Value], Any]] = {
             "client/config": lambda body: service.client_config(),
@@ -152,20 +170,19 @@ class TinkerRoutes:
         return self._checked(get)
 
     async def _body(self, request: web.Request) -> Value:
-        return Value(parse_body(await self._read(request, content_type="application/json")))
+        return Value(
+            parse_body(await self._listener.read(request, content_type="application/json"))
+        )
 
     # -- single routes ----------------------------------------------------------------------------
 
     async def _forward_backward(self, request: web.Request) -> web.StreamResponse:
-        if (request.content_length or 0) > self._max_body_bytes:
-            error = TinkerError(
-                f"the body has {request.content_length} bytes; at most {self._max_body_bytes} are "
-                "taken (gateway.max_body_bytes). Send fewer or shorter datums.",
-                status=413,
-            )
-            self._service.refuse_forward_backward(await request.content.read(HEAD_BYTES), error)
-            raise error
-        raw = await self._read(request, content_type=PROTOBUF)
+        try:
+            raw = await self._listener.read(request, content_type=PROTOBUF)
+        except BodyTooLarge as refusal:
+            error = TinkerError(f"{refusal} Send fewer or shorter datums.", status=413)
+            self._service.refuse_forward_backward(refusal.head, error)
+            raise error from None
         return web.json_response(self._service.forward_backward(raw))
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
@@ -189,8 +206,6 @@ def refuse(error: Exception, request: web.Request) -> web.Response:
     match error:
         case TinkerError() | Refusal():
             status, text = error.status, str(error)
-        case web.HTTPRequestEntityTooLarge():
-            status, text = 413, "the body is larger than gateway.max_body_bytes. Send fewer datums."
         case web.HTTPException():
             text = f"{request.method} {request.path[:200]}: {error.reason}. "
             status, text = error.status, f"{text}Tinker's API is served under {PREFIX}."
@@ -230,38 +245,3 @@ def _checkpoint(request: web.Request) -> tuple[str, str]:
     """Model and checkpoint id of a route."""
     found = request.match_info
     return found["id"], f"{found['segment']}/{found['name']}"
-
-
-class TinkerServer:
-    """Serves `service` from `start` to `close`. The service is started and closed by its owner."""
-
-    def __init__(
-        self, service: TinkerService, *, config: GatewayConfig | None = None, key: str = ""
-    ) -> None:
-        config = config or GatewayConfig()
-        config.check_key(key)
-        routes = TinkerRoutes(
-            service, key=key, read=self._read, max_body_bytes=config.max_body_bytes
-        )
-        self._listener = Listener(
-            config,
-            routes.routes(),
-            refuse=refuse,
-            is_open=not key,
-            decoders={"zstd": unpack_zstd},
-        )
-
-    async def _read(self, request: web.Request, *, content_type: str) -> bytes:
-        return await self._listener.read(request, content_type=content_type)
-
-    async def start(self) -> None:
-        """Listens. Raises ConfigError if the address cannot be taken."""
-        await self._listener.start()
-
-    async def close(self) -> None:
-        await self._listener.close()
-
-    @property
-    def url(self) -> str:
-        """`http://HOST:PORT`, for TINKER_BASE_URL."""
-        return self._listener.url

@@ -51,6 +51,8 @@ MAX_TOP_K = 1024
 MAX_SEQ_ID = 2**31 - 1
 MAX_SAMPLE_SEQ_ID = 2**63 - 1
 """An unpickled sampling client counts from its random number times 10^9."""
+NO_LOGPROB = -99999.0
+"""Log-prob, with the id 0, of an entry of a top-k list that is not there."""
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0: logits divided by less overflow float32."""
 
@@ -729,7 +731,8 @@ def write_sampling(result: SamplingResult, request: Sampling) -> bytes:
         _write_top_k(found.topk_prompt_logprobs, result.topk_prompt)
     if result.target_logprobs is not None and request.target_ids is not None:
         named = request.target_ids >= 0 if request.has_sparse_targets else None
-        _write_tensor(found.target_prompt_logprobs, result.target_logprobs, named)
+        values = np.nan_to_num(result.target_logprobs, nan=0.0)
+        _write_tensor(found.target_prompt_logprobs, values, named)
     if result.alternatives is not None:
         _write_tensor(found.prompt_alt_tokens.tokens, result.alternatives.ids)
         _write_tensor(found.prompt_alt_tokens.logprobs, result.alternatives.logprobs)
@@ -745,8 +748,9 @@ def _write_sequence(field: Any, sequence: SampledSequence) -> None:
 
 
 def _write_top_k(field: Any, topk: TopK) -> None:
-    field.token_ids = topk.ids.astype("<i4").tobytes()
-    field.logprobs = topk.logprobs.astype("<f4").tobytes()
+    is_there = ~np.isnan(topk.logprobs)
+    field.token_ids = np.where(is_there, topk.ids, 0).astype("<i4").tobytes()
+    field.logprobs = np.where(is_there, topk.logprobs, NO_LOGPROB).astype("<f4").tobytes()
     field.length, field.k = topk.ids.shape
 
 

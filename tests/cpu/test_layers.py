@@ -24,8 +24,9 @@ ROWS = [
     ["memory", "recipes"],
     ["run"],
     ["doctor", "supervised"],
-    ["model_server", "tinker"],
+    ["tinker"],
     ["tinker_server"],
+    ["model_server"],
     ["testing"],
     ["cli"],
 ]

@@ -18,6 +18,11 @@ class GatewayConfig:
     """Address to listen on. Any other than this machine's own needs a key (LOCKSTEP_KEY)."""
     port: int = 0
     """0 takes a free one, which is printed."""
+    certificate: str = ""
+    """File of a TLS certificate with its chain, as PEM: the server speaks https alone. Empty speaks
+    http."""
+    certificate_key: str = ""
+    """File of the certificate's private key; empty: it is in the same file."""
     names: tuple[str, ...] = ()
     """Names of the model besides its own, for agents that have a name built in; "*" answers to any.
     """

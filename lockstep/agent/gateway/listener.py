@@ -1,12 +1,14 @@
-"""An HTTP server of given routes: its address, its connections, the bodies it reads."""
+"""An HTTP server of one or several APIs: its address, its connections, the bodies it reads."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import resource
+import ssl
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
@@ -20,8 +22,13 @@ try:
 except ImportError:  # pragma: no cover
     raise MissingExtraError.of("aiohttp", extra="http", needed_for="the gateway") from None
 
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that stand for all of this machine's -> the one by which it reaches itself."""
 ACCEPTED_AT_ONCE = 32
 """Connections that are accepted before other work is done."""
+
+HEAD_BYTES = 512
+"""Beginning of a body that is too large, by which it may be recognized."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Decoder = Callable[[bytes, int], bytes]
@@ -35,38 +42,59 @@ def unpack_zlib(raw: bytes, limit: int) -> bytes:
         raise ValueError(str(error)) from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One API of a server."""
+
+    routes: Sequence[web.RouteDef]
+    refuse: Callable[[Exception, web.Request], web.Response]
+    """Writes the answer for an error of a handler, or for a path that is not there."""
+    is_open: bool
+    """Something is there without a key, so only this machine may ask."""
+    prefix: str = "/"
+    """Beginning of its paths; the longest one that fits a path tells whose it is."""
+    decoders: Mapping[str, Decoder] = field(default_factory=dict)
+    """Further encodings of bodies than gzip and deflate."""
+
+
+class BodyTooLarge(Refusal):
+    """A body that was not read to its end (413). head: its beginning, unpacked."""
+
+    def __init__(self, limit: int, head: bytes) -> None:
+        text = f"the body is larger than gateway.max_body_bytes={limit}, packed or unpacked."
+        super().__init__(413, "body_too_large", text)
+        self.head = head
+
+
 class Listener:
-    """Listens from `start` to `close`.
+    """Serves the sites that were added, from `start` to `close`."""
 
-    refuse: writes the answer for an error of a handler. is_open: something is there without a key,
-    so only this machine may ask. decoders: further encodings of bodies than gzip and deflate.
-    """
-
-    def __init__(
-        self,
-        config: GatewayConfig,
-        routes: Sequence[web.RouteDef],
-        *,
-        refuse: Callable[[Exception, web.Request], web.Response],
-        is_open: bool,
-        decoders: Mapping[str, Decoder] | None = None,
-    ) -> None:
-        self._config, self._routes, self._refuse = config, routes, refuse
-        self._is_open = is_open
-        self._decoders = {"gzip": unpack_zlib, "deflate": unpack_zlib, **(decoders or {})}
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self._sites: list[Site] = []
+        self._decoders: dict[str, Decoder] = {
+            "identity": lambda raw, limit: raw,
+            "gzip": unpack_zlib,
+            "deflate": unpack_zlib,
+        }
         self._runner: web.AppRunner | None = None
         self._socket: asyncio.Server | None = None
         self._busy: set[asyncio.BaseProtocol] = set()
         """Connections with a request in progress."""
         self._port = config.port
 
+    def add(self, site: Site) -> None:
+        """Before the start."""
+        self._sites.append(site)
+        self._sites.sort(key=lambda each: -len(each.prefix))
+        self._decoders |= site.decoders
+
     async def start(self) -> None:
-        """Raises ConfigError if the address cannot be taken."""
-        config = self._config
-        app = web.Application(
-            client_max_size=config.max_body_bytes, middlewares=[self._answer_safely]
-        )
-        app.add_routes(self._routes)
+        """Raises ConfigError if the address cannot be taken, or the certificate not be read."""
+        config, secured = self.config, _tls_of(self.config)
+        app = web.Application(middlewares=[self._answer_safely])
+        for site in self._sites:
+            app.add_routes(site.routes)
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -79,7 +107,7 @@ class Listener:
         make = partial(self._connection, cast(web.Server, runner.server))
         try:
             self._socket = await asyncio.get_running_loop().create_server(
-                make, config.host, config.port, backlog=ACCEPTED_AT_ONCE
+                make, config.host, config.port, backlog=ACCEPTED_AT_ONCE, ssl=secured
             )
         except OSError as error:
             await runner.cleanup()
@@ -95,7 +123,7 @@ class Listener:
         """Makes the protocol of a new connection. If there are too many, the one that has waited
         longest without a request makes room."""
         num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        limit = min(self._config.max_connections, max(16, num_files - 4 * ACCEPTED_AT_ONCE))
+        limit = min(self.config.max_connections, max(16, num_files - 4 * ACCEPTED_AT_ONCE))
         there = [each for each in server.connections if each.transport is not None]
         waiting = [each for each in there if each not in self._busy]
         if len(there) >= limit and waiting:
@@ -115,57 +143,89 @@ class Listener:
 
     @property
     def url(self) -> str:
-        """`http://HOST:PORT`, as reached from this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        """`http://HOST:PORT`, or https, as reached from this machine."""
+        host = ANY_ADDRESS.get(self.config.host, self.config.host)
+        scheme = "https" if self.config.certificate else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     @web.middleware
     async def _answer_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turns every error into an answer."""
         self._busy.add(request.protocol)
+        fitting = (each for each in self._sites if request.path.startswith(each.prefix))
+        site = next(fitting, self._sites[-1])
         try:
-            if self._is_open:
+            if site.is_open:
                 _check_origin(request)
             return await handler(request)
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
-            return self._refuse(error, request)
+            return site.refuse(error, request)
         finally:
             self._busy.discard(request.protocol)
 
     async def read(self, request: web.Request, *, content_type: str) -> bytes:
-        """Reads a body of a type, unpacked. Raises Refusal (400, 408, 413, 415)."""
+        """Reads a body of a type, unpacked. Raises Refusal (400, 408, 415), BodyTooLarge."""
         if request.content_type != content_type:
             text = f"the body must be {content_type}, found {request.content_type}."
             raise Refusal(
                 415, "not_json" if content_type == "application/json" else "wrong_type", text
             )
-        limit = self._config.max_body_bytes
-        try:
-            async with asyncio.timeout(self._config.read_seconds):
-                raw = await request.read()
-        except TimeoutError:
-            text = f"the body did not arrive within {self._config.read_seconds:g} s."
-            raise Refusal(408, "slow_client", text) from None
-        except web.RequestPayloadError as error:  # its framing is broken
-            raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding == "identity":
-            return raw
         decode = self._decoders.get(encoding)
         if decode is None:
             text = f"Content-Encoding {encoding[:40]!r} is not known; expected one of "
             raise Refusal(415, "unknown_encoding", f"{text}{', '.join(self._decoders)}.")
+        raw, is_whole = await self._receive(request)
+        limit = self.config.max_body_bytes
         try:
-            found = decode(raw, limit + 1)
+            found = decode(raw, limit + 1 if is_whole else HEAD_BYTES)
         except ValueError as error:
+            if not is_whole:  # cut where it cannot be read
+                raise BodyTooLarge(limit, b"") from None
             text = f"the body cannot be read as {encoding}: {error}."
             raise Refusal(400, "unreadable_body", text) from None
-        if len(found) > limit:
-            text = f"the body is larger than gateway.max_body_bytes={limit}, unpacked."
-            raise Refusal(413, "body_too_large", text)
+        if not is_whole or len(found) > limit:
+            raise BodyTooLarge(limit, found[:HEAD_BYTES])
         return found
+
+    async def _receive(self, request: web.Request) -> tuple[bytes, bool]:
+        """The bytes of a body and True, or the first of a body that is too large and False."""
+        limit, size = self.config.max_body_bytes, request.content_length or 0
+        raw, seconds = bytearray(), self.config.read_seconds
+        try:
+            async with asyncio.timeout(seconds if size <= limit else min(1.0, seconds)):
+                while part := await request.content.readany():
+                    raw += part
+                    if max(len(raw), size) > limit:
+                        return bytes(raw), False
+        except TimeoutError:
+            if size > limit:
+                return bytes(raw), False
+            text = f"the body did not arrive within {seconds:g} s."
+            raise Refusal(408, "slow_client", text) from None
+        except web.RequestPayloadError as error:  # its framing is broken
+            raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
+        return bytes(raw), True
+
+
+def _tls_of(config: GatewayConfig) -> ssl.SSLContext | None:
+    """None without a certificate. Raises ConfigError."""
+    if not config.certificate:
+        return None
+    found = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # An empty password: a key that needs one fails, instead of asking in the terminal.
+        found.load_cert_chain(config.certificate, config.certificate_key or None, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"gateway.certificate={config.certificate} "
+            f"gateway.certificate_key={config.certificate_key or config.certificate}: "
+            f"{error.strerror or error}. Expected a certificate and its private key, both as PEM, "
+            "the key without a password."
+        ) from error
+    return found
 
 
 def _check_origin(request: web.Request) -> None:

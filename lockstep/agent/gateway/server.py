@@ -31,7 +31,7 @@ from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import honoured
-from lockstep.agent.gateway.listener import Listener
+from lockstep.agent.gateway.listener import Listener, Site
 from lockstep.agent.gateway.reading import Answered, Asked, Value, event, parse_body
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
@@ -57,6 +57,7 @@ class GatewayServer:
     model: name of the model. key: opens every session; "" lets in the users of this machine, and is
     refused for any other address. claims_need_key: False lets these users claim episodes without
     it. store: stores the finished sessions; awaited before a client reads that its session ended.
+    listener: shared with other APIs, instead of one of its own by `config`.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class GatewayServer:
         key: str = "",
         claims_need_key: bool = True,
         store: Callable[[], Awaitable[None]] | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self.sessions, self.model = sessions, model
-        self.config = config or GatewayConfig()
+        self._listener = listener or Listener(config or GatewayConfig())
+        self.config = self._listener.config
         self.counts: Counter[str] = Counter()
         """requests, refused, failed (status 500 or above), sampled_tokens, encoded_tokens."""
         self.config.check_key(key)
@@ -83,12 +86,8 @@ class GatewayServer:
         self._numbers = itertools.count()
         self._keys: dict[bytes, str] = {}
         """Digest of a session's body -> the key of the latest first attempt."""
-        self._listener = Listener(
-            self.config,
-            self._routes(),
-            refuse=self._refuse,
-            is_open=not (key and claims_need_key),
-        )
+        is_open = not (key and claims_need_key)
+        self._listener.add(Site(routes=self._routes(), refuse=self._refuse, is_open=is_open))
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -109,7 +108,7 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        """`http://HOST:PORT`, as reached from this machine."""
+        """`http://HOST:PORT`, or https, as reached from this machine."""
         return self._listener.url
 
     def _routes(self) -> list[web.RouteDef]:
@@ -157,9 +156,6 @@ class GatewayServer:
         match error:
             case Refusal():
                 refusal = error
-            case web.HTTPRequestEntityTooLarge():
-                limit = f"gateway.max_body_bytes={self.config.max_body_bytes}"
-                refusal = Refusal(413, "body_too_large", f"the body is larger than {limit}.")
             case web.HTTPException():
                 text = f"{request.method} {request.path[:120]}: {error.reason}. Ask for turns at "
                 text += "/v1/chat/completions, /v1/responses or /v1/messages."

@@ -156,7 +156,7 @@ def test_log_probs_that_were_not_recorded_have_their_cause(case, has_spans):
 
 def test_other_log_probs_of_the_same_ids_may_be_of_another_server_unless_a_span_names_this_one():
     changes = {"logprobs": lambda x: overwrite(x, 0.7 * x, slice(None))}
-    assert trace(make_datum(has_spans=False, **changes)).status == "unknown"
+    assert trace(make_datum(has_spans=False, **changes)).status == "foreign"
     found = trace(make_datum(has_spans=True, **changes))
     assert (found.status, found.cause, found.position) == ("differs", "", FIRST)
 
@@ -270,21 +270,25 @@ def test_a_reply_under_another_prompt_is_told_for_policy_losses_alone():
     assert trace(datum, sequences).cause in ("rerendered", "boundary")
 
 
-def test_a_sequence_that_is_not_known_leaves_the_datum_unknown():
+def test_what_no_known_sequence_drew_is_foreign_to_policy_losses():
     found = trace(make_datum(), {"one": ONE})
-    assert found.status == "unknown"
+    assert (found.status, found.position) == ("foreign", SECOND_AT)
     assert "the sequence 'two' was not drawn here" in found.text
     assert (found.versions[FIRST : FIRST + REPLY] == 3).all()
     found = trace(make_datum(has_spans=False), {"one": ONE})
-    assert found.status == "unknown" and f"target {SECOND_AT} is trained" in found.text
+    assert found.status == "foreign" and f"target {SECOND_AT}: it is trained" in found.text
+    for has_spans in (True, False):
+        datum = make_datum(has_spans=has_spans)
+        found = trace_datum(5, datum, {}.get, loss="cross_entropy", index=index_of({}))
+        assert found.status == "unknown"
 
 
-def test_a_reply_from_elsewhere_to_a_known_prompt_is_unknown_and_not_wrong():
+def test_a_reply_from_elsewhere_to_a_known_prompt_is_foreign_and_not_wrong():
     rng = np.random.default_rng(9)
     tokens = np.concatenate([ONE.prompt_ids, ONE.token_ids[:1], rng.integers(0, 100, 8)])
     datum = make_datum(tokens, has_spans=False)
     datum.inputs["logprobs"][FIRST:] = rng.uniform(-5, -1, 9)
-    assert trace(datum).status == "unknown"
+    assert trace(datum).status == "foreign"
 
 
 def test_datums_that_claim_nothing_are_not_judged():
@@ -300,3 +304,23 @@ def test_an_index_forgets_its_oldest_sequences():
     assert [names for _, names in index.find(TOKENS)] == [["one"], ["two"]]
     index = index_of(max_sequences=1)
     assert [(size, names) for size, names in index.find(TOKENS)] == [(SECOND_AT + 1, ["two"])]
+
+
+def test_many_replies_to_one_prompt_are_told_apart():
+    """Certain tokens have the log-prob 0.0, as observations have by custom."""
+    sequences = dict(SEQUENCES)
+    for at in range(300):
+        reply = drawn(ONE.prompt_ids, REPLY, seed=100 + at % 5, version=at)
+        sequences[f"r{at}"] = replace(reply, logprobs=np.where(at % 2, 0, reply.logprobs))
+    sequences["short"] = replace(ONE, prompt_ids=TOKENS[:2], logprobs=np.zeros_like(ONE.logprobs))
+    sequences["one"] = sequences.pop("one")
+    found = trace(make_datum(has_spans=False), sequences)
+    assert (found.status, found.versions[FIRST]) == ("drawn", 3)
+    asked = []
+    trace_datum(
+        0,
+        make_datum(has_spans=False),
+        lambda name: asked.append(name) or sequences[name],
+        index=index_of(sequences),
+    )
+    assert len(asked) < 5, "the latest are looked at first, and the right one ends the search"

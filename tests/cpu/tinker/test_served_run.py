@@ -1,19 +1,15 @@
 """A model that the real client trains leaves a run directory and checkpoints behind."""
 
-import asyncio
 import json
-import threading
 
 import pytest
 import torch
 
 from lockstep.cli import main
-from lockstep.config import resolve
+from lockstep.model_server import BackgroundServer
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
-from lockstep.run_config import ServeConfig
 from lockstep.store.run import load_run
-from lockstep.tinker_server import opened
 
 pytest.importorskip("tinker._version")
 tinker = pytest.importorskip("tinker")
@@ -21,35 +17,13 @@ MODEL = "tiny-qwen3"
 PROMPT = [5, 6, 7, 8, 9, 10]
 
 
-class Served:
-    """`lockstep serve tiny-qwen3 --api tinker`, in a thread of this process."""
-
-    def __init__(self, out):
-        config = resolve(ServeConfig(model=MODEL), ("api=[tinker]", "gateway.port=0"))
-        self.lines, self._over = [], threading.Event()
-        is_up = threading.Event()
-
-        async def serve():
-            async with opened(config, key="", out=out, note=self.lines.append) as server:
-                self.url = server.url
-                is_up.set()
-                await asyncio.to_thread(self._over.wait)
-
-        self._thread = threading.Thread(target=asyncio.run, args=(serve(),))
-        self._thread.start()
-        assert is_up.wait(60)
-
-    def close(self):
-        self._over.set()
-        self._thread.join()
-
-
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     """The directory of a server after two updates by a client: one on policy, and one of tokens
     that an older version drew."""
     out = tmp_path_factory.mktemp("served")
-    server = Served(out)
+    lines: list[str] = []
+    server = BackgroundServer(MODEL, "api=tinker", out=out, note=lines.append)
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-none")
     trainer = service.create_lora_training_client(MODEL, rank=4, seed=3).result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
@@ -62,7 +36,7 @@ def out(tmp_path_factory):
     trainer.save_state("final").result()
     service.close("success").result()
     server.close()
-    (out / "lines").write_text("\n".join(server.lines))
+    (out / "lines").write_text("\n".join(lines))
     return out
 
 

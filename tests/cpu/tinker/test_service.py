@@ -1,7 +1,6 @@
 """Order, repetition and answers of single requests, as bytes on the wire."""
 
 import json
-import socket
 import threading
 import time
 
@@ -310,23 +309,6 @@ def test_bodies_of_other_kinds_are_refused(wire):
     assert wire.send("forward_backward", b"", PROTOBUF, **{"Content-Encoding": "lzma"})[0] == 415
     assert wire.get("training_runs?limit=x&offset=-1")[0] == 200
     assert wire.get("training_runs?limit=0")[0] == 400
-
-
-def test_a_body_of_2_gb_is_refused_before_it_is_read(served, wire):
-    model = wire.model()
-    head = message("ForwardBackwardRequest")
-    head.model_id, head.seq_id = model, 1
-    host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(
-            f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: {host}\r\n"
-            f"Content-Type: {PROTOBUF}\r\nContent-Length: {2**31}\r\n\r\n".encode()
-            + head.SerializeToString()
-            + bytes(10_000)
-        )
-        answer = connection.recv(65536)
-    assert b"413" in answer.split(b"\r\n")[0]
-    assert wire.retrieve(wire.step(model, 2)[1]["request_id"])[0] == 200
 
 
 def test_the_key_is_needed_everywhere(serve):

@@ -405,3 +405,27 @@ def test_the_client_reads_the_samples_that_were_written():
     assert found.target_prompt_logprobs.sparse_col_indices == [0, 1]
     assert found.target_prompt_logprobs.sparse_crow_indices == [0, 1, 2]
     assert json.dumps(found.target_prompt_logprobs.tolist()) == "[[-3.0, 0.0], [0.0, -3.0]]"
+
+
+def test_what_is_not_there_is_read_as_nothing():
+    """The client knows an empty entry by its id 0 and log-prob -99999.0, and fills a dense tensor
+    of targets with 0.0."""
+    conv = pytest.importorskip("tinker.proto.response_conv")
+    nan = np.nan
+    topk = TopK(
+        ids=np.array([[0, 0], [4, 7], [6, 9]], np.int32),
+        logprobs=np.array([[nan, nan], [-0.5, -1], [-0.5, nan]], np.float32),
+    )
+    targets = np.array([[4, -1], [-1, 5]])
+    prompt_ids = np.array([1, 2, 3], np.int32)
+    asked = Sampling(prompt_ids=prompt_ids, num_samples=1, target_ids=targets)
+    result = SamplingResult(
+        sequences=(),
+        prompt_logprobs=np.array([nan, nan, -2], np.float32),
+        topk_prompt=topk,
+        target_logprobs=np.where(targets < 0, nan, -3.0).astype(np.float32),
+    )
+    found = conv.deserialize_sample_response(write_sampling(result, asked))
+    assert found.prompt_logprobs == [None, None, -2.0]
+    assert found.topk_prompt_logprobs == [None, [(4, -0.5), (7, -1.0)], [(6, -0.5)]]
+    assert found.target_prompt_logprobs.tolist() == [[-3.0, 0.0], [0.0, -3.0]]

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.agent.gateway.config import GatewayConfig
+from lockstep.agent.gateway.listener import Listener
 from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.requests import (
     ForwardBackwardResult,
@@ -205,7 +206,7 @@ class Served:
 
     async def _start(self, directory, config, key):
         self.service = TinkerService(self.backend, Path(directory), config)
-        self.server = TinkerServer(self.service, config=self.gateway, key=key)
+        self.server = TinkerServer(self.service, key=key, listener=Listener(self.gateway))
         await self.service.start()
         await self.server.start()
 
@@ -228,7 +229,7 @@ class Served:
 
 async def main(directory, port, seconds, config):
     service = TinkerService(Unigrams(float(seconds)), Path(directory), TinkerConfig(**config))
-    server = TinkerServer(service, config=GatewayConfig(port=int(port)))
+    server = TinkerServer(service, listener=Listener(GatewayConfig(port=int(port))))
     await service.start()
     await server.start()
     print(server.url, flush=True)
