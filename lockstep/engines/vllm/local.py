@@ -75,9 +75,11 @@ class LocalWire(Wire):
         if config.deterministic and not self._is_cpu:  # on a CPU `engine_arguments` refuses it
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from lockstep.engines.vllm import weights
+        from lockstep.engines.vllm.cpu_adapters import mend_mixed_adapters
         from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
 
         widen_narrow_heads()
+        mend_mixed_adapters()
         self._weights: Any = weights
         self._adapter: Any = None
         """LoRARequest of what `load_weights` took last, if it was an adapter."""
