@@ -6,25 +6,34 @@
 The client writes the loop and rents the numerics: it samples each turn on the ids so far, plays the
 tools, and sends back the ids and log-probs that it was given. Document worlds and the format of the
 messages are those of `lockstep train quickstart`.
+
+With --kl-coef each step has two passes, as in programs that meet a gap of sampler and trainer: one
+to read the trainer's log-probs, and one with the gap as a penalty in the advantages. On Lockstep
+the gap is 0, and the penalty with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tinker
 from tinker import types
 
 from lockstep.agent.environment import Environment
+from lockstep.agent.harness import Harness
 from lockstep.recipes import find_recipe
 from lockstep.renderers.base import Renderer
 from lockstep.run.preflight import read_model_files
 from lockstep.run_config import Config
 from lockstep.types import Task
+
+Array = npt.NDArray[Any]
 
 
 @dataclass
@@ -35,6 +44,8 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
     reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    """Parts of the reward by name."""
 
     def add(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         self.ids += ids
@@ -55,9 +66,13 @@ class Episode:
 
 
 async def play(
-    sampler: tinker.SamplingClient, renderer: Renderer, environment: Environment, limits: Config
+    sampler: tinker.SamplingClient,
+    renderer: Renderer,
+    environment: Environment | Harness,
+    limits: Config,
 ) -> Episode:
     """One episode: token in, token out."""
+    assert isinstance(environment, Environment), "this task has no agent of its own"
     episode = Episode()
     episode.add(renderer.render(await environment.reset(), environment.tools))
     for _ in range(limits.agent.max_turns):
@@ -74,7 +89,8 @@ async def play(
         if seen.done or reply.stop_reason == "length":
             break
         episode.add(renderer.extend(reply.tokens, seen.messages))
-    episode.reward = (await environment.score()).reward
+    score = await environment.score()
+    episode.reward, episode.parts = score.reward, dict(score.parts)
     await environment.close()
     return episode
 
@@ -89,6 +105,7 @@ async def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rows: list[dict[str, Any]] = []
     for step in range(options.steps):
+        began = time.monotonic()
         sampler = await trainer.save_weights_and_get_sampling_client()
         batch: list[Task] = tasks.take(options.groups)
         played = await asyncio.gather(
@@ -106,30 +123,52 @@ async def train(options: argparse.Namespace) -> list[dict[str, Any]]:
             for episode, advantage in zip(played, advantages.ravel(), strict=True)
             if advantage
         ]
+        if options.kl_coef:
+            scored = await trainer.forward(data, "importance_sampling")
+            data = penalised(data, gaps_of(data, scored), options.kl_coef, options.kl_clip)
         passed = trainer.forward_backward(data, "importance_sampling")
         updated = trainer.optim_step(types.AdamParams(learning_rate=options.lr))
-        found = await passed
+        gap = np.concatenate(gaps_of(data, await passed))
         await updated
-        kl = kl_of(data, [output["logprobs"].data for output in found.loss_fn_outputs])
-        rows.append({"reward": float(rewards.mean()), "kl_v1": kl[0], "kl_v2": kl[1]})
-        print(f"step {step:3}  reward {rewards.mean():.3f}  KL v1 {kl[0]:.1e}  v2 {kl[1]:.1e}")
+        row = {"reward": float(rewards.mean()), "kl_v1": gap.mean(), "kl_v2": (gap**2).mean() / 2}
+        for name in dict.fromkeys(name for episode in played for name in episode.parts):
+            row[f"reward/{name}"] = float(np.mean([e.parts.get(name, 0.0) for e in played]))
+        row["seconds"] = time.monotonic() - began
+        rows.append(row)
+        print(f"step {step:3}  " + "  ".join(f"{name} {value:.3g}" for name, value in row.items()))
     service.close("success").result()
     return rows
 
 
-def kl_of(data: list[types.Datum], trained: list[Any]) -> tuple[float, float]:
-    """(mean of d, mean of d^2 / 2) with d = the sampler's log-prob less the trainer's, over all
-    sampled tokens."""
+def is_sampled(datum: types.Datum) -> Array:
+    return np.array(datum.loss_fn_inputs["logprobs"].data) != 0
+
+
+def gaps_of(data: list[types.Datum], passed: types.ForwardBackwardOutput) -> list[Array]:
+    """The sampler's log-prob less the trainer's, at each sampled token of each datum."""
     gaps = []
-    for datum, logprobs in zip(data, trained, strict=True):
-        sampled = np.array(datum.loss_fn_inputs["logprobs"].data)
-        mask = np.array(datum.loss_fn_inputs["advantages"].data) != 0
-        gaps.append((sampled - np.array(logprobs))[mask])
-    gap = np.concatenate(gaps)
-    return float(gap.mean()), float((gap**2).mean() / 2)
+    for datum, output in zip(data, passed.loss_fn_outputs, strict=True):
+        gap = np.array(datum.loss_fn_inputs["logprobs"].data) - np.array(output["logprobs"].data)
+        gaps.append(gap[is_sampled(datum)])
+    return gaps
 
 
-def main() -> list[dict[str, Any]]:
+def penalised(
+    data: list[types.Datum], gaps: list[Array], coef: float, clip: float
+) -> list[types.Datum]:
+    """The datums with coef * (mean gap - gap) added to the advantages; gaps are clipped first."""
+    clipped = [np.clip(gap, -clip, clip) for gap in gaps]
+    mean = np.concatenate(clipped).mean()
+    out = []
+    for datum, gap in zip(data, clipped, strict=True):
+        advantages = np.array(datum.loss_fn_inputs["advantages"].data)
+        advantages[is_sampled(datum)] += coef * (mean - gap)
+        inputs = {**datum.loss_fn_inputs, "advantages": types.TensorData.from_numpy(advantages)}
+        out.append(types.Datum(model_input=datum.model_input, loss_fn_inputs=inputs))
+    return out
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--model", default="tiny-gpt-oss")
     parser.add_argument("--steps", type=int, default=30)
@@ -138,8 +177,10 @@ def main() -> list[dict[str, Any]]:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    return asyncio.run(train(parser.parse_args()))
+    parser.add_argument("--kl-coef", type=float, default=0.0, help="0 makes one pass a step")
+    parser.add_argument("--kl-clip", type=float, default=5.0, help="nats")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(train(parse()))

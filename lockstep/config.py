@@ -129,7 +129,7 @@ def read_json(path: Path, error: type[LockstepError]) -> dict[str, Any]:
         raise error(f"{path} cannot be read: it is not JSON ({problem}). A torn copy?") from problem
     if not isinstance(found, dict):
         raise error(f"{path}: expected a JSON object, found {type(found).__name__}.")
-    return found
+    return cast("dict[str, Any]", found)
 
 
 def check_numbers(

@@ -36,6 +36,9 @@ class TinkerConfig:
     """Treatment of datums whose tokens or log-probs are not what was drawn here: refuse them with
     the cause, train them with a warning, or do not compare. Tokens from elsewhere are always
     trained."""
+    stable_reinforce: Literal["refuse", "importance_sampling"] = "refuse"
+    """Treatment of the loss stable_reinforce, whose formula is not published: refuse it, or compute
+    importance_sampling in its place, for programs that cannot choose another one."""
     drawn_seconds: float = 21600.0
     """Seconds that the server remembers what it drew, at most until the session ends."""
     max_pending_samples: int = 4096
@@ -47,6 +50,11 @@ class TinkerConfig:
     uses_retrieve_futures: bool = False
     """Clients ask for the results of a sampler together, with one open connection for each sampler
     instead of one for each request."""
+
+    @property
+    def substitute(self) -> str:
+        """Loss in place of stable_reinforce; empty if it is refused."""
+        return "" if self.stable_reinforce == "refuse" else self.stable_reinforce
 
     def __post_init__(self) -> None:
         names = [entry.partition("=")[0] for entry in self.models]

@@ -7,13 +7,15 @@ import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lockstep.config import to_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError
+from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.run.build import choose_numerics, load_model
 from lockstep.run.preflight import read_model_files
 from lockstep.run_config import ServeConfig
@@ -34,8 +36,8 @@ def base_names(config: ServeConfig) -> dict[str, str]:
     return {config.model.rstrip("/").rpartition("/")[2]: config.model}
 
 
-def open_base(config: ServeConfig, name: str, model: str) -> tuple[Base, str]:
-    """(a base model with its engine, a line about its numerics)."""
+def open_base(config: ServeConfig, name: str, model: str) -> tuple[Base, dict[str, Any]]:
+    """(a base model with its engine, facts for the environment.json of the runs over it)."""
     from lockstep.engines.embedded.engine import EmbeddedEngine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.tinker.backend import BaseModel
@@ -71,29 +73,47 @@ def open_base(config: ServeConfig, name: str, model: str) -> tuple[Base, str]:
         engine=make(decoder),
         make_engine=partial(make, is_shared=False),
     )
-    return base, f"{name}: {numerics.line}"
+    facts = {
+        "architecture": model_files.model.architecture,
+        "family": model_files.model.family,
+        "is_one_process": True,
+        "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
+        "numerics": numerics.line,
+        "fingerprint": asdict(numerics.fingerprint),
+        "processes": 1,
+    }
+    return base, facts
 
 
 @contextlib.asynccontextmanager
 async def opened(
     config: ServeConfig, *, key: str, out: Path, note: Callable[[str], None]
 ) -> AsyncIterator[TinkerServer]:
-    """Runs the server inside the block. Journal and checkpoints are in `out`; another server over
-    the same directory goes on with what this one has accepted."""
+    """Runs the server inside the block. Journal, checkpoints and run directories are in `out`;
+    another server over the same directory goes on with what this one has accepted. note: gets lines
+    for a person."""
     from lockstep.tinker.embedded import EmbeddedBackend
+    from lockstep.tinker.record import RunRecords
     from lockstep.tinker.server import TinkerServer
     from lockstep.tinker.service import TinkerService
 
     config.gateway.check_key(key)
     async with contextlib.AsyncExitStack() as stack:
-        bases = []
-        for name, model in base_names(config).items():
-            base, line = open_base(config, name, model)
-            bases.append(base)
-            note(line)
-        backend = EmbeddedBackend(bases, config.trainer)
+        bases, models = {}, base_names(config)
+        for name, model in models.items():
+            bases[name] = open_base(config, name, model)
+            note(f"{name}: {bases[name][1]['numerics']}")
+        backend = EmbeddedBackend([base for base, _ in bases.values()], config.trainer)
         stack.push_async_callback(backend.close)
-        service = TinkerService(backend, out, config.tinker)
+        stored = to_dict(config)
+        records = RunRecords(
+            out / "runs",
+            bases=backend.base_models,
+            configs={name: {**stored, "model": model} for name, model in models.items()},
+            facts={name: facts for name, (_, facts) in bases.items()},
+            write=note,
+        )
+        service = TinkerService(backend, out, config.tinker, records=records)
         stack.push_async_callback(service.close)
         await service.start()
         server = TinkerServer(service, config=config.gateway, key=key)
@@ -121,7 +141,7 @@ def serve(config: ServeConfig, *, key: str, out: str | Path | None, is_json: boo
                 shown = "the key that you gave, after tml-" if key else "tml-local"
                 print(f"{server.url} serves {', '.join(names)} by Tinker's API; Ctrl-C ends it")
                 print(f"  export TINKER_BASE_URL={server.url} TINKER_API_KEY={shown}")
-                print(f"  journal and checkpoints are in {place}", flush=True)
+                print(f"  runs, checkpoints and the journal are in {place}", flush=True)
             await asyncio.Event().wait()
 
     asyncio.run(run())

@@ -70,7 +70,7 @@ def mismatch_alarm(
     where = "in one process" if is_one_process else f"for {architecture} across engines"
     normal = f"normal {where}: k3 up to {high:.0e}"
     age = metrics.get("staleness/max", 0)
-    if age > 0 and not is_one_process:  # the policy itself has moved: no band says by how much
+    if age > 0:  # the policy itself has moved: no band says by how much
         high = math.inf
         normal = f"tokens are up to {age:g} update(s) old; mismatch/by_age/0 is the numerics alone"
     shown = f"mismatch {value:.2g}"

@@ -22,8 +22,8 @@ _STATUS_SECONDS = 0.2
 class RunHeader:
     """Facts that stay the same during a run."""
 
-    num_steps: int
-    """Number of steps, those before a resume included."""
+    num_steps: int | None
+    """Number of steps, those before a resume included; None if nobody knows it."""
     architecture: Architecture = "dense"
     is_one_process: bool = False
     """Whether sampler and trainer share the process and the ops; see `mismatch_alarm`."""
@@ -69,8 +69,8 @@ class View:
             return
         header = self._header
         alarm = mismatch_alarm(row, header.architecture, is_one_process=header.is_one_process)
-        width = len(str(header.num_steps))
-        parts = [f"step {row['step']:>{width}}/{header.num_steps}"]
+        of_all = "" if header.num_steps is None else f"/{header.num_steps}"
+        parts = [f"step {row['step']:>{max(len(of_all) - 1, 1)}}{of_all}"]
         for label, name in (("reward", "reward/mean"), ("loss", "train/loss")):
             if name in row:
                 parts.append(f"{label} {format_number(row[name])}")
@@ -85,7 +85,7 @@ class View:
         ):
             if tokens in row and row.get(phase, 0) > 0:
                 parts.append(f"{label} {format_number(row[tokens] / row[phase])} tok/s")
-        if self._step_seconds:
+        if self._step_seconds and header.num_steps is not None:
             mean = sum(self._step_seconds) / len(self._step_seconds)
             left = mean * max(0, header.num_steps - row["step"] - 1)
             parts.append(f"left {format_seconds(left)}")

@@ -179,6 +179,11 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("log_ratio_abs_max", "nats", "none", "Largest log of that ratio, by size."),
     ),
     "training/": (("rows", "rows", "none", "Rows that were trained."),),
+    "provenance/": (
+        ("drawn", "rows", "up", "Rows whose tokens are what the server drew (Tinker's API)."),
+        ("unknown", "rows", "none", "Rows with trained tokens that the server did not draw."),
+        ("differs", "rows", "down", "Rows that differ from what was drawn, trained by request."),
+    ),
     "critic/": (
         ("loss", "1", "down", "Half the mean squared error of a value, clipped."),
         ("explained_variance", "1", "up", "Share of the returns' variance that it foresaw."),

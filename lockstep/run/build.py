@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from lockstep.training.critic import Critic
     from lockstep.training.trainer import Trainer
 
+SAVED_BY_CLIENTS = ("weights", "sampler_weights")
+"""Folders that hold the checkpoints of a client of Tinker's API."""
+
 
 @dataclass(slots=True)
 class Parts:
@@ -405,25 +408,32 @@ def checkpoint_of(run: Run, step: int | None) -> Path:
 def export_checkpoint(
     path: Path, directory: Path, *, step: int | None, is_merged: bool = False
 ) -> str:
-    """Copies a run's checkpoint out as a Hugging Face directory; of a run with lora, as an adapter
-    in PEFT's form, or merged into its model. Returns the checkpoint's name."""
-    run = load_run(path)
-    source = checkpoint_of(run, step)
+    """Copies a checkpoint out as a Hugging Face directory; an adapter in PEFT's form, or merged
+    into its model. Returns the checkpoint's name.
+
+    path: a run; or a checkpoint in a server of Tinker's API: OUT/checkpoints/MODEL/weights/NAME.
+    """
+    if path.parent.name in SAVED_BY_CLIENTS and path.is_dir():
+        run, source = load_run(path.parents[3] / "runs" / path.parents[1].name), path
+    else:
+        run = load_run(path)
+        source = checkpoint_of(run, step) / "policy"
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
-    is_adapter = (source / "policy" / peft_format.CONFIG).is_file()
+    is_adapter = (source / peft_format.CONFIG).is_file()
     if is_merged and not is_adapter:
         raise ConfigError(
             f"{path} trained the whole model: there is no adapter to merge. Leave --merged out."
         )
     if is_merged:
-        _merge(run, source / "policy", directory)
+        _merge(run, source, directory)
     else:
-        shutil.copytree(source / "policy", directory, dirs_exist_ok=True)
+        optimizer = shutil.ignore_patterns("training")
+        shutil.copytree(source, directory, ignore=optimizer, dirs_exist_ok=True)
     if run.config["renderer"] is not None:
         stored = from_dict(RendererFile, {"renderer": run.config["renderer"]})
         write_renderer(directory, stored.renderer)
-    return source.name
+    return (source.parent if source.name == "policy" else source).name
 
 
 def _merge(run: Run, adapter: Path, directory: Path) -> None:

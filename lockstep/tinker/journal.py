@@ -13,8 +13,8 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -31,10 +31,9 @@ CLONE = 1_000_000_000
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests (
-    id TEXT PRIMARY KEY,      -- told to the client
-    session TEXT NOT NULL,
     target TEXT NOT NULL,     -- model, sampler or session, within which seq_id counts
     seq_id INTEGER NOT NULL,
+    session TEXT NOT NULL,
     kind TEXT NOT NULL,
     digest BLOB NOT NULL,     -- of the payload
     body BLOB,                -- NULL once nothing needs it any more
@@ -42,30 +41,27 @@ CREATE TABLE IF NOT EXISTS requests (
     result BLOB,              -- protobuf, JSON, or the text of the error
     category TEXT,            -- of a failed one; the HTTP status of a refused one
     finished INTEGER,         -- counts the results, in order
-    fetched REAL,             -- seconds since 1970
     UNIQUE (target, seq_id)
 );
-CREATE INDEX IF NOT EXISTS by_finished ON requests (target, finished);
-CREATE INDEX IF NOT EXISTS by_state ON requests (state);
-CREATE INDEX IF NOT EXISTS by_session ON requests (session);
-CREATE TABLE IF NOT EXISTS prompts (
-    request TEXT PRIMARY KEY, session TEXT NOT NULL, time REAL NOT NULL, ids BLOB NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS replies (  -- what was drawn after the prompt of a request
-    sequence TEXT PRIMARY KEY, request TEXT NOT NULL, ids BLOB, logprobs BLOB, versions BLOB
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_request ON replies (request);
+CREATE INDEX IF NOT EXISTS by_finished ON requests (target, finished)
+WHERE finished IS NOT NULL;
+CREATE TABLE IF NOT EXISTS drawn (  -- replies of a request, one after the other
+    target TEXT NOT NULL, seq_id INTEGER NOT NULL, time REAL NOT NULL,
+    prompt BLOB, lengths BLOB, ids BLOB, logprobs BLOB, versions BLOB,
+    UNIQUE (target, seq_id)
+);
 CREATE TABLE IF NOT EXISTS records (
     kind TEXT NOT NULL, id TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (kind, id)
 ) WITHOUT ROWID;
 """
+# Each index costs every request some pages: what is looked up once at the start, or for a session
+# that is over (whose targets begin with its id), has none.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """One accepted request."""
 
-    id: str
     session: str
     target: str
     seq_id: int
@@ -73,6 +69,11 @@ class Request:
     body: bytes = field(repr=False, default=b"")
     value: Any = field(repr=False, default=None, compare=False)
     """The body as it was read; None after a restart."""
+
+    @property
+    def id(self) -> str:
+        """As the client names it."""
+        return f"{self.target}/{self.seq_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,7 @@ class Journal:
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # ends with the process
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA wal_autocheckpoint=10000")  # 40 MB: a disk waits seldom
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
         except sqlite3.Error as error:
             raise RunError(
@@ -197,6 +199,9 @@ class Journal:
         self._depth = 0
         last = self._db.execute("SELECT max(finished) FROM requests").fetchone()[0]
         self._finished = last or 0
+        done = self._db.execute("SELECT target, seq_id FROM requests WHERE result IS NOT NULL")
+        self._fetched = {f"{target}/{seq_id}": time.time() for target, seq_id in done}
+        """Request -> when its result was first fetched; of an earlier process, as if just now."""
 
     def close(self) -> None:
         self._db.close()
@@ -240,43 +245,51 @@ class Journal:
 
     def add(self, request: Request, digest: bytes) -> None:
         """Accepts a request."""
-        self._db.execute(
-            "INSERT INTO requests (id, session, target, seq_id, kind, digest, body, state) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, 'waiting')",
-            (
-                *(request.id, request.session, request.target, request.seq_id, request.kind),
-                *(digest, request.body),
-            ),
-        )
+        self._add(request, digest, "waiting", None, None)
 
     def refuse(self, request: Request, digest: bytes, text: str, status: int) -> None:
         """Notes a request that was refused: its seq_id is used."""
+        self._add(replace(request, body=b""), digest, "refused", text.encode(), str(status))
+
+    def _add(
+        self,
+        request: Request,
+        digest: bytes,
+        state: State,
+        result: bytes | None,
+        category: str | None,
+    ) -> None:
         self._db.execute(
             "INSERT INTO requests "
-            "(id, session, target, seq_id, kind, digest, state, result, category) "
-            "VALUES (?, ?, ?, ?, ?, ?, 'refused', ?, ?)",
+            "(target, seq_id, session, kind, digest, body, state, result, category) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                *(request.id, request.session, request.target, request.seq_id, request.kind),
-                *(digest, text.encode(), str(status)),
+                *(request.target, request.seq_id, request.session, request.kind),
+                *(digest, request.body or None, state, result, category),
             ),
         )
 
-    def finish(self, request_id: str, result: bytes, *, keeps_body: bool = False) -> None:
+    def finish(self, request: Request, result: bytes, *, keeps_body: bool = False) -> None:
         """Stores a result. keeps_body: a restart must repeat the request."""
-        self._end(request_id, "done", result, None, keeps_body)
+        self._end(request, "done", result, None, keeps_body)
 
-    def fail(self, request_id: str, text: str, category: Category = "server") -> None:
-        self._end(request_id, "failed", text.encode("utf-8", "replace"), category, False)
+    def fail(self, request: Request, text: str, category: Category = "server") -> None:
+        self._end(request, "failed", text.encode("utf-8", "replace"), category, False)
 
     def _end(
-        self, request_id: str, state: State, result: bytes, category: str | None, keeps_body: bool
+        self,
+        request: Request,
+        state: State,
+        result: bytes,
+        category: str | None,
+        keeps_body: bool,
     ) -> None:
         self._finished += 1
         body = "body" if keeps_body else "NULL"
         self._db.execute(
             f"UPDATE requests SET state = ?, result = ?, category = ?, finished = ?, body = {body} "
-            "WHERE id = ?",
-            (state, result, category, self._finished, request_id),
+            "WHERE target = ? AND seq_id = ?",
+            (state, result, category, self._finished, request.target, request.seq_id),
         )
 
     def forget_bodies(self, target: str, up_to: int) -> None:
@@ -286,33 +299,29 @@ class Journal:
             (target, up_to),
         )
 
-    def find(self, target: str, seq_id: int) -> tuple[str, Outcome] | None:
-        """Returns the id and outcome of the request that has this seq_id."""
+    def find(self, target: str, seq_id: int) -> tuple[Request, Outcome] | None:
+        """Returns the request that has this seq_id, without its body, and how it ended."""
         row = self._db.execute(
-            "SELECT id, state, digest, result, category FROM requests "
+            "SELECT session, kind, state, digest, result, category FROM requests "
             "WHERE target = ? AND seq_id = ?",
             (target, seq_id),
         ).fetchone()
-        return None if row is None else (row[0], _outcome(*row[1:]))
-
-    def outcome(self, request_id: str) -> tuple[Request, Outcome] | None:
-        """Returns the request without its body."""
-        row = self._db.execute(
-            "SELECT session, target, seq_id, kind, state, digest, result, category FROM requests "
-            "WHERE id = ?",
-            (request_id,),
-        ).fetchone()
         if row is None:
             return None
-        session, target, seq_id, kind = row[:4]
-        request = Request(id=request_id, session=session, target=target, seq_id=seq_id, kind=kind)
-        return request, _outcome(*row[4:])
+        session, kind, state, digest, result, category = row
+        request = Request(session=session, target=target, seq_id=seq_id, kind=kind)
+        return request, Outcome(
+            state=state, digest=digest, result=result or b"", category=category or ""
+        )
+
+    def outcome(self, request_id: str) -> tuple[Request, Outcome] | None:
+        """The same, by the request's id."""
+        target, _, number = request_id.rpartition("/")
+        is_seq_id = len(number) < 19 and number.removeprefix("-").isdecimal()
+        return self.find(target, int(number)) if is_seq_id else None
 
     def mark_fetched(self, request_id: str) -> None:
-        self._db.execute(
-            "UPDATE requests SET fetched = ? WHERE id = ? AND fetched IS NULL",
-            (time.time(), request_id),
-        )
+        self._fetched.setdefault(request_id, time.time())
 
     def waiting(self) -> list[Request]:
         """Returns the accepted requests without a result."""
@@ -325,11 +334,11 @@ class Journal:
 
     def _requests(self, where: str, values: tuple[Any, ...]) -> list[Request]:
         rows = self._db.execute(
-            "SELECT id, session, target, seq_id, kind, body FROM requests "
+            "SELECT session, target, seq_id, kind, body FROM requests "
             f"WHERE {where} ORDER BY target, seq_id",
             values,
         )
-        names = ("id", "session", "target", "seq_id", "kind", "body")
+        names = ("session", "target", "seq_id", "kind", "body")
         return [Request(**dict(zip(names, row, strict=True))) for row in rows]
 
     def progress(self, target: str) -> tuple[int, list[int]]:
@@ -344,11 +353,11 @@ class Journal:
         first = next((at for at, seq_id in enumerate(used) if at != seq_id), len(used))
         return first, used[first:]
 
-    def completions(self, target: str, clone: int, after: int) -> list[tuple[int, str, State, int]]:
-        """(count, request, state, bytes of its result) of the results of one sampling client after
+    def completions(self, target: str, clone: int, after: int) -> list[tuple[int, int, State, int]]:
+        """(count, seq_id, state, bytes of its result) of the results of one sampling client after
         the `after`-th, in order."""
         return self._db.execute(
-            "SELECT finished, id, state, length(result) FROM requests "
+            "SELECT finished, seq_id, state, length(result) FROM requests "
             "WHERE target = ? AND finished > ? AND seq_id >= ? AND seq_id < ? "
             "AND state IN ('done', 'failed') ORDER BY finished",
             (target, after, clone * CLONE, (clone + 1) * CLONE),
@@ -356,50 +365,46 @@ class Journal:
 
     # -- what was drawn ---------------------------------------------------------------------------
 
-    def add_drawn(self, request: Request, drawn: Mapping[str, Drawn]) -> None:
-        """drawn: sequence_id -> a reply, all to the same prompt."""
-        prompt_ids = next(iter(drawn.values())).prompt_ids
-        self._db.execute(
-            "INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)",
-            (request.id, request.session, time.time(), prompt_ids.astype("<i4").tobytes()),
+    def add_drawn(self, request: Request, replies: Sequence[Drawn]) -> None:
+        """replies: one for each sample, all to the same prompt; `drawn` finds them by the request's
+        id, a dot, and their number."""
+        whole = (
+            np.concatenate([getattr(reply, name) for reply in replies]).astype(dtype)
+            for name, dtype in _ARRAYS.items()
         )
-        self._db.executemany(
-            "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)",
-            [
-                (
-                    *(name, request.id, reply.token_ids.astype("<i4").tobytes()),
-                    *(
-                        reply.logprobs.astype("<f4").tobytes(),
-                        reply.versions.astype("<i4").tobytes(),
-                    ),
-                )
-                for name, reply in drawn.items()
-            ],
+        lengths = np.array([len(reply.token_ids) for reply in replies], "<i4")
+        arrays = (replies[0].prompt_ids.astype("<i4"), lengths, *whole)
+        self._db.execute(
+            "INSERT OR REPLACE INTO drawn VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (request.target, request.seq_id, time.time(), *(a.tobytes() for a in arrays)),
         )
 
     def drawn(self, sequence_id: str) -> Drawn | None:
+        request_id, _, number = sequence_id.rpartition(".")
+        target, _, seq_id = request_id.rpartition("/")
         row = self._db.execute(
-            "SELECT prompts.ids, replies.ids, logprobs, versions FROM replies "
-            "JOIN prompts ON prompts.request = replies.request WHERE sequence = ?",
-            (sequence_id,),
+            "SELECT prompt, lengths, ids, logprobs, versions FROM drawn "
+            "WHERE target = ? AND seq_id = ?",
+            (target, seq_id),
         ).fetchone()
         if row is None:
             return None
-        return Drawn(
-            prompt_ids=np.frombuffer(row[0], "<i4"),
-            token_ids=np.frombuffer(row[1], "<i4"),
-            logprobs=np.frombuffer(row[2], "<f4"),
-            versions=np.frombuffer(row[3], "<i4"),
-        )
+        ends = np.cumsum(np.frombuffer(row[1], "<i4"))
+        if not number.isdecimal() or int(number) >= len(ends):
+            return None
+        here = slice(ends[int(number) - 1] if int(number) else 0, ends[int(number)])
+        arrays = {
+            name: np.frombuffer(array, dtype)[here]
+            for (name, dtype), array in zip(_ARRAYS.items(), row[2:], strict=True)
+        }
+        return Drawn(prompt_ids=np.frombuffer(row[0], "<i4"), **arrays)
 
     def prompts(self) -> Iterator[tuple[str, Int32Array]]:
         """(sequence_id, its prompt) of all that was drawn, the oldest first."""
-        rows = self._db.execute(
-            "SELECT sequence, prompts.ids FROM replies "
-            "JOIN prompts ON prompts.request = replies.request ORDER BY time"
-        )
-        for name, ids in rows:
-            yield name, np.frombuffer(ids, "<i4")
+        rows = self._db.execute("SELECT target, seq_id, prompt, lengths FROM drawn ORDER BY rowid")
+        for target, seq_id, prompt, lengths in rows:
+            for number in range(len(lengths) // 4):
+                yield f"{target}/{seq_id}.{number}", np.frombuffer(prompt, "<i4")
 
     # -- deletion ---------------------------------------------------------------------------------
 
@@ -408,23 +413,24 @@ class Journal:
     ) -> None:
         """Deletes results that were fetched before a time, what was drawn before another, and all
         that belongs to some sessions."""
-        self._forget_drawn("time < ?", drawn_before)
-        self._db.execute(
+        over = [name for name, fetched in self._fetched.items() if fetched < fetched_before]
+        self._db.executemany(
             "UPDATE requests SET result = NULL, state = 'expired' "
-            "WHERE fetched < ? AND state IN ('done', 'failed') AND body IS NULL",
-            (fetched_before,),
+            "WHERE target = ? AND seq_id = ? AND state IN ('done', 'failed') AND body IS NULL",
+            [name.rpartition("/")[::2] for name in over],
         )
+        for name in over:
+            del self._fetched[name]
+        oldest = "SELECT rowid FROM drawn ORDER BY rowid LIMIT 1000"  # rows are in order of time
+        delete = f"DELETE FROM drawn WHERE time < ? AND rowid IN ({oldest})"
+        while self._db.execute(delete, (drawn_before,)).rowcount:
+            pass
         for session in sessions:
-            self._db.execute("DELETE FROM requests WHERE session = ?", (session,))
-            self._forget_drawn("session = ?", session)
-
-    def _forget_drawn(self, where: str, value: float | str) -> None:
-        self._db.execute(
-            f"DELETE FROM replies WHERE request IN (SELECT request FROM prompts WHERE {where})",
-            (value,),
-        )
-        self._db.execute(f"DELETE FROM prompts WHERE {where}", (value,))
+            for table in ("requests", "drawn"):
+                self._db.execute(
+                    f"DELETE FROM {table} WHERE target BETWEEN ? AND ?", (session, f"{session}:~")
+                )
 
 
-def _outcome(state: State, digest: bytes, result: bytes | None, category: str | None) -> Outcome:
-    return Outcome(state=state, digest=digest, result=result or b"", category=category or "")
+_ARRAYS = {"token_ids": "<i4", "logprobs": "<f4", "versions": "<i4"}
+"""Arrays of one reply, and how they are stored."""

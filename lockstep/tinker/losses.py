@@ -123,13 +123,6 @@ LOSSES: dict[str, Loss] = {
 def check_loss(name: str, config: Config) -> Loss:
     """The loss of this name with these settings. Raises TinkerError for one that is not offered,
     and for settings that it does not have."""
-    if name == "stable_reinforce":
-        raise TinkerError(
-            "the loss stable_reinforce is not published and cannot be computed here. Use "
-            "loss_fn=importance_sampling, with which sampled log-probs that equal the trainer's "
-            "need no stabilising.",
-            status=422,
-        )
     if (loss := LOSSES.get(name)) is None:
         raise TinkerError(
             f"there is no loss {name!r}; there are {', '.join(LOSSES)} and {CUSTOM}.", status=422

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 from lockstep.tinker.journal import Journal, Request
 from lockstep.tinker.provenance import Drawn, DrawnIndex, trace_datum
@@ -33,18 +34,18 @@ class Origins:
         """Remembers the replies to a request, within the transaction that writes its result."""
         if self._config.provenance == "off":
             return
-        drawn = {
-            f"{request.id}.{at}": Drawn(
+        drawn = [
+            Drawn(
                 prompt_ids=asked.prompt_ids,
                 token_ids=reply.token_ids,
                 logprobs=reply.logprobs,
                 versions=reply.versions,
             )
-            for at, reply in enumerate(result.sequences)
-        }
+            for reply in result.sequences
+        ]
         self._journal.add_drawn(request, drawn)
-        for sequence_id in drawn:
-            self._index.add(sequence_id, asked.prompt_ids)
+        for at in range(len(drawn)):
+            self._index.add(f"{request.id}.{at}", asked.prompt_ids)
 
     def check(self, asked: ForwardBackward, *, is_new: bool) -> ForwardBackward:
         """Returns the request with the versions that drew its targets. is_new: False for one that
@@ -53,8 +54,9 @@ class Origins:
         if self._config.provenance == "off":
             return asked
         counts, data = Counter[str](), list[Datum]()
+        lookup = cache(self._journal.drawn)  # datums of one prompt ask for the same replies
         for number, datum in enumerate(asked.data):
-            found = trace_datum(number, datum, self._journal.drawn, index=self._index)
+            found = trace_datum(number, datum, lookup, index=self._index)
             counts[found.status] += 1
             if found.status == "differs" and is_new:
                 if self._config.provenance == "refuse":

@@ -24,7 +24,8 @@ from lockstep.types import Float32Array, Int32Array
 
 MAX_SHIFT = 4  # positions by which tokens or log-probs are tried to have moved
 MIN_LINKS = 3  # equal log-probs that tell one reply to a prompt from all others
-QUANTUM = 0.01  # bfloat16 and two decimals round a log-prob of a few nats by less
+FORCED = -0.01  # log-probs above it are of tokens that every model draws, with few values
+DECIMALS = (2, 3, 4, 5, 6)  # to which programs round log-probs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,11 +144,12 @@ def trace_datum(
         for ids, spans in ((targets, datum.loss_spans), (datum.token_ids, datum.input_spans)):
             begin = 0
             for span in spans:
-                drawn = lookup(span.sequence_id)
+                drawn, here = lookup(span.sequence_id), ids[begin : begin + span.length]
                 if drawn is None:
                     unknown = unknown or f"the sequence {span.sequence_id!r} was not drawn here"
-                else:
-                    found += _compare_span(ids[begin : begin + span.length], begin, span, drawn)
+                elif ids is not targets or span.kind == "sampled" or here.any():
+                    # Some programs leave the targets of prompts, which nobody trains, at 0.
+                    found += _compare_span(here, begin, span, drawn)
                     if span.kind == "sampled" and ids is targets:
                         runs.append(
                             _Run(
@@ -162,7 +164,7 @@ def trace_datum(
             if found:
                 break
     elif is_policy and index is not None:
-        runs = list(_find_runs(datum, lookup, index))
+        runs = [run for run in _find_runs(datum, lookup, index) if _is_of(datum, run, is_trained)]
     is_known = np.zeros(len(targets), bool)
     for run in runs:
         here = slice(run.begin, run.begin + run.length)
@@ -312,7 +314,16 @@ def _cause_of_logprobs(
     bound = given[is_other]
     if (bound == bound[0]).all() and len(bound) >= MIN_LINKS:
         return "clamped"
-    return "quantised" if np.allclose(given, expected, rtol=QUANTUM, atol=QUANTUM) else ""
+    return "quantised" if _is_rounded(given, expected) else ""
+
+
+def _is_rounded(given: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
+    """Whether all log-probs are the recorded ones in float16 or bfloat16, or to some decimals."""
+    bits = expected.view(np.uint32)  # bfloat16 is the upper half, rounded to even
+    halves = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
+    kinds = [expected.astype(np.float16).astype(np.float32), halves.view(np.float32)]
+    kinds += [np.round(expected, decimals).astype(np.float32) for decimals in DECIMALS]
+    return any(np.array_equal(given, kind) for kind in kinds)
 
 
 # -- finding ---------------------------------------------------------------------------------------
@@ -326,15 +337,16 @@ def _find_runs(datum: Datum, lookup: Lookup, index: DrawnIndex) -> Iterator[_Run
         begin = length - 1
         if begin < free:
             continue  # within a reply: a shorter prompt was known, and so is its reply
+        known = [(name, drawn) for name in names if (drawn := lookup(name)) is not None]
         best: list[tuple[int, str, Drawn]] = []
-        for name in names:
-            if (drawn := lookup(name)) is None:
-                continue
+        for name, drawn in known:
             size = min(len(drawn.token_ids), len(targets) - begin)
             here = slice(begin, begin + size)
-            links = int(np.isin(logprobs[here], drawn.logprobs).sum())
             if np.array_equal(targets[here], drawn.token_ids[:size]):
-                links += size
+                best.append((int((logprobs[here] == drawn.logprobs[:size]).sum()), name, drawn))
+        for name, drawn in [] if best else known:  # the ids are not what was drawn
+            size = min(len(drawn.token_ids), len(targets) - begin)
+            links = int(np.isin(logprobs[begin : begin + size], drawn.logprobs).sum())
             if links >= min(MIN_LINKS, size):
                 best.append((links, name, drawn))
         best.sort(key=lambda found: -found[0])
@@ -343,6 +355,20 @@ def _find_runs(datum: Datum, lookup: Lookup, index: DrawnIndex) -> Iterator[_Run
             size = min(len(drawn.token_ids), len(targets) - begin)
             yield _Run(sequence_id=name, drawn=drawn, begin=begin, offset=0, length=size)
             free = begin + size
+
+
+def _is_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> bool:
+    """Whether the log-probs of a run that was found by its ids are those of the sequence, as they
+    were or changed in a way that can be told. Another server may have drawn the same ids."""
+    here = slice(run.begin, run.begin + run.length)
+    given, places = datum.inputs["logprobs"][here], is_trained[here]
+    recorded = run.drawn.logprobs[run.offset : run.offset + run.length]
+    telling = given[given < FORCED]
+    links = int(np.isin(telling, recorded).sum())
+    if len(telling) and links >= min(MIN_LINKS, len(telling)):
+        return True
+    is_equal = np.array_equal(given[places], recorded[: len(given)][places])
+    return is_equal or bool(_cause_of_logprobs(given[places], recorded, places))
 
 
 def _is_same(one: Drawn, other: Drawn) -> bool:

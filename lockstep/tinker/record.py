@@ -1,37 +1,108 @@
 """What a model trained over Tinker's API leaves behind: a run directory like that of any run.
 
-`lockstep report` and `lockstep doctor` read it. The API knows no rewards: the reward of a stored
-episode is the mean advantage of its sampled tokens.
+`lockstep report`, `lockstep doctor` and `lockstep export` read it. The API knows no rewards: the
+reward of a stored episode is the mean advantage of its sampled tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from lockstep.correction import Layout, MismatchReport, measure
-from lockstep.store.run import RunDirectory
-from lockstep.tinker.requests import Datum, ForwardBackward, ForwardBackwardResult, OptimStep
+from lockstep.correction import Layout, MismatchReport, TokenFacts, measure
+from lockstep.observe.live import RunHeader, View
+from lockstep.report.document import write_report
+from lockstep.run.build import tokenizer_of
+from lockstep.store.run import RunDirectory, load_run
+from lockstep.tinker.backend import BaseModel
+from lockstep.tinker.requests import (
+    TARGETS,
+    Datum,
+    ForwardBackward,
+    ForwardBackwardResult,
+    ModelSpec,
+    OptimStep,
+)
+from lockstep.training.rows import sort_by_age
 from lockstep.types import Float32Array, Group, Sample, Task, Trajectory
 
 MAX_ROWS = 1024
 """Rows of one step whose episodes are stored; all of them are measured."""
 
+Bools = npt.NDArray[np.bool_]
+
+
+class RunRecords:
+    """Opens the run directory of each model, under one root."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        bases: Iterable[BaseModel],
+        configs: Mapping[str, Mapping[str, Any]],
+        facts: Mapping[str, Mapping[str, Any]],
+        write: Callable[[str], object],
+    ) -> None:
+        """configs, facts: base model -> config.json and environment.json of its runs. write: gets a
+        line for each update."""
+        self.root, self._configs, self._facts, self._write = root, configs, facts, write
+        self._stop_ids = {base.name: base.stop_ids for base in bases}
+
+    def of(self, model_id: str, spec: ModelSpec) -> ModelRecord:
+        path, facts = self.root / model_id, self._facts[spec.base_model]
+
+        def open_directory() -> RunDirectory:
+            if (path / "config.json").is_file():
+                return RunDirectory.open(path, facts=facts)
+            config = {**self._configs[spec.base_model], "name": model_id, "seed": spec.seed}
+            config["lora"] = asdict(spec) if spec.rank else None
+            return RunDirectory.create(path, config, facts=facts)
+
+        view = View(lambda line: self._write(f"{model_id}  {line}"))
+        view.start(
+            RunHeader(
+                num_steps=None,
+                architecture=facts["family"],
+                is_one_process=facts["is_one_process"],
+            )
+        )
+        return ModelRecord(open_directory, view, stop_ids=self._stop_ids[spec.base_model])
+
 
 class ModelRecord:
-    """Collects the requests of one model, and writes a row and a part for each update."""
+    """Collects the passes of one model, and writes a row and a part for each update.
 
-    def __init__(self, directory: RunDirectory, *, last_step: int) -> None:
-        """last_step: the last step that is recorded already; -1 is none. After a restart, updates
-        up to it are repeated and not recorded again."""
-        self._directory, self._last_step = directory, last_step
+    The first pass begins the run directory, or continues it.
+    """
+
+    def __init__(
+        self,
+        open_directory: Callable[[], RunDirectory],
+        view: View,
+        *,
+        stop_ids: Collection[int],
+    ) -> None:
+        """stop_ids: end a reply; one that ends otherwise is stored as cut at its limit."""
+        self._open_directory, self._view, self._stop_ids = open_directory, view, stop_ids
+        self._directory: RunDirectory | None = None
+        self._last_step, self._began = -1, time.monotonic()
         self._forget()
-        self._began = time.monotonic()
+
+    def _opened(self) -> RunDirectory:
+        if self._directory is None:
+            self._directory = self._open_directory()
+            rows = load_run(self._directory.path).metrics
+            self._last_step = max((row["step"] for row in rows), default=-1)
+        return self._directory
 
     def _forget(self) -> None:
         self._groups: dict[str, Group] = {}
@@ -39,43 +110,48 @@ class ModelRecord:
         self._report = MismatchReport.empty()
         self._loss = 0.0
         self._num_rows = self._num_tokens = 0
+        self._num_by_origin: dict[str, int] = {}
 
-    def add(
-        self,
-        request: ForwardBackward,
-        result: ForwardBackwardResult,
-        versions: Sequence[int],
-    ) -> None:
-        """Takes in a pass that collected gradients. versions: of the weights that drew each
-        datum."""
+    def add(self, request: ForwardBackward, result: ForwardBackwardResult, version: int) -> None:
+        """Takes in a pass that collected gradients. version: of the weights in training."""
+        self._opened()
         self._loss += result.metrics["loss:sum"]
-        trainers: list[Float32Array] = []
-        rollouts: list[Float32Array] = []
-        for datum, output, version in zip(request.data, result.outputs, versions, strict=True):
+        for origin, count in request.origins.items():
+            self._num_by_origin[origin] = self._num_by_origin.get(origin, 0) + count
+        compared: list[tuple[npt.NDArray[Any], ...]] = []
+        for datum, output in zip(request.data, result.outputs, strict=True):
             self._num_rows += 1
-            sampled = sampled_places(datum)
-            if sampled is None:
+            is_sampled = sampled_places(datum)
+            if is_sampled is None:
                 continue
-            trainer = np.asarray(output["logprobs"], np.float32)
-            trainers.append(trainer[sampled])
-            rollouts.append(np.asarray(datum.inputs["logprobs"], np.float32)[sampled])
+            found = np.asarray(output["logprobs"], np.float32)
+            recorded = np.asarray(datum.inputs["logprobs"], np.float32)
+            versions = _versions(datum, version)
+            ages, places = version - versions[is_sampled], np.flatnonzero(is_sampled) + 1
+            compared.append((found[is_sampled], recorded[is_sampled], ages, places))
             if len(self._samples) < MAX_ROWS:
-                self._keep(datum, trainer, sampled, version)
-        counts = [len(of_row) for of_row in trainers]
+                self._keep(datum, found, is_sampled, versions)
+        counts = [len(of_row) for of_row, *_ in compared]
         if num := sum(counts):
             self._num_tokens += num
-            values = (torch.from_numpy(np.concatenate(x)) for x in (trainers, rollouts))
-            found = measure(*values, layout=Layout.packed(torch.tensor(counts)))
-            self._report = self._report.merge(found)
+            trainer, rollout, ages, places = (
+                torch.from_numpy(np.concatenate(each)) for each in zip(*compared, strict=True)
+            )
+            layout = Layout.packed(torch.tensor(counts))
+            facts = TokenFacts(ages=ages, positions=places)
+            self._report = self._report.merge(measure(trainer, rollout, layout=layout, facts=facts))
 
     def _keep(
         self,
         datum: Datum,
-        trainer: Float32Array,
-        sampled: np.ndarray[Any, np.dtype[np.bool_]],
-        version: int,
+        logprobs: Float32Array,
+        is_sampled: Bools,
+        versions: npt.NDArray[np.int32],
     ) -> None:
-        trajectory = episode_of(datum, sampled, id=str(self._num_rows), version=version)
+        name = f"{self._last_step + 1}-{self._num_rows}"
+        trajectory = episode_of(
+            datum, is_sampled, id=name, versions=versions, stop_ids=self._stop_ids
+        )
         if trajectory is None:
             return
         prompt = trajectory.segments[0].token_ids
@@ -85,78 +161,109 @@ class ModelRecord:
         group.trajectories.append(trajectory)
         (row,) = trajectory.rows()
         row.group = list(self._groups).index(task)
-        for name, values in (("logprobs", trainer), ("advantages", datum.inputs.get("advantages"))):
-            if values is not None:
-                column = np.full(len(row), np.nan if name == "logprobs" else 0.0, np.float32)
-                column[1:][sampled] = values[sampled]
-                row.set(name, column)
+        columns = {"logprobs": (logprobs, np.nan), "advantages": (_advantages(datum), 0.0)}
+        for column, (values, elsewhere) in columns.items():
+            whole = np.full(len(row), elsewhere, np.float32)
+            whole[1:][is_sampled] = values[is_sampled]
+            row.set(column, whole)
         self._samples.append(row)
 
     def step(self, step: int, request: OptimStep, metrics: Mapping[str, float]) -> None:
-        """Records the update number `step`, counted from 0, by the passes since the last one."""
-        now = time.monotonic()
+        """Records the update number `step`, counted from 0, by the passes since the last one. One
+        that is recorded already, by a server that ended meanwhile, is not recorded again."""
+        directory, groups, samples = self._opened(), list(self._groups.values()), self._samples
         row: dict[str, Any] = {
             "step": step,
             "train/loss": self._loss / max(self._num_tokens, 1),
             "train/lr": request.learning_rate,
-            "train/skipped_updates": metrics.get("skipped:sum", 0.0),
-            "training/rows": self._num_rows,
-            "tokens/trained": self._num_tokens,
-            "time/step_seconds": now - self._began,
+            "train/skipped_updates": metrics["skipped:sum"],
+            "training/rows": float(self._num_rows),
+            "tokens/trained": float(self._num_tokens),
+            "time/step_seconds": time.monotonic() - self._began,
+            **{f"provenance/{name}": float(n) for name, n in self._num_by_origin.items()},
             **self._report.to_metrics("mismatch"),
+            **sort_by_age(samples, version=step, limit=step + 1, over_stale="correct")[1],
         }
         if "grad_norm:mean" in metrics:
             row["train/grad_norm"] = metrics["grad_norm:mean"]
-        groups, samples = list(self._groups.values()), self._samples
-        self._began = now
+        self._began = time.monotonic()
         self._forget()
         if step <= self._last_step:
             return
         if groups:
-            row["reward/mean"] = float(np.mean([r for group in groups for r in group.rewards]))
-            self._directory.write_trajectories(step, groups, samples=samples)
-        self._directory.log(row)
+            directory.write_trajectories(step, groups, samples=samples)
+        directory.log(row)
         self._last_step = step
+        self._view.step(row)
+
+    def close(self) -> None:
+        """Frees the directory and writes its report, if there has been an update."""
+        directory, self._directory = self._directory, None
+        if directory is None:
+            return
+        directory.close()
+        if self._last_step >= 0:
+            run = load_run(directory.path)
+            place = run.path / "report.html"
+            write_report([run], place, tokenizers=[tokenizer_of(run.config)], warn=self._view.note)
 
 
-def sampled_places(datum: Datum) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    """[N] bool: the places whose target was sampled, by the log-probs that came with it: clients
-    fill the others with 0.0. None for a datum without log-probs, or with several targets a
-    place."""
+def sampled_places(datum: Datum) -> Bools | None:
+    """[N] bool: the places whose target was sampled, as this server knows it, or else by the
+    log-prob that came with it: clients fill the others with 0.0. None for a datum without
+    log-probs, or with several targets a place."""
     logprobs = datum.inputs.get("logprobs")
-    if logprobs is None or datum.inputs["target_tokens"].ndim > 1:
+    if logprobs is None or datum.inputs[TARGETS].ndim > 1:
         return None
-    return np.asarray(logprobs) != 0
+    is_drawn = np.zeros(len(datum), bool) if datum.versions is None else datum.versions >= 0
+    return is_drawn | (np.asarray(logprobs) != 0)
 
 
 def episode_of(
-    datum: Datum, sampled: np.ndarray[Any, np.dtype[np.bool_]], *, id: str, version: int
+    datum: Datum,
+    is_sampled: Bools,
+    *,
+    id: str,
+    versions: npt.NDArray[np.int32],
+    stop_ids: Collection[int],
 ) -> Trajectory | None:
-    """The datum as an episode: observed and sampled segments in turn. None if its targets are not
-    the ids that follow, or nothing was sampled."""
-    targets = np.asarray(datum.inputs["target_tokens"])
-    if not sampled.any() or (targets[:-1] != datum.token_ids[1:]).any():
-        return None
+    """The datum as an episode: observed and sampled segments in turn, one for each version of the
+    weights. None if its sampled targets are not the ids that follow, or there are none."""
+    targets = np.asarray(datum.inputs[TARGETS])
     ids = np.append(datum.token_ids, targets[-1]).astype(np.int32)
-    is_sampled = np.append(False, sampled)
-    borders = np.flatnonzero(is_sampled[1:] != is_sampled[:-1]) + 1
-    trajectory, parent = Trajectory(id=id), None
+    if not is_sampled.any() or (targets != ids[1:])[is_sampled].any():
+        return None
     logprobs = np.append(np.float32(np.nan), datum.inputs["logprobs"])
+    drawn_by = np.append(-1, np.where(is_sampled, versions, -1))  # -1: observed
+    borders = np.flatnonzero(np.diff(drawn_by)) + 1
+    trajectory, parent = Trajectory(id=id), None
     for start, stop in zip((0, *borders), (*borders, len(ids)), strict=True):
-        if is_sampled[start]:
-            assert parent is not None, "the first id is never sampled"
-            parent = trajectory.record(
-                ids[start:stop],
-                logprobs=logprobs[start:stop],
-                parent=parent,
-                prompt_ids=ids[:start],
-                policy_version=version,
-            )
-        else:
+        if drawn_by[start] < 0:
             parent = trajectory.observe(ids[start:stop], parent=parent)
+            continue
+        assert parent is not None, "the first id is never sampled"
+        parent = trajectory.record(
+            ids[start:stop],
+            logprobs=logprobs[start:stop],
+            parent=parent,
+            prompt_ids=ids[:start],
+            policy_version=int(drawn_by[start]),
+            finish_reason="stop" if ids[stop - 1] in stop_ids else "length",
+        )
     assert parent is not None, "a datum has at least one id"
-    advantages = datum.inputs.get("advantages")
-    reward = 0.0 if advantages is None else float(np.mean(np.asarray(advantages)[sampled]))
-    trajectory.rewards[parent] = reward
+    trajectory.rewards[parent] = float(np.mean(_advantages(datum)[is_sampled]))
     trajectory.status = "finished"
     return trajectory
+
+
+def _advantages(datum: Datum) -> Float32Array:
+    found = datum.inputs.get("advantages")
+    return np.zeros(len(datum), np.float32) if found is None else np.asarray(found, np.float32)
+
+
+def _versions(datum: Datum, version: int) -> npt.NDArray[np.int32]:
+    """[N] version that drew each target; where this server does not know it, the one in
+    training."""
+    if datum.versions is None:
+        return np.full(len(datum), version, np.int32)
+    return np.where(datum.versions >= 0, datum.versions, version).astype(np.int32)

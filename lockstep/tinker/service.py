@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
@@ -47,7 +47,7 @@ from lockstep.tinker.journal import (
     digest_of,
 )
 from lockstep.tinker.origins import Origins
-from lockstep.tinker.requests import CustomLoss, ModelSpec, Sampling, TinkerError
+from lockstep.tinker.requests import CustomLoss, ForwardBackward, ModelSpec, Sampling, TinkerError
 from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.training_run import Done, TrainingRun, as_json
 from lockstep.tinker.wire import (
@@ -64,6 +64,9 @@ from lockstep.tinker.wire import (
     write_sampling,
 )
 from lockstep.tinker_config import TinkerConfig
+
+if TYPE_CHECKING:
+    from lockstep.tinker.record import RunRecords
 
 LOGGER = logging.getLogger(__name__)
 
@@ -98,14 +101,22 @@ class TinkerService:
     """
 
     def __init__(
-        self, backend: Backend, directory: Path, config: TinkerConfig | None = None
+        self,
+        backend: Backend,
+        directory: Path,
+        config: TinkerConfig | None = None,
+        *,
+        records: RunRecords | None = None,
     ) -> None:
-        """Raises RunError if another process uses the directory, or a model in it needs a base
-        model that is not served."""
+        """records: write the run directories of the models; None writes none.
+
+        Raises RunError if another process uses the directory, or a model in it needs a base model
+        that is not served.
+        """
         self.config = config or TinkerConfig()
         self.bases = {base.name: base for base in backend.base_models}
         directory.mkdir(parents=True, exist_ok=True)
-        self._backend, self._directory = backend, directory
+        self._backend, self._directory, self._records = backend, directory, records
         self._journal = journal = Journal(directory / "journal.sqlite")
         self.store = CheckpointStore(directory, journal)
         self._samplers = SamplerPool(
@@ -158,7 +169,7 @@ class TinkerService:
         elif run is not None:
             run.submit(request)
         else:
-            self._journal.fail(request.id, "its session ended before it was executed.", "server")
+            self._journal.fail(request, "its session ended before it was executed.", "server")
 
     async def close(self) -> None:
         """Stops at once; the journal keeps what is left. The backend stays open."""
@@ -361,6 +372,7 @@ class TinkerService:
             return self._submit(run, kind, 0, _canonical(body), body.object)
 
     def _run_of(self, model: Model) -> TrainingRun:
+        records = self._records
         run = self._runs[model.id] = TrainingRun(
             model,
             base=self.bases[model.spec["base_model"]],
@@ -369,6 +381,7 @@ class TinkerService:
             store=self.store,
             samplers=self._samplers,
             config=self.config,
+            run_record=None if records is None else records.of(model.id, ModelSpec(**model.spec)),
             read=self._read,
             settle=self._settle,
         )
@@ -435,7 +448,8 @@ class TinkerService:
             found.seq_id,
             found.SerializeToString(deterministic=True),
             lambda: self._origins.check(
-                forward_backward_of(found, run.base, find_loss=self._loss), is_new=True
+                self._forward_backward_of(found, run),
+                is_new=True,
             ),
         )
 
@@ -479,11 +493,11 @@ class TinkerService:
         run = self._run(body["model_id"].text())
         known = self._journal.find(run.record.id, UNLOAD)
         if known is None:
-            request = self._request(run.record.session, run.record.id, UNLOAD, "unload_model", b"")
+            request = Request(run.record.session, run.record.id, UNLOAD, "unload_model")
             self._journal.add(request, b"")
             run.end("the client asked for it", request)
             return {"request_id": request.id, "model_id": run.record.id}
-        return {"request_id": known[0], "model_id": run.record.id}
+        return {"request_id": known[0].id, "model_id": run.record.id}
 
     def _submit_json(self, kind: str, body: Value, read: Callable[[], Any]) -> dict[str, Any]:
         run = self._run(body["model_id"].text())
@@ -505,7 +519,7 @@ class TinkerService:
         except (TinkerError, Refusal) as error:
             self._refuse(run, kind, seq_id, digest, error)
             raise
-        request = self._request(run.record.session, run.record.id, seq_id, kind, body)
+        request = Request(run.record.session, run.record.id, seq_id, kind, body)
         self._journal.add(request, digest)
         run.submit(replace(request, value=value))
         return {"request_id": request.id, **answer}
@@ -513,19 +527,18 @@ class TinkerService:
     def _refuse(
         self, run: TrainingRun, kind: str, seq_id: int, digest: bytes, error: TinkerError | Refusal
     ) -> None:
-        request = self._request(run.record.session, run.record.id, seq_id, kind, b"")
+        request = Request(run.record.session, run.record.id, seq_id, kind)
         self._journal.refuse(request, digest, str(error), error.status)
         run.skip(seq_id)
 
-    def _request(self, session: str, target: str, seq_id: int, kind: str, body: bytes) -> Request:
-        return Request(
-            id=secrets.token_hex(12),
-            session=session,
-            target=target,
-            seq_id=seq_id,
-            kind=kind,
-            body=body,
+    def _forward_backward_of(self, found: Any, run: TrainingRun) -> ForwardBackward:
+        substitute = self.config.substitute
+        return forward_backward_of(
+            found, run.base, find_loss=self._custom.get, substitute=substitute
         )
+
+    def _sampling_of(self, body: Value, sampler: Sampler) -> Sampling:
+        return sampling_of(body, self._samplers.base_of(sampler), substitute=self.config.substitute)
 
     def _read(self, request: Request) -> Any:
         """Reads the body of a journalled request again, unless it is still at hand."""
@@ -533,11 +546,11 @@ class TinkerService:
             return request.value
         if request.kind == "sample":
             sampler = self._samplers.find(request.target)
-            return sampling_of(Value(json.loads(request.body)), self._samplers.base_of(sampler))
+            return self._sampling_of(Value(json.loads(request.body)), sampler)
         run = self._runs[request.target]
         if request.kind == "forward_backward":
             found = parse_forward_backward(request.body)
-            asked = forward_backward_of(found, run.base, find_loss=self._loss)
+            asked = self._forward_backward_of(found, run)
             return self._origins.check(asked, is_new=False)
         body = json.loads(request.body)
         return optim_step_of(Value(body)) if request.kind == "optim_step" else body
@@ -557,17 +570,14 @@ class TinkerService:
         custom = _loss_of(body)
         self._backend.check_loss(custom)
         loss = Loss(id=f"{target}:{number}", session=session.id, body=body.object())
-        request = self._request(session.id, target, number, "create_custom_loss", b"")
+        request = Request(session.id, target, number, "create_custom_loss")
         with self._journal.transaction():
             self._journal.put(loss)
             self._journal.add(request, digest)
             payload = {"loss_id": loss.id, "type": "create_custom_loss"}
-            self._journal.finish(request.id, as_json(payload))
+            self._journal.finish(request, as_json(payload))
         self._losses[loss.id], self._custom[loss.id] = loss, custom
         return {"request_id": request.id}
-
-    def _loss(self, loss_id: str) -> CustomLoss | None:
-        return self._custom.get(loss_id)
 
     # -- samplers ---------------------------------------------------------------------------------
 
@@ -622,8 +632,8 @@ class TinkerService:
                 "(tinker.max_pending_samples); ask again in a second.",
                 status=429,
             )
-        asked = sampling_of(body, self._samplers.base_of(sampler))
-        request = self._request(sampler.session, sampler.id, seq_id, "sample", raw)
+        asked = self._sampling_of(body, sampler)
+        request = Request(sampler.session, sampler.id, seq_id, "sample", raw)
         self._journal.add(request, digest)
         self._start_sample(replace(request, value=asked))
         return _accepted(request.id, num_samples)
@@ -686,13 +696,13 @@ class TinkerService:
                         self._journal.put(record)
                     if outcome.write is not None:
                         outcome.write()
-                    self._journal.finish(request.id, outcome.payload, keeps_body=outcome.keeps_body)
+                    self._journal.finish(request, outcome.payload, keeps_body=outcome.keeps_body)
                 case TinkerError():
-                    self._journal.fail(request.id, str(outcome), outcome.category)
+                    self._journal.fail(request, str(outcome), outcome.category)
                 case Refusal():
-                    self._journal.fail(request.id, str(outcome), "user")
+                    self._journal.fail(request, str(outcome), "user")
                 case _:
-                    self._journal.fail(request.id, named(outcome), "server")
+                    self._journal.fail(request, named(outcome), "server")
 
     async def retrieve(self, body: Value) -> Reply:
         """Waits for a result for a while. It may be fetched any number of times."""
@@ -755,9 +765,8 @@ class TinkerService:
         clone = target["cloned_sampler_id"].integer(0, MAX_SAMPLE_SEQ_ID // CLONE - 1) or 0
         cursor = body["prev_cursor"].integer(0, 2**63 - 1) or 0
         seconds = body["timeout"].number(0, 1e9)
-        with self._journal.transaction():
-            for request_id in body["retrieved_request_ids"].entries():
-                self._journal.mark_fetched(request_id.text())
+        for request_id in body["retrieved_request_ids"].entries():
+            self._journal.mark_fetched(request_id.text())
         ends = time.monotonic() + min(
             self.config.hold_seconds, self.config.hold_seconds if seconds is None else seconds
         )
@@ -769,7 +778,7 @@ class TinkerService:
             {"state": "finished", "request_id": name, "response_payload_uncompressed_size": size}
             if state == "done"
             else {"state": "failed", "request_id": name}
-            for _, name, state, size in found
+            for name, state, size in ((f"{sampler.id}/{each[1]}", *each[2:]) for each in found)
         ]
         return {"completions": completions, "cursor": found[-1][0] if found else cursor}
 
@@ -869,10 +878,10 @@ def _without_retry(kind: str, body: bytes) -> bytes:
     return json.dumps(kept, sort_keys=True).encode()
 
 
-def _same(known: tuple[str, Outcome], digest: bytes, target: str, seq_id: int) -> str:
+def _same(known: tuple[Request, Outcome], digest: bytes, target: str, seq_id: int) -> str:
     """The id of a request that came before. Raises TinkerError for another payload, and the refusal
     again."""
-    request_id, outcome = known
+    request, outcome = known
     if outcome.digest != digest:
         raise TinkerError(
             f"seq_id={seq_id} of {target} was used before with another payload"
@@ -882,7 +891,7 @@ def _same(known: tuple[str, Outcome], digest: bytes, target: str, seq_id: int) -
         )
     if outcome.state == "refused":
         raise TinkerError(outcome.result.decode(), status=int(outcome.category))
-    return request_id
+    return request.id
 
 
 def _accepted(request_id: str, num_samples: int) -> dict[str, Any]:

@@ -8,18 +8,28 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import named
 from lockstep.tinker.backend import Backend, BaseModel
 from lockstep.tinker.checkpoints import CheckpointStore, expiry, path_of, size_of
 from lockstep.tinker.journal import Checkpoint, Journal, Model, Record, Request, Sampler
 from lockstep.tinker.origins import metrics_of
-from lockstep.tinker.requests import ForwardBackward, ModelSpec, OptimStep, TinkerError
+from lockstep.tinker.requests import (
+    ForwardBackward,
+    ForwardBackwardResult,
+    ModelSpec,
+    OptimStep,
+    TinkerError,
+)
 from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.wire import write_forward_backward
 from lockstep.tinker_config import TinkerConfig
+
+if TYPE_CHECKING:
+    from lockstep.tinker.record import ModelRecord
 
 LOGGER = logging.getLogger(__name__)
 
@@ -49,7 +59,8 @@ def as_json(value: Any) -> bytes:
 class TrainingRun:
     """Executes the requests of one model strictly in order, from `start` until it is ended.
 
-    read: reads a journalled body again. settle: writes an outcome and tells those who wait.
+    run_record: writes the run directory; None keeps none. read: reads a journalled body again.
+    settle: writes an outcome and tells those who wait.
     """
 
     def __init__(
@@ -62,12 +73,13 @@ class TrainingRun:
         store: CheckpointStore,
         samplers: SamplerPool,
         config: TinkerConfig,
+        run_record: ModelRecord | None,
         read: Callable[[Request], Any],
         settle: Callable[[Request, Done | BaseException], Awaitable[None]],
     ) -> None:
         self.record, self.base, self.spec = record, base, ModelSpec(**record.spec)
         self._backend, self._journal, self._store = backend, journal, store
-        self._samplers, self._config = samplers, config
+        self._samplers, self._config, self._run_record = samplers, config, run_record
         self._read, self._settle = read, settle
         self.next_seq_id, refused = journal.progress(record.id)
         self._held: dict[int, Request | None] = dict.fromkeys(refused)
@@ -87,6 +99,7 @@ class TrainingRun:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._close_record()
 
     async def ended(self) -> None:
         """Waits until it is unloaded."""
@@ -157,7 +170,6 @@ class TrainingRun:
         )
         LOGGER.warning(text)
         request = Request(
-            id=f"{self.record.id}#{self.next_seq_id}",
             session=self.record.session,
             target=self.record.id,
             seq_id=self.next_seq_id,
@@ -199,6 +211,7 @@ class TrainingRun:
     async def _unload_model(self) -> None:
         record = self.record
         await self._backend.unload_model(record.id)
+        await self._close_record()
         error = TinkerError(f"{record.id} was unloaded: {self._ending}.")
         for request in self._held.values():
             if request is not None:
@@ -240,19 +253,25 @@ class TrainingRun:
         result = await self._backend.forward_backward(self.record.id, asked)
         metrics = {**metrics_of(asked, self.record.num_updates), **result.metrics}
         payload = write_forward_backward(replace(result, metrics=metrics))
-        return Done(payload=payload, keeps_body=not asked.is_forward_only)
+        if asked.is_forward_only:
+            return Done(payload=payload)
+        version = self.record.num_updates
+        record = partial(self._record_pass, asked, result, version)
+        return Done(payload=payload, keeps_body=True, then=record)
 
     async def _do_optim_step(self, request: Request) -> Done:
         asked: OptimStep = self._read(request)
+        step = self.record.num_updates
         metrics = await self._backend.optim_step(self.record.id, asked)
         self.record.num_updates += 1
 
-        async def save() -> None:
+        async def record_and_save() -> None:
+            await self._record_step(step, asked, metrics)
             if self._work_seconds >= self._config.state_seconds:
                 await self._save_state(request.seq_id)
 
         payload = as_json({"type": "optim_step", "metrics": metrics})
-        return Done(payload=payload, records=(self.record,), keeps_body=True, then=save)
+        return Done(payload=payload, records=(self.record,), keeps_body=True, then=record_and_save)
 
     async def _do_save_weights(self, request: Request) -> Done:
         body = self._read(request)
@@ -350,9 +369,29 @@ class TrainingRun:
         if record.state_seq_id >= 0:
             state = self._states(record.state_seq_id)
             await self._backend.load(record.id, state, with_optimizer=record.has_optimizer)
-        for request in self._journal.to_repeat(record.id, record.state_seq_id):
-            asked = self._read(request)
-            if isinstance(asked, OptimStep):
-                await self._backend.optim_step(record.id, asked)
+        asked = [self._read(r) for r in self._journal.to_repeat(record.id, record.state_seq_id)]
+        step = record.num_updates - sum(isinstance(each, OptimStep) for each in asked)
+        for each in asked:
+            if isinstance(each, OptimStep):
+                metrics = await self._backend.optim_step(record.id, each)
+                await self._record_step(step, each, metrics)
+                step += 1
             else:
-                await self._backend.forward_backward(record.id, asked)
+                result = await self._backend.forward_backward(record.id, each)
+                await self._record_pass(each, result, step)
+
+    # -- the run directory ------------------------------------------------------------------------
+
+    async def _record_pass(
+        self, asked: ForwardBackward, result: ForwardBackwardResult, version: int
+    ) -> None:
+        if self._run_record is not None:
+            await asyncio.to_thread(self._run_record.add, asked, result, version)
+
+    async def _record_step(self, step: int, asked: OptimStep, metrics: dict[str, float]) -> None:
+        if self._run_record is not None:
+            await asyncio.to_thread(self._run_record.step, step, asked, metrics)
+
+    async def _close_record(self) -> None:
+        if self._run_record is not None:
+            await asyncio.to_thread(self._run_record.close)

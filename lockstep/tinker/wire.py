@@ -55,6 +55,7 @@ MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0: logits divided by less overflow float32."""
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
+UNPUBLISHED = "stable_reinforce"
 FLOAT_INPUTS = ("weights", "logprobs", "advantages", "clip_low_threshold", "clip_high_threshold")
 """Inputs of losses that are float32, one per target."""
 
@@ -213,24 +214,35 @@ def peek_forward_backward(head: bytes) -> tuple[str, int] | None:
 
 
 def forward_backward_of(
-    found: Any, base: BaseModel, *, find_loss: Callable[[str], CustomLoss | None]
+    found: Any,
+    base: BaseModel,
+    *,
+    find_loss: Callable[[str], CustomLoss | None],
+    substitute: str = "",
 ) -> ForwardBackward:
     """Reads a parsed message for a model over `base`. find_loss: an uploaded loss by its id.
+    substitute: the loss in place of stable_reinforce; empty refuses it.
 
     Raises TinkerError (422).
     """
-    check_loss(found.loss_fn)
+    name = substitute if found.loss_fn == UNPUBLISHED and substitute else found.loss_fn
+    check_loss(name)
     config: dict[str, float | str] = dict(found.loss_fn_config)
-    for name, value in found.loss_fn_config_v2.items():
+    for key, value in found.loss_fn_config_v2.items():
         kind = value.WhichOneof("value")
         if kind is None:
-            raise _invalid(f"loss_fn_config {name!r} has neither a number nor a text.")
-        config[name] = getattr(value, kind)
-    for name, number in config.items():
+            raise _invalid(f"loss_fn_config {key!r} has neither a number nor a text.")
+        config[key] = getattr(value, kind)
+    for key, number in config.items():
         if isinstance(number, float) and not np.isfinite(number):
-            raise _invalid(f"loss_fn_config {name!r} is {number}; expected a finite number.")
+            raise _invalid(f"loss_fn_config {key!r} is {number}; expected a finite number.")
+    if name != found.loss_fn and config:
+        raise _invalid(
+            f"{name} is computed in place of {UNPUBLISHED}, and has no setting "
+            f"{', '.join(config)}. Leave loss_fn_config out."
+        )
     custom = None
-    if found.loss_fn == "custom":
+    if name == "custom":
         custom = find_loss(str(config.get("loss_id", "")))
         if custom is None:
             raise _invalid(
@@ -246,7 +258,7 @@ def forward_backward_of(
     )
     return ForwardBackward(
         data=data,
-        loss=found.loss_fn,
+        loss=name,
         config=config,
         is_forward_only=found.forward_only,
         custom=custom,
@@ -255,10 +267,11 @@ def forward_backward_of(
 
 def check_loss(name: str) -> None:
     """Raises TinkerError (422) for a loss that is not served."""
-    if name == "stable_reinforce":
+    if name == UNPUBLISHED:
         raise _invalid(
             "loss_fn='stable_reinforce' is not published, so it cannot be served exactly. "
-            "Use loss_fn='importance_sampling' (in tinker-cookbook: loss_fn=importance_sampling)."
+            "Use loss_fn='importance_sampling' (in tinker-cookbook: loss_fn=importance_sampling), "
+            "or start the server with tinker.stable_reinforce=importance_sampling."
         )
     if name not in LOSSES:
         raise _invalid(f"loss_fn={name[:80]!r} is not known; expected one of {', '.join(LOSSES)}.")
@@ -556,14 +569,19 @@ _SAMPLE_FIELDS = (
 )
 
 
-def sampling_of(body: Value, base: BaseModel) -> Sampling:
-    """Reads `asample`. Raises TinkerError (422), or the refusal of a wrong type."""
-    if body["record_stability_info"].truth():
+def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampling:
+    """Reads `asample`. substitute: the loss in place of stable_reinforce, which needs no more than
+    the log-probs; empty refuses what is recorded for it.
+
+    Raises TinkerError (422), or the refusal of a wrong type.
+    """
+    if body["record_stability_info"].truth() and not substitute:
         raise _invalid(
             "record_stability_info is for loss_fn='stable_reinforce', which is not served. "
-            "Use loss_fn='importance_sampling' and leave record_stability_info out."
+            "Use loss_fn='importance_sampling' and leave record_stability_info out, or start the "
+            "server with tinker.stable_reinforce=importance_sampling."
         )
-    check_known(body, *_SAMPLE_FIELDS)
+    check_known(body, *_SAMPLE_FIELDS, "record_stability_info")
     prompt_ids = _prompt_ids(body["prompt"], base)
     num, params = len(prompt_ids), body["sampling_params"]
     check_known(params, "max_tokens", "seed", "stop", "temperature", "top_k", "top_p")

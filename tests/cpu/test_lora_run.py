@@ -166,7 +166,7 @@ def test_a_reference_kl_needs_no_second_model(run, tmp_path):
 BAD = {
     "an unknown target": (["lora.targets=mlps"], "lora.targets=mlps: no projection"),
     "a rank of nothing": (["lora.rank=0"], "lora.rank=0 must be at least 1"),
-    "no adapter there": (["lora.path=nowhere"], "nowhere is not a checkpoint"),
+    "no adapter there": (["lora.path=nowhere"], "nowhere/adapter_config.json does not exist"),
     "dropout": (["lora.dropout=0.1"], "unknown setting 'lora.dropout'"),
     "freezing nothing": (["trainer.freeze=*.attn.*"], "trainer.freeze=*.attn.* matches no"),
     "freezing all": (["trainer.freeze=*"], "leaves nothing to train"),

@@ -23,26 +23,32 @@ SMALL = (
 )  # fmt: skip
 
 
+MARK, MARKED = "LOCKSTEP_TEST_CLUSTER", f"{os.getpid()}"
+
+
 @pytest.fixture(scope="module")
 def cluster():
+    os.environ[MARK] = MARKED  # the cluster's processes, and those that they start, inherit it
     ray.init(
         num_cpus=4, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False,
         configure_logging=False,
     )  # fmt: skip
     yield
     ray.shutdown()
+    del os.environ[MARK]
 
 
 def processes_of(work):
-    """The processes of this test's user that run such a worker."""
+    """The processes of this cluster that run such a worker."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{name}/cmdline") as line:
+            with open(f"/proc/{name}/cmdline") as line, open(f"/proc/{name}/environ") as variables:
                 words = line.read().split("\0")
+                is_own = f"{MARK}={MARKED}" in variables.read().split("\0")
         except OSError:
             continue
-        if work in words and "lockstep.launch.workers" in " ".join(words):
+        if is_own and work in words and "lockstep.launch.workers" in " ".join(words):
             found.append(int(name))
     return sorted(found)
 
@@ -93,7 +99,7 @@ def test_a_run_outlives_a_killed_engine_and_ends_with_ctrl_c(cluster, tmp_path, 
     assert run.environment["processes"] == 2
     shown = capfd.readouterr()
     assert "step   0/500" in shown.out, "what rank 0 prints appears here"
-    assert sum(row.get("engine/returned_replicas", 0) for row in rows) == 1
+    assert sum(row.get("engine/restarts", 0) for row in rows) == 1
     assert not processes_of(ENGINES) and not processes_of(RANKS)
 
 

@@ -126,9 +126,8 @@ DEFECTS = {
     "clamped": ("clamped", None, {"logprobs": of_reply(lambda x: x.clip(-3))}),
     "zeros": ("fillers", FIRST, {"logprobs": of_reply(np.zeros_like)}),
     "one zero": ("fillers", FIRST + 4, {"logprobs": lambda x: overwrite(x, 0, FIRST + 4)}),
-    "another temperature": ("", FIRST, {"logprobs": of_reply(lambda x: 0.7 * x)}),
     "one bit": (
-        "quantised",
+        "",
         FIRST + 6,
         {
             "logprobs": lambda x: overwrite(
@@ -137,6 +136,11 @@ DEFECTS = {
         },
     ),
 }
+
+
+def test_targets_of_the_prompt_may_be_fillers():
+    datum = make_datum(has_spans=True, target_tokens=lambda x: overwrite(x, 0, slice(0, FIRST)))
+    assert trace(datum).status == "drawn"
 
 
 @pytest.mark.parametrize("has_spans", [True, False])
@@ -148,6 +152,13 @@ def test_log_probs_that_were_not_recorded_have_their_cause(case, has_spans):
     assert position is None or found.position == position
     assert f"datum 5, target {found.position}: its log-prob is" in found.text
     assert not cause or CAUSES[cause].remedy in found.text
+
+
+def test_other_log_probs_of_the_same_ids_may_be_of_another_server_unless_a_span_names_this_one():
+    changes = {"logprobs": lambda x: overwrite(x, 0.7 * x, slice(None))}
+    assert trace(make_datum(has_spans=False, **changes)).status == "unknown"
+    found = trace(make_datum(has_spans=True, **changes))
+    assert (found.status, found.cause, found.position) == ("differs", "", FIRST)
 
 
 def test_a_log_prob_without_an_advantage_is_not_compared():

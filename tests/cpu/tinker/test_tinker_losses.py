@@ -158,7 +158,6 @@ def test_equal_log_probs_have_a_kl_of_exactly_zero():
 
 
 REFUSED = {
-    "stable_reinforce": ("stable_reinforce", {}, "loss_fn=importance_sampling"),
     "an unknown loss": ("grpo", {}, "no loss 'grpo'.*cross_entropy"),
     "an unknown setting": ("ppo", {"clip": 0.2}, "no setting 'clip'.*clip_low_threshold"),
     "a setting of another loss": ("dro", {"clip_low_threshold": 0.2}, "settings are: beta"),

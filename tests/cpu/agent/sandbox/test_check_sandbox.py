@@ -14,6 +14,7 @@ from hostile import HOSTILE
 
 from lockstep.agent.sandbox.base import ProgramResult, SandboxConfig, SandboxLimits
 from lockstep.agent.sandbox.bubblewrap import BubblewrapConfig, require_bwrap
+from lockstep.agent.sandbox.container import ContainerConfig
 from lockstep.agent.sandbox.monty import MontyConfig
 from lockstep.config import choices
 from lockstep.errors import ConfigError, SandboxError
@@ -168,7 +169,8 @@ def test_a_sandbox_that_breaks_a_promise_is_named(broken, code, words):
 
 def test_nothing_runs_without_isolation_and_no_setting_makes_it_so():
     """A kind added here has to say how it isolates, in docs/sandbox.md."""
-    assert set(choices(SandboxConfig)) == {"monty", "bwrap", "container"}
+    kinds = {"monty": MontyConfig, "bwrap": BubblewrapConfig, "container": ContainerConfig}
+    assert choices(SandboxConfig) == kinds
     with pytest.raises(NotImplementedError):
         SandboxConfig().open()
 
