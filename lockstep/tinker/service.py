@@ -859,6 +859,9 @@ class TinkerService:
             "sample_use_retrieve_futures": self.config.uses_retrieve_futures,
             "custom_loss_server_side": True,
             "sample_max_concurrent_requests": MAX_CONCURRENT_SAMPLES,
+            # Old clients write JSON otherwise; later ones know neither.
+            "proto_write_fwdbwd": True,
+            "fwd_via_fwdbwd": True,
         }
 
 
