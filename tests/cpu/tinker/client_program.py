@@ -150,7 +150,8 @@ def run(url, scenario):
     if hasattr(service, "close"):
         closed = service.close("success")
         closed.result() if hasattr(closed, "result") else closed
-    print("done", tinker.__version__)
+    print("done", tinker.__version__, flush=True)
+    os._exit(0)  # threads of 0.24 may abort the interpreter at its end, beside torch
 
 
 SCENARIOS = {
