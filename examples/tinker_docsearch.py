@@ -54,13 +54,13 @@ class Episode:
 
     def datum(self, advantage: float) -> types.Datum:
         """Position i predicts token i + 1: everything that belongs to a token moves one place."""
-        mask = np.array(self.is_sampled[1:])
+        tensor = types.TensorData.from_numpy
         return types.Datum(
             model_input=types.ModelInput.from_ints(self.ids[:-1]),
             loss_fn_inputs={
-                "target_tokens": self.ids[1:],
-                "logprobs": self.logprobs[1:],
-                "advantages": (mask * advantage).tolist(),
+                "target_tokens": tensor(np.array(self.ids[1:])),
+                "logprobs": tensor(np.array(self.logprobs[1:], np.float32)),
+                "advantages": tensor(np.array(self.is_sampled[1:], np.float32) * advantage),
             },
         )
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.doctor.diagnose import diagnose as diagnose
     from lockstep.doctor.monitor import train as train
+    from lockstep.doctor.monitor import train_side_by_side as train_side_by_side
     from lockstep.run.train import evaluate as evaluate
     from lockstep.store.run import load_run as load
     from lockstep.supervised import train_supervised as train_supervised
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "diagnose": ("lockstep.doctor.diagnose", "diagnose"),
     "train": ("lockstep.doctor.monitor", "train"),
+    "train_side_by_side": ("lockstep.doctor.monitor", "train_side_by_side"),
     "train_supervised": ("lockstep.supervised", "train_supervised"),
     "evaluate": ("lockstep.run.train", "evaluate"),
     "load": ("lockstep.store.run", "load_run"),
 }
-__all__ = ["diagnose", "evaluate", "load", "train", "train_supervised"]
+__all__ = ["diagnose", "evaluate", "load", "train", "train_side_by_side", "train_supervised"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 import textwrap
@@ -163,6 +164,8 @@ def _train(options: argparse.Namespace) -> int:
     settings, own = _split(options.settings, "train", *RESERVED)
     if options.help:
         return _show_settings(options, lambda name: resolve(find_recipe(name), settings))
+    if options.beside:
+        return _train_side_by_side(options, settings, own)
     config, run, start = _training_config(options.target, settings, own)
     config = resolve(config, settings)
     if options.dry_run:
@@ -176,6 +179,43 @@ def _train(options: argparse.Namespace) -> int:
     out = own.get("out") or run
     outcome = lockstep.train(config, out=out, resume=run is not None, start=start, view=view)
     return _finish(outcome, options)
+
+
+def _train_side_by_side(
+    options: argparse.Namespace, settings: list[str], own: dict[str, str]
+) -> int:
+    from lockstep.run.preflight import check_side_by_side, plan, preflight
+    from lockstep.store.run import default_run_path
+
+    if "from" in own:
+        raise ConfigError("from=RUN starts one run: leave it or --beside out.")
+    is_resume = own.get("resume") == "true"
+    out = Path(own.pop("out", "") or default_run_path("side-by-side"))
+    runs: list[tuple[Path, Any]] = []
+    for words in ([], *map(shlex.split, options.beside)):
+        target, changed = options.target, [*settings, *words]
+        if words and "=" not in words[0]:
+            target, *changed = words
+        config, run, _ = _training_config(target, changed, own)
+        config = resolve(config, changed)
+        runs.append((run or out / config.name, config))
+    check_side_by_side([config for _, config in runs])
+    configs = dict(runs)
+    if options.dry_run:
+        plans = [plan(config, preflight(config)) for config in configs.values()]
+        value = {str(path): to_dict(config) for path, config in configs.items()}
+        _print(options, value, "\n".join(line for lines in plans for line in lines))
+        return OK
+    view = "json" if options.json else "live"
+    ended = lockstep.train_side_by_side(configs, resume=is_resume, view=view)
+    codes: list[int] = []
+    for path, outcome in ended.items():
+        if isinstance(outcome, Exception):
+            _warn(f"{path}: {type(outcome).__name__}: {outcome}")
+            codes.append(FAILED)
+        else:
+            codes.append(_finish(outcome, options))
+    return max(codes)
 
 
 def _finish(outcome: Any, options: argparse.Namespace) -> int:
@@ -588,6 +628,12 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
                 "key=value",
                 "settings of the recipe, and: out=DIR, resume=true, from=RUN@STEP",
                 nargs="*",
+            ),
+            _list(
+                "--beside",
+                "SETTINGS",
+                "train another run over the same base model too: this one with other settings, as "
+                "'name=b seed=1', or another RECIPE or RUN with its own",
             ),
             _DRY_RUN,
             _FAULT,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -124,6 +125,8 @@ class Buffer:
     device: torch.device
     """The trainer's."""
     ranks: Ranks | None = None
+    turn: Callable[[], AbstractAsyncContextManager[None]] | None = None
+    """Entered while this trainer works, of several that share an engine."""
     on_progress: Callable[[int, int], None] = lambda done, total: None
     """Told how many episodes of how many tasks the batch has that is waited for."""
     _begun: dict[int, _Sampling] = field(default_factory=dict, init=False)
@@ -154,8 +157,12 @@ class Buffer:
         return Batch(groups, batch.seconds, time.perf_counter() - asked)
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """`work()`, while later batches are sampled: in a thread if there may be any."""
-        return await in_thread(work, device=self.device) if self.max_staleness else work()
+        """`work()`, while later batches are sampled, or episodes of others call tools: in a thread
+        if there may be any."""
+        if self.turn is None:
+            return await in_thread(work, device=self.device) if self.max_staleness else work()
+        async with self.turn():
+            return await in_thread(work, device=self.device)
 
     def state_before(self, step: int) -> Mapping[str, Any]:
         """The state of the task stream with which batch `step` is sampled again."""

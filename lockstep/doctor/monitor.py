@@ -25,6 +25,7 @@ from lockstep.doctor.inputs.run_dump import MONITOR, prompt_length, replies
 from lockstep.doctor.tokenization import Tokenization
 from lockstep.renderers.base import Renderer
 from lockstep.run.train import train as train_without_monitor
+from lockstep.run.train import train_side_by_side as train_side_by_side_without_monitor
 from lockstep.run_config import Config
 from lockstep.types import Group, Sample
 
@@ -143,3 +144,6 @@ def rows_of(step: int, samples: Sequence[Sample], groups: Sequence[Group], *, ve
 
 train = partial(train_without_monitor, monitor=open_monitor)
 """`lockstep.train`: a training run whose rows the doctor checks at each step."""
+
+train_side_by_side = partial(train_side_by_side_without_monitor, monitor=open_monitor)
+"""`lockstep.train_side_by_side`: the same for several runs over one base model."""

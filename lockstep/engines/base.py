@@ -226,8 +226,14 @@ class Engine(Protocol):
         return False
 
     async def score_by_each(
-        self, token_ids: Int32Array, *, distribution: Distribution, temperature: float
+        self,
+        token_ids: Int32Array,
+        *,
+        distribution: Distribution,
+        temperature: float,
+        adapter: str = "",
     ) -> Mapping[str, Scores]:
         """`score` by each engine that has weights of its own: by the name of each replica of a
         pool, by "" for a single engine. Replicas that fail are left out; EngineError if all do."""
-        return {"": await self.score(token_ids, distribution=distribution, temperature=temperature)}
+        how: dict[str, Any] = {"distribution": distribution, "temperature": temperature}
+        return {"": await self.score(token_ids, **how, adapter=adapter)}

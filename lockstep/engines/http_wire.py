@@ -44,6 +44,8 @@ class HttpWire(Wire):
         self._client, self._context = client, context
         self._adapter = ""
         """Name of the adapter that requests are for; empty for the model itself."""
+        self._loaded: dict[str, Path] = {}
+        """Adapters on the server."""
         self._owner = f"{context.run}-{secrets.token_hex(4)}"  # two runs must not share names
 
     @property
@@ -52,11 +54,20 @@ class HttpWire(Wire):
 
     async def _load_adapter(self, directory: Path, version: int) -> None:
         # A name per version: it is part of the keys of cached prefixes.
-        load, unload = self.adapter_routes
         before, self._adapter = self._adapter, f"{self._owner}-{version}"
-        await self._client.post(load, {"lora_name": self._adapter, "lora_path": str(directory)})
+        await self.load_adapter(self._adapter, directory)
         if before and before != self._adapter:
-            await self._client.post(unload, {"lora_name": before})
+            await self.drop_adapter(before)
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        await self._client.post(
+            self.adapter_routes[0], {"lora_name": name, "lora_path": str(directory)}
+        )
+        self._loaded[name] = directory
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._client.post(self.adapter_routes[1], {"lora_name": name})
+        del self._loaded[name]
 
     async def write_label(self, label: str) -> None:
         body = {"new_version": label, **self.label_options}

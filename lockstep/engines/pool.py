@@ -113,7 +113,8 @@ class _Tries:
 class Pool(Engine):
     """`Engine` over several engines of one kind that sample the same model.
 
-    names: of the replicas, for messages. on_event: told when one is lost or comes back.
+    names: of the replicas, for messages. started_from: directory that one which comes back loads
+    where it was sent no weights yet. on_event: told when one is lost or comes back.
     Raises ConfigError if they are not the same engine over the same model.
 
     >>> pool = Pool([engine, other], PoolConfig(), names=["a", "b"])            # doctest: +SKIP
@@ -125,6 +126,7 @@ class Pool(Engine):
         config: PoolConfig,
         *,
         names: Sequence[str],
+        started_from: str | None = None,
         on_event: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config, self._on_event = config, on_event
@@ -134,7 +136,9 @@ class Pool(Engine):
             for name, engine in zip(names, engines, strict=True)
         ]
         self._version = min(engine.version for engine in engines)
-        self._source: Mapping[str, Any] | str | None = None
+        self._source: Mapping[str, Any] | str | None = started_from
+        self._adapters: dict[str, tuple[Any, int]] = {}
+        """Name -> (directory, version)."""
         self._ledger: Ledger[_Entry] = Ledger()
         self._homes: OrderedDict[str, _Replica] = OrderedDict()
         self._is_updating = False
@@ -237,6 +241,37 @@ class Pool(Engine):
                 f"load_weights: no replica has taken version {version}. {self._last_words()}"
             )
 
+    async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
+        """See `Engine.load_adapter`. A replica that fails alone is out, and takes the adapter when
+        it comes back; if all fail, it is the adapter's fault, and the error of one is raised."""
+        self._ledger.check_open()
+        before = self._adapters.get(name)
+        self._adapters[name] = source, version
+        here = [replica for replica in self._replicas if replica.state != "out"]
+        loads = (self._load_adapter(replica, name) for replica in here)
+        found = zip(here, await asyncio.gather(*loads, return_exceptions=True), strict=True)
+        errors = {r: error for r, error in found if isinstance(error, BaseException)}
+        if len(errors) == len(here):
+            del self._adapters[name]
+            if before is not None:
+                self._adapters[name] = before
+            gone = EngineError(f"all replicas are gone. {self._last_words()}")
+            raise next(iter(errors.values()), gone)
+        for replica, error in errors.items():
+            self._lose(replica, f"adapter {name!r} of version {version}: {_text(error)}")
+
+    async def _load_adapter(self, replica: _Replica, name: str) -> None:
+        source, version = self._adapters[name]
+        replica.versions.add(version)
+        async with asyncio.timeout(self._config.load_seconds):
+            await replica.engine.load_adapter(name, source, version=version)
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `Engine.drop_adapter`."""
+        if self._adapters.pop(name, None) is None:
+            raise EngineError(f"drop_adapter: the pool has no adapter {name!r}.")
+        await self._each(lambda r: r.engine.drop_adapter(name))
+
     async def sleep(self) -> None:
         self._ledger.is_asleep = True
         await self._each(lambda replica: replica.engine.sleep())
@@ -291,7 +326,8 @@ class Pool(Engine):
         tries = _Tries(reply.where, reply.request.affinity)
         try:
             while not reply.is_done:
-                replica = await self._choose(tries, at_least=reply.version)
+                version = None if reply.request.adapter else reply.version
+                replica = await self._choose(tries, at_least=version)
                 try:
                     await self._stream(replica, reply, len(tries.failures))
                 except _FAILURES as error:
@@ -609,6 +645,8 @@ class Pool(Engine):
         try:
             async with asyncio.timeout(self._config.load_seconds):
                 await engine.load_weights(source, version=version)
+            for name in list(self._adapters) if was_out else ():
+                await self._load_adapter(replica, name)
             if engine.version != version:
                 raise EngineDownError(f"it was given version {version} and runs {engine.version}")
         except _OF_THE_REQUEST:

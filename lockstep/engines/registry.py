@@ -59,7 +59,14 @@ def open_engine(
         asyncio.run(_close_all(engines))
         raise errors[0]
     wrapped = [wrap(engine, at) for at, engine in enumerate(engines)]
-    return Pool(wrapped, config.pool, names=names, on_event=context.on_wait)
+    has_directories = "directory" in engines[0].capabilities.weight_sources
+    return Pool(
+        wrapped,
+        config.pool,
+        names=names,
+        started_from=str(context.directory) if has_directories else None,
+        on_event=context.on_wait,
+    )
 
 
 async def _close_all(engines: Sequence[Engine]) -> None:

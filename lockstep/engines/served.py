@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -115,9 +116,10 @@ class Wire(Protocol):
         ...
 
     async def score(
-        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
+        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
     ) -> Chunk:
-        """`token_ids[first:]` with the model's log-probs of them; 1 <= first < their number."""
+        """`token_ids[first:]` with the model's log-probs of them; 1 <= first < their number.
+        adapter: as in `Request`."""
         raise CapabilityError(f"score: engine {self.capabilities.name} scores nothing.")
 
     async def abort(self, call_id: str) -> None:
@@ -133,6 +135,14 @@ class Wire(Protocol):
         """Loads weights into the paused server. After an error its weights are unknown, and the
         engine answers nothing until a load succeeds."""
         raise CapabilityError(f"load_weights: engine {self.capabilities.name} takes no weights.")
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """Loads an adapter under a name that the server does not know, beside what runs. The
+        directory stays until it is dropped."""
+        raise CapabilityError(f"load_adapter: engine {self.capabilities.name} takes no adapter.")
+
+    async def drop_adapter(self, name: str) -> None:
+        """Frees an adapter that no call names any longer."""
 
     async def read_label(self) -> str:
         """The text beside the weights."""
@@ -166,9 +176,20 @@ class _Entry(Entry):
     num_cached: int = 0
     call_version: int = 0
     """Version of the weights that sample the running call."""
+    is_moving: bool = False
+    """Its call is ended because its adapter has new tensors."""
     call_id: str = ""
     """Id of the running call; empty between two."""
     driver: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """Tensors of an adapter."""
+
+    wire_name: str
+    """Name on the server: never the same for other tensors, as cached prefixes go by it."""
+    version: int
 
 
 class ServedEngine(Engine):
@@ -183,6 +204,7 @@ class ServedEngine(Engine):
         self._calls: dict[asyncio.Task[Any], _Entry | None] = {}
         """Running calls, and the request that each is for; None for scores."""
         self._aborts: set[asyncio.Task[None]] = set()
+        self._adapters: dict[str, _Adapter] = {}
         self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
         self._is_shut = self._is_cache_old = False
         self._name = secrets.token_hex(4)  # calls of two runs on one server must not share ids
@@ -220,21 +242,17 @@ class ServedEngine(Engine):
         """As the protocol says. A pause ends the call, and it is made again afterwards."""
         self._ledger.check_ready("score")
         found = self.capabilities
-        if adapter:
-            raise CapabilityError(
-                f"score: engine {found.name} scores by the model that it runs, and by no adapter "
-                f"of a name; found {adapter!r}."
-            )
         ids = checked_text(
             token_ids, found, distribution=distribution, temperature=temperature, first=first
         )
         values = np.full(len(ids), np.nan, np.float32)
         if len(ids) <= first:
-            return Scores(logprobs=values, policy_version=self._version)
+            return Scores(logprobs=values, policy_version=self._weights_of(adapter)[1])
 
         async def call(call_id: str) -> tuple[Chunk, int]:
-            version = self._version
-            return await self.wire.score(call_id, ids, first=first, priority=priority), version
+            name, version = self._weights_of(adapter)
+            how = {"first": first, "priority": priority}
+            return await self.wire.score(call_id, ids, **how, adapter=name), version
 
         scores, version = await self._ask(call)
         self._check_labels(scores.labels)
@@ -305,6 +323,63 @@ class ServedEngine(Engine):
             self._ledger.broken = ""
             self._version, self._is_cache_old = version, True
             await self._open_gate()
+
+    async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
+        """See `Engine.load_adapter`: a directory in PEFT's form, which stays until the adapter is
+        dropped or has other tensors. Calls of other names go on."""
+        async with self._lock:
+            self._ledger.check_open()
+            if not self.capabilities.has_adapters:
+                await super().load_adapter(name, source, version=version)
+            adapter = _Adapter(f"{name}~{self._name}-{next(self._num_calls)}", version)
+            await self.wire.load_adapter(adapter.wire_name, Path(source).absolute())
+            before = self._adapters.get(name)
+            self._adapters[name] = adapter
+            if before is not None:
+                await self._move(name)
+                await self.wire.drop_adapter(before.wire_name)
+
+    async def _move(self, name: str) -> None:
+        """Ends what runs by tensors that the adapter had: it goes on with those that it has."""
+        for reply in self._replies_of(name):
+            if reply.call_id:
+                reply.is_moving = True
+                await self._tell_abort(reply.call_id)
+            elif len(reply.token_ids) > reply.num_sent:
+                self._send(reply, "weight_update")
+        calls = [call for call, of in self._calls.items() if of is not None and of.is_moving]
+        await self._settle(calls)
+        for call in calls:
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls)
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `Engine.drop_adapter`."""
+        async with self._lock:
+            self._ledger.check_open()
+            adapter = self._adapters.pop(name, None)
+            if adapter is None:
+                known = ", ".join(self._adapters) or "none"
+                raise EngineError(
+                    f"drop_adapter: the engine has no adapter {name!r}; loaded are: {known}."
+                )
+            text = f"the adapter {name!r} was dropped while the request was in flight."
+            for reply in self._replies_of(name):
+                call_id = reply.call_id
+                self._ledger.fail(reply, EngineError(text))
+                if call_id:
+                    await self._tell_abort(call_id)
+            await self.wire.drop_adapter(adapter.wire_name)
+
+    def _replies_of(self, adapter: str) -> list[_Entry]:
+        return [r for r in self._ledger.running.values() if r.request.adapter == adapter]
+
+    def _weights_of(self, adapter: str) -> tuple[str, int]:
+        """(name on the server, version) of an adapter; one that was not loaded here is the
+        server's own."""
+        found = self._adapters.get(adapter)
+        return (adapter, self._version) if found is None else (found.wire_name, found.version)
 
     async def check_lease(self) -> None:
         """Raises LeaseError if somebody else has loaded weights, even if they are gone by now, and
@@ -439,10 +514,12 @@ class ServedEngine(Engine):
             # Routes come with the end of a call: tokens handed over before it would be without.
             stream=request.stream and not request.sampling.record_routes,
             routes_from=reply.num_routed,
+            adapter=self._weights_of(request.adapter)[0],
         )
         call = rest_of(call, reply.token_ids, self.capabilities, call_id=call_id)
         num_cached, has_ended = 0, False
-        reply.call_id, reply.call_version = call_id, self._version
+        reply.call_id, reply.call_version = call_id, self._weights_of(request.adapter)[1]
+        reply.is_moving = False
         try:
             async for chunk in self.wire.generate(call):
                 if has_ended:
@@ -519,6 +596,9 @@ class ServedEngine(Engine):
             return  # at an id of the server's own: the model chose it, and the reply goes on
         if reason == "abort" and reply.is_aborted:
             self._send(reply, "abort")
+        elif reason == "abort" and reply.is_moving:
+            if len(ids) > reply.num_sent:
+                self._send(reply, "weight_update")
         elif reason == "abort" and not self._is_shut:
             raise self._fault(
                 reply.where, "aborted it, and was not asked to: was its server paused or ended?"

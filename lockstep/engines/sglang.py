@@ -158,16 +158,16 @@ class SGLangWire(HttpWire):
         }
         if self.capabilities.has_seeds:
             settings["sampling_seed"] = request.seed
-        body = self._body(request.id, request.prompt_ids, settings, request.priority)
-        if request.adapter:
-            body["lora_path"] = request.adapter
+        body = self._body(
+            request.id, request.prompt_ids, settings, request.priority, request.adapter
+        )
         if sampling.record_routes:
             body["return_routed_experts"] = True
             body["routed_experts_start_len"] = request.routes_from
         return body
 
     def _body(
-        self, call_id: str, ids: Int32Array, settings: dict[str, Any], priority: int
+        self, call_id: str, ids: Int32Array, settings: dict[str, Any], priority: int, adapter: str
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "rid": f"{call_id}.",  # an abort ends every request whose id begins with the given one
@@ -178,8 +178,8 @@ class SGLangWire(HttpWire):
         }
         if self._priority_sign:
             body["priority"] = self._priority_sign * priority
-        if self._adapter:
-            body["lora_path"] = self._adapter
+        if adapter := adapter or self._adapter:
+            body["lora_path"] = adapter
         return body
 
     def _chunk(self, answer: Any, request: Request, num_before: int) -> Chunk:
@@ -221,10 +221,10 @@ class SGLangWire(HttpWire):
         return rows[:, list(model.routed_layers)].astype(np.int16)
 
     async def score(
-        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
+        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
     ) -> Chunk:
         settings = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-        body = self._body(call_id, token_ids, settings, priority)
+        body = self._body(call_id, token_ids, settings, priority, adapter)
         # The first entry is that of the id at this index, without a log-prob.
         body["logprob_start_len"] = first - 1
         answer = await self._client.post("/generate", body)

@@ -165,6 +165,13 @@ class WorkerEngine(Engine):
         file = await in_thread(write, device=self._device)
         await self._ask("load_shared", outlines=outlines, address=file.address, version=version)
 
+    async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
+        """A directory that the worker reads. A worker that is started again has forgotten it."""
+        await self._ask("load_adapter", name=name, source=str(source), version=version)
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._ask("drop_adapter", name=name)
+
     async def sleep(self) -> None:
         await self._ask("sleep")
 
@@ -218,9 +225,9 @@ class WorkerEngine(Engine):
 
     # -- questions and answers ----------------------------------------------------------------
 
-    async def _ask(self, name: str, **arguments: Any) -> Any:
+    async def _ask(self, method: str, /, **arguments: Any) -> Any:
         """The result of a method of the worker's engine, or of its host."""
-        number, call = self._send(name, arguments)
+        number, call = self._send(method, arguments)
         try:
             return await call.next()
         finally:

@@ -124,12 +124,15 @@ class View:
             self._write = None
 
 
-def open_view(*, is_json: bool = False) -> View:
-    """A view on stdout; one that shows nothing for --json, where stdout belongs to the result."""
+def open_view(*, is_json: bool = False, name: str = "") -> View:
+    """A view on stdout; one that shows nothing for --json, where stdout belongs to the result.
+
+    name: of a run among several, which begins each of its lines.
+    """
     if is_json or sys.stdout is None:
         return View(None)
-    has_status = sys.stdout.isatty() and sys.stderr.isatty()
-    return View(partial(print, flush=True), has_status=has_status)
+    has_status = sys.stdout.isatty() and sys.stderr.isatty() and not name
+    return View(partial(print, *filter(None, [name]), flush=True), has_status=has_status)
 
 
 def evaluation_text(row: Mapping[str, Any]) -> str:

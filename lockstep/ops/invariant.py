@@ -162,13 +162,12 @@ class InvariantOps(Ops):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
     ) -> Tensor:
         x_RK, weight_ENK, bias_EN, counts = x, weight, bias, tokens_per_expert
-        rows, is_wide = counts[0], is_widened(x_RK.dtype)
-        is_even = 0 < rows <= PACKED_ROWS and counts.count(rows) == len(weight_ENK)
-        is_batched = min(weight_ENK.shape[1:]) >= BATCHED_WIDTH
-        if is_wide and weight_ENK[0].numel() >= PACKED_SIZE:
-            is_batched = False  # a packed weight is made wide once, a batch of them in each call
+        rows, (E, N, K), is_wide = counts[0], weight_ENK.shape, is_widened(x_RK.dtype)
+        is_even = 0 < rows <= PACKED_ROWS and counts.count(rows) == E
+        # A packed weight is made wide once, a batch of them in each call.
+        is_batched = min(N, K) >= BATCHED_WIDTH and not (is_wide and N * K >= PACKED_SIZE)
         if is_even and is_batched:
-            x_EMK = x_RK.view(len(weight_ENK), rows, -1)
+            x_EMK = x_RK.view(E, rows, K)
             if extra := -rows % self.rules.row_quantum:
                 x_EMK = F.pad(x_EMK, (0, 0, 0, extra))
             if is_wide:
@@ -178,8 +177,9 @@ class InvariantOps(Ops):
                 out = torch.bmm(x_EMK, weight_ENK.transpose(1, 2))
             else:
                 out = torch.baddbmm(bias_EN[:, None], x_EMK, weight_ENK.transpose(1, 2))
-            return out[:, :rows].reshape(len(x_RK), -1).to(x_RK.dtype)
-        out = x_RK.new_empty(len(x_RK), weight_ENK.shape[1])
+            out_RN = out[:, :rows].reshape(len(x_RK), N)
+            return out_RN.to(x_RK.dtype) if is_wide else out_RN
+        out = x_RK.new_empty(len(x_RK), N)
         for expert, part in rows_by_expert(counts):
             of_expert = None if bias_EN is None else bias_EN[expert]
             out[part] = self.gemm(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,6 +72,48 @@ class Parts:
         return self.model_files.renderer
 
 
+@dataclass(slots=True)
+class SharedBase:
+    """A base model in memory, and the engine that samples all the adapters over it."""
+
+    decoder: Decoder
+    engine: Engine | None = None
+    """Made for the first run, by whose ops all compute."""
+    _training: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def engine_for(self, config: Config, context: EngineContext) -> Engine:
+        """The engine as one run sees it. Raises ConfigError if the run computes by other ops than
+        the first."""
+        from lockstep.engines.adapter_engine import AdapterEngine
+        from lockstep.ops.selftest import fingerprint
+
+        model, base = context.model, self.decoder
+        if self.engine is None:
+            base.ops = model.ops
+            self.engine = current_hooks().make_engine(config.engine, replace(context, model=base))
+        shared = self.engine.capabilities.fingerprint
+        own = fingerprint(model.ops, base.embedding.dtype, base.embedding.device).text
+        if own != shared:
+            raise ConfigError(
+                f"{config.name} computes by {own}, and the engine that it would share by {shared}. "
+                "Give the runs side by side the same rank, targets and top-p, or train them in "
+                "turn."
+            )
+        return AdapterEngine(self.engine, config.name, model)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """One run trains inside the block. The engine pauses: the two would slow each other down,
+        and afterwards it has fuller batches. Episodes go on with what is not sampled."""
+        assert self.engine is not None, "a run trains after it was opened"
+        async with self._training:
+            await self.engine.pause()
+            try:
+                yield
+            finally:
+                await self.engine.resume(kv="keep")
+
+
 def build(
     config: Config,
     model_files: ModelFiles,
@@ -77,6 +121,7 @@ def build(
     weights: Path | None = None,
     is_training: bool = True,
     ranks: Ranks | None = None,
+    base: SharedBase | None = None,
     scratch: Path | None = None,
     on_wait: Callable[[str], None] = lambda text: None,
 ) -> Parts:
@@ -84,8 +129,9 @@ def build(
 
     ranks: the processes that train together, each with an engine of its own; where the trained
     model is sharded, `Parts.model` is the whole copy that the engine samples from. is_training:
-    False leaves out the models that only training needs, reference and critic. scratch: where
-    the engine may leave logs and weights on their way. on_wait: told what the engine waits for.
+    False leaves out the models that only training needs, reference and critic. base: the model and
+    the engine that this run shares with others. scratch: where the engine may leave logs and
+    weights on their way. on_wait: told what the engine waits for.
     """
     import torch
 
@@ -101,7 +147,8 @@ def build(
         ask_for_reproducible_gemm()
     if is_training and (device := resolve_device(config)) == "cuda":
         check_memory(config, model_files, device)
-    model = load_model(config, model_files, weights=weights)
+    over = None if base is None else base.decoder
+    model = load_model(config, model_files, weights=weights, over=over)
     numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
@@ -119,7 +166,10 @@ def build(
         gpus=_engine_gpus(config, rank, world, model.embedding.device),
     )
     hooks = current_hooks()
-    engine = hooks.make_engine(config.engine.for_rank(rank, world), context)
+    if base is None:
+        engine = hooks.make_engine(config.engine.for_rank(rank, world), context)
+    else:
+        engine = base.engine_for(config, context)
     if numerics.is_kept:
         numerics = _with_engine(config, model_files, engine, numerics, model)
     if ranks is not None:
@@ -287,17 +337,19 @@ def load_model(
     weights: Path | None = None,
     mesh: DeviceMesh | None = None,
     ops: Ops | None = None,
+    over: Decoder | None = None,
 ) -> Decoder:
     """The decoder, with its adapter, on the config's device and dtype; sets torch's threads and
     seed. weights: of a checkpoint; None takes the config's own. mesh: the ranks that its parameters
     are spread over; an adapter is whole on each. ops: what the decoder computes by; None is stock
-    torch.
+    torch. over: a decoder in memory, whose parameters one with an adapter takes.
 
     With fallback=true a `FallbackModel`, which a trainer takes for one; what asks for more of it
     was refused before.
     """
     import torch
 
+    from lockstep.models.adapters import decoder_over
     from lockstep.models.hf_io import load_checkpoint
     from lockstep.models.lora import add_adapter
     from lockstep.models.peft_io import check_policy, load_adapter
@@ -314,7 +366,11 @@ def load_model(
     if config.lora is None or model_files.lora is None:
         source = weights or model_files.directory
         return load_checkpoint(source, dtype=dtype, device=device, mesh=mesh, ops=ops)
-    model = load_checkpoint(model_files.directory, dtype=dtype, device=device, mesh=mesh, ops=ops)
+    if over is not None:
+        model = decoder_over(over)
+    else:
+        source = model_files.directory
+        model = load_checkpoint(source, dtype=dtype, device=device, mesh=mesh, ops=ops)
     add_adapter(model, model_files.lora, seed=config.lora.seed)
     if weights is not None:
         check_policy(model, weights, like=model_files.directory)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
-from lockstep.config import from_dict, tag
+from lockstep.config import differences, from_dict, tag, to_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import (
     CheckpointError,
@@ -125,6 +125,49 @@ def preflight(config: Config, *, is_training: bool = True) -> ModelFiles:
     for first in firsts:
         _check_first_prompt(config, model_files, first)
     return model_files
+
+
+SHARED = ("model", "dtype", "device", "threads", "contract", "engine", "parallel", "placement")
+"""Settings in which runs over one base model agree: model, engine, and how both compute."""
+
+
+def check_side_by_side(configs: Sequence[Config]) -> None:
+    """Raises ConfigError unless these runs can share one base model, one engine and one process."""
+    first, names = configs[0], [config.name for config in configs]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"runs side by side are told apart by their names, and these are {', '.join(names)}. "
+            "Set name= of each."
+        )
+    for config in configs:
+        changed = differences(to_dict(first), to_dict(config))
+        for path, (mine, theirs) in changed.items():
+            if path.split(".")[0] in SHARED:
+                raise ConfigError(
+                    f"{first.name} and {config.name} would share one model and one engine, and "
+                    f"{path} is {mine} and {theirs}. Set it alike, or train them in turn."
+                )
+        where = f"{config.name} trains beside others over one model"
+        for holds, text in (
+            (config.lora, "each needs an adapter of its own. Set lora.rank=16"),
+            (
+                config.is_in_step and not config.engine.num_workers,
+                "the engine samples in this process, in the trainer's dtype, for the weights in "
+                "training. Set engine=embedded, and leave engine.replicas, engine.dtype and "
+                "max_staleness out: each run samples while another trains",
+            ),
+            (
+                not config.engine.share_device,
+                "the engine cannot sleep while others sample. Leave engine.share_device out",
+            ),
+            (
+                config.parallel.num_processes(os.environ) == 1
+                and not config.placement.is_elsewhere(),
+                "they run in one process. Leave parallel and placement out",
+            ),
+        ):
+            if not holds:
+                raise ConfigError(f"{where}: {text}.")
 
 
 def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.processes import on_all_ranks
 from lockstep.run.build import resolve_device
-from lockstep.run.preflight import preflight
+from lockstep.run.preflight import check_side_by_side, preflight
 from lockstep.run_config import Config
-from lockstep.store.run import Outcome
+from lockstep.store.run import Outcome, check_place
 
 if TYPE_CHECKING:
     from lockstep.run.training_run import OpenMonitor
@@ -55,6 +56,30 @@ def train(
         view=view,
         monitor=monitor,
     )
+
+
+def train_side_by_side(
+    configs: Mapping[Path, Config],
+    *,
+    resume: bool = False,
+    view: Literal["live", "json"] = "live",
+    monitor: OpenMonitor | None = None,
+) -> dict[Path, Outcome | Exception]:
+    """Trains several runs with lora over one base model in memory, by run directory, and returns
+    how each ended, or what it failed with: the others go on.
+
+    One engine samples for all. Under the contract each run has the bits that it has alone. resume:
+    continues all of them. Other arguments: see `train`. Raises what `train` raises before anything
+    starts, and ConfigError for runs that cannot share a model.
+    """
+    check_side_by_side(list(configs.values()))
+    model_files = [preflight(config) for config in configs.values()]
+    if not resume:
+        for path in configs:
+            check_place(path)
+    from lockstep.run.side_by_side import train_over_base  # imports torch
+
+    return train_over_base(configs, model_files, resume=resume, view=view, monitor=monitor)
 
 
 def evaluate(

@@ -21,7 +21,7 @@ from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.document import write_report
-from lockstep.run.build import Parts, build, checkpoint_of, tokenizer_of
+from lockstep.run.build import Parts, SharedBase, build, checkpoint_of, tokenizer_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, plan
@@ -77,6 +77,8 @@ class TrainingRun:
     """Seconds of the longest step of this process, its evaluation and checkpoint included."""
     num_skipped_steps: int = 0
     """Steps in a row, up to the last one, whose update was skipped."""
+    base: SharedBase | None = None
+    """The model and engine that it shares with other runs."""
     sync_level: Level = "none"
     """How far the last weights handed to the engine were verified."""
     _counts: tuple[int, ...] = field(init=False)
@@ -92,6 +94,7 @@ class TrainingRun:
             max_staleness=config.max_staleness,
             device=self.parts.trainer.device,
             ranks=self.ranks,
+            turn=None if self.base is None else self.base.turn,
             on_progress=lambda done, num_tasks: self.view.phase(
                 "sampling", done, num_tasks * config.group_size
             ),
@@ -367,10 +370,12 @@ def open_run(
     start: tuple[Path, int | None] | None,
     view: Literal["live", "json"],
     monitor: OpenMonitor | None,
+    base: SharedBase | None = None,
 ) -> Generator[TrainingRun]:
     """A run with its directory and parts, at the step where it begins or continues.
 
-    The first rank writes and shows; all others follow. Arguments: see `lockstep.run.train.train`.
+    The first rank writes and shows; all others follow. base: shared with the runs beside this one.
+    Other arguments: see `lockstep.run.train.train`.
     """
     is_leader = ranks is None or ranks.is_leader
     path = Path(out) if out else default_run_path(config.name)
@@ -399,7 +404,8 @@ def open_run(
         directory = RunDirectory.open(path, record=config.record, facts=facts)
     elif is_leader:
         directory = RunDirectory.create(path, to_dict(config), record=config.record, facts=facts)
-    shown = open_view(is_json=view == "json" or not is_leader)
+    name = config.name if base is not None else ""
+    shown = open_view(is_json=view == "json" or not is_leader, name=name)
     loggers = Loggers(
         config.record.loggers if is_leader else (),
         run_path=path,
@@ -408,8 +414,18 @@ def open_run(
         warn=lambda text: shown.note(text, "warning"),
     )
     with directory or nullcontext():
-        parts = build(config, model_files, ranks=ranks, scratch=path, on_wait=shown.note)
-        run = TrainingRun(config, model_files, parts, path, directory, shown, loggers, ranks)
+        parts = build(config, model_files, ranks=ranks, base=base, scratch=path, on_wait=shown.note)
+        run = TrainingRun(
+            config,
+            model_files,
+            parts,
+            path,
+            directory,
+            shown,
+            loggers,
+            ranks,
+            base=base,
+        )
         if directory is not None:
             numerics = parts.numerics
             directory.add_facts(

@@ -154,7 +154,7 @@ class Publisher:
         how = {
             "shared": "a copy in this process, written at every sync"
             if self.has_copy
-            else "the engine runs the trainer's own weights: a version number, nothing moves",
+            else "the engine reads the trainer's weights in this process: nothing is sent",
             "tensors": "tensors, one by one",
             "directory": f"a checkpoint per version in {place}",
             "adapter": "the adapter alone, in PEFT's form",

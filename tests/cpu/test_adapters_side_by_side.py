@@ -12,6 +12,7 @@ from schedules import DTYPES, MODELS, backend_for, make_model, roll_out, train
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.errors import EngineError
 from lockstep.models.adapters import decoder_over
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
@@ -117,3 +118,53 @@ def test_a_token_has_the_bits_of_its_adapter_alone_and_of_its_training(kind, dty
     assert sum(row.num_trained for rows in found.values() for row in rows) > 100
     assert engine.stats["cached_tokens"] > 100
     assert not is_scarce or engine.stats["preemptions"] > 0
+
+
+def test_floods_crashes_and_nans_of_an_adapter_leave_anothers_tokens_and_weights_as_they_are():
+    base = make_base("gpt_oss", "float32")
+    calm, alone, wild = (
+        Trainer(adapted(base, SHAPES[name]), TrainerConfig(lr=1e-2), like="unused")
+        for name in ("even", "even", "same")
+    )
+    engine = make_engine(base, kv_cache_tokens=1024, max_num_sequences=16)
+
+    def rows_of(engine, name, step, num_requests=6):
+        where = f"{name}/{step}"
+        rng = np.random.default_rng(step)
+        return roll_out(engine, rng, where, num_requests=num_requests, reply_tokens=40)
+
+    async def both(step):
+        for name, trainer in (("calm", calm), ("wild", wild)):
+            await engine.load_adapter(name, trainer.model, version=step)
+        flood = asyncio.ensure_future(rows_of(Sharing(engine, ["wild"]), "wild", step, 60))
+        calm_rows = asyncio.ensure_future(rows_of(Sharing(engine, ["calm"]), "calm", step))
+        if step == 1:  # first its client is gone and then it is, in the middle of their replies
+            await asyncio.sleep(0.05)
+            flood.cancel()
+            await engine.drop_adapter("wild")
+        return await asyncio.gather(calm_rows, flood, return_exceptions=True)
+
+    def crash(*_):
+        raise RuntimeError("out of luck")
+
+    for step in range(3):
+        found, of_wild = asyncio.run(both(step))
+        wanted = asyncio.run(rows_of(make_engine(alone.model), "alone", step))
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert np.array_equal(mine.token_ids, theirs.token_ids)
+            assert np.array_equal(logprobs(mine), logprobs(theirs))
+        if step == 0:
+            with pytest.raises(RuntimeError, match="out of luck"):
+                wild.forward_backward(of_wild, crash)
+        elif step == 1:
+            assert isinstance(of_wild, asyncio.CancelledError)
+            with torch.no_grad():
+                next(p for p in wild.model.parameters() if p.requires_grad).fill_(float("nan"))
+        else:
+            assert isinstance(of_wild, EngineError)
+        for trainer, rows in ((calm, found), (alone, wanted)):
+            train(trainer, rows, np.random.default_rng(step))
+    ours, theirs = (dict(trainer.model.named_parameters()) for trainer in (calm, alone))
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, theirs[name])
+    assert engine.stats["preemptions"] > 0

@@ -187,6 +187,39 @@ def test_an_adapter_is_taken_beside_the_weights(first, tmp_path):
     asyncio.run(engine.close())
 
 
+def test_adapters_are_taken_by_name_and_mixed_in_a_batch(first, tmp_path):
+    model = load_checkpoint(first)
+    shape = peft_format.resolve_shape(LoraConfig(rank=4), model.config, first, name="first")
+    add_adapter(model, shape, seed=0)
+    engine = make_local(first, max_adapter_rank=4, args=("--max-loras=2",))
+    ids, wanted = np.array(PROMPT, np.int32), {}
+    wanted[""] = trainer_logprobs(load_checkpoint(first), ids)
+
+    def change(name, version):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0.0, 0.2)
+        directory = tmp_path / f"{name}-{version}"
+        save_adapter(model, directory, base=first)
+        wanted[name] = trainer_logprobs(model, ids)
+        return engine.load_adapter(name, str(directory), version=version)
+
+    async def scores():
+        return await asyncio.gather(*(engine.score(ids, adapter=name) for name in wanted))
+
+    async def look():
+        for name, version in (("a", 3), ("b", 4), ("a", 5)):
+            await change(name, version)
+            for name, found in zip(wanted, await scores(), strict=True):
+                assert np.abs(found.logprobs[1:] - wanted[name][1:]).max() < 1e-3
+        assert found.policy_version == 4
+        await engine.drop_adapter("b")
+        await engine.close()
+
+    asyncio.run(look())
+
+
 def test_weights_that_cannot_be_replaced_in_place_start_the_engine_again(first, tmp_path):
     second, told = make_changed(first, tmp_path / "second"), []
     engine = make_local(first, max_adapter_rank=4, told=told)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
@@ -74,11 +75,17 @@ class LocalWire(Wire):
         if config.deterministic and not self._is_cpu:  # on a CPU `engine_arguments` refuses it
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from lockstep.engines.vllm import weights
+        from lockstep.engines.vllm.cpu_adapters import mend_mixed_adapters
         from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
 
         widen_narrow_heads()
+        mend_mixed_adapters()
         self._weights: Any = weights
         self._adapter: Any = None
+        """LoRARequest of what `load_weights` took last, if it was an adapter."""
+        self._named: dict[str, Any] = {}
+        """Name -> LoRARequest of `load_adapter`."""
+        self._numbers = itertools.count(1)
         self._calls: dict[str, _Call] = {}
         self._is_paused = False
         self._driver: asyncio.Task[None] | None = None
@@ -150,6 +157,7 @@ class LocalWire(Wire):
             has_routed_experts=self._engine.vllm_config.aux_output_config.enable_return_routed_experts,
             has_score=True,
             scored_distributions=("model",),
+            has_adapters=bool(config.max_adapter_rank),
             has_sleep=not self._is_cpu,
             weight_sources=sources,
         )
@@ -162,7 +170,7 @@ class LocalWire(Wire):
             **sampling_settings(request),
             output_kind=kind.DELTA if request.stream else kind.FINAL_ONLY,
         )
-        call = self._add(request.id, request.prompt_ids, asked, request.priority)
+        call = self._add(request.id, request.prompt_ids, asked, request.priority, request.adapter)
         try:
             while True:
                 output = await call.next()
@@ -173,13 +181,13 @@ class LocalWire(Wire):
             self._drop(request.id)
 
     async def score(
-        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
+        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
     ) -> Chunk:
         asked = self._vllm.SamplingParams(
             **SCORE_SETTINGS,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        call = self._add(call_id, token_ids, asked, priority)
+        call = self._add(call_id, token_ids, asked, priority, adapter)
         try:
             output = await call.next()
         finally:
@@ -192,11 +200,16 @@ class LocalWire(Wire):
             num_cached_tokens=output.num_cached_tokens or 0,
         )
 
-    def _add(self, call_id: str, token_ids: Int32Array, asked: Any, priority: int) -> _Call:
+    def _add(
+        self, call_id: str, token_ids: Int32Array, asked: Any, priority: int, adapter: str
+    ) -> _Call:
         prompt = {"prompt_token_ids": [int(i) for i in token_ids]}
+        if adapter and adapter not in self._named:
+            raise EngineError(f"request {call_id}: there is no adapter {adapter!r}.")
+        lora = self._named[adapter] if adapter else self._adapter
         try:
             name = self._engine.add_request(
-                call_id, prompt, asked, lora_request=self._adapter, priority=priority
+                call_id, prompt, asked, lora_request=lora, priority=priority
             )
         except (ValueError, TypeError) as error:
             raise EngineError(f"request {call_id}: vLLM does not take it: {error}") from error
@@ -277,13 +290,23 @@ class LocalWire(Wire):
             )
 
     def _take_adapter(self, directory: str, version: int) -> None:
-        from vllm.lora.request import LoRARequest
-
         if self._adapter is not None:
             self._engine.remove_lora(self._adapter.lora_int_id)
-        name, number = f"version-{version}", version + 1
-        self._adapter = LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory)
-        self._engine.add_lora(self._adapter)
+        self._adapter = self._added(f"version-{version}", directory)
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        self._named[name] = self._added(name, str(directory))
+
+    async def drop_adapter(self, name: str) -> None:
+        self._engine.remove_lora(self._named.pop(name).lora_int_id)
+
+    def _added(self, name: str, directory: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        number = next(self._numbers)
+        adapter = LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory)
+        self._engine.add_lora(adapter)
+        return adapter
 
     async def sleep(self) -> None:
         self._engine.sleep(level=1, mode="abort")

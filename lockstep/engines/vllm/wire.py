@@ -201,9 +201,9 @@ class VllmWire(HttpWire):
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         settings = sampling_settings(request)
-        body = self._body(request.id, request.prompt_ids, settings, request.priority)
-        if request.adapter:
-            body["model"] = request.adapter
+        body = self._body(
+            request.id, request.prompt_ids, settings, request.priority, request.adapter
+        )
         if request.sampling.record_routes:
             answer = await self._client.post(GENERATE, body)
             yield self._chunk(answer, answer["choices"][0], has_ended=True)
@@ -238,9 +238,9 @@ class VllmWire(HttpWire):
             raise EngineDownError(f"engine vllm at {self.url}: {reason}") from error
 
     async def score(
-        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int
+        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
     ) -> Chunk:
-        body = self._body(call_id, token_ids, SCORE_SETTINGS, priority)
+        body = self._body(call_id, token_ids, SCORE_SETTINGS, priority, adapter)
         answer = await self._client.post(GENERATE, body)
         entries = answer["prompt_logprobs"]
         found = [
@@ -257,12 +257,17 @@ class VllmWire(HttpWire):
         )
 
     def _body(
-        self, call_id: str, ids: Int32Array, settings: Mapping[str, Any], priority: int
+        self,
+        call_id: str,
+        ids: Int32Array,
+        settings: Mapping[str, Any],
+        priority: int,
+        adapter: str,
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "request_id": call_id,
             "token_ids": np.asarray(ids).tolist(),
-            "model": self._adapter or self._model,
+            "model": adapter or self._adapter or self._model,
             "return_token_ids": True,
             "sampling_params": settings,
         }
@@ -340,6 +345,8 @@ class VllmWire(HttpWire):
         self._context.on_wait(f"starting vLLM again from {directory}: {reason}")
         await asyncio.to_thread(server.restart, directory, self._context.on_wait)
         self._client, self._adapter, self._is_asleep = server.client, "", False
+        for name, adapter in self._loaded.items():
+            await self.load_adapter(name, adapter)
 
     @property
     def _is_gone(self) -> bool:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.engines.vllm.cpu_adapters import mend_mixed_adapters
 from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
 from lockstep.engines.vllm.weights import read_checkpoint, update_weights, why_not_in_place
 
-widen_narrow_heads()  # vLLM imports this module, and calls nothing of it, before it makes the model
+# vLLM imports this module, and calls nothing of it, before it makes the model.
+widen_narrow_heads()
+mend_mixed_adapters()
 
 
 class LockstepWorker:

@@ -53,8 +53,8 @@ class EngineWire(Wire):
         finally:
             del self.running[request.id]
 
-    async def score(self, call_id, token_ids, *, first, priority):
-        found = await self.engine.score(token_ids, first=first)
+    async def score(self, call_id, token_ids, *, first, priority, adapter):
+        found = await self.engine.score(token_ids, first=first, adapter=adapter)
         wanted = slice(first, None)
         return Chunk(
             token_ids=token_ids[wanted], logprobs=found.logprobs[wanted], prompt_ids=token_ids
@@ -73,6 +73,14 @@ class EngineWire(Wire):
     async def resume(self, *, drop_cache):
         self.told.append(f"resume drop_cache={drop_cache}")
         await self.engine.resume(kv="drop" if drop_cache else "keep")
+
+    async def load_adapter(self, name, directory):
+        self.told.append(f"load {name}")
+        await self.engine.load_adapter(name, str(directory), version=0)
+
+    async def drop_adapter(self, name):
+        self.told.append(f"drop {name}")
+        await self.engine.drop_adapter(name)
 
     async def load_weights(self, source, *, version):
         if self.fails_load:

@@ -48,7 +48,7 @@ class FakeSGLang(FakeServer):
         self.label = "default"
         self.version = 0
         self.running = set()
-        self.adapters = {}
+        self.adapters, self.sampled_adapters = {}, set()
         self.may_run = asyncio.Event()
         self.may_run.set()
         self.num_seeds = 0
@@ -127,6 +127,7 @@ class FakeSGLang(FakeServer):
             ),
             seed=seed, stream=bool(body.get("stream")),
             routes_from=body.get("routed_experts_start_len", 0),
+            adapter=name if (name := body.get("lora_path", "")) in self.sampled_adapters else "",
         )  # fmt: skip
 
     async def answer(self, body, asked, request, deltas):
@@ -235,9 +236,17 @@ class FakeSGLang(FakeServer):
 
     async def load_adapter(self, http):
         body = known("LoadLoRAAdapterReqInput", http[JSON])
-        self.adapters[body["lora_name"]] = body["lora_path"]
+        name, path = body["lora_name"], body["lora_path"]
+        if (Path(path) / "adapter_model.safetensors").is_file():
+            await self.engine.load_adapter(name, path, version=0)
+            self.sampled_adapters.add(name)
+        self.adapters[name] = path
         return web.json_response({"success": True, "loaded_adapters": self.adapters})
 
     async def unload_adapter(self, http):
-        del self.adapters[known("UnloadLoRAAdapterReqInput", http[JSON])["lora_name"]]
+        name = known("UnloadLoRAAdapterReqInput", http[JSON])["lora_name"]
+        if name in self.sampled_adapters:
+            self.sampled_adapters.remove(name)
+            await self.engine.drop_adapter(name)
+        del self.adapters[name]
         return web.json_response({"success": True, "loaded_adapters": self.adapters})

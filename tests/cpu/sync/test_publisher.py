@@ -93,7 +93,7 @@ def test_of_an_adapter_only_the_adapter_is_written(tmp_path):
     class Adapted(Taking):
         async def load_weights(self, source, *, version):
             load_adapter(self._model, source)
-            self._version = version
+            self._base.version = version
             self.files = sorted(os.listdir(source))
 
     trainer = make_trainer("tiny-gpt-oss")
