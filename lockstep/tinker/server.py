@@ -31,22 +31,23 @@ except ImportError:  # pragma: no cover
 LOGGER = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
+_CHECKPOINT = "training_runs/{id}/checkpoints/{segment}/{name}"
 HOSTED_ONLY = {
     ("POST", "auth/token"): "short-lived tokens",
-    ("POST", "copy_weights"): "copying between accounts",
+    ("GET", "auth/apikey/me"): "accounts",
+    ("DELETE", "auth/apikey/me"): "accounts",
+    ("POST", "copy_weights"): "copying between projects",
     ("POST", "join_sampling_session"): "numbering of unpickled sampling clients",
-    ("POST", "save_weights_external"): "weights for other providers",
     ("POST", "sessions/search"): "the search of sessions",
-    ("POST", "billing/usage"): "billing",
-    ("GET", "whoami"): "accounts",
-    ("GET", "audit/logs"): "the audit log",
+    ("GET", "billing/usage/events"): "billing",
+    ("GET", "billing/usage/checkpoints/current"): "billing",
+    ("GET", "audit"): "the audit log",
     ("GET", "sessions/{id}/trace_export"): "the export of traces",
     ("PUT", "sessions/{id}/project"): "projects",
-    ("POST", "training_runs/{id}/checkpoints/{segment}/{name}/publish"): "publishing",
-    ("DELETE", "training_runs/{id}/checkpoints/{segment}/{name}/publish"): "publishing",
-    ("GET", "training_runs/{id}/checkpoints/{segment}/{name}/external_weights_urls"): (
-        "weights for other providers"
-    ),
+    ("POST", f"{_CHECKPOINT}/publish"): "publishing",
+    ("DELETE", f"{_CHECKPOINT}/publish"): "publishing",
+    ("GET", f"{_CHECKPOINT}/archive"): "downloads; here, checkpoints are directories of the server",
+    ("GET", f"{_CHECKPOINT}/external_weights_urls"): "weights for other providers",
 }
 """Routes that the hosted service alone has. Answered with 404 and the name: a client would repeat
 for five minutes what got 501."""
@@ -102,6 +103,7 @@ class TinkerServer:
             "save_weights": service.save_weights,
             "load_weights": service.load_weights,
             "save_weights_for_sampler": service.save_weights_for_sampler,
+            "save_weights_external": service.save_weights_external,
             "unload_model": service.unload_model,
             "create_custom_loss": service.create_custom_loss,
             "create_sampling_session": service.create_sampling_session,
@@ -111,7 +113,6 @@ class TinkerServer:
             "weights_info": service.weights_info,
         }
         run = "training_runs/{id}"
-        checkpoint = run + "/checkpoints/{segment}/{name}"
         gets: dict[str, Callable[[web.Request], dict[str, Any]]] = {
             "healthz": lambda request: {"status": "ok"},
             "get_server_capabilities": lambda request: service.capabilities(),
@@ -128,8 +129,8 @@ class TinkerServer:
             web.post(at("forward_backward"), self._checked(self._forward_backward)),
             web.post(at("retrieve_future"), self._checked(self._retrieve)),
             web.post(at("sessions/{id}/finish"), self._checked(self._finish)),
-            web.delete(at(checkpoint), self._checked(self._delete)),
-            web.put(at(f"{checkpoint}/ttl"), self._checked(self._set_ttl)),
+            web.delete(at(_CHECKPOINT), self._checked(self._delete)),
+            web.put(at(f"{_CHECKPOINT}/ttl"), self._checked(self._set_ttl)),
             *(web.post(at(path), self._post(answer)) for path, answer in posts.items()),
             *(web.get(at(path), self._get(answer)) for path, answer in gets.items()),
             *(

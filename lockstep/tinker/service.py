@@ -489,6 +489,18 @@ class TinkerService:
 
         return self._submit_json("save_weights_for_sampler", body, read)
 
+    def save_weights_external(self, body: Value) -> dict[str, Any]:
+        """Refuses the request; its seq_id is used up."""
+
+        def read() -> None:
+            raise TinkerError(
+                "save_weights_external is for weights for other providers, which the hosted "
+                "service alone has. Save a checkpoint, and write it with `lockstep export`.",
+                status=404,
+            )
+
+        return self._submit_json("save_weights_external", body, read)
+
     def unload_model(self, body: Value) -> dict[str, Any]:
         run = self._run(body["model_id"].text())
         known = self._journal.find(run.record.id, UNLOAD)
@@ -859,6 +871,9 @@ class TinkerService:
             "sample_use_retrieve_futures": self.config.uses_retrieve_futures,
             "custom_loss_server_side": True,
             "sample_max_concurrent_requests": MAX_CONCURRENT_SAMPLES,
+            # Old clients write JSON otherwise; later ones know neither.
+            "proto_write_fwdbwd": True,
+            "fwd_via_fwdbwd": True,
         }
 
 

@@ -257,7 +257,8 @@ def test_temperature_seed_and_stops_reach_the_sampler(served, train):
     assert {each.stop_reason for each in first} == {"length"}
     logits = served.backend.models[train.model_id].logits
     assert first[0].logprobs == log_softmax(logits / np.float32(0.5))[first[0].tokens].tolist()
-    free = [sampler.sample(ints(1), 1, types.SamplingParams(max_tokens=20)).result() for _ in "ab"]
+    unseeded = types.SamplingParams(max_tokens=20, stop=[])
+    free = [sampler.sample(ints(1), 1, unseeded).result() for _ in "ab"]
     assert free[0].sequences[0].tokens != free[1].sequences[0].tokens
 
 
