@@ -231,8 +231,8 @@ async def opened(
         bases: dict[str, OpenedBase] = {}
         tinker_out = agents = store = None
         if "tinker" in config.api:
-            bases = _open_bases(served, on_wait)
             tinker_out = place or default_run_path("tinker")
+            bases = await _open_bases(served, tinker_out, on_wait)
             place = place and default_run_path("agents", root=place / "runs")
             opening = opened_tinker(
                 config, bases, key=key, out=tinker_out, note=on_wait, listener=listener
@@ -264,7 +264,9 @@ async def opened(
         )
 
 
-def _open_bases(served: Served, note: Callable[[str], None]) -> dict[str, OpenedBase]:
+async def _open_bases(
+    served: Served, out: Path, note: Callable[[str], None]
+) -> dict[str, OpenedBase]:
     """Loads the models of Tinker's API. Raises ConfigError."""
     config = served.config
     if served.weights is not None:
@@ -278,7 +280,7 @@ def _open_bases(served: Served, note: Callable[[str], None]) -> dict[str, Opened
             f"tinker.models has {', '.join(models)}, and api=agents serves {config.model}; both "
             f"must have it in memory once. Add NAME={config.model} to tinker.models."
         )
-    return open_bases(config, note)
+    return await open_bases(config, out=out, note=note)
 
 
 async def _open_agents(
