@@ -43,7 +43,8 @@ def write_all(directory: Path) -> None:
         for split in ("train", "test"):
             pyarrow.parquet.write_table(pyarrow.table(columns), place / f"{split}.parquet")
         files = "".join(
-            f"      - split: {split}\n        path: {split}.parquet\n" for split in ("train", "test")
+            f"      - split: {split}\n        path: {split}.parquet\n"
+            for split in ("train", "test")
         )
         (place / "README.md").write_text(
             f"---\nconfigs:\n  - config_name: {config}\n    data_files:\n{files}---\n"
