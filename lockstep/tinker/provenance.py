@@ -146,50 +146,25 @@ def trace_datum(
     is_policy = loss not in NO_POLICY_LOSSES and "logprobs" in datum.inputs
     is_trained = datum.inputs.get("advantages", np.ones(len(targets))) != 0
     has_spans = bool(datum.input_spans or datum.loss_spans)
-    unknown, foreign, runs = "", "", list[_Run]()
+    unknown, runs, others = "", list[_Run](), list[_Run]()
     found: list[_Difference] = []
     if has_spans:
-        for ids, spans in ((targets, datum.loss_spans), (datum.token_ids, datum.input_spans)):
-            begin = 0
-            for span in spans:
-                drawn, here = lookup(span.sequence_id), ids[begin : begin + span.length]
-                if drawn is None:
-                    unknown = unknown or f"the sequence {span.sequence_id!r} was not drawn here"
-                elif ids is not targets or span.kind == "sampled" or here.any():
-                    # Some programs leave the targets of prompts, which nobody trains, at 0.
-                    found += _compare_span(here, begin, span, drawn)
-                    if span.kind == "sampled" and ids is targets:
-                        runs.append(
-                            _Run(
-                                sequence_id=span.sequence_id,
-                                drawn=drawn,
-                                begin=begin,
-                                offset=span.offset,
-                                length=span.length,
-                            )
-                        )
-                begin += span.length
-            if found:
-                break
+        runs, found, unknown = _read_spans(datum, lookup)
     elif is_policy and index is not None:
-        runs = [run for run in _find_runs(datum, lookup, index) if _is_of(datum, run, is_trained)]
+        for run in _find_runs(datum, lookup, index):
+            (runs if _is_of(datum, run, is_trained) else others).append(run)
     is_known = np.zeros(len(targets), bool)
     for run in runs:
-        here = slice(run.begin, run.begin + run.length)
-        is_known[here] = True
+        is_known[run.begin : run.begin + run.length] = True
         of_run = run.drawn.versions[run.offset : run.offset + run.length]
         versions[run.begin : run.begin + len(of_run)] = of_run
-        if is_policy and not found:
-            found += _compare_run(datum, run, is_trained[here])
-    if not found and is_policy:
-        found += _compare_ends(runs, len(targets))
-    if not found and is_policy and (is_trained & ~is_known).any():
-        at = int(np.argmax(is_trained & ~is_known))
-        if has_spans and not unknown:
-            text = "it is trained, and its span says that it was part of a prompt"
-            found.append(_Difference(position=at, cause="observation_trained", text=text))
-        foreign = f"datum {number}, target {at}: it is trained, and "
-        foreign += f"{unknown or 'no sequence is known that drew it after the tokens before it'}."
+    if is_policy and not found:
+        found = _compare_runs(datum, runs, is_trained)
+    strangers = np.flatnonzero(is_trained & ~is_known & is_policy)
+    if len(strangers) and not found and has_spans and not unknown:
+        text = "it is trained, and its span says that it was part of a prompt"
+        first = int(strangers[0])
+        found = [_Difference(position=first, cause="observation_trained", text=text)]
     if found:
         first = min(found, key=lambda difference: difference.position)
         return Provenance(
@@ -199,12 +174,55 @@ def trace_datum(
             position=first.position,
             text=_sentence(number, first),
         )
-    if foreign:
-        return Provenance(status="foreign", versions=versions, position=at, text=foreign)
+    if len(strangers):
+        first = int(strangers[0])
+        why = unknown or _why_foreign(datum, first, others)
+        text = f"datum {number}, target {first}: it is trained, and {why}."
+        return Provenance(status="foreign", versions=versions, position=first, text=text)
     if is_policy or (has_spans and not unknown):
         return Provenance(status="drawn", versions=versions)
     text = f"datum {number}: {unknown}." if unknown else ""
     return Provenance(status="unknown", versions=versions, text=text)
+
+
+def _read_spans(datum: Datum, lookup: Lookup) -> tuple[list[_Run], list[_Difference], str]:
+    """(sampled targets, ids that differ from what the spans say, the first unknown sequence)."""
+    runs, found, unknown = list[_Run](), list[_Difference](), ""
+    targets = datum.inputs[TARGETS]
+    for ids, spans in ((targets, datum.loss_spans), (datum.token_ids, datum.input_spans)):
+        begin = 0
+        for span in spans:
+            drawn, here = lookup(span.sequence_id), ids[begin : begin + span.length]
+            if drawn is None:
+                unknown = unknown or f"the sequence {span.sequence_id!r} was not drawn here"
+            elif ids is not targets or span.kind == "sampled" or here.any():
+                # Some programs leave the targets of prompts, which nobody trains, at 0.
+                found += _compare_span(here, begin, span, drawn)
+                if span.kind == "sampled" and ids is targets:
+                    run = _Run(
+                        sequence_id=span.sequence_id,
+                        drawn=drawn,
+                        begin=begin,
+                        offset=span.offset,
+                        length=span.length,
+                    )
+                    runs.append(run)
+            begin += span.length
+        if found:
+            break
+    return runs, found, unknown
+
+
+def _why_foreign(datum: Datum, at: int, others: list[_Run]) -> str:
+    """others: sequences of the same ids, which are not meant."""
+    for run in others:
+        if 0 <= at - run.begin < run.length:
+            given, recorded = datum.inputs["logprobs"][at], run.drawn.logprobs[at - run.begin]
+            return (
+                f"{run.sequence_id} drew the same ids, but with other log-probs: {recorded:.6g} "
+                f"was recorded, and {given:.6g} came"
+            )
+    return "no sequence is known that drew it after the tokens before it"
 
 
 # -- comparing -------------------------------------------------------------------------------------
@@ -291,15 +309,22 @@ def _wrong_context(
     return _Difference(position=first, cause=cause, text=text)
 
 
-def _compare_ends(runs: list[_Run], num_targets: int) -> Iterator[_Difference]:
-    """Sequences whose last tokens are in no run."""
-    ends = {run.sequence_id: run for run in runs}
-    for run in ends.values():
+def _compare_runs(
+    datum: Datum, runs: list[_Run], is_trained: npt.NDArray[np.bool_]
+) -> list[_Difference]:
+    """The first run that differs, or else sequences whose last tokens are in no run."""
+    for run in runs:
+        here = slice(run.begin, run.begin + run.length)
+        if found := list(_compare_run(datum, run, is_trained[here])):
+            return found
+    found = []
+    for run in {run.sequence_id: run for run in runs}.values():
         missing = len(run.drawn.token_ids) - run.offset - run.length
         if missing > 0:
             text = f"{run.sequence_id} drew {missing} more tokens here, which the datum leaves out"
-            at = min(run.begin + run.length, num_targets - 1)
-            yield _Difference(position=at, cause="missing_final", text=text)
+            at = min(run.begin + run.length, len(is_trained) - 1)
+            found.append(_Difference(position=at, cause="missing_final", text=text))
+    return found
 
 
 def _cause_of_logprobs(

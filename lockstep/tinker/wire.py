@@ -471,11 +471,13 @@ def _spans(spans: Iterable[Any], num: int, where: str) -> tuple[Span, ...]:
         if kind is None:
             raise _invalid(f"{where}[{at}] is neither of a prompt nor of sampled tokens.")
         part = getattr(span, kind)
-        if part.offset < 0 or part.length < 1 or not part.sequence_id:
+        if part.offset < 0 or part.length < 0 or not part.sequence_id:
             raise _invalid(
                 f"{where}[{at}] has sequence_id={part.sequence_id[:80]!r} offset={part.offset} "
-                f"length={part.length}; expected an id, an offset from 0 and a length from 1."
+                f"length={part.length}; expected an id, an offset from 0 and a length from 0."
             )
+        if not part.length:  # a reply of one token has none among the inputs
+            continue
         found.append(
             Span(
                 kind="prompt" if kind == "prompt_tokens" else "sampled",

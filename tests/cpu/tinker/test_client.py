@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from test_recovery import Killed
 from unigrams import VOCAB, log_softmax
 from wires import soon
 
@@ -145,6 +146,24 @@ def test_a_custom_loss_with_an_operation_that_is_not_allowed_raises(served, clie
     with pytest.raises(tinker.UnprocessableEntityError, match="is not allowed"):
         handle = service.create_custom_loss(loss, {"logprobs": 1, "advantages": 1})
         handle.result()
+
+
+def test_a_custom_loss_of_several_chunks_keeps_the_order(serve, client_of, monkeypatch):
+    """Its 2n requests come before the update that was asked for meanwhile."""
+    monkeypatch.setattr("lockstep.tinker.service.TinkerService.client_config", lambda self: SMALL)
+    served = serve()
+    train = client_of(served).create_lora_training_client("org/tiny", rank=8).result()
+
+    def loss(data, logprobs):
+        return sum((each**2).sum() for each in logprobs), {}
+
+    data = [datum(first=first) for first in (11, 12, 13)]
+    passed = train.forward_backward_custom(data, loss)
+    step = train.optim_step(types.AdamParams(learning_rate=0.5))
+    assert "loss:sum" in passed.result().metrics and step.result().metrics
+    done = [each for each in served.backend.executed if each[0] != "create"]
+    both = [(kind, first) for kind in ("forward", "backward") for first in (11, 12, 13)]
+    assert done == [*both, ("optim", 0.5)]
 
 
 def test_matrices_and_spans_arrive(served, train):
@@ -407,3 +426,41 @@ def test_a_client_that_vanished_is_noticed(serve, monkeypatch):
     with pytest.raises(tinker.APIStatusError, match="nothing was heard of its client"):
         train.optim_step(types.AdamParams()).result()
     service.close("success").result()
+
+
+# -- futures --------------------------------------------------------------------------------------
+
+
+def test_slow_results_are_asked_for_again(serve, client_of):
+    served = serve(hold_seconds=0.05)
+    train = client_of(served).create_lora_training_client("org/tiny", rank=8).result()
+    sampler = train.save_weights_and_get_sampling_client().result()
+    served.backend.seconds = 0.3
+    passed = train.forward_backward([datum()], "cross_entropy")
+    sampled = sampler.sample(ints(1), 1, PARAMS)
+    assert passed.result().metrics and sampled.result().sequences
+
+
+def test_large_results_are_announced_before_they_are_sent(serve, client_of, monkeypatch):
+    monkeypatch.setattr("lockstep.tinker.service.MAX_INLINE_BYTES", 10)
+    train = client_of(serve()).create_lora_training_client("org/tiny", rank=8).result()
+    assert train.forward_backward([datum()], "cross_entropy").result().metrics
+    sampler = train.save_weights_and_get_sampling_client().result()
+    assert sampler.sample(ints(1), 1, PARAMS).result().sequences
+
+
+def test_a_request_that_the_server_lost_raises(tmp_path):
+    """A server over another directory knows neither the request nor its session."""
+    with Killed(tmp_path / "one", 30.0) as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key="tml-none")
+        train = service.create_lora_training_client("org/tiny", rank=8).result()
+        lost = train.forward_backward([datum()], "cross_entropy")
+        time.sleep(0.3)
+        server.kill()
+        server.directory = tmp_path / "two"
+        server.start()
+        with pytest.raises(ValueError, match="is not known to this server"):
+            lost.result()
+        with pytest.raises(tinker.NotFoundError, match=r"Make it with create_lora"):
+            train.optim_step(types.AdamParams()).result()
+        service.close("success").result(timeout=30)

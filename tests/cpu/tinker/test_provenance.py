@@ -156,7 +156,9 @@ def test_log_probs_that_were_not_recorded_have_their_cause(case, has_spans):
 
 def test_other_log_probs_of_the_same_ids_may_be_of_another_server_unless_a_span_names_this_one():
     changes = {"logprobs": lambda x: overwrite(x, 0.7 * x, slice(None))}
-    assert trace(make_datum(has_spans=False, **changes)).status == "foreign"
+    found = trace(make_datum(has_spans=False, **changes))
+    assert (found.status, found.position) == ("foreign", FIRST)
+    assert "one drew the same ids, but with other log-probs" in found.text
     found = trace(make_datum(has_spans=True, **changes))
     assert (found.status, found.cause, found.position) == ("differs", "", FIRST)
 

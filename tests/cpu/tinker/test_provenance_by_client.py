@@ -124,6 +124,25 @@ def test_rows_as_they_were_drawn_are_trained(program_of, has_spans):
     assert found.metrics["provenance/drawn:sum"] == 1, "a turn without advantage may be anything"
 
 
+@pytest.mark.skipif(not HAS_SPANS, reason="spans came with 0.31")
+def test_a_reply_of_one_token_has_an_empty_span_among_the_inputs(program_of):
+    program = program_of()
+    params = types.SamplingParams(max_tokens=1, seed=1)
+    reply = program.sampler.sample(types.ModelInput.from_ints([5]), 1, params).result().sequences[0]
+    inputs = {"target_tokens": reply.tokens, "logprobs": reply.logprobs, "advantages": [1.0]}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([5]), loss_fn_inputs=inputs)
+    prompt = types.PromptProvenanceSpan(sequence_id=reply.sequence_id, length=1)
+    none = types.SampledProvenanceSpan(sequence_id=reply.sequence_id, length=0)
+    datum = datum.with_provenance(
+        model_input=[prompt, none],
+        loss_fn_inputs=[
+            dataclasses.replace(prompt, offset=1, length=0),
+            dataclasses.replace(none, length=1),
+        ],
+    )
+    assert program.pass_(datum).metrics["provenance/drawn:sum"] == 1
+
+
 @has_spans
 @pytest.mark.parametrize("case", DEFECTS)
 def test_rows_that_were_changed_raise_at_once_and_the_next_ones_are_trained(

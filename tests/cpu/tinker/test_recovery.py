@@ -196,12 +196,12 @@ class Killed:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._command = [sys.executable, HERE / "unigrams.py", directory, port, seconds]
-        self._command = [str(each) for each in (*self._command, json.dumps(config))]
+        self.directory, self._settings = directory, [port, seconds, json.dumps(config)]
         self.start()
 
     def start(self):
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
+        words = [sys.executable, HERE / "unigrams.py", self.directory, *self._settings]
+        self.process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE)
         assert self.process.stdout.readline()
 
     def kill(self):
