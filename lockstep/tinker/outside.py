@@ -43,7 +43,7 @@ class Whole:
     directory: Path
     version: int
     expected: LogProbs
-    """Of the probe, by the learner's decoder."""
+    """Log-probs of the probe, by the learner's decoder."""
 
 
 class OutsideEngine:
