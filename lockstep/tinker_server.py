@@ -127,7 +127,8 @@ async def open_base(
                 left_out=tokenizer.control_ids,
                 max_tokens=info.max_tokens,
             )
-            note(f"{name}: {engine.capabilities.name} samples: {await outside.qualify(place)}")
+            how = await outside.qualify(place / "sent")
+            note(f"{name}: {engine.capabilities.name} samples: {how}")
         except BaseException:
             await engine.close()
             raise

@@ -21,7 +21,7 @@ import torch
 from lockstep.agent.tasks import derive_seed
 from lockstep.engines.base import Engine
 from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
-from lockstep.errors import ConfigError, EngineError, TokenError
+from lockstep.errors import ConfigError, EngineDownError, EngineError, TokenError
 from lockstep.models import peft_format
 from lockstep.models.adapters import decoder_over
 from lockstep.models.decoder import Decoder
@@ -246,7 +246,8 @@ class EmbeddedBackend:
                     )
                     prompt_logprobs = scores.logprobs
         except (EngineError, TokenError, ConfigError) as error:
-            raise TinkerError(str(error)) from error
+            is_gone = isinstance(error, EngineDownError)
+            raise TinkerError(str(error), category="server" if is_gone else "user") from error
         result = SamplingResult(
             sequences=tuple(reply for reply, _ in replies),
             prompt_logprobs=prompt_logprobs,

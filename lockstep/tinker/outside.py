@@ -30,8 +30,8 @@ from lockstep.sync.publisher import Publisher
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 
-QUALIFICATION = LoraConfig(rank=4)
-"""The adapter that the engine is tested with before anybody samples."""
+QUALIFICATION = LoraConfig(rank=1)
+"""The adapter that the engine is tested with before anybody samples: any server takes its rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class Whole:
     directory: Path
     version: int
     expected: LogProbs
-    """Of the probe, by the learner's decoder."""
+    """Log-probs of the probe, by the learner's decoder."""
 
 
 class OutsideEngine:
