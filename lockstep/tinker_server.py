@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import to_dict
-from lockstep.engines.config import EmbeddedConfig
-from lockstep.errors import ConfigError
+from lockstep.engines.config import EmbeddedConfig, VllmConfig
+from lockstep.errors import CapabilityError, ConfigError
 from lockstep.ops.contract import TRUE_ON_POLICY
-from lockstep.run.build import choose_numerics, load_model
+from lockstep.run.build import choose_numerics, engine_gpus, load_model, with_engine
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run_config import ServeConfig
 
@@ -42,29 +43,47 @@ class OpenedBase:
     """For the environment.json of the runs over it."""
 
 
-def open_base(config: ServeConfig, name: str, model: str) -> OpenedBase:
-    """Loads a base model, and opens its engine."""
+def check_engine(config: ServeConfig) -> None:
+    """Raises ConfigError for settings with which the engine could not sample what is trained."""
+    engine = config.engine
+    for holds, text in (
+        (not config.fallback, "fallback=true: only the decoder is trained. Leave it out"),
+        (
+            not engine.share_device,
+            "engine.share_device=true: the engine samples while models train, and cannot sleep "
+            "meanwhile. Leave it out",
+        ),
+        (
+            not isinstance(engine, VllmConfig) or engine.urls or engine.max_adapter_rank,
+            "vLLM takes adapters up to the rank that it was started for. Set "
+            "engine.max_adapter_rank=32, or the largest rank that clients ask for",
+        ),
+    ):
+        if not holds:
+            raise ConfigError(f"api=tinker: {text}.")
+
+
+async def open_base(
+    config: ServeConfig, name: str, model: str, *, place: Path, note: Callable[[str], None]
+) -> OpenedBase:
+    """Loads a base model, and opens its engine. place: for logs of the engine, and weights on their
+    way. note: told what the engine waits for."""
+    from lockstep.engines.base import EngineContext
     from lockstep.engines.embedded.engine import EmbeddedEngine
+    from lockstep.engines.registry import check_capabilities, open_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.tinker.backend import BaseModel
     from lockstep.tinker.embedded import Base
+    from lockstep.tinker.outside import OutsideEngine
 
-    engine = config.engine
-    if not isinstance(engine, EmbeddedConfig) or config.fallback:
-        raise ConfigError(
-            "api=tinker trains and samples in one process: engine=embedded, without fallback."
-        )
+    check_engine(config)
     if config.contract != "none":
         ask_for_reproducible_gemm()
     own = replace(config, model=model)
     model_files = read_model_files(own)
     decoder = load_model(own, model_files).requires_grad_(False)
     numerics = choose_numerics(config.contract, decoder)
-    make = partial(
-        EmbeddedEngine,
-        config=engine,
-        token_bytes=model_files.renderer.tokenizer.all_token_bytes(),
-    )
+    tokenizer = model_files.renderer.tokenizer
     info = BaseModel(
         name=name,
         architecture=model_files.model.architecture,
@@ -72,17 +91,52 @@ def open_base(config: ServeConfig, name: str, model: str) -> OpenedBase:
         max_tokens=min(config.max_tokens, model_files.model.max_positions),
         stop_ids=model_files.renderer.stop_ids,
     )
-    base = Base(
-        info=info,
-        directory=model_files.directory,
-        decoder=decoder,
-        engine=make(decoder),
-        make_engine=partial(make, is_shared=False),
-    )
+    base_of = partial(Base, info=info, directory=model_files.directory, decoder=decoder)
+    if isinstance(config.engine, EmbeddedConfig) and not config.engine.replicas:
+        tokens = tokenizer.all_token_bytes()
+        make = partial(EmbeddedEngine, config=config.engine, token_bytes=tokens)
+        base = base_of(engine=make(decoder), make_engine=partial(make, is_shared=False))
+    else:
+        context = EngineContext(
+            model=decoder,
+            token_bytes=tokenizer.all_token_bytes(),
+            directory=model_files.directory,
+            vocab_size=info.vocab_size,
+            max_tokens=info.max_tokens,
+            dtype=config.dtype,
+            seed=config.seed,
+            run=f"{config.name}-{name}",
+            scratch=place,
+            on_wait=note,
+            gpus=engine_gpus(config.engine, 0, 1, decoder.embedding.device),
+        )
+        engine = await asyncio.to_thread(open_engine, config.engine, context)
+        try:
+            check_capabilities(engine, vocab_size=info.vocab_size, max_tokens=info.max_tokens)
+            if not engine.capabilities.has_adapters:
+                raise CapabilityError(
+                    f"engine {engine.capabilities.name} takes no adapters by name, which is how "
+                    "samplers reach it. Start its server with --enable-lora."
+                )
+            if numerics.is_kept:
+                numerics = with_engine(config.contract, engine, numerics, decoder)
+            outside = OutsideEngine(
+                engine,
+                decoder,
+                model_files.directory,
+                left_out=tokenizer.control_ids,
+                max_tokens=info.max_tokens,
+            )
+            how = await outside.qualify(place / "sent")
+            note(f"{name}: {engine.capabilities.name} samples: {how}")
+        except BaseException:
+            await engine.close()
+            raise
+        base = base_of(engine=engine, outside=outside)
     facts = {
         "architecture": model_files.model.architecture,
         "family": model_files.model.family,
-        "is_one_process": True,
+        "is_one_process": base.outside is None,
         "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
         "numerics": numerics.line,
         "fingerprint": asdict(numerics.fingerprint),
@@ -91,12 +145,22 @@ def open_base(config: ServeConfig, name: str, model: str) -> OpenedBase:
     return OpenedBase(model=model, base=base, model_files=model_files, facts=facts)
 
 
-def open_bases(config: ServeConfig, note: Callable[[str], None]) -> dict[str, OpenedBase]:
-    """The base models by the names that clients use. note: gets lines for a person."""
+async def open_bases(
+    config: ServeConfig, *, out: Path, note: Callable[[str], None]
+) -> dict[str, OpenedBase]:
+    """The base models by the names that clients use; what receives them closes their engines. note:
+    gets lines for a person."""
     found: dict[str, OpenedBase] = {}
-    for name, model in base_names(config).items():
-        found[name] = open_base(config, name, model)
-        note(f"{name}: {found[name].facts['numerics']}")
+    try:
+        for name, model in base_names(config).items():
+            found[name] = await open_base(
+                config, name, model, place=out / "engine" / name, note=note
+            )
+            note(f"{name}: {found[name].facts['numerics']}")
+    except BaseException:
+        for each in found.values():
+            await each.base.engine.close()
+        raise
     return found
 
 

@@ -60,13 +60,12 @@ class HttpWire(Wire):
             await self.drop_adapter(before)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        await self._client.post(
-            self.adapter_routes[0], {"lora_name": name, "lora_path": str(directory)}
-        )
+        body = {"lora_name": name, "lora_path": str(directory)}
+        await self._client.post(self.adapter_routes[0], body, is_json=False)
         self._loaded[name] = directory
 
     async def drop_adapter(self, name: str) -> None:
-        await self._client.post(self.adapter_routes[1], {"lora_name": name})
+        await self._client.post(self.adapter_routes[1], {"lora_name": name}, is_json=False)
         del self._loaded[name]
 
     async def write_label(self, label: str) -> None:

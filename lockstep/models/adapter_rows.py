@@ -61,10 +61,8 @@ class Groups:
         sorted_n = members[np.argsort(group_T[members], kind="stable")]
         group_n = group_T[sorted_n]
         counts = np.bincount(group_n, minlength=num_groups)
-        starts, longest = (
-            counts.cumsum() - counts,
-            -(-int(counts.max()) // ROW_QUANTUM) * ROW_QUANTUM,
-        )
+        starts = counts.cumsum() - counts
+        longest = -(-int(counts.max()) // ROW_QUANTUM) * ROW_QUANTUM
         source, place_n = sorted_n, np.arange(len(sorted_n))
         num_padded = num_groups * longest
         if longest <= MOST_PADDED_ROWS and num_padded <= 2 * len(sorted_n) + SPARE_ROWS:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import from_dict
+from lockstep.engines.config import EngineConfig
 from lockstep.errors import (
     ConfigError,
     RunError,
@@ -163,7 +164,7 @@ def build(
         run=config.name if scratch is None else scratch.name,
         scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",
         on_wait=on_wait,
-        gpus=_engine_gpus(config, rank, world, model.embedding.device),
+        gpus=engine_gpus(config.engine, rank, world, model.embedding.device),
     )
     hooks = current_hooks()
     if base is None:
@@ -171,7 +172,8 @@ def build(
     else:
         engine = base.engine_for(config, context)
     if numerics.is_kept:
-        numerics = _with_engine(config, model_files, engine, numerics, model)
+        is_merged = model_files.lora is not None and not engine.capabilities.shares_weights
+        numerics = with_engine(config.contract, engine, numerics, model, is_merged=is_merged)
     if ranks is not None:
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
     check_capabilities(
@@ -245,13 +247,12 @@ def _weights_place(config: Config, context: EngineContext) -> Path | None:
     return None if context.scratch is None else context.scratch / "weights"
 
 
-def _engine_gpus(config: Config, rank: int, world: int, device: torch.device) -> list[str]:
+def engine_gpus(engine: EngineConfig, rank: int, world: int, device: torch.device) -> list[str]:
     """The GPU of each engine of this rank that runs in a process of its own; empty on a CPU."""
     import torch
 
     from lockstep.launch.workers import gpus_of_rank
 
-    engine = config.engine
     if not engine.num_workers or device.type != "cuda":
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -292,25 +293,27 @@ def choose_numerics(contract: ContractChoice, model: Decoder, *, why_not: str = 
     return _stock(model, reason, is_refused=contract == TRUE_ON_POLICY)
 
 
-def _with_engine(
-    config: Config,
-    model_files: ModelFiles,
+def with_engine(
+    contract: ContractChoice,
     engine: Engine,
     numerics: Numerics,
     model: Decoder,
+    *,
+    is_merged: bool = False,
 ) -> Numerics:
-    """The numerics that this engine and the trainer keep together.
+    """The numerics that this engine and the trainer keep together. is_merged: the engine has the
+    adapter in its weights.
 
     Raises ConfigError where the contract is named and the engine cannot keep it, and for an engine
     of this library that should; `auto` goes on without.
     """
     found = engine.capabilities
     reason = why_not_same(numerics.fingerprint, found.fingerprint)
-    if not found.shares_weights and model_files.lora is not None:
+    if is_merged:
         reason = "its weights are its own, with the adapter merged into them: equal to rounding"
     if not reason:
         return numerics
-    is_refused = bool(found.fingerprint) or config.contract == TRUE_ON_POLICY
+    is_refused = bool(found.fingerprint) or contract == TRUE_ON_POLICY
     reason = f"engine {found.name} cannot keep it: {reason}"
     return _stock(model, reason, is_refused=is_refused)
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from lockstep.engines.base import Engine, Scores
 from lockstep.errors import EngineError
+from lockstep.models.decoder import Decoder
 from lockstep.sync.config import SyncConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Distribution, Sample, frozen_ids
@@ -40,15 +41,16 @@ class Probe:
         )
         self.texts = [frozen_ids(allowed[row], where="probe") for row in draws]
 
-    def by_trainer(self) -> LogProbs:
-        """Scores by the trainer's current weights. Collective over the ranks of a run."""
+    def by_trainer(self, model: Decoder | None = None) -> LogProbs:
+        """Scores by the trainer's current weights, or by those of `model`. Collective over the
+        ranks of a run."""
         rows: list[Sample] = []
         for number, ids in enumerate(self.texts):
             mask = np.ones(len(ids), bool)
             mask[0] = False
             rows.append(Sample(id=f"probe/{number}", token_ids=ids, loss_mask=mask))
         # Naming the model makes it choose its own experts: the probe has no routes to replay.
-        found = self.trainer.forward(rows, column=None, model=self.trainer.model)
+        found = self.trainer.forward(rows, column=None, model=model or self.trainer.model)
         return np.concatenate([values[1:] for values in found]).astype(np.float64)
 
     async def by_engines(self, *, version: int) -> dict[str, LogProbs]:

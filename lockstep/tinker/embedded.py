@@ -1,5 +1,5 @@
-"""The backend in this process: one decoder per base model, an adapter for each model in training,
-and one engine per base that samples all adapters in one batch.
+"""The backend: one decoder per base model in this process, an adapter for each model in training,
+and one engine per base that samples all adapters in one batch, here or outside.
 
 Training runs in a thread of its own, one request at a time; the engines run in the event loop.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,9 @@ import numpy as np
 import torch
 
 from lockstep.agent.tasks import derive_seed
+from lockstep.engines.base import Engine
 from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
-from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.errors import ConfigError, EngineError, TokenError
+from lockstep.errors import ConfigError, EngineDownError, EngineError, TokenError
 from lockstep.models import peft_format
 from lockstep.models.adapters import decoder_over
 from lockstep.models.decoder import Decoder
@@ -32,6 +33,7 @@ from lockstep.ops.context import PackedContext
 from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.learner import TinkerLearner, adapter_config
+from lockstep.tinker.outside import OutsideEngine, Whole
 from lockstep.tinker.requests import (
     CustomLoss,
     ForwardBackward,
@@ -58,9 +60,11 @@ class Base:
     info: BaseModel
     directory: Path
     decoder: Decoder
-    engine: EmbeddedEngine
-    make_engine: Callable[[Decoder], EmbeddedEngine]
+    engine: Engine
+    make_engine: Callable[[Decoder], Engine] | None = None
     """Makes an engine with weights of its own, for another decoder of the same shapes."""
+    outside: OutsideEngine | None = None
+    """In place of it, for an engine outside of this process."""
 
     def load(self, directory: Path) -> Decoder:
         """Another decoder of the same dtype, device and ops."""
@@ -71,11 +75,29 @@ class Base:
 @dataclass(slots=True, kw_only=True)
 class _Sampler:
     base: Base
-    engine: EmbeddedEngine
+    engine: Engine
     decoder: Decoder
     """Decoder of the engine, without the adapter."""
-    adapter: Path | None
+    adapter: Path | None = None
     """Directory of the adapter, which the engine knows by the sampler's id; None for none."""
+    whole: Whole | None = None
+    """Weights that an engine outside takes in place of the base's."""
+
+    def holding(self) -> AbstractAsyncContextManager[None]:
+        """Inside of it the engine has the sampler's weights."""
+        outside = self.base.outside
+        if outside is None:
+            return nullcontext()
+        return outside.holding(self.whole or outside.base)
+
+    def adapted(self) -> Decoder:
+        """The decoder with the sampler's adapter."""
+        if self.adapter is None:
+            return self.decoder
+        decoder = decoder_over(self.decoder)
+        add_adapter(decoder, peft_format.read_shape(self.adapter, decoder.config), seed=0)
+        load_adapter(decoder, self.adapter)
+        return decoder
 
 
 class EmbeddedBackend:
@@ -142,18 +164,41 @@ class EmbeddedBackend:
         self, sampler_id: str, base_model: str, directory: Path | None, *, version: int
     ) -> None:
         base = self._base(base_model)
-        sampler = _Sampler(base=base, engine=base.engine, decoder=base.decoder, adapter=None)
+        sampler = _Sampler(base=base, engine=base.engine, decoder=base.decoder)
         if directory is not None and (directory / peft_format.CONFIG).is_file():
             sampler.adapter = directory
-            await base.engine.load_adapter(sampler_id, str(directory), version=version)
+            await self._push_adapter(sampler_id, sampler, version=version)
+        elif directory is not None and base.outside is not None:
+            sampler.decoder = await self._train(base.load, directory)
+            expected = await self._train(base.outside.scores, sampler.decoder)
+            sampler.whole = Whole(sampler_id, directory, version, expected)
+            await base.outside.replace(sampler.whole)
         elif directory is not None and (known := self._samplers.get(sampler_id)) is not None:
             await known.engine.load_weights(str(directory), version=version)
             return
         elif directory is not None:
+            assert base.make_engine is not None, "an engine is inside or outside"
             sampler.decoder = await self._train(base.load, directory)
             sampler.engine = base.make_engine(sampler.decoder)
             await sampler.engine.load_weights(str(directory), version=version)
         self._samplers[sampler_id] = sampler
+
+    async def _push_adapter(self, sampler_id: str, sampler: _Sampler, *, version: int) -> None:
+        engine, outside = sampler.engine, sampler.base.outside
+        if outside is None:
+            await engine.load_adapter(sampler_id, str(sampler.adapter), version=version)
+            return
+        expected = await self._train(lambda: outside.scores(sampler.adapted()))
+        try:
+            async with sampler.holding():
+                await engine.load_adapter(sampler_id, str(sampler.adapter), version=version)
+                try:
+                    await outside.check(sampler_id, expected, version=version)
+                except EngineError:
+                    await engine.drop_adapter(sampler_id)
+                    raise
+        except EngineError as error:
+            raise TinkerError(str(error), category="server") from error
 
     async def close_sampler(self, sampler_id: str) -> None:
         sampler = self._samplers.pop(sampler_id, None)
@@ -189,17 +234,20 @@ class EmbeddedBackend:
             )
             for seed, name in zip(seeds, sequence_ids, strict=True)
         ]
+        prompt_logprobs = None
         try:
-            replies = await asyncio.gather(*draws)
-            prompt_logprobs = None
-            if request.has_prompt_logprobs:
-                first = 1 if request.last_n is None else len(request.prompt_ids) - request.last_n
-                scores = await sampler.engine.score(
-                    request.prompt_ids, first=first, adapter=adapter, affinity=sampler_id
-                )
-                prompt_logprobs = scores.logprobs
+            async with sampler.holding():
+                replies = await asyncio.gather(*draws)
+                if request.has_prompt_logprobs:
+                    last_n = request.last_n
+                    first = 1 if last_n is None else len(request.prompt_ids) - last_n
+                    scores = await sampler.engine.score(
+                        request.prompt_ids, first=first, adapter=adapter, affinity=sampler_id
+                    )
+                    prompt_logprobs = scores.logprobs
         except (EngineError, TokenError, ConfigError) as error:
-            raise TinkerError(str(error)) from error
+            is_gone = isinstance(error, EngineDownError)
+            raise TinkerError(str(error), category="server" if is_gone else "user") from error
         result = SamplingResult(
             sequences=tuple(reply for reply, _ in replies),
             prompt_logprobs=prompt_logprobs,
@@ -219,12 +267,7 @@ class EmbeddedBackend:
     ) -> SamplingResult:
         """Adds what takes the whole distribution at each place of the prompt or of the replies: one
         more forward of them, without a cache."""
-        decoder = sampler.decoder
-        if sampler.adapter is not None:
-            decoder = decoder_over(sampler.base.decoder)
-            shape = peft_format.read_shape(sampler.adapter, decoder.config)
-            add_adapter(decoder, shape, seed=0)
-            load_adapter(decoder, sampler.adapter)
+        decoder = sampler.adapted()
         prompt, num_topk = request.prompt_ids, request.topk_prompt_logprobs
         topk = targets = alternatives = None
         if num_topk or request.target_ids is not None or request.num_alternatives:
@@ -295,7 +338,7 @@ def _params_of(request: Sampling, base: BaseModel) -> SamplingParams:
     )
 
 
-async def _drawn(engine: EmbeddedEngine, request: Request) -> tuple[SampledSequence, int]:
+async def _drawn(engine: Engine, request: Request) -> tuple[SampledSequence, int]:
     """(the reply, prompt tokens that were cached)."""
     deltas = [delta async for delta in engine.generate(request)]
     versions = [np.full(len(d.token_ids), d.policy_version, np.int32) for d in deltas]

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from vllm_models import make_changed, make_checkpoint, run, trainer_logprobs
 
 from lockstep.engines.vllm.started import VllmServer
 from lockstep.errors import CapabilityError, EngineError, LeaseError
+from lockstep.models import peft_format
+from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
+from lockstep.models.lora import add_adapter
+from lockstep.models.lora_config import LoraConfig
+from lockstep.models.peft_io import save_adapter
 from lockstep.testing.check_engine import check_engine
 from lockstep.types import Request, SamplingParams
 
@@ -235,3 +241,53 @@ def test_new_weights_are_exact_where_vllms_own_reload_is_only_for_dense_ones(kin
         assert gap < TOLERANCE
     else:
         assert gap > 0.1, f"vLLM's own reload of {kind} is exact by now ({gap:g}): use it"
+
+
+def test_adapters_by_name_are_mixed_replaced_and_there_again_after_a_restart(started, place):
+    directory = locate_model("tiny-qwen3")
+    models = {"": load_checkpoint(directory)}
+    for seed, name in enumerate(("a", "b", "new")):
+        model = models[name] = load_checkpoint(directory)
+        shape = peft_format.resolve_shape(LoraConfig(rank=4), model.config, directory, name=name)
+        add_adapter(model, shape, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0.0, 0.2, generator=generator)
+        save_adapter(model, place / name, base=directory)
+
+    async def drawn(engine, adapter, name):
+        request = Request(
+            id=f"{name}/{adapter}",
+            prompt_ids=PROMPT,
+            sampling=SamplingParams(max_tokens=64),
+            adapter=adapter,
+        )
+        deltas = [delta async for delta in engine.generate(request)]
+        return *path_of(deltas), {delta.policy_version for delta in deltas}
+
+    async def look(engine):
+        await engine.load_adapter("a", str(place / "a"), version=1)
+        await engine.load_adapter("b", str(place / "b"), version=2)
+        first = asyncio.gather(*(drawn(engine, name, "first") for name in ("", "a", "b")))
+        await asyncio.sleep(0.1)
+        await engine.load_adapter("a", str(place / "new"), version=3)
+        found = [await first]
+        engine.wire.server.process.stop()
+        await engine.load_weights(str(directory), version=4)
+        names = ("", "a", "b")
+        found.append(await asyncio.gather(*(drawn(engine, name, "again") for name in names)))
+        await engine.drop_adapter("b")
+        return found
+
+    with started(directory, max_adapter_rank=8, args=("--max-loras=3",)) as engine:
+        first, again = run(look(engine))
+    for name, (ids, logprobs, versions) in zip(("", "a", "b"), first, strict=True):
+        if name != "a":  # which had two, each for a part of the reply
+            wanted = trainer_logprobs(models[name], ids)[len(PROMPT) :]
+            assert np.abs(wanted - logprobs).max() < TOLERANCE
+        assert versions <= {"": {0}, "a": {1, 3}, "b": {2}}[name]
+    for name, (ids, logprobs, _) in zip(("", "new", "b"), again, strict=True):
+        wanted = trainer_logprobs(models[name], ids)[len(PROMPT) :]
+        assert np.abs(wanted - logprobs).max() < TOLERANCE

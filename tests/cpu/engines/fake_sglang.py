@@ -156,7 +156,8 @@ class FakeSGLang(FakeServer):
             about["output_token_logprobs"] = [[value, token_id, None] for value, token_id in rows]
             start = body.get("logprob_start_len", -1)
             if start >= 0:
-                found = (await self.engine.score(request.prompt_ids)).logprobs[start:]
+                scores = await self.engine.score(request.prompt_ids, adapter=request.adapter)
+                found = scores.logprobs[start:]
                 scored = zip(found.tolist(), request.prompt_ids[start:].tolist(), strict=True)
                 rows = [[value, token_id, None] for value, token_id in scored]
                 about["input_token_logprobs"] = [[None, *rows[0][1:]], *rows[1:]]
