@@ -232,7 +232,8 @@ async def opened(
         tinker_out = agents = store = None
         if "tinker" in config.api:
             tinker_out = place or default_run_path("tinker")
-            bases = await _open_bases(served, tinker_out, on_wait)
+            _check_bases(served)
+            bases = await open_bases(config, out=tinker_out, note=on_wait)
             place = place and default_run_path("agents", root=place / "runs")
             opening = opened_tinker(
                 config, bases, key=key, out=tinker_out, note=on_wait, listener=listener
@@ -264,23 +265,27 @@ async def opened(
         )
 
 
-async def _open_bases(
-    served: Served, out: Path, note: Callable[[str], None]
-) -> dict[str, OpenedBase]:
-    """Loads the models of Tinker's API. Raises ConfigError."""
+def _check_bases(served: Served) -> None:
+    """Raises ConfigError for what Tinker's API cannot serve."""
     config = served.config
     if served.weights is not None:
         raise ConfigError(
             f"api=tinker serves models, and {served.weights} is a run's checkpoint. Write it as a "
             "model first: lockstep export RUN --hf DIR, with --merged if it has an adapter."
         )
-    models = base_names(config).values()
-    if "agents" in config.api and config.model not in models:
+    if "agents" not in config.api:
+        return
+    if config.model not in (models := base_names(config).values()):
         raise ConfigError(
             f"tinker.models has {', '.join(models)}, and api=agents serves {config.model}; both "
             f"must have it in memory once. Add NAME={config.model} to tinker.models."
         )
-    return await open_bases(config, out=out, note=note)
+    if not isinstance(config.engine, EmbeddedConfig) or config.engine.replicas:
+        raise ConfigError(
+            "api=agents,tinker needs engine=embedded without replicas: on other engines the "
+            "weights of a whole model that is trained take the place of those that agents sample. "
+            "Start a server for each API."
+        )
 
 
 async def _open_agents(

@@ -148,12 +148,19 @@ async def open_base(
 async def open_bases(
     config: ServeConfig, *, out: Path, note: Callable[[str], None]
 ) -> dict[str, OpenedBase]:
-    """The base models by the names that clients use. note: gets lines for a person."""
+    """The base models by the names that clients use; what receives them closes their engines. note:
+    gets lines for a person."""
     found: dict[str, OpenedBase] = {}
-    for name, model in base_names(config).items():
-        place = out / "engine" / name
-        found[name] = await open_base(config, name, model, place=place, note=note)
-        note(f"{name}: {found[name].facts['numerics']}")
+    try:
+        for name, model in base_names(config).items():
+            found[name] = await open_base(
+                config, name, model, place=out / "engine" / name, note=note
+            )
+            note(f"{name}: {found[name].facts['numerics']}")
+    except BaseException:
+        for each in found.values():
+            await each.base.engine.close()
+        raise
     return found
 
 

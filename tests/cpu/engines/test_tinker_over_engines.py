@@ -72,10 +72,10 @@ class Server(FakeSGLang):
 async def backend_over(server, place, *settings):
     told = []
     settings = ("engine=sglang", f"engine.urls=[{server.url}]", *settings)
-    base = await open_base(config(*settings), MODEL, MODEL, place=place, note=told.append)
-    backend = EmbeddedBackend([base.base], TrainerConfig())
+    opened = await open_base(config(*settings), MODEL, MODEL, place=place, note=told.append)
+    backend = EmbeddedBackend([opened.base], TrainerConfig())
     try:
-        yield backend, told, base.facts
+        yield backend, told, opened.facts
     finally:
         await backend.close()
 
