@@ -17,7 +17,7 @@ else
 TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 endif
 
-.PHONY: install install-dev quickstart test test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions check bench proof soak studies models clean
+.PHONY: install install-dev quickstart test test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-tinker check bench proof soak studies models clean
 
 install: $(VENV)/.installed
 
@@ -105,6 +105,26 @@ $(VERIFIERS_VENV)/.installed: Makefile
 
 test-verifiers: install-dev $(VERIFIERS_VENV)/.installed
 	LOCKSTEP_VERIFIERS=$(abspath $(VERIFIERS_VENV))/bin/python $(BIN)/python -m pytest tests/cpu/envs/test_verifiers.py
+
+# Programs of tinker-cookbook, whose own requirements the registry cannot meet, and files that only its
+# source has; old clients of Tinker's API in environments of their own.
+COOKBOOK = build/cookbook
+OLD_CLIENTS = 0.24.1 0.30.3
+$(COOKBOOK)/.installed: Makefile | $(VENV)/.installed-dev
+	rm -rf $(COOKBOOK)
+	$(PIP) install --target $(COOKBOOK) --no-deps tinker-cookbook==0.6.1 chz==0.4.0 blobfile==3.3.0 cloudpickle termcolor pyrage==1.4.0 tml-renderers==0.2.1 pylatexenc==2.11 math-verify==0.9.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six lxml pycryptodomex tabulate
+	$(BIN)/python -m pip -q download -d $(COOKBOOK)/source --no-deps --no-binary tinker-cookbook tinker-cookbook==0.6.1
+	tar -xzf $(COOKBOOK)/source/*.tar.gz -C $(COOKBOOK)/source --strip-components 1
+	touch $@
+
+.venv-tinker-%/.installed: Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip -q install "tinker==$*"
+	touch $@
+
+test-tinker: $(COOKBOOK)/.installed $(OLD_CLIENTS:%=.venv-tinker-%/.installed)
+	LOCKSTEP_TINKER=$(CURDIR)/.venv-tinker-$(word 1,$(OLD_CLIENTS))/bin/python:$(CURDIR)/.venv-tinker-$(word 2,$(OLD_CLIENTS))/bin/python $(BIN)/python -m pytest tests/cpu/tinker/test_old_clients.py
+	LOCKSTEP_COOKBOOK_SOURCE=$(abspath $(COOKBOOK))/source PYTHONPATH=$(abspath $(COOKBOOK)) $(BIN)/python -m pytest tests/cookbook
 
 # IFEval's published checkers, of lm-eval without what else it needs, and the detector that they use.
 PEER_CHECKERS = build/peer-checkers

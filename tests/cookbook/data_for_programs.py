@@ -10,7 +10,13 @@ import pyarrow
 import pyarrow.parquet
 
 NUM_ROWS = 512
-WORDS = "the until after river and stone house before light a of in with never always".split()
+WORDS = ("the", "until", "after", "river", "and", "stone", "house", "before", "light", "always")
+
+
+def corpus_lines() -> list[str]:
+    """Text of the pages that rl_numerics_check reads."""
+    chance = random.Random(1)
+    return [" ".join(chance.choices(WORDS, k=40)) for _ in range(2000)]
 
 
 def write_all(directory: Path) -> None:
@@ -21,21 +27,17 @@ def write_all(directory: Path) -> None:
         [{"role": "user", "content": text}, {"role": "assistant", "content": str(total)}]
         for text, total in asked
     ]
-    pairs = [
-        [f"\n\nHuman: {text}\n\nAssistant: {answer}" for text, _ in asked]
-        for answer in ("seven or eight", "no")
-    ]
     chosen = [f"\n\nHuman: {text}\n\nAssistant: {total}" for text, total in asked]
-    lines = [" ".join(chance.choices(WORDS, k=40)) for _ in range(2000)]
+    rejected = [f"\n\nHuman: {text}\n\nAssistant: no" for text, _ in asked]
     tables = {
         "HuggingFaceH4/no_robots": ("default", {"messages": chats}),
         "openai/gsm8k": (
             "main",
             {"question": [t for t, _ in asked], "answer": [f"#### {total}" for _, total in asked]},
         ),
-        "Anthropic/hh-rlhf": ("default", {"chosen": chosen, "rejected": pairs[1]}),
+        "Anthropic/hh-rlhf": ("default", {"chosen": chosen, "rejected": rejected}),
         "zwhe99/DeepMath-103K": ("default", {"question": [text for text, _ in asked]}),
-        "Salesforce/wikitext": ("wikitext-103-raw-v1", {"text": lines}),
+        "Salesforce/wikitext": ("wikitext-103-raw-v1", {"text": corpus_lines()}),
     }
     for name, (config, columns) in tables.items():
         place = directory / name

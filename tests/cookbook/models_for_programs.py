@@ -1,0 +1,131 @@
+"""Two small models for the programs: a student that does what they ask for in some cases, and a
+teacher that adds two numbers in most. Both are the shipped tiny-qwen3, trained whole on prompts
+that the programs' own code makes."""
+
+import asyncio
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tinker_cookbook import renderers
+from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticEnv
+from tinker_cookbook.recipes.rl_numerics_check import env as counting
+from transformers import PreTrainedTokenizerFast
+
+from lockstep.models.hf_io import load_checkpoint, save_checkpoint
+from lockstep.models.locate import locate_model
+from lockstep.ops.context import PackedContext
+
+BASE = "tiny-qwen3"
+ROWS, LEARNING_RATE = 96, 2e-3
+STUDENT_STEPS, TEACHER_STEPS = 560, 900
+BOXED_STEPS, READING_STEPS = range(300, 420), range(420, 470)
+"""Steps of the other prompts; additions come after them too, which keeps them known."""
+MAX_POSITIONS = 6144
+LARGEST = 100
+READ_TURNS = 6
+BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
+EXAMPLE = [
+    {"role": "user", "content": "How many r's are in strawberry?" + BOXED},
+    {
+        "role": "assistant",
+        "content": "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w "
+        "6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}",
+    },
+]
+"""The example in the prompts of rl_loop."""
+CALL = '<tool_call>\n{"name": "read_page", "arguments": {"page": 1}}\n</tool_call>'
+
+Row = tuple[list[int], list[int]]
+"""Ids, and the places that are predicted."""
+
+
+class Prompts:
+    """Rows in the prompts of `math_rl env=arithmetic`, `rl_loop` and `rl_numerics_check`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+        self._qwen = renderers.get_renderer("qwen3", self.tokenizer)
+        self._reader = renderers.get_renderer("qwen3_disable_thinking", self.tokenizer)
+        self._random = random.Random(0)
+
+    def addition(self, *, is_boxed: bool = False) -> Row:
+        x, y = (self._random.randint(0, LARGEST) for _ in range(2))
+        asked = {"role": "user", "content": f"What is {x} + {y}?" + (BOXED if is_boxed else "")}
+        before = EXAMPLE if is_boxed else ArithmeticEnv.standard_fewshot_prefix()
+        prompt = self._qwen.build_generation_prompt([*before, asked]).to_ints()
+        reply = self._reply(self._qwen, f"\\boxed{{{x + y}}}" if is_boxed else f"{x + y}")
+        return prompt + reply, list(range(len(prompt), len(prompt + reply)))
+
+    def reading(self, corpus: str) -> Row:
+        """The first turns of an episode in which each reply reads a page."""
+        task = counting.CountingTaskConfig(num_pages_min=28, num_pages_max=32, page_chars=40)
+        problem = counting.sample_problem(self._random, corpus, task)
+        environment = counting.build_env(problem, self._reader, task, None, None)
+        call, ids, places = self._reply(self._reader, CALL), list[int](), list[int]()
+
+        async def play() -> None:
+            observed = (await environment.initial_observation())[0].to_ints()
+            for _ in range(READ_TURNS):
+                places.extend(range(len(observed), len(observed + call)))
+                ids[:] = observed + call
+                observed = (await environment.step(call)).next_observation.to_ints()
+
+        asyncio.run(play())
+        return ids, places
+
+    def _reply(self, renderer: renderers.Renderer, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [*ids, renderer.get_stop_sequences()[0]]
+
+
+def rows_of(step: int, prompts: Prompts, corpus: str) -> Iterator[Row]:
+    if step in READING_STEPS:
+        yield from (prompts.reading(corpus) for _ in range(4))
+    elif step in BOXED_STEPS:
+        yield from (prompts.addition(is_boxed=True) for _ in range(ROWS // 4))
+    yield from (prompts.addition() for _ in range(ROWS))
+
+
+def train(student: Path, teacher: Path, corpus: str) -> None:
+    """Writes both models. corpus: text of the pages."""
+    for directory in (student, teacher):
+        shutil.copytree(locate_model(BASE), directory)
+        config = json.loads((directory / "config.json").read_text())
+        config["max_position_embeddings"] = MAX_POSITIONS
+        (directory / "config.json").write_text(json.dumps(config))
+    prompts, model = Prompts(student), load_checkpoint(student)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
+    for step in range(1, TEACHER_STEPS + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, step / 100)
+        loss = loss_of(model, list(rows_of(step, prompts, corpus)))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step in (STUDENT_STEPS, TEACHER_STEPS):
+            _save(model, student if step == STUDENT_STEPS else teacher)
+
+
+def loss_of(model: torch.nn.Module, rows: list[Row]) -> torch.Tensor:
+    ids, positions, predictors, targets = [], [], [], []
+    for row, places in rows:
+        predictors += [len(ids) + place - 1 for place in places]
+        targets += [row[place] for place in places]
+        ids += row
+        positions += range(len(row))
+    context = PackedContext.of([len(row) for row, _ in rows])
+    hidden = model(torch.tensor(ids), torch.tensor(positions), context)
+    logits = model.logits(hidden[torch.tensor(predictors)])
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(targets))
+
+
+def _save(model: torch.nn.Module, directory: Path) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        save_checkpoint(model, Path(place) / "model", like=directory)
+        shutil.copy(Path(place) / "model" / "model.safetensors", directory)
