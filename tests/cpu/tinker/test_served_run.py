@@ -1,6 +1,10 @@
 """A model that the real client trains leaves a run directory and checkpoints behind."""
 
+import asyncio
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ pytest.importorskip("tinker._version")
 tinker = pytest.importorskip("tinker")
 MODEL = "tiny-qwen3"
 PROMPT = [5, 6, 7, 8, 9, 10]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tinker_docsearch.py"
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +108,18 @@ def test_a_checkpoint_is_exported_as_an_adapter_or_merged(out, tmp_path, is_merg
         assert any(not torch.equal(one, other) for one, other in pairs)
     else:
         assert (into / "adapter_config.json").is_file() and not (into / "training").exists()
+
+
+def test_the_example_trains_with_a_kl_of_exactly_zero(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("tinker_docsearch", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, example)
+    spec.loader.exec_module(example)
+    server = BackgroundServer("tiny-gpt-oss", "api=tinker", out=tmp_path)
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-none")
+    settings = ("--steps", "2", "--groups", "2", "--group-size", "4", "--kl-coef", "0.01")
+    rows = asyncio.run(example.train(example.parse(settings)))
+    server.close()
+    assert [(row["kl_v1"], row["kl_v2"]) for row in rows] == [(0, 0), (0, 0)]
+    assert all("reward/retrieval" in row for row in rows)
