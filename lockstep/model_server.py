@@ -392,7 +392,8 @@ def access_lines(server: ModelServer, served: Served, key: str) -> list[str]:
         lines.append(f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
     if server.tinker_out is not None:
         # The client refuses keys that do not begin with tml-.
-        shown = client_key(key).replace(key, "$LOCKSTEP_KEY") if key else "tml-local"
+        prefix = client_key(key).removesuffix(key)
+        shown = f"{prefix}$LOCKSTEP_KEY" if key else "tml-local"
         lines.append(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={shown}")
     if (own := ANY_ADDRESS.get(host)) is not None:
         lines.append(f"  on other machines, with the name of this one in place of {own}")

@@ -117,6 +117,7 @@ def test_a_key_is_printed_only_if_the_shell_does_not_have_it(monkeypatch: Any):
     assert not any(KEY in line for line in printed(KEY))
     assert sum(KEY in line for line in printed("tml-other" + KEY)) == 1
     assert any("TINKER_API_KEY=tml-local" in line for line in printed())
+    assert any("TINKER_API_KEY=tml-$LOCKSTEP_KEY" in line for line in printed("m"))
     assert any("in place of 127.0.0.1" in line for line in printed(KEY, host="0.0.0.0"))
 
 
