@@ -109,7 +109,7 @@ test-verifiers: install-dev $(VERIFIERS_VENV)/.installed
 # Programs of tinker-cookbook, whose own requirements the registry cannot meet, and files that only its
 # source has; old clients of Tinker's API in environments of their own.
 COOKBOOK = build/cookbook
-OLD_CLIENTS = 0.24.1 0.30.3
+OLD_CLIENTS = 0.24.1 0.30.4
 $(COOKBOOK)/.installed: Makefile | $(VENV)/.installed-dev
 	rm -rf $(COOKBOOK)
 	$(PIP) install --target $(COOKBOOK) --no-deps tinker-cookbook==0.6.1 chz==0.4.0 blobfile==3.3.0 cloudpickle termcolor pyrage==1.4.0 tml-renderers==0.2.1 pylatexenc==2.11 math-verify==0.9.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six lxml pycryptodomex tabulate

@@ -22,8 +22,8 @@ from lockstep.ops.context import PackedContext
 
 BASE = "tiny-qwen3"
 ROWS, LEARNING_RATE = 96, 2e-3
-STUDENT_STEPS, TEACHER_STEPS = 560, 900
-BOXED_STEPS, READING_STEPS = range(300, 420), range(420, 470)
+STUDENT_STEPS, TEACHER_STEPS = 700, 1000
+READING_STEPS, BOXED_STEPS = range(100, 150), range(450, 560)
 """Steps of the other prompts; additions come after them too, which keeps them known."""
 MAX_POSITIONS = 6144
 LARGEST = 100
