@@ -63,7 +63,7 @@ class RunRecords:
         def open_directory() -> RunDirectory:
             if (path / "config.json").is_file():
                 return RunDirectory.open(path, facts=facts)
-            config = {**self._configs[spec.base_model], "name": model_id, "seed": spec.seed}
+            config = {**self._configs[spec.base_model], "recipe": "tinker", "seed": spec.seed}
             config["lora"] = asdict(spec) if spec.rank else None
             return RunDirectory.create(path, config, facts=facts)
 

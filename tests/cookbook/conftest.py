@@ -117,6 +117,8 @@ def start(place, server):
     def start(module, *settings, log=None, **named):
         log = log or place / f"log-{len(list(place.glob('*.txt')))}"
         settings = [*settings, *(f"{name}={value}" for name, value in named.items())]
-        return Program(place, server, log, [*module, *settings, f"log_path={log}"])
+        if module[0] == "-m":
+            settings.append(f"log_path={log}")
+        return Program(place, server, log, [*module, *settings])
 
     return start

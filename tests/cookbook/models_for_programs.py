@@ -22,9 +22,10 @@ from lockstep.ops.context import PackedContext
 
 BASE = "tiny-qwen3"
 ROWS, LEARNING_RATE = 96, 2e-3
-STUDENT_STEPS, TEACHER_STEPS = 700, 1000
-READING_STEPS, BOXED_STEPS = range(100, 150), range(450, 560)
-"""Steps of the other prompts; additions come after them too, which keeps them known."""
+STUDENT_STEPS, TEACHER_STEPS = 680, 880
+OTHER_STEPS = range(420, STUDENT_STEPS + 1)
+"""Steps with rows of the other prompts beside the additions."""
+BOXED_ROWS, READING_ROWS = 8, 1
 MAX_POSITIONS = 6144
 LARGEST = 100
 READ_TURNS = 6
@@ -84,10 +85,9 @@ class Prompts:
 
 
 def rows_of(step: int, prompts: Prompts, corpus: str) -> Iterator[Row]:
-    if step in READING_STEPS:
-        yield from (prompts.reading(corpus) for _ in range(4))
-    elif step in BOXED_STEPS:
-        yield from (prompts.addition(is_boxed=True) for _ in range(ROWS // 4))
+    if step in OTHER_STEPS:
+        yield from (prompts.reading(corpus) for _ in range(READING_ROWS))
+        yield from (prompts.addition(is_boxed=True) for _ in range(BOXED_ROWS))
     yield from (prompts.addition() for _ in range(ROWS))
 
 
