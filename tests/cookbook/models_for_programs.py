@@ -21,9 +21,9 @@ from lockstep.models.locate import locate_model
 from lockstep.ops.context import PackedContext
 
 BASE = "tiny-qwen3"
-ROWS, LEARNING_RATE = 96, 2e-3
-STUDENT_STEPS, TEACHER_STEPS = 680, 880
-OTHER_STEPS = range(420, STUDENT_STEPS + 1)
+ROWS, LEARNING_RATE = 128, 2e-3
+STUDENT_STEPS, TEACHER_STEPS = 500, 760
+OTHER_STEPS = range(400, STUDENT_STEPS + 1)
 """Steps with rows of the other prompts beside the additions."""
 BOXED_ROWS, READING_ROWS = 8, 1
 MAX_POSITIONS = 6144
@@ -51,7 +51,7 @@ class Prompts:
     def __init__(self, directory: Path) -> None:
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
         self._qwen = renderers.get_renderer("qwen3", self.tokenizer)
-        self._reader = renderers.get_renderer("qwen3_disable_thinking", self.tokenizer)
+        self._reader = renderers.get_renderer("qwen3_instruct", self.tokenizer)
         self._random = random.Random(0)
 
     def addition(self, *, is_boxed: bool = False) -> Row:
