@@ -1,9 +1,9 @@
 """What training through Tinker's API costs, against the same work of `lockstep train`.
 
-1. A training step: one forward_backward and one optim_step of the rows of a stored step, sent by
-   the client, against the seconds that `lockstep train` took for the same rows.
-2. A whole step of reinforcement learning: examples/tinker_docsearch.py (64 episodes of several
-   turns, each turn a request) against `lockstep train quickstart` with the same adapter.
+1. A training step of examples/tinker_docsearch.py, which is one forward_backward and one
+   optim_step, against the training of a step of `lockstep train quickstart` with the same adapter:
+   seconds for 1,000 sampled tokens, as the rows of each are its own.
+2. A whole step of both: 64 episodes of several turns, each turn a request, and the training.
 3. A future: processor time of the server for one sample of a backend that computes nothing.
 4. The journal: share of a step's time that the server spends in its database.
 
@@ -120,7 +120,6 @@ class Server:
     def __init__(self, model: str, directory: Path) -> None:
         self._journal = directory / "journal-seconds"
         arguments = ["--serve", model, "--api", "tinker", "--json", "--out", str(directory / "out")]
-        arguments += ["tinker.provenance=refuse_changed"]  # the rows are of another run
         if not model:
             arguments = ["--serve-idle", str(directory / "idle")]
         self._process = subprocess.Popen(
@@ -175,58 +174,15 @@ def train(model: str, steps: int, out: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "train/loss" in row][WARMUP_STEPS:]
 
 
-def play(model: str, steps: int) -> list[float]:
-    """Seconds of each step of the example's program, after the first ones."""
+def play(model: str, steps: int) -> list[dict[str, Any]]:
+    """Rows of the example's program, after the first ones."""
     spec = importlib.util.spec_from_file_location("tinker_docsearch", EXAMPLE)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = example
     spec.loader.exec_module(example)
     arguments = ["--model", model, "--steps", str(steps), "--rank", str(RANK)]
-    rows = asyncio.run(example.train(example.parse(arguments)))
-    return [row["seconds"] for row in rows[WARMUP_STEPS:]]
-
-
-def datums_of(run: Path, step: int) -> list[Any]:
-    """The rows of a stored step, as a client sends them."""
-    import numpy as np
-    from tinker import types
-
-    from lockstep.store.run import load_run
-
-    data = []
-    for record in load_run(run).trajectories(step):
-        for row in record.trajectory.rows():
-            mask = row.loss_mask[1:]
-            logprobs = np.where(mask, row.columns["rollout_logprobs"][1:], 0.0)
-            inputs = {
-                "target_tokens": row.token_ids[1:].tolist(),
-                "logprobs": logprobs.tolist(),
-                "advantages": (mask * (1.0 if len(data) % 2 else -1.0)).tolist(),
-            }
-            tokens = types.ModelInput.from_ints(row.token_ids[:-1].tolist())
-            data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
-    return data
-
-
-async def train_by_client(model: str, run: Path, steps: list[int]) -> list[float]:
-    """Seconds of forward_backward and optim_step for each stored step, the datums being made."""
-    import tinker
-    from tinker import types
-
-    service = tinker.ServiceClient()
-    trainer = await service.create_lora_training_client(model, rank=RANK)
-    seconds = []
-    for step in [steps[0], *steps]:  # the first is warm-up
-        data = datums_of(run, step)
-        began = time.perf_counter()
-        passed = trainer.forward_backward(data, "importance_sampling")
-        updated = trainer.optim_step(types.AdamParams(learning_rate=1e-5))
-        await passed
-        await updated
-        seconds.append(time.perf_counter() - began)
-    service.close("success").result()
-    return seconds[1:]
+    return asyncio.run(example.train(example.parse(arguments)))[WARMUP_STEPS:]
 
 
 async def futures(server: Server) -> tuple[float, float]:
@@ -256,13 +212,15 @@ def measure(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
             run = Path(place) / f"run{number}"
             rows = train(model, steps, run)
             own["rl"] += [row["time/step_seconds"] for row in rows]
-            own["training"] += [row["time/train_seconds"] for row in rows]
+            own["training"] += [
+                1e3 * row["time/train_seconds"] / row["tokens/trained"] for row in rows
+            ]
             began, before = time.perf_counter(), server.journal_seconds()
-            api["rl"] += play(model, steps)
+            rows = play(model, steps)
             journal_seconds += server.journal_seconds() - before
             rl_seconds += time.perf_counter() - began
-            stored = [row["step"] for row in rows]
-            api["training"] += asyncio.run(train_by_client(model, run, stored))
+            api["rl"] += [row["seconds"] for row in rows]
+            api["training"] += [1e3 * row["train_seconds"] / row["trained_tokens"] for row in rows]
             note(f"round {number + 1} of {rounds}")
     with tempfile.TemporaryDirectory() as place, served("", Path(place)) as server:
         server_ms, client_ms = asyncio.run(futures(server))

@@ -126,13 +126,17 @@ async def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         if options.kl_coef:
             scored = await trainer.forward(data, "importance_sampling")
             data = penalised(data, gaps_of(data, scored), options.kl_coef, options.kl_clip)
+        trained = time.monotonic()
         passed = trainer.forward_backward(data, "importance_sampling")
         updated = trainer.optim_step(types.AdamParams(learning_rate=options.lr))
-        gap = np.concatenate(gaps_of(data, await passed))
+        output = await passed
         await updated
+        train_seconds = time.monotonic() - trained
+        gap = np.concatenate(gaps_of(data, output))
         row = {"reward": float(rewards.mean()), "kl_v1": gap.mean(), "kl_v2": (gap**2).mean() / 2}
         for name in dict.fromkeys(name for episode in played for name in episode.parts):
             row[f"reward/{name}"] = float(np.mean([e.parts.get(name, 0.0) for e in played]))
+        row |= {"trained_tokens": len(gap), "train_seconds": train_seconds}
         row["seconds"] = time.monotonic() - began
         rows.append(row)
         print(f"step {step:3}  " + "  ".join(f"{name} {value:.3g}" for name, value in row.items()))

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
@@ -174,11 +174,11 @@ class _Process:
         timer.start()
         try:
             _, answered = self.send(request, seconds)
-            wait([answered])
+            wait([answered], seconds + NOTICE_SECONDS)
         finally:
             timer.cancel()
             timer.join()  # it may be ending the process at this moment
-        if time.monotonic() > until:
+        if time.monotonic() > until or not answered.done():
             raise ChildTimeoutError(
                 f"{self._name} did not answer within {seconds:g} s.{self._tail()}"
             )
@@ -219,18 +219,9 @@ class _Process:
     def _listen(self) -> None:
         """Hands each reply to the thread that waits for it, and the end to all that still do."""
         assert self._process.stdout is not None
-        problem = ""
-        for line in self._process.stdout:
-            try:
-                reply = json.loads(line)
-                waiting = self._waiting.pop(reply.pop("id"))
-            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-                text = line[:200].decode("utf-8", "replace").rstrip()
-                problem = f"{self._name} wrote what is no reply: {text!r}."
-                end_group(self._process)
-                break
-            with contextlib.suppress(InvalidStateError):  # cancelled
-                waiting.set_result(reply)
+        problem = self._hand_out(self._process.stdout)
+        if problem:
+            end_group(self._process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(NOTICE_SECONDS)
         self._printing.join(NOTICE_SECONDS)
@@ -242,6 +233,20 @@ class _Process:
             with contextlib.suppress(InvalidStateError):
                 each.set_exception(ChildError(self._why_ended))
         self._process.stdout.close()
+
+    def _hand_out(self, lines: Iterable[bytes]) -> str:
+        """Hands out replies until the end, or until a line that is none: the text of an error."""
+        for line in lines:
+            try:
+                reply = json.loads(line)
+                waiting = self._waiting.pop(reply.pop("id"))
+            # Whatever it is: a collector that runs within deep nesting raises what it likes.
+            except Exception:
+                text = line[:200].decode("utf-8", "replace").rstrip()
+                return f"{self._name} wrote what is no reply: {text!r}."
+            with contextlib.suppress(InvalidStateError):  # cancelled
+                waiting.set_result(reply)
+        return ""
 
     def _keep_printed(self) -> None:
         assert self._process.stderr is not None

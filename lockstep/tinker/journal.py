@@ -187,9 +187,10 @@ class Journal:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=1.0)
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # ends with the process
+            self._db.execute("PRAGMA page_size=1024")  # a request changes a few small places
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint=10000")  # 40 MB: a disk waits seldom
+            self._db.execute("PRAGMA wal_autocheckpoint=40000")  # 40 MB: a disk waits seldom
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
         except sqlite3.Error as error:
             raise RunError(

@@ -696,6 +696,7 @@ class TinkerService:
             except sqlite3.OperationalError as error:
                 LOGGER.error("the result of %s cannot be written: %s", request.id, error)
                 await asyncio.sleep(1.0)
+        self._samples.pop(request.id, None)
         for name in (request.id, request.target):
             if (event := self._settled.pop(name, None)) is not None:
                 event.set()
@@ -756,9 +757,10 @@ class TinkerService:
     async def _settled_within(
         self, request_id: str, seconds: float
     ) -> tuple[Request, Outcome] | None:
-        found = self._journal.outcome(request_id)
-        if found is None or found[1].state != "waiting":
-            return found
+        if request_id not in self._samples:
+            found = self._journal.outcome(request_id)
+            if found is None or found[1].state != "waiting":
+                return found
         await self._wait_for(request_id, seconds)
         return self._journal.outcome(request_id)
 

@@ -22,7 +22,7 @@ from lockstep.ops.context import PackedContext
 
 BASE = "tiny-qwen3"
 ROWS, LEARNING_RATE = 128, 2e-3
-STUDENT_STEPS, TEACHER_STEPS = 500, 760
+STUDENT_STEPS, TEACHER_STEPS = 600, 720
 OTHER_STEPS = range(240, STUDENT_STEPS + 1)
 """Steps with rows of the other prompts beside the additions."""
 BOXED_ROWS, READING_ROWS = 8, 1

@@ -115,12 +115,12 @@ def test_dpo_prefers_what_was_chosen(start):
 def test_on_policy_distillation_nears_the_teacher(start):
     program = start(
         ("-m", f"{RECIPES}.distillation.on_policy_distillation"), **MODEL, **QUIET,
-        teacher_model=TEACHER, dataset="deepmath", group_size=4, groups_per_batch=16,
-        learning_rate=1e-3, max_tokens=6, max_steps=4, lora_rank=32,
+        teacher_model=TEACHER, dataset="deepmath", group_size=4, groups_per_batch=32,
+        learning_rate=1e-3, max_tokens=6, max_steps=6, lora_rank=32,
     ).wait()  # fmt: skip
     assert_exact(program)
     distances = program.rows("teacher_kl")
-    assert min(distances[1:]) < distances[0]
+    assert min(distances[2:]) < distances[0], distances
 
 
 def test_rl_numerics_check_finds_no_gap_over_thirty_turns(start):
