@@ -14,7 +14,7 @@ import torch
 from tinker_cookbook import renderers
 from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticEnv
 from tinker_cookbook.recipes.rl_numerics_check import env as counting
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from lockstep.models.hf_io import load_checkpoint, save_checkpoint
 from lockstep.models.locate import locate_model
@@ -22,7 +22,7 @@ from lockstep.ops.context import PackedContext
 
 BASE = "tiny-qwen3"
 ROWS, LEARNING_RATE = 128, 2e-3
-STUDENT_STEPS, TEACHER_STEPS = 600, 720
+STUDENT_STEPS, TEACHER_STEPS = 480, 700
 OTHER_STEPS = range(240, STUDENT_STEPS + 1)
 """Steps with rows of the other prompts beside the additions."""
 BOXED_ROWS, READING_ROWS = 8, 1
@@ -49,7 +49,7 @@ class Prompts:
     """Rows in the prompts of `math_rl env=arithmetic`, `rl_loop` and `rl_numerics_check`."""
 
     def __init__(self, directory: Path) -> None:
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+        self.tokenizer = AutoTokenizer.from_pretrained(str(directory))  # as the programs load it
         self._qwen = renderers.get_renderer("qwen3", self.tokenizer)
         self._reader = renderers.get_renderer("qwen3_instruct", self.tokenizer)
         self._random = random.Random(0)
