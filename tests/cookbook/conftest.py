@@ -83,9 +83,10 @@ class Program:
                 cwd=place, env=environment, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
-    def wait(self):
+    def wait(self, *codes):
+        """Waits for its end; with 0 or one of `codes`."""
         code = self.process.wait(PROGRAM_SECONDS)
-        assert code == 0, self.output.read_text()[-3000:]
+        assert code in (0, *codes), self.output.read_text()[-3000:]
         return self
 
     def kill_after(self, is_due):

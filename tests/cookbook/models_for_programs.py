@@ -67,14 +67,19 @@ class Prompts:
         task = counting.CountingTaskConfig(num_pages_min=28, num_pages_max=32, page_chars=40)
         problem = counting.sample_problem(self._random, corpus, task)
         environment = counting.build_env(problem, self._reader, task, None, None)
-        call, ids, places = self._reply(self._reader, CALL), list[int](), list[int]()
+        ids, places = list[int](), list[int]()
 
         async def play() -> None:
             observed = (await environment.initial_observation())[0].to_ints()
-            for _ in range(READ_TURNS):
+            reply = self._reply(self._reader, CALL)
+            # As the renderer writes it in later prompts, so that each turn extends the last.
+            seen = (await environment.step(reply)).next_observation.to_ints()[len(observed) :]
+            call = seen[: seen.index(reply[-1]) + 1]
+            for _ in range(self._random.randint(1, READ_TURNS)):
                 places.extend(range(len(observed), len(observed + call)))
                 ids[:] = observed + call
                 observed = (await environment.step(call)).next_observation.to_ints()
+                assert observed[: len(ids)] == ids
 
         asyncio.run(play())
         return ids, places

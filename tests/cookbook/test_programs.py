@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -147,7 +148,7 @@ def test_sampled_and_trained_log_probs_are_equal(start):
 def test_log_probs_are_those_of_each_temperature(start):
     program = start(
         (source("validate_temperature_logprobs.py"),), base_model=STUDENT, num_trials=10
-    ).wait()
+    ).wait(-signal.SIGABRT)  # it never closes its client, whose threads may abort its end
     table = re.findall(r"^ +(\d\.\d{3}) .* (\d\.\d+) +(\d\.\d+)$", program.output.read_text(), re.M)
     assert len(table) >= 6 and all(float(largest) < 1e-5 for *_, largest in table)
 
