@@ -1,8 +1,8 @@
-"""A server of two models, and the programs of tinker-cookbook as processes of their own.
+"""A server of three models, and the programs of tinker-cookbook as processes of their own.
 
 `make test-tinker` installs them. The programs' code is as it was published. What they would
 download is here instead: models and tokenizers under the names of the working directory
-(Qwen/Qwen3-8B, Qwen/Qwen3-32B), data sets likewise (data_for_programs.py). One document that a
+(Qwen/...), data sets likewise (data_for_programs.py). One document that a
 program fetches by its address is given by `offline.py`.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"
+STUDENT, TEACHER, READER = "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-4B-Instruct-2507"
 PROGRAM_SECONDS = 240
 
 
@@ -41,14 +41,14 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("programs")
     data_for_programs.write_all(place)
     corpus = "\n".join(data_for_programs.corpus_lines())
-    models_for_programs.train(place / STUDENT, place / TEACHER, corpus)
+    models_for_programs.write_all(place / STUDENT, place / TEACHER, place / READER, corpus)
     return place
 
 
 @pytest.fixture(scope="session")
 def server(place):
-    """Address of `lockstep serve` with both models."""
-    models = ",".join(f"{name}={place / name}" for name in (STUDENT, TEACHER))
+    """Address of `lockstep serve` with the three models."""
+    models = ",".join(f"{name}={place / name}" for name in (STUDENT, TEACHER, READER))
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "lockstep.cli", "serve", str(place / STUDENT), "--json"),

@@ -1,13 +1,13 @@
-"""Two small models for the programs: a student that does what they ask for in some cases, and a
-teacher that adds two numbers in most. Both are the shipped tiny-qwen3, trained whole on prompts
-that the programs' own code makes."""
+"""Three small models for the programs: a student that does what they ask for in some cases, a
+teacher that adds two numbers in most, and a reader that calls a tool for thirty turns. All are the
+shipped tiny-qwen3, trained whole on prompts that the programs' own code makes."""
 
 import asyncio
 import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,14 +21,16 @@ from lockstep.models.locate import locate_model
 from lockstep.ops.context import PackedContext
 
 BASE = "tiny-qwen3"
-ROWS, LEARNING_RATE = 128, 2e-3
+ROWS, LEARNING_RATE, WARMUP_STEPS = 128, 2e-3, 100
 STUDENT_STEPS, TEACHER_STEPS = 480, 700
-OTHER_STEPS = range(240, STUDENT_STEPS + 1)
-"""Steps with rows of the other prompts beside the additions."""
-BOXED_ROWS, READING_ROWS = 8, 1
+READER_STEPS, READER_LEARNING_RATE = 350, 4e-3
+"""The reader continues from the student, on its own prompts alone, and its rate falls to 0 in the
+second half."""
+BOXED_STEPS, BOXED_ROWS = range(240, STUDENT_STEPS + 1), 8
+"""Steps with rows of rl_loop's prompts beside the additions."""
 MAX_POSITIONS = 6144
 LARGEST = 100
-READ_TURNS = 6
+READ_TURNS = 20
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 EXAMPLE = [
     {"role": "user", "content": "How many r's are in strawberry?" + BOXED},
@@ -89,32 +91,46 @@ class Prompts:
         return [*ids, renderer.get_stop_sequences()[0]]
 
 
-def rows_of(step: int, prompts: Prompts, corpus: str) -> Iterator[Row]:
-    if step in OTHER_STEPS:
-        yield from (prompts.reading(corpus) for _ in range(READING_ROWS))
-        yield from (prompts.addition(is_boxed=True) for _ in range(BOXED_ROWS))
-    yield from (prompts.addition() for _ in range(ROWS))
+def additions(prompts: Prompts) -> Iterator[list[Row]]:
+    """The rows of each step."""
+    for step in range(1, TEACHER_STEPS + 1):
+        boxed = BOXED_ROWS if step in BOXED_STEPS else 0
+        yield [prompts.addition(is_boxed=row < boxed) for row in range(boxed + ROWS)]
 
 
-def train(student: Path, teacher: Path, corpus: str) -> None:
-    """Writes both models. corpus: text of the pages."""
-    for directory in (student, teacher):
+def write_all(student: Path, teacher: Path, reader: Path, corpus: str) -> None:
+    """Trains the models and writes them. corpus: text of the reader's pages."""
+    for directory in (student, teacher, reader):
         shutil.copytree(locate_model(BASE), directory)
         config = json.loads((directory / "config.json").read_text())
         config["max_position_embeddings"] = MAX_POSITIONS
         (directory / "config.json").write_text(json.dumps(config))
     prompts, model = Prompts(student), load_checkpoint(student)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
-    for step in range(1, TEACHER_STEPS + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, step / 100)
-        loss = loss_of(model, list(rows_of(step, prompts, corpus)))
+    rates = (LEARNING_RATE * min(1.0, step / WARMUP_STEPS) for step in range(1, TEACHER_STEPS + 1))
+    for step in train(model, additions(prompts), rates):
+        if step == STUDENT_STEPS:
+            _save(model, student)
+    _save(model, teacher)
+    model = load_checkpoint(student)
+    left = range(READER_STEPS, 0, -1)
+    rates = (READER_LEARNING_RATE * min(1.0, 2 * steps / READER_STEPS) for steps in left)
+    for _ in train(model, ([prompts.reading(corpus)] for _ in left), rates):
+        pass
+    _save(model, reader)
+
+
+def train(
+    model: torch.nn.Module, steps: Iterable[list[Row]], rates: Iterable[float]
+) -> Iterator[int]:
+    """Trains on the rows of each step at its learning rate; gives the number of each step done."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98))
+    for step, (rows, rate) in enumerate(zip(steps, rates, strict=True), start=1):
+        optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
-        loss.backward()
+        loss_of(model, rows).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step in (STUDENT_STEPS, TEACHER_STEPS):
-            _save(model, student if step == STUDENT_STEPS else teacher)
+        yield step
 
 
 def loss_of(model: torch.nn.Module, rows: list[Row]) -> torch.Tensor:

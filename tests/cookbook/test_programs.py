@@ -11,7 +11,7 @@ from lockstep.cli import main
 from lockstep.store.run import load_run
 
 RECIPES = "tinker_cookbook.recipes"
-STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"
+STUDENT, TEACHER, READER = "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-4B-Instruct-2507"
 HERE = Path(__file__).parent
 MODEL = {"model_name": STUDENT, "behavior_if_log_dir_exists": "delete"}
 QUIET = {"eval_every": 0, "save_every": 0}
@@ -126,9 +126,9 @@ def test_on_policy_distillation_nears_the_teacher(start):
 
 def test_rl_numerics_check_finds_no_gap_over_thirty_turns(start):
     program = start(
-        ("-m", f"{RECIPES}.rl_numerics_check.train"), **MODEL, save_every=0,
-        renderer_name="qwen3_instruct", group_size=2, groups_per_batch=4, max_tokens=64,
-        max_steps=2, max_trajectory_tokens=6000,
+        ("-m", f"{RECIPES}.rl_numerics_check.train"), **MODEL | {"model_name": READER},
+        save_every=0, renderer_name="qwen3_instruct", group_size=2, groups_per_batch=4,
+        max_tokens=64, max_steps=2, max_trajectory_tokens=6000,
         **{"task.num_pages_min": 28, "task.num_pages_max": 32, "task.page_chars": 40},
     ).wait()  # fmt: skip
     assert_exact(program)
