@@ -1,4 +1,4 @@
-"""Shared by all tests: what is set before torch starts, and the fast and the full counts."""
+"""Shared by all tests: what is set before torch starts."""
 
 import os
 
@@ -12,6 +12,3 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 from lockstep.ops.invariant import ask_for_reproducible_gemm
 
 ask_for_reproducible_gemm()  # read at the first GEMM of the process, whichever test that is in
-
-PROOF = os.environ.get("LOCKSTEP_PROOF") == "1"
-"""True under `make proof`: property tests and schedules run their full counts."""

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import PROOF
+from full_counts import PROOF
 
 from lockstep.cli import OK, main
 from lockstep.ops.context import take_rows

@@ -72,8 +72,9 @@ def answer(text):
     return Message(role="assistant", content=text)
 
 
-def test_every_example_has_a_test_here():
-    assert NAMES == ["my_engine", "my_environment", "my_loss", "my_metric", "my_renderer"]
+def test_every_example_has_a_test():
+    tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    assert NAMES and [name for name in NAMES if name not in tests] == []
 
 
 def test_the_environment_rewards_the_right_answer():

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from conftest import PROOF
+from full_counts import PROOF
 from schedules import (
     DTYPES,
     MODELS,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import PROOF
+from full_counts import PROOF
 
 from lockstep.agent.buffer import deal_tasks
 from lockstep.cli import main

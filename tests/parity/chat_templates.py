@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 import jinja2.sandbox
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import strategies as st
 from real_tokenizers import directory_of, shipped_tokenizer_of
 

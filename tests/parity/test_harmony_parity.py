@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_tokenizers import harmony_encoding, o200k_harmony

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import pytest
 from chat_templates import CHECKED, SEARCH, TEXTS, shipped_ids, template_text
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_tokenizers import tokenizer_of

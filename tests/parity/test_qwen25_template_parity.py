@@ -17,7 +17,7 @@ from chat_templates import (
     shipped_ids,
     template_text,
 )
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_tokenizers import tokenizer_of

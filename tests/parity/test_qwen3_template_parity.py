@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import pytest
 from chat_templates import function_of, shipped_ids, template_text
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_tokenizers import directory_of, tokenizer_of

@@ -18,7 +18,7 @@ from chat_templates import (
     TEXTS,
     function_of,
 )
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_tokenizers import shipped_tokenizer_of, tokenizer_of

@@ -5,7 +5,7 @@ import random
 import unicodedata
 
 import pytest
-from conftest import PROOF
+from full_counts import PROOF
 from real_tokenizers import NAMES, shipped_tokenizer_of, tokenizer_of
 
 SCRIPTS = (

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import settings
 from hypothesis import strategies as st
 

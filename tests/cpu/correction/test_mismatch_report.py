@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,6 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from conftest import PROOF
 from engine_models import (
     VOCAB,
     ask,
@@ -17,6 +16,7 @@ from engine_models import (
     reply_of,
     request,
 )
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

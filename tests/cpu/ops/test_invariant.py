@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from attention_formula import reference_attention
-from conftest import PROOF
+from full_counts import PROOF
 
 from lockstep.ops import head, invariant
 from lockstep.ops.base import Ops

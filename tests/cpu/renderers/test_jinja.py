@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_templates import (

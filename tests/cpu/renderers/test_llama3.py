@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from written_turns import any_ids, ids_of
 

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer

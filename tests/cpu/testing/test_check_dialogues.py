@@ -4,7 +4,7 @@ The full counts on real tokenizers: docs/proof/dialogues.py."""
 import random
 
 import pytest
-from conftest import PROOF
+from full_counts import PROOF
 
 from lockstep.errors import RendererError
 from lockstep.renderers.chatml import ChatMLRenderer

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from conftest import PROOF
+from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
