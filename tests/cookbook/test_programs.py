@@ -72,7 +72,7 @@ def test_guess_number_plays_several_turns_with_the_loss_in_place_of_the_unpublis
 
 def test_rl_loop_trains(start):
     program = start(
-        ("-m", f"{RECIPES}.rl_loop"), model_name=STUDENT, batch_size=16, group_size=8,
+        ("-m", f"{RECIPES}.rl_loop"), model_name=STUDENT, batch_size=32, group_size=16,
         max_tokens=12, max_steps=3, save_every=1, learning_rate=1e-3,
     ).wait()  # fmt: skip
     assert max(program.rows("reward/total")) > 0
