@@ -6,6 +6,7 @@ Every error is a DataError that begins with the file and, where there is one, th
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,13 +119,26 @@ def locate_data(path: str, *, patterns: Sequence[str], examples: str = "") -> Pa
 
 
 def read_rows(file: Path, *, columns: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of a .jsonl, .csv or .parquet file. columns: those that are needed; others
+    """The rows of a .jsonl, .json, .csv or .parquet file. columns: those that are needed; others
     are not read from a parquet file that has these."""
     if file.suffix == ".parquet":
         return _parquet_rows(file, columns)
     if file.suffix == ".csv":
         return _csv_rows(file)
+    if file.suffix == ".json":
+        return _json_rows(file)
     return ((f"{file}:{line}", record) for line, record in read_jsonl(file))
+
+
+def _json_rows(file: Path) -> Iterator[Row]:
+    try:
+        records = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read as JSON: {error}.") from error
+    if not isinstance(records, list):
+        raise DataError(f"{file}: expected a list of objects, found {type(records).__name__}.")
+    for number, record in enumerate(records, start=1):
+        yield f"{file}:row {number}", record
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
