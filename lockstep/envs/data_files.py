@@ -111,9 +111,10 @@ def locate_data(path: str, *, patterns: Sequence[str], examples: str = "") -> Pa
     try:
         return Path(snapshot_download(path, repo_type="dataset", allow_patterns=list(patterns)))
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
+        said = " ".join(str(error).split())
         raise DataError(
             f"task.path={path}: no such file, and the Hugging Face hub gave no answer "
-            f"({type(error).__name__}: {error}). On a machine that reaches it: `hf download "
+            f"({type(error).__name__}: {said}). On a machine that reaches it: `hf download "
             f"--repo-type dataset {path} --local-dir DIR`; then task.path=DIR."
         ) from error
 

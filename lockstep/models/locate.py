@@ -64,7 +64,9 @@ def fetch(
             )
         )
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
+        said = " ".join(str(error).split())
         raise CheckpointError(
             f"{option}={name}: no such directory, and no download from the Hugging Face hub "
-            f"({type(error).__name__}: {error})."
+            f"({type(error).__name__}: {said}). On a machine that reaches it: "
+            f"`hf download {name} --local-dir DIR`; then {option}=DIR."
         ) from error
