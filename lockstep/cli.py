@@ -166,6 +166,7 @@ def _train(options: argparse.Namespace) -> int:
 
     example: lockstep train quickstart steps=30 seed=1 model=tiny-qwen3
     """
+    from lockstep.models.locate import CONFIG_FILES
     from lockstep.recipes import find_recipe
     from lockstep.run.preflight import plan, preflight
     from lockstep.store.run import check_place
@@ -180,7 +181,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         if run is None and "out" in own:
             check_place(own["out"])
-        lines = plan(config, preflight(config))
+        lines = plan(config, preflight(config, files=CONFIG_FILES))
         text = file_form(config) + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
