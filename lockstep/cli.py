@@ -182,7 +182,7 @@ def _train(options: argparse.Namespace) -> int:
         if run is None and "out" in own:
             check_place(own["out"])
         lines = plan(config, preflight(config, files=CONFIG_FILES))
-        text = file_form(config) + "\n".join(f"# {line}" for line in lines)
+        text = file_form(config, always=("name", "model", "steps")) + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
     view = "json" if options.json else "live"

@@ -99,9 +99,10 @@ def _overlaid(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return out
 
 
-def file_form(config: Any) -> str:
-    """The YAML text of a file that holds `config`."""
-    return yaml.safe_dump(changes(config), sort_keys=False, allow_unicode=True, width=100)
+def file_form(config: Any, *, always: Sequence[str] = ()) -> str:
+    """The YAML text of a file that holds `config`: what differs from the defaults, and `always`."""
+    tree = {name: getattr(config, name) for name in always} | changes(config)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
 
 
 def changes(config: Any) -> dict[str, Any]:
