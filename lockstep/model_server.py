@@ -25,6 +25,7 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.config import from_dict, resolve, to_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError, RunError
+from lockstep.launch.event_loop import run_to_end
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
@@ -358,7 +359,7 @@ def serve(served: Served, *, key: str, out: str | Path | None, is_json: bool) ->
                 text = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found.items())
                 print(json.dumps(found) if is_json else text, flush=True)
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def _facts(server: ModelServer, served: Served, key: str) -> dict[str, Any]:
