@@ -388,17 +388,13 @@ def _replay(options: argparse.Namespace) -> int:
 
     example: lockstep replay 'runs/quickstart-20260101-120000#0'
     """
-    from lockstep.doctor.inputs.base import Facts
-    from lockstep.doctor.replay import find, show
-    from lockstep.doctor.tokenization import find_tokenization
+    from lockstep.doctor.replay import show
 
-    replay = find(options.target)
+    replay = lockstep.replay(options.target)
     if options.json:
         print(json.dumps(replay.to_json(), allow_nan=False))
         return OK
-    facts = Facts(trainer="lockstep", model=str(replay.run.config.get("model", "")))
-    tokenizer = find_tokenization(facts).tokenizer
-    show(replay, tokenizer, _console(width=100), has_all_tokens=options.tokens)
+    show(replay, replay.tokenizer(), _console(width=100), has_all_tokens=options.tokens)
     return OK
 
 

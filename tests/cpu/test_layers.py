@@ -14,6 +14,7 @@ PACKAGE = ROOT / "lockstep"
 
 ROWS = [
     ["errors"],
+    ["display"],
     ["types", "children", "config"],
     ["ops", "renderers", "observe", "store", "launch"],
     ["models", "report", "correction"],
