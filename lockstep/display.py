@@ -101,13 +101,11 @@ class Chart:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the chart to an .svg file. Returns its path."""
         path = Path(path)
-        path.write_text(self._repr_svg_(), encoding="utf-8")
+        path.write_text(self._repr_html_(), encoding="utf-8")
         return path
 
     def _repr_html_(self) -> str:
-        return self._repr_svg_()
-
-    def _repr_svg_(self) -> str:
+        """SVG as a part of the page, whose colours it takes."""
         drawn = {name: _points(*series) for name, series in self.series.items()}
         points = [point for curve in drawn.values() for point in curve]
         steps, values = [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]

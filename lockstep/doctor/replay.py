@@ -42,7 +42,7 @@ class Replay:
         return f"Replay({self.record.trajectory!r}, leaf {self.leaf})"
 
     def _repr_html_(self) -> str:
-        """What the command prints, in its colours."""
+        """The output of the command, in its colours."""
         console = Console(
             file=io.StringIO(), record=True, width=100, force_jupyter=False, highlight=False
         )

@@ -1,5 +1,5 @@
-"""A run that shows itself in a notebook: a chart and a table in the output of the cell, drawn anew at
-each step. They are plain HTML, so that they stay in the file, and need no widgets."""
+"""A run that shows itself in a notebook: a chart and a table in the output of the cell, drawn anew
+at each step. They are plain HTML, so that they stay in the file, and need no widgets."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class NotebookPanel:
         notes = "".join(f"<div>{escape(note)}</div>" for note in self._notes)
         about = escape("\n".join(self._start))
         folded = f"<details><summary>settings</summary><pre>{about}</pre></details>"
-        curves = chart._repr_svg_() if chart.series else ""
+        curves = chart._repr_html_() if chart.series else ""
         return block(title, curves, last, notes, folded if about else "")
 
 
@@ -101,8 +101,8 @@ def find_cell() -> Show | None:
     """Draws in the output of the cell that runs; None outside of a notebook."""
     if "IPython" not in sys.modules:
         return None
-    from IPython import get_ipython  # pyright: ignore[reportPrivateImportUsage]
-    from IPython.display import display
+    from IPython import get_ipython  # pyright: ignore[reportMissingImports]
+    from IPython.display import display  # pyright: ignore[reportMissingImports]
 
     if not hasattr(get_ipython(), "kernel"):
         return None

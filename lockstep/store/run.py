@@ -300,7 +300,7 @@ class Run:
         settings = [(name, config[name]) for name in ("name", "model", "steps") if name in config]
         steps = ", ".join(map(str, self.checkpoints())) or "none yet"
         rows = [*settings, ("checkpoints", steps), ("report", str(self.path / "report.html"))]
-        return block(repr(self), self.plot()._repr_svg_(), table(rows))
+        return block(repr(self), self.plot()._repr_html_(), table(rows))
 
     def plot(self, *names: str) -> Chart:
         """Curves of these metrics; without a name, of the reward and the held-out means, or of the
