@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lockstep
-from lockstep.config import describe, differences, dumps, from_dict, resolve, to_dict
+from lockstep.config import (
+    FILE_FORMS,
+    describe,
+    differences,
+    dumps,
+    file_form,
+    from_dict,
+    resolve,
+    to_dict,
+)
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
@@ -172,7 +181,7 @@ def _train(options: argparse.Namespace) -> int:
         if run is None and "out" in own:
             check_place(own["out"])
         lines = plan(config, preflight(config))
-        text = "\n".join((dumps(config).rstrip(), *lines))
+        text = file_form(config) + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
     view = "json" if options.json else "live"
@@ -454,7 +463,7 @@ def _training_config(
     target: str | None, settings: list[str], own: dict[str, str]
 ) -> tuple[Any, Path | None, tuple[Path, int | None] | None]:
     """(config, run to continue or None, (run, step) to start from or None)."""
-    from lockstep.recipes import find_recipe
+    from lockstep.recipes import configure, read_config
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
 
@@ -471,15 +480,8 @@ def _training_config(
         raise ConfigError(
             "which recipe? For example: lockstep train quickstart. `lockstep recipes` lists them."
         )
-    elif path is not None:
-        try:
-            config = from_dict(Config, json.loads(path.read_text()))
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}.") from None
     else:
-        config = find_recipe(target)
+        config = configure(target, overrides=settings) if not path else read_config(path, settings)
     if not is_resume:
         return config, None, fork
     where = own.get("out") or (str(path.parent) if path else "")
@@ -500,11 +502,11 @@ def _training_config(
 
 
 def _config_file(target: str | None) -> Path | None:
-    """The config.json that a target means: a file, or a run directory that holds one."""
+    """The file of settings that a target means: itself, or the config.json of a run directory."""
     path = Path(target or "")
     if target and path.is_dir():
         path = path / "config.json"
-    return path if path.suffix == ".json" and path.is_file() else None
+    return path if path.suffix in FILE_FORMS and path.is_file() else None
 
 
 def _run_at(text: str) -> tuple[Path, int | None]:
@@ -618,7 +620,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
     "train": (
         _train,
         (
-            _arg("target", "RECIPE|config.json|RUN", nargs="?"),
+            _arg("target", "RECIPE|FILE.yaml|RUN", nargs="?"),
             _arg(
                 "settings",
                 "key=value",

@@ -15,6 +15,7 @@ import lockstep.envs.openenv
 import lockstep.envs.reasoning_gym.config
 import lockstep.envs.verifiers.config  # noqa: F401
 from lockstep.agent.config import AgentConfig
+from lockstep.envs.custom import CustomConfig
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.envs.docsearch.demonstrations import SearchDemonstrationsConfig
 from lockstep.envs.instructions.config import InstructionsConfig
@@ -110,6 +111,14 @@ def quickstart_ppo() -> Config:
         advantage=GAE(),
         critic=CriticConfig(lr=2e-3, updates_per_batch=2, clip=0.2),
     )
+
+
+@recipe
+def custom() -> Config:
+    """Your model, tools, reward and tasks: model=DIR task.tools=mytools.py:search
+    task.reward=mytools.py:reward task.path=tasks.jsonl. What you leave open follows the size of the
+    model and the number of tasks."""
+    return _own(name="custom", model="", task=CustomConfig(), max_tokens=2048)
 
 
 @recipe
