@@ -5,6 +5,7 @@ of both sides. Only what is stored is read: no model is loaded.
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -43,13 +44,7 @@ class Replay:
 
     def _repr_html_(self) -> str:
         """The output of the command, in its colours."""
-        console = Console(
-            file=io.StringIO(), record=True, width=100, force_jupyter=False, highlight=False
-        )
-        show(self, self.tokenizer(), console)
-        style = "white-space:pre;overflow-x:auto;line-height:1.3;font-size:12px"
-        form = f'<pre style="{style}"><code>{{code}}</code></pre>'
-        return console.export_html(inline_styles=True, code_format=form)
+        return as_html(lambda console: show(self, self.tokenizer(), console))
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's model; None where it is not on this machine."""
@@ -115,6 +110,17 @@ def find(target: str) -> Replay:
         shown = ", ".join(map(str, leaves))
         raise RunError(f"trajectory {trajectory.id} has no leaf {leaf}; it has {shown}.")
     return Replay(run=run, record=record, split=split, leaf=leaf)
+
+
+def as_html(show: Callable[[Console], None]) -> str:
+    """The text that `show` prints to a terminal, in its colours."""
+    console = Console(
+        file=io.StringIO(), record=True, width=100, force_jupyter=False, highlight=False
+    )
+    show(console)
+    style = "white-space:pre;overflow-x:auto;line-height:1.3;font-size:12px"
+    form = f'<pre style="{style}"><code>{{code}}</code></pre>'
+    return console.export_html(inline_styles=True, code_format=form)
 
 
 def show(

@@ -86,6 +86,9 @@ class Outcome:
             rows.append(("go on", "the same call with resume=True and out= this run"))
         return block(f"{self.status}: {self.path}", table(rows))
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @property
     def run(self) -> Run:
         """The run, for reading: `outcome.run.plot()`."""
@@ -301,6 +304,9 @@ class Run:
         steps = ", ".join(map(str, self.checkpoints())) or "none yet"
         rows = [*settings, ("checkpoints", steps), ("report", str(self.path / "report.html"))]
         return block(repr(self), self.plot()._repr_html_(), table(rows))
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     def plot(self, *names: str) -> Chart:
         """Curves of these metrics; without a name, of the reward and the held-out means, or of the

@@ -28,6 +28,7 @@ ROWS = [
     ["tinker"],
     ["tinker_server"],
     ["model_server"],
+    ["verbs"],
     ["testing"],
     ["cli"],
 ]
