@@ -249,7 +249,7 @@ def _sft(options: argparse.Namespace) -> int:
     """
     from lockstep.recipes import find_supervised_recipe
     from lockstep.store.run import check_place
-    from lockstep.supervised import check_supervised, train_supervised
+    from lockstep.supervised import check_supervised
 
     settings, own = _split(options.settings, "sft", "out")
     if options.help:
@@ -263,7 +263,7 @@ def _sft(options: argparse.Namespace) -> int:
         print(dumps(config), end="")
         return OK
     view = "json" if options.json else "live"
-    return _finish(train_supervised(config, out=own.get("out"), view=view), options)
+    return _finish(lockstep.train_supervised(config, out=own.get("out"), view=view), options)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -271,17 +271,11 @@ def _eval(options: argparse.Namespace) -> int:
 
     example: lockstep eval runs/quickstart-20260101-120000 evaluation.num_tasks=512
     """
-    from lockstep.run.train import evaluate
-    from lockstep.run_config import Config
-    from lockstep.store.run import load_run
-
     settings, _ = _split(options.settings, "eval")
-    path, step = _run_at(options.target)
-    config = resolve(from_dict(Config, load_run(path).config), settings)
-    metrics, name = evaluate(config, path, step=step)
-    lines = [f"  {key:<40} {value:8.4f}" for key, value in metrics.items()]
-    value = {"run": str(path), "checkpoint": name, "metrics": metrics}
-    _print(options, value, "\n".join((f"{path} at {name}", *lines)))
+    found = lockstep.evaluate(options.target, overrides=settings)
+    lines = [f"  {key:<40} {value:8.4f}" for key, value in found.metrics.items()]
+    value = {"run": str(found.run), "checkpoint": found.checkpoint, "metrics": found.metrics}
+    _print(options, value, "\n".join((f"{found.run} at {found.checkpoint}", *lines)))
     return OK
 
 
@@ -290,15 +284,7 @@ def _report(options: argparse.Namespace) -> int:
 
     example: lockstep report runs/a runs/b --out both.html
     """
-    from lockstep.report.document import write_report
-    from lockstep.run.build import tokenizer_of
-    from lockstep.store.run import load_run
-
-    runs = [load_run(path) for path in options.runs]
-    place = Path(options.runs[0]) if len(runs) == 1 else Path()
-    out = Path(options.out or place / "report.html")
-    tokenizers = [tokenizer_of(run.config) for run in runs]
-    write_report(runs, out, tokenizers=tokenizers, warn=_warn)
+    out = lockstep.write_report(*options.runs, out=options.out, warn=_warn)
     _print(options, {"report": str(out)}, str(out))
     return OK
 
@@ -309,7 +295,7 @@ def _serve(options: argparse.Namespace) -> int:
     example: lockstep serve tiny-qwen3 --port 8000 --out runs/served
              lockstep serve tiny-gpt-oss --api agents,tinker --out runs/both
     """
-    from lockstep.model_server import find_served, serve
+    from lockstep.model_server import find_served
 
     settings = list(options.settings)
     for name in ("host", "port"):
@@ -329,7 +315,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.key:  # the command line is stored with the run
         sys.argv = [word.replace(options.key, "***") for word in sys.argv]
     with contextlib.suppress(KeyboardInterrupt):
-        serve(served, key=key, out=options.out or None, is_json=options.json)
+        lockstep.serve(served, key=key, out=options.out or None, is_json=options.json)
     # Everything is stored; a late Ctrl-C would end the interpreter as if it had been killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return OK
@@ -340,7 +326,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
     example: lockstep doctor runs/quickstart-20260101-120000
     """
-    from lockstep.doctor.diagnose import diagnose
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.terminal import show
 
@@ -351,7 +336,7 @@ def _doctor(options: argparse.Namespace) -> int:
             f"{options.settings[0]} belongs to --ladder, which plays a recipe; a "
             "run or a dump is only read."
         )
-    diagnosis = diagnose(
+    diagnosis = lockstep.diagnose(
         options.target,
         format=options.format,
         only=options.only,
@@ -378,9 +363,10 @@ def _ladder(options: argparse.Namespace) -> int:
     from lockstep.doctor.ladder import climb
     from lockstep.run.build import checkpoint_of
     from lockstep.store.run import load_run
+    from lockstep.verbs import run_at
 
     settings, _ = _split(options.settings, "doctor --ladder")
-    path, step = _run_at(options.target)
+    path, step = run_at(options.target)
     weights = None
     if (path / "environment.json").is_file():
         weights = checkpoint_of(load_run(path), step) / "policy"
@@ -398,17 +384,13 @@ def _replay(options: argparse.Namespace) -> int:
 
     example: lockstep replay 'runs/quickstart-20260101-120000#0'
     """
-    from lockstep.doctor.inputs.base import Facts
-    from lockstep.doctor.replay import find, show
-    from lockstep.doctor.tokenization import find_tokenization
+    from lockstep.doctor.replay import show
 
-    replay = find(options.target)
+    replay = lockstep.replay(options.target)
     if options.json:
         print(json.dumps(replay.to_json(), allow_nan=False))
         return OK
-    facts = Facts(trainer="lockstep", model=str(replay.run.config.get("model", "")))
-    tokenizer = find_tokenization(facts).tokenizer
-    show(replay, tokenizer, _console(width=100), has_all_tokens=options.tokens)
+    show(replay, replay.tokenizer(), _console(width=100), has_all_tokens=options.tokens)
     return OK
 
 
@@ -417,16 +399,13 @@ def _render(options: argparse.Namespace) -> int:
 
     example: lockstep render tiny-gpt-oss messages.json
     """
-    from lockstep.doctor.rendering import find_renderer, read_dialogue, show, to_json
-    from lockstep.renderers.origins import trace
-
-    messages, tools = read_dialogue(options.messages, tools_path=options.tools)
-    renderer = find_renderer(options.model, renderer=options.renderer)
-    rendering = trace(renderer, messages, tools)
+    rendered = lockstep.render(
+        options.model, options.messages, tools=options.tools, renderer=options.renderer
+    )
     if options.json:
-        print(json.dumps(to_json(rendering, renderer, options.model)))
+        print(json.dumps(rendered.to_json()))
     else:
-        show(rendering, renderer, options.model, _console(width=100))
+        rendered.show(_console(width=100))
     return OK
 
 
@@ -435,10 +414,10 @@ def _export(options: argparse.Namespace) -> int:
 
     example: lockstep export runs/quickstart-20260101-120000 --hf my-model
     """
-    from lockstep.run.build import export_checkpoint
+    from lockstep.verbs import run_at
 
-    path, step = _run_at(options.target)
-    name = export_checkpoint(path, Path(options.hf), step=step, is_merged=options.merged)
+    path, _ = run_at(options.target)
+    name = lockstep.export(options.target, options.hf, merged=options.merged)
     value = {"run": str(path), "checkpoint": name, "hf": options.hf}
     _print(options, value, f"{path} at {name} -> {options.hf}")
     return OK
@@ -449,13 +428,7 @@ def _recipes(options: argparse.Namespace) -> int:
 
     example: lockstep recipes
     """
-    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
-
-    rows = [
-        {"verb": verb, "name": name, "about": " ".join((recipe.__doc__ or "").split())}
-        for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES))
-        for name, recipe in recipes.items()
-    ]
+    rows = lockstep.list_recipes()
     lines = [f"lockstep {row['verb']} {row['name']}\n{_indent(row['about'])}" for row in rows]
     _print(options, rows, "\n".join(lines))
     return OK
@@ -471,11 +444,12 @@ def _training_config(
     from lockstep.recipes import configure, read_config
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
+    from lockstep.verbs import run_at
 
     if (resume := own.get("resume", "false").lower()) not in ("true", "false"):
         raise ConfigError(f"resume={resume}: expected true or false.")
     is_resume = resume == "true"
-    fork = _run_at(own["from"]) if "from" in own else None
+    fork = run_at(own["from"]) if "from" in own else None
     if is_resume and fork:
         raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
     path = _config_file(target)
@@ -512,16 +486,6 @@ def _config_file(target: str | None) -> Path | None:
     if target and path.is_dir():
         path = path / "config.json"
     return path if path.suffix in FILE_FORMS and path.is_file() else None
-
-
-def _run_at(text: str) -> tuple[Path, int | None]:
-    """`RUN@STEP` or `RUN`: the step is None for the checkpoint that the verb prefers."""
-    path, at, step = text.rpartition("@")
-    if not at:
-        return Path(text), None
-    if not step.isdigit():
-        raise ConfigError(f"{text!r}: expected RUN@STEP with a whole number for STEP.")
-    return Path(path), int(step)
 
 
 def _split(settings: Sequence[str], verb: str, *allowed: str) -> tuple[list[str], dict[str, str]]:
@@ -738,7 +702,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"start here: lockstep train quickstart\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"lockstep {_version()}")
+    parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (run, arguments) in COMMANDS.items():
         about, _, example = (run.__doc__ or "").partition("\n\n")
@@ -775,15 +739,6 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
             options.settings.insert(0, options.target)
             options.target = None
     return options
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("lockstep-rl")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def overlaid(config: T, tree: Mapping[str, Any]) -> T:
     """
     hints = _hints(type(config))
     plain = {key: _plain(value, hints.get(key)) for key, value in tree.items()}
-    return from_dict(type(config), _overlaid(to_dict(config), nested(plain)))
+    return from_dict(type(config), merged(to_dict(config), nested(plain)))
 
 
 def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,11 +78,11 @@ def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
         below = nested(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
         for part in reversed(str(key).split(".")):
             key, below = part, {part: below}
-        out = _overlaid(out, below)
+        out = merged(out, below)
     return out
 
 
-def _overlaid(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`tree` with `changes` over it; another kind begins with its own defaults."""
     out = dict(tree)
     for key, value in changes.items():
@@ -94,7 +94,7 @@ def _overlaid(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
                 value = {"type": value}
             new = cast(Mapping[str, Any], value)
             if isinstance(value, Mapping) and new.get("type", kind) == kind:
-                value = _overlaid(below, new)
+                value = merged(below, new)
         out[key] = value
     return out
 

@@ -25,7 +25,7 @@ from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.run_dump import MONITOR, prompt_length, replies
 from lockstep.doctor.tokenization import Tokenization
 from lockstep.errors import ConfigError
-from lockstep.recipes import custom_config
+from lockstep.recipes import custom_config, find_config
 from lockstep.renderers.base import Renderer
 from lockstep.run.train import train as train_without_monitor
 from lockstep.run.train import train_side_by_side as train_side_by_side_without_monitor
@@ -147,7 +147,7 @@ def rows_of(step: int, samples: Sequence[Sample], groups: Sequence[Group], *, ve
 
 
 def train(
-    config: Config | None = None,
+    config: Config | str | Path | None = None,
     *,
     out: str | Path | None = None,
     resume: bool = False,
@@ -157,9 +157,10 @@ def train(
 ) -> Outcome:
     """Trains, and returns how the run ended. Its rows are checked by the doctor at each step.
 
-    config: all settings. In its place: `model=`, `tools=[function, ...]`, `reward=function`,
-    `tasks=` a file, a data set of the Hugging Face hub or a list, and any other setting as in a
-    file, as for the recipe `custom` (`lockstep.recipes.custom_config`). Other arguments: see
+    config: all settings, or the name of a recipe or of a file of settings, with other settings
+    over it. In its place: `model=`, `tools=[function, ...]`, `reward=function`, `tasks=` a file, a
+    data set of the Hugging Face hub or a list, and any other setting as in a file, as for the
+    recipe `custom` (`lockstep.recipes.custom_config`). Other arguments: see
     `lockstep.run.train.train`.
 
     >>> def reward(episode):
@@ -168,6 +169,8 @@ def train(
     """
     if config is None:
         config = custom_config(**settings)
+    elif isinstance(config, (str, Path)):
+        config = find_config(config, settings)
     elif settings:
         raise ConfigError(
             f"train(config) takes no {next(iter(settings))}=: change the config "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import itertools
 import json
@@ -22,6 +21,7 @@ from lockstep.agent.tools import Tool, ToolEnvironment, ToolLimits, in_daemon_th
 from lockstep.config import require
 from lockstep.envs.data_files import SUFFIXES, locate_data, read_rows, split_tasks
 from lockstep.errors import ConfigError, DataError
+from lockstep.launch.event_loop import run_to_end
 from lockstep.types import Message, Task
 
 FORMATS = (*SUFFIXES, ".json")
@@ -97,7 +97,7 @@ class CustomConfig(TaskConfig):
         reward, (task, *_) = self._reward, self.splits["train"]
         environment = CustomEnvironment(self, task, ToolLimits())
         try:
-            asyncio.run(guarded(partial(environment.score_by, reward), seconds=TRIAL_SECONDS))
+            run_to_end(guarded(partial(environment.score_by, reward), seconds=TRIAL_SECONDS))
         except (ConfigError, DataError):
             raise
         except Exception as error:

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agent.references import check_not_importing, reference_to
-from lockstep.config import flatten, from_dict, nested, overlaid, read_tree, resolve
+from lockstep.config import (
+    FILE_FORMS,
+    flatten,
+    from_dict,
+    merged,
+    nested,
+    overlaid,
+    read_tree,
+    resolve,
+)
 from lockstep.envs.custom import MAX_TASKS, CustomConfig, Reward
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
@@ -47,10 +56,19 @@ def configure(
     return fitted(config, given) if recipe in FITTED else config
 
 
-def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def find_config(target: str | Path, settings: Mapping[str, Any]) -> Config:
+    """The config of a recipe, or of a file of settings, with other settings as in a file."""
+    if Path(target).suffix in FILE_FORMS:
+        return read_config(Path(target), tree=settings)
+    return configure(str(target), tree=settings)
+
+
+def read_config(
+    path: Path, overrides: Sequence[str] = (), *, tree: Mapping[str, Any] | None = None
+) -> Config:
     """The config of a JSON, YAML or TOML file. Its key `recipe` names a recipe that its settings go
-    over; without it, what the file leaves open has its default."""
-    tree = nested(read_tree(path))
+    over; without it, what the file leaves open has its default. tree: settings over the file's."""
+    tree = merged(nested(read_tree(path)), nested(tree or {}))
     recipe = tree.pop("recipe", None)
     try:
         if recipe is not None:

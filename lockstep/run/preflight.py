@@ -25,6 +25,7 @@ from lockstep.errors import (
     MissingExtraError,
     RendererError,
 )
+from lockstep.launch.event_loop import run_to_end
 from lockstep.memory import GIB, Device, MemoryPlan, PlanFacts, available_bytes, plan_memory
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
@@ -417,7 +418,6 @@ class RendererFile:
 def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> None:
     """Renders the first task's prompt: a format that cannot write it, or a budget that cannot hold
     it, fails here and not in every episode."""
-    import asyncio
 
     async def first_prompt() -> int:
         environment = config.task.environment(task, config.agent)
@@ -431,7 +431,7 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
         finally:
             await environment.close()
 
-    size = asyncio.run(first_prompt())
+    size = run_to_end(first_prompt())
     if size + 1 >= config.max_tokens:
         raise ConfigError(
             f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: "

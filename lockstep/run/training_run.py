@@ -352,7 +352,7 @@ class TrainingRun:
         tokenizer = tokenizer_of(to_dict(self.config))
         write_report([run], self.path / "report.html", tokenizers=[tokenizer], warn=self.warn)
         out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
-        if rewards := run.column("reward/mean")[1]:
+        if rewards := run.values("reward/mean"):
             last = rewards[-10:]
             out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
         tested = [{k: v for k, v in r.items() if k.startswith("eval/")} for r in run.metrics]
