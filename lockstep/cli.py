@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import shlex
@@ -12,11 +13,24 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import lockstep
-from lockstep.config import describe, differences, dumps, from_dict, resolve, to_dict
+from lockstep.config import (
+    describe,
+    did_you_mean,
+    differences,
+    dumps,
+    field_docs,
+    flatten,
+    from_dict,
+    resolve,
+    to_dict,
+    unchecked,
+)
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +42,9 @@ from lockstep.errors import (
     RunError,
     printable,
 )
+from lockstep.habits import VERBS, hint
+
+T = TypeVar("T")
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
@@ -100,6 +117,7 @@ def _main(argv: Sequence[str] | None) -> int:
     end_by_sigterm()
     try:
         _import_plugins(options.plugin)
+        _check_is_run(options)
         with _faults(options):
             return options.run(options)
     except (LockstepError, OSError) as error:
@@ -159,18 +177,18 @@ def _train(options: argparse.Namespace) -> int:
     """
     from lockstep.recipes import find_recipe
     from lockstep.run.preflight import plan, preflight
-    from lockstep.store.run import check_place
+    from lockstep.run_config import Config
+    from lockstep.store.run import check_place, default_run_path
 
     settings, own = _split(options.settings, "train", *RESERVED)
     if options.help:
-        return _show_settings(options, lambda name: resolve(find_recipe(name), settings))
+        return _show_settings(options, find_recipe, Config)
     if options.beside:
         return _train_side_by_side(options, settings, own)
     config, run, start = _training_config(options.target, settings, own)
-    config = resolve(config, settings)
+    if run is None:
+        check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
-        if run is None and "out" in own:
-            check_place(own["out"])
         lines = plan(config, preflight(config))
         text = "\n".join((dumps(config).rstrip(), *lines))
         _print(options, {"config": to_dict(config), "plan": lines}, text)
@@ -197,7 +215,6 @@ def _train_side_by_side(
         if words and "=" not in words[0]:
             target, *changed = words
         config, run, _ = _training_config(target, changed, own)
-        config = resolve(config, changed)
         runs.append((run or out / config.name, config))
     check_side_by_side([config for _, config in runs])
     configs = dict(runs)
@@ -238,16 +255,17 @@ def _sft(options: argparse.Namespace) -> int:
     example: lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200
     """
     from lockstep.recipes import find_supervised_recipe
-    from lockstep.store.run import check_place
+    from lockstep.run_config import SupervisedConfig
+    from lockstep.store.run import check_place, default_run_path
     from lockstep.supervised import check_supervised, train_supervised
 
     settings, own = _split(options.settings, "sft", "out")
     if options.help:
-        return _show_settings(options, lambda name: resolve(find_supervised_recipe(name), settings))
-    config = resolve(find_supervised_recipe(options.target or "sft"), settings)
+        return _show_settings(options, find_supervised_recipe, SupervisedConfig)
+    name = options.target or "sft"
+    config = _resolved(lambda: find_supervised_recipe(name), settings, SupervisedConfig)
+    check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
-        if "out" in own:
-            check_place(own["out"])
         if not config.create:  # what is created is checked then
             check_supervised(config)
         print(dumps(config), end="")
@@ -300,6 +318,7 @@ def _serve(options: argparse.Namespace) -> int:
              lockstep serve tiny-gpt-oss --api agents,tinker --out runs/both
     """
     from lockstep.model_server import find_served, serve
+    from lockstep.run_config import ServeConfig
 
     settings = list(options.settings)
     for name in ("host", "port"):
@@ -308,7 +327,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.api:
         settings.append(f"api={options.api}")
     if options.help:
-        return _show_settings(options, lambda target: find_served(target, settings).config)
+        return _show_settings(options, lambda target: find_served(target, []).config, ServeConfig)
     if not options.target:
         raise ConfigError("which model? For example: lockstep serve tiny-qwen3.")
     served = find_served(options.target, settings)
@@ -374,11 +393,8 @@ def _ladder(options: argparse.Namespace) -> int:
     weights = None
     if (path / "environment.json").is_file():
         weights = checkpoint_of(load_run(path), step) / "policy"
-    config, _, _ = _training_config(str(path), [], {})
-    ladder = climb(
-        resolve(config, settings),
-        weights=weights,
-    )
+    config, _, _ = _training_config(str(path), settings, {})
+    ladder = climb(config, weights=weights)
     _print(options, ladder.to_json(), ladder.summary())
     return EXIT_CODES["differs" if ladder.culprits else "consistent"]
 
@@ -458,7 +474,6 @@ def _training_config(
     target: str | None, settings: list[str], own: dict[str, str]
 ) -> tuple[Any, Path | None, tuple[Path, int | None] | None]:
     """(config, run to continue or None, (run, step) to start from or None)."""
-    from lockstep.recipes import find_recipe
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
 
@@ -470,20 +485,16 @@ def _training_config(
         raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
     path = _config_file(target)
     if fork and target is None:
-        config = from_dict(Config, load_run(fork[0]).config)
+        make = partial(from_dict, Config, load_run(fork[0]).config)
     elif target is None:
         raise ConfigError(
             "which recipe? For example: lockstep train quickstart. `lockstep recipes` lists them."
         )
     elif path is not None:
-        try:
-            config = from_dict(Config, json.loads(path.read_text()))
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}.") from None
+        make = partial(_read_config, path)
     else:
-        config = find_recipe(target)
+        make = partial(_find_recipe, target, settings)
+    config = _resolved(make, settings, Config)
     if not is_resume:
         return config, None, fork
     where = own.get("out") or (str(path.parent) if path else "")
@@ -491,7 +502,7 @@ def _training_config(
         raise ConfigError(
             "resume=true needs the run: lockstep train RUN resume=true, or out=RUN with the recipe."
         )
-    stored, asked = load_run(where).config, to_dict(resolve(config, settings))
+    stored, asked = load_run(where).config, to_dict(config)
     # A run continues with any number of processes, anywhere: what it computes stays the same.
     stored |= {name: asked[name] for name in ("parallel", "placement")}
     if changed := differences(stored, asked):
@@ -501,6 +512,66 @@ def _training_config(
             f"on with other settings start a new run from its checkpoint: from={where}@STEP."
         )
     return from_dict(Config, stored), Path(where), None
+
+
+def _resolved(make: Callable[[], T], settings: Sequence[str], cls: type[T]) -> T:
+    """A recipe's or file's config with the settings of the command line, which may be what makes it
+    right: it is checked with them."""
+    try:
+        return resolve(make(), settings)
+    except ConfigError:
+        if not settings:
+            raise
+    with unchecked(cls):
+        config = make()
+    return resolve(config, settings)
+
+
+def _read_config(path: Path) -> Any:
+    from lockstep.run_config import Config
+
+    try:
+        return from_dict(Config, json.loads(path.read_text()))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from None
+
+
+def _find_recipe(target: str, settings: Sequence[str]) -> Any:
+    """A recipe's config. Other things that are called a recipe elsewhere are told from it."""
+    from lockstep.recipes import find_recipe
+
+    suffix = Path(target).suffix
+    if target == "@" and settings:
+        raise ConfigError(f"a file of settings is given by its name: lockstep train {settings[0]}.")
+    if suffix == ".py":
+        raise ConfigError(
+            f"{target} is code. A recipe that it registers is trained by its name: lockstep train "
+            f"NAME --plugin {target}."
+        )
+    if suffix in (".json", ".yaml", ".yml", ".toml") and not Path(target).is_file():
+        raise ConfigError(f"{target}: there is no such file.")
+    if "/" in target and not Path(target).exists():
+        raise ConfigError(
+            f"{target}: there is no such file or run. A model is a setting of a recipe: lockstep "
+            f"train RECIPE model={target}. `lockstep recipes` lists them."
+        )
+    return find_recipe(target)
+
+
+def _check_is_run(options: argparse.Namespace) -> None:
+    """Refuses a recipe where a run of it is expected."""
+    from lockstep.recipes.registry import RECIPES
+
+    if options.verb in ("train", "sft", "serve") or getattr(options, "ladder", False):
+        return
+    for target in [*getattr(options, "runs", []), getattr(options, "target", None)]:
+        if target in RECIPES and not Path(target).exists():
+            raise ConfigError(
+                f"{target} is a recipe, and `lockstep {options.verb}` takes a run: `lockstep train "
+                f"{target}` makes one, runs/{target}-..."
+            )
 
 
 def _config_file(target: str | None) -> Path | None:
@@ -568,18 +639,40 @@ def _import_plugins(names: Sequence[str]) -> None:
 # -- showing settings -----------------------------------------------------------------------------
 
 
-def _show_settings(options: argparse.Namespace, find: Callable[[str], Any]) -> int:
-    """--help: of the verb, or every setting of the target's config."""
+def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: type[T]) -> int:
+    """--help: of the verb, or the settings of the target's config: all, or those of some sections.
+
+    The words after the target are settings, and names of sections.
+    """
     if not options.target:
         options.parser.print_help()
         return OK
-    rows = list(describe(find(options.target)))
-    keys = ("path", "type", "value", "about")
-    lines = [
-        f"{path}={value}  ({kind})" + (f"\n{_indent(about)}" if about else "")
-        for path, kind, value, about in rows
+    settings = [word for word in options.settings if "=" in word]
+    wanted = [word.rstrip(".") for word in options.settings if "=" not in word]
+    config = _resolved(lambda: find(options.target), settings, cls)
+    rows = list(describe(config))
+    sections = field_docs(cls)
+    known = [*sections, *(row[0] for row in rows)]
+    for section in wanted:
+        if not any(name == section or name.startswith(f"{section}.") for name in known):
+            raise ConfigError(f"there is no section {section}.{did_you_mean(section, sections)}")
+    rows = [
+        row
+        for row in rows
+        if not wanted or any(f"{row[0]}.".startswith(f"{section}.") for section in wanted)
     ]
-    _print(options, [dict(zip(keys, row, strict=True)) for row in rows], "\n".join(lines))
+    keys = ("path", "type", "value", "about")
+    lines: list[str] = []
+    for section, members in groupby(rows, key=lambda row: row[0].partition(".")[0]):
+        found = list(members)
+        if "." in found[-1][0]:
+            lines += ["", f"{section}: {sections[section]}", ""]
+        for path, kind, value, about in found:
+            shown = about if path != section or "." not in found[-1][0] else ""
+            lines.append(f"{path}={value}  ({kind})" + (f"\n{_indent(shown)}" if shown else ""))
+    if not wanted:
+        lines += ["", f"one section: lockstep {options.verb} {options.target} --help trainer"]
+    _print(options, [dict(zip(keys, row, strict=True)) for row in rows], "\n".join(lines).strip())
     return OK
 
 
@@ -762,9 +855,14 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
 
     `lockstep train from=RUN@3` has no target: a first word with an = in it is a setting.
     """
-    options, rest = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if answer := _no_verb(words):
+        parser.exit(BAD_INPUT, f"lockstep: {answer}\n")
+    options, rest = parser.parse_known_args(words)
     takes_settings = hasattr(options, "settings")
     if unknown := [word for word in rest if word.startswith("-") or not takes_settings]:
+        if takes_settings and unknown[0].startswith("-"):
+            parser.exit(BAD_INPUT, f"lockstep: {_no_flag(options, unknown[0], words)}\n")
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if takes_settings:
         options.settings += rest
@@ -772,6 +870,47 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
             options.settings.insert(0, options.target)
             options.target = None
     return options
+
+
+def _no_verb(words: Sequence[str]) -> str:
+    """The answer to a command line that does not begin with a verb; empty to one that does."""
+    first = words[0] if words else "--help"
+    if first in (*COMMANDS, "-h", "--help", "--version"):
+        return ""
+    at = next((i for i, word in enumerate(words) if word in COMMANDS), 0)
+    if first.startswith("-") and at:
+        return f"the verb comes first: lockstep {shlex.join([*words[at:], *words[:at]])}"
+    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
+
+    rest = shlex.join(words[1:])
+    near = difflib.get_close_matches(first, COMMANDS, n=1)
+    meant = VERBS.get(first) or (near[0] if near else "")
+    for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES)):
+        if first in recipes:
+            meant = f"{verb} {first}"
+    known = f" Verbs: {', '.join(COMMANDS)}."
+    hinted = f" Did you mean `lockstep {meant} {rest}".rstrip() + "`?" if meant else known
+    return f"{first!r} is no verb.{hinted}"
+
+
+def _no_flag(options: argparse.Namespace, flag: str, words: Sequence[str]) -> str:
+    """The answer to a setting that is written as a flag."""
+    from lockstep.recipes import find_recipe, find_supervised_recipe
+    from lockstep.run_config import ServeConfig
+
+    name, equals, value = flag.lstrip("-").partition("=")
+    after = words[words.index(flag) + 1 :]
+    if not equals:
+        value = after[0] if after and not after[0].startswith("-") else "true"
+    if name in ("config", "config-file", "config_file"):
+        return f"a file of settings is given by its name: lockstep {options.verb} {value}"
+    config = {
+        "sft": lambda: find_supervised_recipe("sft"),
+        "serve": ServeConfig,
+    }.get(options.verb, lambda: find_recipe("quickstart"))()
+    tree = to_dict(config)
+    hinted = hint(name, value, [*tree, *flatten(tree)])
+    return f"{flag}: settings are written without dashes, as key=value.{hinted}"
 
 
 def _version() -> str:

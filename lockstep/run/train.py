@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.processes import on_all_ranks
 from lockstep.run.build import resolve_device
@@ -87,6 +88,8 @@ def evaluate(
 ) -> tuple[dict[str, float], str]:
     """Plays the held-out tasks with a run's checkpoint: at `step`, else the best, else the last.
     Returns (metrics, checkpoint name)."""
+    if not config.evaluation.num_tasks:
+        raise ConfigError("evaluation.num_tasks=0 plays nothing: give evaluation.num_tasks=128.")
     config = replace(config, parallel=ParallelConfig())  # one process is enough to play
     model_files = preflight(config, is_training=False)
     from lockstep.run.steps import play_checkpoint  # imports torch

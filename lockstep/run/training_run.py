@@ -174,7 +174,7 @@ class TrainingRun:
         metrics, played = await self.tester.test()
         for name, groups in played.items():
             self.record(max(self.step - 1, 0), groups, split=name)
-        self.tested_at, self.test_reward = self.step, metrics[self.tester.criterion]
+        self.tested_at, self.test_reward = self.step, metrics.get(self.tester.criterion)
         return metrics
 
     def record(self, step: int, groups: Sequence[Group], **options: Any) -> None:

@@ -4,6 +4,7 @@ each must be answered with. No model is loaded.
 
 import os
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,7 @@ MISTAKES = [
     ("--plugin mine.py train quickstart", "train quickstart --plugin mine.py", BAD_INPUT),
     ("export runs/x", "--hf", BAD_INPUT),
     ("eval quickstart", "lockstep train quickstart", BAD_INPUT),
-    ("report runs/none", "runs/none does not exist", BAD_INPUT),
+    ("report runs/none", "runs/none is not a run directory: it does not exist", BAD_INPUT),
     ("doctor runs", "runs/b", BAD_INPUT),
     # what is trained
     ("train quikstart", "quickstart", BAD_INPUT),
@@ -55,7 +56,7 @@ MISTAKES = [
     ("train quickstart algorithm.adv_estimator=grpo", "advantage=grpo", BAD_INPUT),
     ("train quickstart trainer.n_gpus_per_node=2", "parallel.processes=2", BAD_INPUT),
     ("train quickstart num_generations=8", "group_size=8", BAD_INPUT),
-    ("train quickstart num_train_epochs=1", "steps=N", BAD_INPUT),
+    ("train quickstart num_train_epochs=1", "Lockstep has steps: a step takes", BAD_INPUT),
     ("train quickstart beta=0.04", "objective.kl_coef=0.04", BAD_INPUT),
     ("train quickstart epsilon=0.2", "objective.clip", BAD_INPUT),
     ("train quickstart max_completion_length=256", "agent.max_turn_tokens=256", BAD_INPUT),
@@ -78,7 +79,7 @@ MISTAKES = [
     ("train quickstart device=cuda:0", "device=cuda", BAD_INPUT),
     ("train quickstart objective=grpo", "advantage=grpo", BAD_INPUT),
     ("train quickstart advantage=ppo", "advantage=gae", BAD_INPUT),
-    ("train quickstart evaluation=none --dry-run", '"evaluation": null', OK),
+    ("train quickstart evaluation=none --dry-run", '"num_tasks": 0', OK),
     ("train quickstart out=/proc/1/none", "/proc/1/none", BAD_INPUT),
 ]
 
@@ -94,8 +95,8 @@ def make_place():
     for name in ("a", "b"):
         os.makedirs(f"runs/{name}")
         for file in ("config.json", "environment.json"):
-            open(f"runs/{name}/{file}", "w").write("{}")
-    open("mine.py", "w").close()
+            Path(f"runs/{name}/{file}").write_text("{}")
+    Path("mine.py").touch()
 
 
 def answer(words):

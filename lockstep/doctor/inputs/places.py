@@ -52,7 +52,8 @@ def why_no_rows(path: Path) -> str:
         if any(name.endswith((".parquet", ".jsonl")) for name in names):
             return ""
         if runs := sorted(p.parent.name for p in path.glob("*/environment.json")):
-            return f"holds runs and is none: give one of them, {path / runs[-1]} for example"
+            listed = ", ".join(str(path / run) for run in runs)
+            return f"holds {len(runs)} runs and is none. Give one of them: {listed}"
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         return f"is a directory without a .parquet or .jsonl file; it has {shown or 'nothing'}"
     head = head_of(path)
