@@ -12,6 +12,7 @@ import signal
 import sys
 import textwrap
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
@@ -43,6 +44,7 @@ from lockstep.errors import (
     printable,
 )
 from lockstep.habits import VERBS, hint
+from lockstep.observe.live import ViewKind
 
 T = TypeVar("T")
 
@@ -67,6 +69,8 @@ _INPUT_ERRORS = (
     RendererError,
     RunError,
 )
+
+_REWARDS = ("reward_first", "reward_last_10")
 
 RESERVED = ("out", "from", "resume")
 """Words of the form key=value that belong to the command, not to the config."""
@@ -193,9 +197,10 @@ def _train(options: argparse.Namespace) -> int:
         text = "\n".join((dumps(config).rstrip(), *lines))
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
-    view = "json" if options.json else "live"
     out = own.get("out") or run
-    outcome = lockstep.train(config, out=out, resume=run is not None, start=start, view=view)
+    outcome = lockstep.train(
+        config, out=out, resume=run is not None, start=start, view=_view(options)
+    )
     return _finish(outcome, options)
 
 
@@ -223,8 +228,7 @@ def _train_side_by_side(
         value = {str(path): to_dict(config) for path, config in configs.items()}
         _print(options, value, "\n".join(line for lines in plans for line in lines))
         return OK
-    view = "json" if options.json else "live"
-    ended = lockstep.train_side_by_side(configs, resume=is_resume, view=view)
+    ended = lockstep.train_side_by_side(configs, resume=is_resume, view=_view(options))
     codes: list[int] = []
     for path, outcome in ended.items():
         if isinstance(outcome, Exception):
@@ -235,18 +239,60 @@ def _train_side_by_side(
     return max(codes)
 
 
+def _view(options: argparse.Namespace) -> ViewKind:
+    return "json" if options.json else "verbose" if options.verbose else "live"
+
+
 def _finish(outcome: Any, options: argparse.Namespace) -> int:
     """The last line of a run is its directory; with --json an object whose `run` key holds it."""
     from lockstep.launch.place import is_follower
 
     if not is_follower():
         try:
+            if not options.json and options.verb == "train":
+                print("\n".join(_closing(outcome, options)))
             _print(options, {"run": str(outcome.path), **outcome.summary}, outcome.path)
             if sys.stdout is not None:
                 sys.stdout.flush()
         except OSError:  # nobody reads it: how the run ended is what counts
             _drop_stdout()
     return {"done": OK, "interrupted": INTERRUPTED, "stopped": STOPPED}[outcome.status]
+
+
+def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
+    """The figures that a run has reached, and the commands that go on from it."""
+    from lockstep.observe.live import format_number
+    from lockstep.observe.metrics import held_out_label
+    from lockstep.store.run import load_run
+
+    path, found = shlex.quote(str(outcome.path)), outcome.summary
+    tested: dict[str, list[float]] = defaultdict(list)
+    for row in load_run(outcome.path).metrics:
+        for name, value in row.items():
+            if label := held_out_label(name):
+                tested[label].append(value)
+    lines = [
+        f"{label:<32} {format_number(values[0])} -> {format_number(values[-1])}"
+        for label, values in {
+            "reward, first step and last 10": [found[name] for name in _REWARDS if name in found],
+            **{f"held out, {label}": values for label, values in tested.items()},
+        }.items()
+        if len(values) > 1
+    ]
+    plugins = "".join(f" --plugin {shlex.quote(name)}" for name in options.plugin)
+    commands = {
+        f"train {path} resume=true{plugins}": "goes on from here",
+        f"replay {shlex.quote(f'{outcome.path}#0')}": "shows an episode token by token",
+        f"doctor {path}": "says whether sampler and trainer agree",
+        f"export {path} --hf DIR": "writes the model for other programs",
+    }
+    shown = list(commands.items())[outcome.status == "done" :][:3]
+    width = max(len(command) for command, _ in shown)
+    return [
+        *lines,
+        f"report  {outcome.path / 'report.html'}",
+        *(f"next    lockstep {command:<{width}}  {about}" for command, about in shown),
+    ]
 
 
 def _sft(options: argparse.Namespace) -> int:
@@ -270,8 +316,7 @@ def _sft(options: argparse.Namespace) -> int:
             check_supervised(config)
         print(dumps(config), end="")
         return OK
-    view = "json" if options.json else "live"
-    return _finish(train_supervised(config, out=own.get("out"), view=view), options)
+    return _finish(train_supervised(config, out=own.get("out"), view=_view(options)), options)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -464,6 +509,25 @@ def _recipes(options: argparse.Namespace) -> int:
     ]
     lines = [f"lockstep {row['verb']} {row['name']}\n{_indent(row['about'])}" for row in rows]
     _print(options, rows, "\n".join(lines))
+    return OK
+
+
+def _completion(options: argparse.Namespace) -> int:
+    """Print what makes a shell complete verbs, recipes and settings.
+
+    example: eval "$(lockstep completion bash)"   in ~/.bashrc; zsh alike, after compinit
+             lockstep completion fish | source    in ~/.config/fish/config.fish
+    """
+    from lockstep.completion import SCRIPTS, candidates
+
+    if not options.words:
+        print(SCRIPTS[options.shell])
+        return OK
+    flags = {
+        verb: ["--help", *(name for name, _ in (_JSON, _PLUGIN, *arguments) if name[0] == "-")]
+        for verb, (_, arguments) in COMMANDS.items()
+    }
+    print("\n".join(candidates(options.words, flags)))
     return OK
 
 
@@ -705,6 +769,7 @@ _RUN = _arg("target", "RUN[@STEP]")
 _SETTINGS = _arg("settings", "key=value", nargs="*")
 _DRY_RUN = _flag("--dry-run", "print the resolved config and plan, start nothing")
 _JSON = _flag("--json", "print JSON, no progress")
+_VERBOSE = _flag("--verbose", "also show the internal facts: engine, numerics, memory, sync")
 _PLUGIN = _list("--plugin", "PLUGIN", "Python file or module with kinds of your own")
 _FAULT = _list(
     "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose: docs/reference/faults.md"
@@ -729,10 +794,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
                 "'name=b seed=1', or another RECIPE or RUN with its own",
             ),
             _DRY_RUN,
+            _VERBOSE,
             _FAULT,
         ),
     ),
-    "sft": (_sft, (_RECIPE, _SETTINGS, _DRY_RUN)),
+    "sft": (_sft, (_RECIPE, _SETTINGS, _DRY_RUN, _VERBOSE)),
     "eval": (_eval, (_RUN, _SETTINGS, _FAULT)),
     "report": (
         _report,
@@ -816,6 +882,13 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
         ),
     ),
     "recipes": (_recipes, ()),
+    "completion": (
+        _completion,
+        (
+            _arg("shell", "bash|zsh|fish", choices=("bash", "zsh", "fish")),
+            _arg("words", "WORD", argparse.SUPPRESS, nargs=argparse.REMAINDER),
+        ),
+    ),
 }
 """Verb -> what it runs, whose docstring is its help, and its arguments. A verb with --dry-run has
 settings: its --help lists those of a target."""

@@ -247,7 +247,7 @@ def unchecked(cls: type) -> Generator[None]:
     checks = [c.__dict__["__post_init__"] for c in checked]
     try:
         for each in checked:
-            setattr(each, "__post_init__", lambda self: None)  # noqa: B010
+            setattr(each, "__post_init__", _no_check)  # noqa: B010
         yield
     finally:
         for each, check in zip(checked, checks, strict=True):
@@ -413,10 +413,9 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             return float(value)
         if origin in (bool, int, str) and type(value) is origin:
             return value
-    whole = ""
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        if int in members and float(value) == int(float(value)):
-            whole = f" Write {path}={int(float(value))}."
+    text, is_whole = str(value), r"\d+(\.0+)?(e\d)?"
+    is_number = int in members and re.fullmatch(is_whole, text)
+    whole = f" Write {path}={float(text):.0f}." if is_number else ""
     raise ConfigError(
         f"{path}: expected {_name(annotation)}, found {value!r} ({type(value).__name__}).{whole}"
     )
@@ -460,17 +459,21 @@ def _union(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _reachable(cls: type) -> dict[type, None]:
+def _no_check(config: object) -> None:
+    """In place of a `__post_init__`."""
+
+
+def _reachable(cls: type) -> set[type]:
     """The dataclasses that a `cls` can be made of, with their bases."""
-    found: dict[type, None] = {}
+    found: set[type] = set()
     waiting: list[Any] = [cls]
     while waiting:
         annotation = waiting.pop()
-        members = [*_union(annotation), *choices(annotation).values()]
         waiting += filter(None, [_entry_of(annotation)])
-        for each in (m for m in members if dataclasses.is_dataclass(m) and m not in found):
-            found |= dict.fromkeys(c for c in each.__mro__ if dataclasses.is_dataclass(c))
-            waiting += _hints(cast(type, each)).values()
+        for each in [*_union(annotation), *choices(annotation).values()]:
+            if dataclasses.is_dataclass(each) and each not in found:
+                found |= {c for c in cast(type, each).__mro__ if dataclasses.is_dataclass(c)}
+                waiting += _hints(cast(type, each)).values()
     return found
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lockstep"
 
 ROWS = [
-    ["errors"],
+    ["errors", "habits"],
     ["types", "children", "config"],
     ["ops", "renderers", "observe", "store", "launch"],
     ["models", "report", "correction"],
@@ -28,6 +28,7 @@ ROWS = [
     ["tinker_server"],
     ["model_server"],
     ["testing"],
+    ["completion"],
     ["cli"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
