@@ -37,7 +37,9 @@ def anchors(text: str) -> set[str]:
     """Anchors that are the same on the site and where the repository is browsed."""
     headings = re.findall(r"^#+ (.*)$", without_code(text), flags=re.M)
     plain = [re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading)) for heading in headings]
-    return {slug for text in plain if "--" not in (slug := re.sub(r"\s", "-", text.strip().lower()))}
+    return {
+        slug for text in plain if "--" not in (slug := re.sub(r"\s", "-", text.strip().lower()))
+    }
 
 
 def navigation(entry: Any) -> list[str]:
@@ -102,7 +104,9 @@ def test_every_setting_of_verl_that_is_named_exists_in_its_configuration():
     path = Path(verl.__path__[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml"
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     section = (DOCS / "coming-from.md").read_text().partition("## verl")[2].partition("\n## ")[0]
-    names = re.findall(r"[`\s]((?:data|actor_rollout_ref|algorithm|trainer|reward)\.[\w.]+)=", section)
+    names = re.findall(
+        r"[`\s]((?:data|actor_rollout_ref|algorithm|trainer|reward)\.[\w.]+)=", section
+    )
     ours = {"trainer.lr", "trainer.updates_per_batch", "trainer.max_tokens_per_microbatch"}
     for name in set(names) - ours:
         functools.reduce(lambda tree, key: tree[key], name.split("."), config)

@@ -1,7 +1,7 @@
 """What the site has besides docs/*.md: API pages from docstrings, the changelog, linked files.
 
 mkdocs.yml names this file as its hook. It needs neither torch nor the package's dependencies:
-docstrings are read from the sources. It is a griffe extension as well: see `Doctests`.
+docstrings are read from the sources. It is a griffe extension as well: see `Docstrings`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import griffe
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import lockstep  # noqa: E402  it loads nothing else
@@ -23,7 +23,10 @@ API: dict[str, tuple[str, str, list[str]]] = {
     "run": (
         "Train, evaluate, diagnose, load",
         "The functions that `import lockstep` offers, and what they return.",
-        [f"{module}.{name}" for module, name in lockstep._PUBLIC.values()]
+        [
+            f"{module}.{name}\n    options: {{heading: lockstep.{public}, toc_label: {public}}}"
+            for public, (module, name) in lockstep._PUBLIC.items()
+        ]
         + ["lockstep.store.run.Outcome", "lockstep.store.run.Run"]
         + ["lockstep.doctor.diagnosis.Diagnosis"],
     ),
@@ -83,21 +86,40 @@ OUTSIDE = re.compile(r"\]\((?:\.\./)+((?:examples|lockstep)/[^)#]+)\)")
 
 DOCTEST = re.compile(r"^( *)>>> .*\n?(?:(?! *$).*\n?)*", re.M)
 
+LEGEND = re.compile(r"(?:^( *)# .*\n?)+", re.M)
 
-class Doctests(griffe.Extension):
-    """Fences the examples of docstrings: Markdown reads `>>>` as a quotation of a quotation."""
+
+class Docstrings(griffe.Extension):
+    """Writes docstrings as Markdown. Examples and legends of shapes are fenced, which it would read
+    as quotations (`>>>`) and headings (`# T packed tokens`); parameters become a list."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring and ">>>" in obj.docstring.value:
-            obj.docstring.value = DOCTEST.sub(
-                lambda found: f"\n{found[1]}```pycon\n{found[0].rstrip()}\n{found[1]}```\n",
-                obj.docstring.value,
-            )
+        if obj.docstring:
+            text = DOCTEST.sub(self.fenced, obj.docstring.value)
+            names = {parameter.name for parameter in getattr(obj, "parameters", ())}
+            obj.docstring.value = self.listed(LEGEND.sub(self.fenced, text), names)
+
+    def listed(self, text: str, parameters: set[str]) -> str:
+        """Puts what is said of a parameter, and what is returned and raised, on lines of their own."""
+        lines = []
+        for line in text.split("\n"):
+            about = re.match(r"([a-z_][\w, ]*): ", line)
+            if about and set(about[1].split(", ")) <= parameters:
+                line = f"\n- `{about[1]}`: {line[about.end() :]}"
+            elif re.match(r"(Returns|Raises) ", line):
+                line = f"\n{line}"
+            lines.append(line)
+        return "\n".join(lines)
+
+    def fenced(self, found: re.Match[str]) -> str:
+        return f"\n{found[1]}```pycon\n{found[0].rstrip()}\n{found[1]}```\n"
 
 
 def on_config(config: Any) -> Any:
     reference = config.nav[-1]["Reference"]
-    reference.append({"Python API": [{title: f"api/{page}.md"} for page, (title, *_) in API.items()]})
+    reference.append(
+        {"Python API": [{title: f"api/{page}.md"} for page, (title, *_) in API.items()]}
+    )
     config.watch += [str(ROOT / "lockstep"), str(ROOT / "CHANGELOG.md")]
     return config
 
@@ -107,7 +129,10 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, path, content=text))
 
     for page, (title, about, names) in API.items():
-        add(f"api/{page}.md", "\n\n".join([f"# {title}", about, *(f"::: {n}" for n in names)]) + "\n")
+        add(
+            f"api/{page}.md",
+            "\n\n".join([f"# {title}", about, *(f"::: {n}" for n in names)]) + "\n",
+        )
     add("changelog.md", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     pages = [file.content_string for file in files if file.is_documentation_page()]
     for path in sorted({link for text in pages for link in OUTSIDE.findall(text)}):
@@ -116,10 +141,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Points links at where the site has their files, and shows `a\\|b` in tables as `a|b`."""
+    """Points links at where the site has their files, names pages in links without `.md`, and shows
+    `a\\|b` in tables as `a|b`."""
     up = "../" * page.file.src_uri.count("/")
     markdown = OUTSIDE.sub(rf"]({up}source/\1.txt)", markdown)
     markdown = re.sub(r"\]\((?:\.\./)+CHANGELOG\.md\)", f"]({up}changelog.md)", markdown)
+    markdown = re.sub(
+        r"\[(?:\w+/)?([\w-]+)\.md\]\(", lambda link: f"[{link[1].replace('-', ' ')}](", markdown
+    )
     return re.sub(
         r"^\|.*\|$",
         lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), row[0]),
