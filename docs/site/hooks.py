@@ -24,25 +24,41 @@ API: dict[str, tuple[str, str, list[str]]] = {
         "Train, evaluate, diagnose, load",
         "The functions that `import lockstep` offers, and what they return.",
         [
-            f"{module}.{name}\n    options: {{heading: lockstep.{public}, toc_label: {public}}}"
-            for public, (module, name) in lockstep._PUBLIC.items()
-        ]
-        + ["lockstep.store.run.Outcome", "lockstep.store.run.Run"]
-        + ["lockstep.doctor.diagnosis.Diagnosis"],
+            *(
+                f"{module}.{name}\n    options: {{heading: lockstep.{public}, toc_label: {public}}}"
+                for public, (module, name) in lockstep._PUBLIC.items()
+            ),
+            "lockstep.store.run.Outcome",
+            "lockstep.store.run.Run",
+            "lockstep.doctor.diagnosis.Diagnosis",
+        ],
     ),
     "settings": (
         "Settings",
         "Every setting of a run, with its type, its default and its meaning. A path on the command "
         "line, such as `trainer.lr=1e-5`, names a field of these classes.",
-        ["lockstep.run_config", "lockstep.training.config", "lockstep.agent.config"]
-        + ["lockstep.engines.config", "lockstep.objectives.config", "lockstep.models.lora_config"]
-        + ["lockstep.sync.config", "lockstep.store.config", "lockstep.launch.config"],
+        [
+            "lockstep.run_config",
+            "lockstep.training.config",
+            "lockstep.agent.config",
+            "lockstep.engines.config",
+            "lockstep.objectives.config",
+            "lockstep.models.lora_config",
+            "lockstep.sync.config",
+            "lockstep.store.config",
+            "lockstep.launch.config",
+        ],
     ),
     "agent": (
         "Environments, tools, tasks",
         "The classes and functions that a task of your own is written with.",
-        ["lockstep.agent.environment", "lockstep.agent.tools", "lockstep.agent.task_config"]
-        + ["lockstep.agent.tasks", "lockstep.agent.scoring"],
+        [
+            "lockstep.agent.environment",
+            "lockstep.agent.tools",
+            "lockstep.agent.task_config",
+            "lockstep.agent.tasks",
+            "lockstep.agent.scoring",
+        ],
     ),
     "types": (
         "Messages, trajectories, samples",
@@ -52,15 +68,22 @@ API: dict[str, tuple[str, str, list[str]]] = {
     ),
     "correction": (
         "Correction",
-        "Weights and rejections for the gap between sampler and trainer, as functions over tensors.",
-        ["lockstep.correction.weighing", "lockstep.correction.config"]
-        + ["lockstep.correction.layout", "lockstep.correction.metrics"],
+        "Weights and rejections for the gap between sampler and trainer, for any trainer.",
+        [
+            "lockstep.correction.weighing",
+            "lockstep.correction.config",
+            "lockstep.correction.layout",
+            "lockstep.correction.metrics",
+        ],
     ),
     "objectives": (
         "Losses and advantages",
         "Losses, aggregations and advantages as pure functions, for any trainer.",
-        ["lockstep.objectives.losses", "lockstep.objectives.aggregation"]
-        + ["lockstep.objectives.advantages"],
+        [
+            "lockstep.objectives.losses",
+            "lockstep.objectives.aggregation",
+            "lockstep.objectives.advantages",
+        ],
     ),
     "renderers": (
         "Renderers and engines",
@@ -100,16 +123,14 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = self.listed(LEGEND.sub(self.fenced, text), names)
 
     def listed(self, text: str, parameters: set[str]) -> str:
-        """Puts what is said of a parameter, and what is returned and raised, on lines of their own."""
-        lines = []
-        for line in text.split("\n"):
-            about = re.match(r"([a-z_][\w, ]*): ", line)
-            if about and set(about[1].split(", ")) <= parameters:
-                line = f"\n- `{about[1]}`: {line[about.end() :]}"
-            elif re.match(r"(Returns|Raises) ", line):
-                line = f"\n{line}"
-            lines.append(line)
-        return "\n".join(lines)
+        """A list of what is said of parameters, and paragraphs of what is returned and raised."""
+
+        def begun(found: re.Match[str]) -> str:
+            is_list = set(found[2].split(", ")) <= parameters
+            return f"{found[1].rstrip()}\n\n- `{found[2]}`: " if is_list else found[0]
+
+        text = re.sub(r"(^|\.\s|\n)([a-z_]\w*(?:, [a-z_]\w*)*): ", begun, text)
+        return re.sub(r"(\.\s)((?:Returns|Raises) )", r"\1\n\n\2", text)
 
     def fenced(self, found: re.Match[str]) -> str:
         return f"\n{found[1]}```pycon\n{found[0].rstrip()}\n{found[1]}```\n"
