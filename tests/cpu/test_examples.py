@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import lockstep
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, run_episode
 from lockstep.cli import BAD_INPUT, OK, main
@@ -74,7 +75,7 @@ def answer(text):
 
 def test_every_example_has_a_test_here():
     own = ["my_engine", "my_environment", "my_loss", "my_metric", "my_renderer"]
-    assert NAMES == [*own, "own_task", "tinker_docsearch"]
+    assert [*own, "own_task", "tinker_docsearch"] == NAMES
 
 
 def test_the_own_task_is_learnt(tmp_path):
