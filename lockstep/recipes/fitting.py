@@ -140,6 +140,8 @@ def fitted(config: Config, given: Collection[str]) -> Config:
         "trainer.min_lr_share": 0.05 if is_tiny else 0.0,
         "agent.max_turn_tokens": 64 if is_tiny else 1024,
     }
+    if size >= LEARNING_RATES[-1][0]:  # such a model is trained on a GPU, whose memory is short
+        open_settings |= {"dtype": "bfloat16", "trainer.recompute": "blocks"}
     task = config.task
     if isinstance(task, CustomConfig):
         chosen = _kept(open_settings, given)

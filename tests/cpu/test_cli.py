@@ -266,7 +266,7 @@ def test_sft_trains_on_a_users_dialogues(tmp_path, capsys):
 
 
 BAD = {
-    "a misspelt setting": (["train", "quickstart", "stepz=3"], "Did you mean 'steps'"),
+    "a misspelt setting": (["train", "quickstart", "stepz=3"], "Did you mean 'steps=3'"),
     "a misspelt recipe": (["train", "quikstart"], "Did you mean 'quickstart'"),
     "no recipe": (["train"], "which recipe?"),
     "a task for a recipe": (["train", "mcp"], "task=mcp as a setting"),
