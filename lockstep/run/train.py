@@ -14,9 +14,9 @@ from lockstep.launch.config import ParallelConfig
 from lockstep.launch.place import is_follower
 from lockstep.launch.processes import on_all_ranks
 from lockstep.models.locate import CONFIG_FILES, locate_model
-from lockstep.observe.live import View, ViewKind, open_view
+from lockstep.observe.live import ViewKind, open_view
 from lockstep.run.build import resolve_device
-from lockstep.run.preflight import check_side_by_side, preflight, summary
+from lockstep.run.preflight import ModelFiles, check_side_by_side, preflight, summary
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, check_place, default_run_path
 
@@ -44,16 +44,7 @@ def train(
     can be known.
     """
     out = Path(out) if out else default_run_path(config.name)
-    shown = _say_start(config, view)
-    model_files = preflight(config, files=CONFIG_FILES)
-    for line in (
-        *summary(config, model_files),
-        f"run        {out}",
-        f"watch      lockstep report {out}",
-    ):
-        shown.note(line)
-    if not config.placement.is_elsewhere():
-        locate_model(config.model)  # the weights of a model on the hub, after all checks
+    model_files = _begin(config, out, view)
     from lockstep.run.steps import train_on_rank  # imports torch
 
     is_elsewhere = config.placement.is_elsewhere()
@@ -89,9 +80,7 @@ def train_side_by_side(
     starts, and ConfigError for runs that cannot share a model.
     """
     check_side_by_side(list(configs.values()))
-    for config in configs.values():
-        _say_start(config, view, name=config.name)
-    model_files = [preflight(config) for config in configs.values()]
+    model_files = [_begin(config, path, view, name=config.name) for path, config in configs.items()]
     if not resume:
         for path in configs:
             check_place(path)
@@ -100,14 +89,25 @@ def train_side_by_side(
     return train_over_base(configs, model_files, resume=resume, view=view, monitor=monitor)
 
 
-def _say_start(config: Config, view: ViewKind, *, name: str = "") -> View:
-    """Shows the first line of a run at once: checks and the import of torch take seconds."""
+def _begin(config: Config, path: Path, view: ViewKind, *, name: str = "") -> ModelFiles:
+    """Checks a run, and says what begins before torch is imported, which takes seconds."""
     shown = open_view(is_json=view == "json" or is_follower(), name=name)
-    shown.note(
+    shown.phase("checking settings, model and tasks")
+    try:
+        model_files = preflight(config, files=CONFIG_FILES)
+    finally:
+        shown.close()
+    for line in (
         f"{config.name}: trains {config.model} on {tag(type(config.task))} for {config.steps} "
-        "steps; each line says the time that is left, and Ctrl-C stops with a checkpoint."
-    )
-    return shown
+        "steps. Ctrl-C stops with a checkpoint.",
+        *summary(config, model_files),
+        f"run        {path}",
+        f"watch      lockstep report {path}",
+    ):
+        shown.note(line)
+    if not config.placement.is_elsewhere():
+        locate_model(config.model)  # the weights of a model on the hub, after all checks
+    return model_files
 
 
 def evaluate(

@@ -168,11 +168,11 @@ def test_a_directory_is_read_as_its_parts_in_the_order_of_their_numbers(tmp_path
 def test_rows_without_ids_are_called_by_their_number_and_their_file(tmp_path: Path):
     jsonl(tmp_path / "b.jsonl", row(1), row(2, id=7))
     (tmp_path / "sub").mkdir()
-    jsonl(tmp_path / "sub" / "x.jsonl", row(1))
-    jsonl(tmp_path / "sub" / "y.jsonl", row(2))
+    jsonl(tmp_path / "sub" / "x1.jsonl", row(1))
+    jsonl(tmp_path / "sub" / "x2.jsonl", row(2))
 
     assert next(open_dump(tmp_path / "b.jsonl").chunks()).row_ids == ("0", "7")
-    assert [c.row_ids for c in open_dump(tmp_path / "sub").chunks()] == [("x:0",), ("y:0",)]
+    assert [c.row_ids for c in open_dump(tmp_path / "sub").chunks()] == [("x1:0",), ("x2:0",)]
 
 
 def test_one_number_for_a_row_stands_for_the_tokens_that_it_can_be_of(tmp_path: Path):
