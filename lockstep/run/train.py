@@ -45,8 +45,6 @@ def train(
     """
     out = Path(out) if out else default_run_path(config.name)
     model_files = _begin(config, out, view)
-    if not config.placement.is_elsewhere():
-        locate_model(config.model)  # the weights of a model on the hub, after all checks
     from lockstep.run.steps import train_on_rank  # imports torch
 
     is_elsewhere = config.placement.is_elsewhere()
@@ -107,6 +105,8 @@ def _begin(config: Config, path: Path, view: ViewKind, *, name: str = "") -> Mod
         f"watch      lockstep report {path}",
     ):
         shown.note(line)
+    if not config.placement.is_elsewhere():
+        locate_model(config.model)  # the weights of a model on the hub, after all checks
     return model_files
 
 
