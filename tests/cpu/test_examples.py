@@ -88,12 +88,13 @@ def test_the_own_task_is_learnt(tmp_path):
         reward=module.reward,
         tasks=module.tasks,
         task=task,
-        steps=10,
-        evaluation={"num_tasks": 2},
+        steps=8,
+        groups_per_step=4,
+        evaluation={"num_tasks": 2, "at_start": False},
         out=tmp_path / "run",
     )
     rewards = [row["reward/mean"] for row in rows_of(outcome.path)]
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.6, rewards
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5, rewards
 
 
 def test_the_environment_rewards_the_right_answer():
