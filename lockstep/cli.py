@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import shlex
@@ -11,12 +12,28 @@ import signal
 import sys
 import textwrap
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import lockstep
-from lockstep.config import describe, differences, dumps, from_dict, resolve, to_dict
+from lockstep.config import (
+    FILE_FORMS,
+    describe,
+    did_you_mean,
+    differences,
+    dumps,
+    field_docs,
+    file_form,
+    flatten,
+    from_dict,
+    resolve,
+    to_dict,
+    unchecked,
+)
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +45,10 @@ from lockstep.errors import (
     RunError,
     printable,
 )
+from lockstep.habits import VERBS, hint
+from lockstep.observe.live import ViewKind
+
+T = TypeVar("T")
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
@@ -50,6 +71,8 @@ _INPUT_ERRORS = (
     RendererError,
     RunError,
 )
+
+_REWARDS = ("reward_first", "reward_last_10")
 
 RESERVED = ("out", "from", "resume")
 """Words of the form key=value that belong to the command, not to the config."""
@@ -100,6 +123,7 @@ def _main(argv: Sequence[str] | None) -> int:
     end_by_sigterm()
     try:
         _import_plugins(options.plugin)
+        _check_is_run(options)
         with _faults(options):
             return options.run(options)
     except (LockstepError, OSError) as error:
@@ -157,27 +181,30 @@ def _train(options: argparse.Namespace) -> int:
 
     example: lockstep train quickstart steps=30 seed=1 model=tiny-qwen3
     """
+    from lockstep.models.locate import CONFIG_FILES
     from lockstep.recipes import find_recipe
     from lockstep.run.preflight import plan, preflight
-    from lockstep.store.run import check_place
+    from lockstep.run_config import Config
+    from lockstep.store.run import check_place, default_run_path
 
     settings, own = _split(options.settings, "train", *RESERVED)
     if options.help:
-        return _show_settings(options, lambda name: resolve(find_recipe(name), settings))
+        return _show_settings(options, find_recipe, Config)
     if options.beside:
         return _train_side_by_side(options, settings, own)
     config, run, start = _training_config(options.target, settings, own)
-    config = resolve(config, settings)
+    if run is None:
+        check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
-        if run is None and "out" in own:
-            check_place(own["out"])
-        lines = plan(config, preflight(config))
-        text = "\n".join((dumps(config).rstrip(), *lines))
+        lines = plan(config, preflight(config, files=CONFIG_FILES))
+        form = file_form(config, always=("name", "model", "steps"))
+        text = form + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
-    view = "json" if options.json else "live"
     out = own.get("out") or run
-    outcome = lockstep.train(config, out=out, resume=run is not None, start=start, view=view)
+    outcome = lockstep.train(
+        config, out=out, resume=run is not None, start=start, view=_view(options)
+    )
     return _finish(outcome, options)
 
 
@@ -197,7 +224,6 @@ def _train_side_by_side(
         if words and "=" not in words[0]:
             target, *changed = words
         config, run, _ = _training_config(target, changed, own)
-        config = resolve(config, changed)
         runs.append((run or out / config.name, config))
     check_side_by_side([config for _, config in runs])
     configs = dict(runs)
@@ -206,8 +232,7 @@ def _train_side_by_side(
         value = {str(path): to_dict(config) for path, config in configs.items()}
         _print(options, value, "\n".join(line for lines in plans for line in lines))
         return OK
-    view = "json" if options.json else "live"
-    ended = lockstep.train_side_by_side(configs, resume=is_resume, view=view)
+    ended = lockstep.train_side_by_side(configs, resume=is_resume, view=_view(options))
     codes: list[int] = []
     for path, outcome in ended.items():
         if isinstance(outcome, Exception):
@@ -218,12 +243,18 @@ def _train_side_by_side(
     return max(codes)
 
 
+def _view(options: argparse.Namespace) -> ViewKind:
+    return "json" if options.json else "verbose" if options.verbose else "live"
+
+
 def _finish(outcome: Any, options: argparse.Namespace) -> int:
     """The last line of a run is its directory; with --json an object whose `run` key holds it."""
     from lockstep.launch.place import is_follower
 
     if not is_follower():
         try:
+            if not options.json and options.verb == "train":
+                print("\n".join(_closing(outcome, options)))
             _print(options, {"run": str(outcome.path), **outcome.summary}, outcome.path)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -232,28 +263,65 @@ def _finish(outcome: Any, options: argparse.Namespace) -> int:
     return {"done": OK, "interrupted": INTERRUPTED, "stopped": STOPPED}[outcome.status]
 
 
+def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
+    """The figures that a run has reached, and the commands that go on from it."""
+    from lockstep.observe.live import format_number
+    from lockstep.observe.metrics import held_out_label
+    from lockstep.store.run import load_run
+
+    path, found = shlex.quote(str(outcome.path)), outcome.summary
+    tested: dict[str, list[float]] = defaultdict(list)
+    for row in load_run(outcome.path).metrics:
+        for name, value in row.items():
+            if label := held_out_label(name):
+                tested[label].append(value)
+    lines = [
+        f"{label:<32} {format_number(values[0])} -> {format_number(values[-1])}"
+        for label, values in {
+            "reward, first step and last 10": [found[name] for name in _REWARDS if name in found],
+            **{f"held out, {label}": values for label, values in tested.items()},
+        }.items()
+        if len(values) > 1
+    ]
+    plugins = "".join(f" --plugin {shlex.quote(name)}" for name in options.plugin)
+    commands = {
+        f"train {path} resume=true{plugins}": "goes on from here",
+        f"replay {shlex.quote(f'{outcome.path}#0')}": "shows an episode token by token",
+        f"doctor {path}": "says whether sampler and trainer agree",
+        f"export {path} --hf DIR": "writes the model for other programs",
+    }
+    shown = list(commands.items())[outcome.status == "done" :][:3]
+    width = max(len(command) for command, _ in shown)
+    return [
+        *lines,
+        f"report  {outcome.path / 'report.html'}",
+        *(f"next    lockstep {command:<{width}}  {about}" for command, about in shown),
+    ]
+
+
 def _sft(options: argparse.Namespace) -> int:
     """Train on written dialogues (supervised).
 
     example: lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200
     """
     from lockstep.recipes import find_supervised_recipe
-    from lockstep.store.run import check_place
-    from lockstep.supervised import check_supervised, train_supervised
+    from lockstep.run_config import SupervisedConfig
+    from lockstep.store.run import check_place, default_run_path
+    from lockstep.supervised import check_supervised
 
     settings, own = _split(options.settings, "sft", "out")
     if options.help:
-        return _show_settings(options, lambda name: resolve(find_supervised_recipe(name), settings))
-    config = resolve(find_supervised_recipe(options.target or "sft"), settings)
+        return _show_settings(options, find_supervised_recipe, SupervisedConfig)
+    name = options.target or "sft"
+    config = _resolved(lambda: find_supervised_recipe(name), settings, SupervisedConfig)
+    check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
-        if "out" in own:
-            check_place(own["out"])
         if not config.create:  # what is created is checked then
             check_supervised(config)
         print(dumps(config), end="")
         return OK
-    view = "json" if options.json else "live"
-    return _finish(train_supervised(config, out=own.get("out"), view=view), options)
+    ended = lockstep.train_supervised(config, out=own.get("out"), view=_view(options))
+    return _finish(ended, options)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -261,17 +329,11 @@ def _eval(options: argparse.Namespace) -> int:
 
     example: lockstep eval runs/quickstart-20260101-120000 evaluation.num_tasks=512
     """
-    from lockstep.run.train import evaluate
-    from lockstep.run_config import Config
-    from lockstep.store.run import load_run
-
     settings, _ = _split(options.settings, "eval")
-    path, step = _run_at(options.target)
-    config = resolve(from_dict(Config, load_run(path).config), settings)
-    metrics, name = evaluate(config, path, step=step)
-    lines = [f"  {key:<40} {value:8.4f}" for key, value in metrics.items()]
-    value = {"run": str(path), "checkpoint": name, "metrics": metrics}
-    _print(options, value, "\n".join((f"{path} at {name}", *lines)))
+    found = lockstep.evaluate(options.target, overrides=settings)
+    lines = [f"  {key:<40} {value:8.4f}" for key, value in found.metrics.items()]
+    value = {"run": str(found.run), "checkpoint": found.checkpoint, "metrics": found.metrics}
+    _print(options, value, "\n".join((f"{found.run} at {found.checkpoint}", *lines)))
     return OK
 
 
@@ -280,15 +342,7 @@ def _report(options: argparse.Namespace) -> int:
 
     example: lockstep report runs/a runs/b --out both.html
     """
-    from lockstep.report.document import write_report
-    from lockstep.run.build import tokenizer_of
-    from lockstep.store.run import load_run
-
-    runs = [load_run(path) for path in options.runs]
-    place = Path(options.runs[0]) if len(runs) == 1 else Path()
-    out = Path(options.out or place / "report.html")
-    tokenizers = [tokenizer_of(run.config) for run in runs]
-    write_report(runs, out, tokenizers=tokenizers, warn=_warn)
+    out = lockstep.write_report(*options.runs, out=options.out, warn=_warn)
     _print(options, {"report": str(out)}, str(out))
     return OK
 
@@ -299,7 +353,8 @@ def _serve(options: argparse.Namespace) -> int:
     example: lockstep serve tiny-qwen3 --port 8000 --out runs/served
              lockstep serve tiny-gpt-oss --api agents,tinker --out runs/both
     """
-    from lockstep.model_server import find_served, serve
+    from lockstep.model_server import find_served
+    from lockstep.run_config import ServeConfig
 
     settings = list(options.settings)
     for name in ("host", "port"):
@@ -308,7 +363,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.api:
         settings.append(f"api={options.api}")
     if options.help:
-        return _show_settings(options, lambda target: find_served(target, settings).config)
+        return _show_settings(options, lambda target: find_served(target, []).config, ServeConfig)
     if not options.target:
         raise ConfigError("which model? For example: lockstep serve tiny-qwen3.")
     served = find_served(options.target, settings)
@@ -319,7 +374,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.key:  # the command line is stored with the run
         sys.argv = [word.replace(options.key, "***") for word in sys.argv]
     with contextlib.suppress(KeyboardInterrupt):
-        serve(served, key=key, out=options.out or None, is_json=options.json)
+        lockstep.serve(served, key=key, out=options.out or None, is_json=options.json)
     # Everything is stored; a late Ctrl-C would end the interpreter as if it had been killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return OK
@@ -330,7 +385,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
     example: lockstep doctor runs/quickstart-20260101-120000
     """
-    from lockstep.doctor.diagnose import diagnose
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.terminal import show
 
@@ -341,7 +395,7 @@ def _doctor(options: argparse.Namespace) -> int:
             f"{options.settings[0]} belongs to --ladder, which plays a recipe; a "
             "run or a dump is only read."
         )
-    diagnosis = diagnose(
+    diagnosis = lockstep.diagnose(
         options.target,
         format=options.format,
         only=options.only,
@@ -368,17 +422,15 @@ def _ladder(options: argparse.Namespace) -> int:
     from lockstep.doctor.ladder import climb
     from lockstep.run.build import checkpoint_of
     from lockstep.store.run import load_run
+    from lockstep.verbs import run_at
 
     settings, _ = _split(options.settings, "doctor --ladder")
-    path, step = _run_at(options.target)
+    path, step = run_at(options.target)
     weights = None
     if (path / "environment.json").is_file():
         weights = checkpoint_of(load_run(path), step) / "policy"
-    config, _, _ = _training_config(str(path), [], {})
-    ladder = climb(
-        resolve(config, settings),
-        weights=weights,
-    )
+    config, _, _ = _training_config(str(path), settings, {})
+    ladder = climb(config, weights=weights)
     _print(options, ladder.to_json(), ladder.summary())
     return EXIT_CODES["differs" if ladder.culprits else "consistent"]
 
@@ -388,17 +440,13 @@ def _replay(options: argparse.Namespace) -> int:
 
     example: lockstep replay 'runs/quickstart-20260101-120000#0'
     """
-    from lockstep.doctor.inputs.base import Facts
-    from lockstep.doctor.replay import find, show
-    from lockstep.doctor.tokenization import find_tokenization
+    from lockstep.doctor.replay import show
 
-    replay = find(options.target)
+    replay = lockstep.replay(options.target)
     if options.json:
         print(json.dumps(replay.to_json(), allow_nan=False))
         return OK
-    facts = Facts(trainer="lockstep", model=str(replay.run.config.get("model", "")))
-    tokenizer = find_tokenization(facts).tokenizer
-    show(replay, tokenizer, _console(width=100), has_all_tokens=options.tokens)
+    show(replay, replay.tokenizer(), _console(width=100), has_all_tokens=options.tokens)
     return OK
 
 
@@ -407,16 +455,13 @@ def _render(options: argparse.Namespace) -> int:
 
     example: lockstep render tiny-gpt-oss messages.json
     """
-    from lockstep.doctor.rendering import find_renderer, read_dialogue, show, to_json
-    from lockstep.renderers.origins import trace
-
-    messages, tools = read_dialogue(options.messages, tools_path=options.tools)
-    renderer = find_renderer(options.model, renderer=options.renderer)
-    rendering = trace(renderer, messages, tools)
+    rendered = lockstep.render(
+        options.model, options.messages, tools=options.tools, renderer=options.renderer
+    )
     if options.json:
-        print(json.dumps(to_json(rendering, renderer, options.model)))
+        print(json.dumps(rendered.to_json()))
     else:
-        show(rendering, renderer, options.model, _console(width=100))
+        rendered.show(_console(width=100))
     return OK
 
 
@@ -425,10 +470,10 @@ def _export(options: argparse.Namespace) -> int:
 
     example: lockstep export runs/quickstart-20260101-120000 --hf my-model
     """
-    from lockstep.run.build import export_checkpoint
+    from lockstep.verbs import run_at
 
-    path, step = _run_at(options.target)
-    name = export_checkpoint(path, Path(options.hf), step=step, is_merged=options.merged)
+    path, _ = run_at(options.target)
+    name = lockstep.export(options.target, options.hf, merged=options.merged)
     value = {"run": str(path), "checkpoint": name, "hf": options.hf}
     _print(options, value, f"{path} at {name} -> {options.hf}")
     return OK
@@ -439,15 +484,28 @@ def _recipes(options: argparse.Namespace) -> int:
 
     example: lockstep recipes
     """
-    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
-
-    rows = [
-        {"verb": verb, "name": name, "about": " ".join((recipe.__doc__ or "").split())}
-        for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES))
-        for name, recipe in recipes.items()
-    ]
+    rows = lockstep.list_recipes()
     lines = [f"lockstep {row['verb']} {row['name']}\n{_indent(row['about'])}" for row in rows]
     _print(options, rows, "\n".join(lines))
+    return OK
+
+
+def _completion(options: argparse.Namespace) -> int:
+    """Print what makes a shell complete verbs, recipes and settings.
+
+    example: eval "$(lockstep completion bash)"   in ~/.bashrc; zsh alike, after compinit
+             lockstep completion fish | source    in ~/.config/fish/config.fish
+    """
+    from lockstep.completion import SCRIPTS, candidates
+
+    if not options.words:
+        print(SCRIPTS[options.shell])
+        return OK
+    flags = {
+        verb: ["--help", *(name for name, _ in (_JSON, _PLUGIN, *arguments) if name[0] == "-")]
+        for verb, (_, arguments) in COMMANDS.items()
+    }
+    print("\n".join(candidates(options.words, flags)))
     return OK
 
 
@@ -458,32 +516,29 @@ def _training_config(
     target: str | None, settings: list[str], own: dict[str, str]
 ) -> tuple[Any, Path | None, tuple[Path, int | None] | None]:
     """(config, run to continue or None, (run, step) to start from or None)."""
-    from lockstep.recipes import find_recipe
+    from lockstep.recipes import read_config
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
+    from lockstep.verbs import run_at
 
     if (resume := own.get("resume", "false").lower()) not in ("true", "false"):
         raise ConfigError(f"resume={resume}: expected true or false.")
     is_resume = resume == "true"
-    fork = _run_at(own["from"]) if "from" in own else None
+    fork = run_at(own["from"]) if "from" in own else None
     if is_resume and fork:
         raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
     path = _config_file(target)
     if fork and target is None:
-        config = from_dict(Config, load_run(fork[0]).config)
+        make = partial(from_dict, Config, load_run(fork[0]).config)
     elif target is None:
         raise ConfigError(
             "which recipe? For example: lockstep train quickstart. `lockstep recipes` lists them."
         )
     elif path is not None:
-        try:
-            config = from_dict(Config, json.loads(path.read_text()))
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}.") from None
+        make = partial(read_config, path, settings)
     else:
-        config = find_recipe(target)
+        make = partial(_find_recipe, target, settings)
+    config = _resolved(make, settings, Config)
     if not is_resume:
         return config, None, fork
     where = own.get("out") or (str(path.parent) if path else "")
@@ -491,7 +546,7 @@ def _training_config(
         raise ConfigError(
             "resume=true needs the run: lockstep train RUN resume=true, or out=RUN with the recipe."
         )
-    stored, asked = load_run(where).config, to_dict(resolve(config, settings))
+    stored, asked = load_run(where).config, to_dict(config)
     # A run continues with any number of processes, anywhere: what it computes stays the same.
     stored |= {name: asked[name] for name in ("parallel", "placement")}
     if changed := differences(stored, asked):
@@ -503,22 +558,61 @@ def _training_config(
     return from_dict(Config, stored), Path(where), None
 
 
+def _resolved(make: Callable[[], T], settings: Sequence[str], cls: type[T]) -> T:
+    """A recipe's or file's config with the settings of the command line, which may be what makes it
+    right: it is checked with them."""
+    try:
+        return resolve(make(), settings)
+    except ConfigError:
+        if not settings:
+            raise
+    with unchecked(cls):
+        config = make()
+    return resolve(config, settings)
+
+
+def _find_recipe(target: str, settings: Sequence[str]) -> Any:
+    """A recipe's config. Other things that are called a recipe elsewhere are told from it."""
+    from lockstep.recipes import configure
+
+    suffix = Path(target).suffix
+    if target == "@" and settings:
+        raise ConfigError(f"a file of settings is given by its name: lockstep train {settings[0]}.")
+    if suffix == ".py":
+        raise ConfigError(
+            f"{target} is code. A recipe that it registers is trained by its name: lockstep train "
+            f"NAME --plugin {target}."
+        )
+    if suffix in FILE_FORMS and not Path(target).is_file():
+        raise ConfigError(f"{target}: there is no such file.")
+    if "/" in target and not Path(target).exists():
+        raise ConfigError(
+            f"{target}: there is no such file or run. A model is a setting of a recipe: lockstep "
+            f"train RECIPE model={target}. `lockstep recipes` lists them."
+        )
+    return configure(target, overrides=settings)
+
+
+def _check_is_run(options: argparse.Namespace) -> None:
+    """Refuses a recipe where a run of it is expected."""
+    from lockstep.recipes.registry import RECIPES
+
+    if options.verb in ("train", "sft", "serve") or getattr(options, "ladder", False):
+        return
+    for target in [*getattr(options, "runs", []), getattr(options, "target", None)]:
+        if target in RECIPES and not Path(target).exists():
+            raise ConfigError(
+                f"{target} is a recipe, and `lockstep {options.verb}` takes a run: `lockstep train "
+                f"{target}` makes one, runs/{target}-..."
+            )
+
+
 def _config_file(target: str | None) -> Path | None:
-    """The config.json that a target means: a file, or a run directory that holds one."""
+    """The file of settings that a target means: itself, or the config.json of a run directory."""
     path = Path(target or "")
     if target and path.is_dir():
         path = path / "config.json"
-    return path if path.suffix == ".json" and path.is_file() else None
-
-
-def _run_at(text: str) -> tuple[Path, int | None]:
-    """`RUN@STEP` or `RUN`: the step is None for the checkpoint that the verb prefers."""
-    path, at, step = text.rpartition("@")
-    if not at:
-        return Path(text), None
-    if not step.isdigit():
-        raise ConfigError(f"{text!r}: expected RUN@STEP with a whole number for STEP.")
-    return Path(path), int(step)
+    return path if path.suffix in FILE_FORMS and path.is_file() else None
 
 
 def _split(settings: Sequence[str], verb: str, *allowed: str) -> tuple[list[str], dict[str, str]]:
@@ -568,18 +662,40 @@ def _import_plugins(names: Sequence[str]) -> None:
 # -- showing settings -----------------------------------------------------------------------------
 
 
-def _show_settings(options: argparse.Namespace, find: Callable[[str], Any]) -> int:
-    """--help: of the verb, or every setting of the target's config."""
+def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: type[T]) -> int:
+    """--help: of the verb, or the settings of the target's config: all, or those of some sections.
+
+    The words after the target are settings, and names of sections.
+    """
     if not options.target:
         options.parser.print_help()
         return OK
-    rows = list(describe(find(options.target)))
-    keys = ("path", "type", "value", "about")
-    lines = [
-        f"{path}={value}  ({kind})" + (f"\n{_indent(about)}" if about else "")
-        for path, kind, value, about in rows
+    settings = [word for word in options.settings if "=" in word]
+    wanted = [word.rstrip(".") for word in options.settings if "=" not in word]
+    config = _resolved(lambda: find(options.target), settings, cls)
+    rows = list(describe(config))
+    sections = field_docs(cls)
+    known = [*sections, *(row[0] for row in rows)]
+    for section in wanted:
+        if not any(name == section or name.startswith(f"{section}.") for name in known):
+            raise ConfigError(f"there is no section {section}.{did_you_mean(section, sections)}")
+    rows = [
+        row
+        for row in rows
+        if not wanted or any(f"{row[0]}.".startswith(f"{section}.") for section in wanted)
     ]
-    _print(options, [dict(zip(keys, row, strict=True)) for row in rows], "\n".join(lines))
+    keys = ("path", "type", "value", "about")
+    lines: list[str] = []
+    for section, members in groupby(rows, key=lambda row: row[0].partition(".")[0]):
+        found = list(members)
+        if "." in found[-1][0]:
+            lines += ["", f"{section}: {sections[section]}", ""]
+        for path, kind, value, about in found:
+            shown = about if path != section or "." not in found[-1][0] else ""
+            lines.append(f"{path}={value}  ({kind})" + (f"\n{_indent(shown)}" if shown else ""))
+    if not wanted:
+        lines += ["", f"one section: lockstep {options.verb} {options.target} --help trainer"]
+    _print(options, [dict(zip(keys, row, strict=True)) for row in rows], "\n".join(lines).strip())
     return OK
 
 
@@ -612,6 +728,7 @@ _RUN = _arg("target", "RUN[@STEP]")
 _SETTINGS = _arg("settings", "key=value", nargs="*")
 _DRY_RUN = _flag("--dry-run", "print the resolved config and plan, start nothing")
 _JSON = _flag("--json", "print JSON, no progress")
+_VERBOSE = _flag("--verbose", "also show the internal facts: engine, numerics, memory, sync")
 _PLUGIN = _list("--plugin", "PLUGIN", "Python file or module with kinds of your own")
 _FAULT = _list(
     "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose: docs/reference/faults.md"
@@ -622,7 +739,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
     "train": (
         _train,
         (
-            _arg("target", "RECIPE|config.json|RUN", nargs="?"),
+            _arg("target", "RECIPE|FILE.yaml|RUN", nargs="?"),
             _arg(
                 "settings",
                 "key=value",
@@ -636,10 +753,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
                 "'name=b seed=1', or another RECIPE or RUN with its own",
             ),
             _DRY_RUN,
+            _VERBOSE,
             _FAULT,
         ),
     ),
-    "sft": (_sft, (_RECIPE, _SETTINGS, _DRY_RUN)),
+    "sft": (_sft, (_RECIPE, _SETTINGS, _DRY_RUN, _VERBOSE)),
     "eval": (_eval, (_RUN, _SETTINGS, _FAULT)),
     "report": (
         _report,
@@ -723,6 +841,13 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
         ),
     ),
     "recipes": (_recipes, ()),
+    "completion": (
+        _completion,
+        (
+            _arg("shell", "bash|zsh|fish", choices=("bash", "zsh", "fish")),
+            _arg("words", "WORD", argparse.SUPPRESS, nargs=argparse.REMAINDER),
+        ),
+    ),
 }
 """Verb -> what it runs, whose docstring is its help, and its arguments. A verb with --dry-run has
 settings: its --help lists those of a target."""
@@ -735,7 +860,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"start here: lockstep train quickstart\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"lockstep {_version()}")
+    parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (run, arguments) in COMMANDS.items():
         about, _, example = (run.__doc__ or "").partition("\n\n")
@@ -762,9 +887,14 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
 
     `lockstep train from=RUN@3` has no target: a first word with an = in it is a setting.
     """
-    options, rest = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if answer := _no_verb(words):
+        parser.exit(BAD_INPUT, f"lockstep: {answer}\n")
+    options, rest = parser.parse_known_args(words)
     takes_settings = hasattr(options, "settings")
     if unknown := [word for word in rest if word.startswith("-") or not takes_settings]:
+        if takes_settings and unknown[0].startswith("-"):
+            parser.exit(BAD_INPUT, f"lockstep: {_no_flag(options, unknown[0], words)}\n")
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if takes_settings:
         options.settings += rest
@@ -772,6 +902,47 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
             options.settings.insert(0, options.target)
             options.target = None
     return options
+
+
+def _no_verb(words: Sequence[str]) -> str:
+    """The answer to a command line that does not begin with a verb; empty to one that does."""
+    first = words[0] if words else "--help"
+    if first in (*COMMANDS, "-h", "--help", "--version"):
+        return ""
+    at = next((i for i, word in enumerate(words) if word in COMMANDS), 0)
+    if first.startswith("-") and at:
+        return f"the verb comes first: lockstep {shlex.join([*words[at:], *words[:at]])}"
+    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
+
+    rest = shlex.join(words[1:])
+    near = difflib.get_close_matches(first, COMMANDS, n=1)
+    meant = VERBS.get(first) or (near[0] if near else "")
+    for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES)):
+        if first in recipes:
+            meant = f"{verb} {first}"
+    known = f" Verbs: {', '.join(COMMANDS)}."
+    hinted = f" Did you mean `lockstep {meant} {rest}".rstrip() + "`?" if meant else known
+    return f"{first!r} is no verb.{hinted}"
+
+
+def _no_flag(options: argparse.Namespace, flag: str, words: Sequence[str]) -> str:
+    """The answer to a setting that is written as a flag."""
+    from lockstep.recipes import find_recipe, find_supervised_recipe
+    from lockstep.run_config import ServeConfig
+
+    name, equals, value = flag.lstrip("-").partition("=")
+    after = words[words.index(flag) + 1 :]
+    if not equals:
+        value = after[0] if after and not after[0].startswith("-") else "true"
+    if name in ("config", "config-file", "config_file"):
+        return f"a file of settings is given by its name: lockstep {options.verb} {value}"
+    config = {
+        "sft": lambda: find_supervised_recipe("sft"),
+        "serve": ServeConfig,
+    }.get(options.verb, lambda: find_recipe("quickstart"))()
+    tree = to_dict(config)
+    hinted = hint(name, value, [*tree, *flatten(tree)])
+    return f"{flag}: settings are written without dashes, as key=value.{hinted}"
 
 
 def _version() -> str:

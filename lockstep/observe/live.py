@@ -9,13 +9,24 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from lockstep.observe.alarms import Architecture, Level, mismatch_alarm
 from lockstep.observe.metrics import held_out_label, is_step_row
+from lockstep.observe.notebook import NotebookPanel, find_cell
 
 _STATUS_SECONDS = 0.2
 """Shortest time between two status lines: drawing must cost nothing beside a step."""
+
+
+ViewKind = Literal["live", "verbose", "json"]
+
+_WITHOUT_SIGNAL = (
+    "no signal: in step {step} all episodes of each task have one reward (mean {reward:.3g}), so "
+    "nothing tells good from bad. If it stays so: tasks that are sometimes solved, a larger "
+    "group_size, or a reward with degrees; `lockstep report {run}` shows the episodes."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +38,12 @@ class RunHeader:
     architecture: Architecture = "dense"
     is_one_process: bool = False
     """Whether sampler and trainer share the process and the ops; see `mismatch_alarm`."""
+    group_size: int = 0
+    """Episodes of a task; 0 says nothing of groups without a signal."""
+    path: Path | None = None
+    """The run directory."""
     lines: tuple[str, ...] = ()
-    """Lines that are shown once, at the start: model, device, contract, run directory."""
+    """Lines that are shown once, at the start: model, device, contract."""
 
 
 class View:
@@ -40,32 +55,47 @@ class View:
     step   0/100  reward 0.25  2.0 s  left 3:18
     """
 
-    def __init__(self, write: Callable[[str], object] | None, *, has_status: bool = False) -> None:
-        """write: gets each line; None shows nothing. has_status: show phases on stderr."""
-        self._write, self._has_status = write, has_status
+    def __init__(
+        self,
+        write: Callable[[str], object] | None,
+        *,
+        has_status: bool = False,
+        panel: NotebookPanel | None = None,
+    ) -> None:
+        """write: gets each line; None shows nothing. has_status: show phases on stderr. panel: in a
+        notebook, gets what the lines are made of."""
+        self._write, self._has_status, self._panel = write, has_status, panel
         self._header = RunHeader(num_steps=0)
         self._level: Level = "unmeasured"
+        self._has_signal = True
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._next_status = 0.0
 
     def start(self, header: RunHeader) -> None:
         """Shows the header's lines. Called before the first step."""
         self._header = header
+        if self._panel is not None:
+            self._panel.start(header.lines, header.num_steps)
         for line in header.lines:
             self._say(line)
 
     def phase(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
         """The step is at "sampling" (episodes), "training", ..."""
+        count = f" {num_done}/{num_total}" if num_total else ""
+        if self._panel is not None:
+            self._panel.phase(f"{name}{count}")
         if self._has_status and time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + _STATUS_SECONDS
-            count = f" {num_done}/{num_total}" if num_total else ""
             self._show_status(f"> {name}{count}")
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Shows a metrics row as it is logged: of a step, or of an evaluation between two."""
+        if self._panel is not None:
+            self._panel.row(row)
         evaluation = evaluation_text(row)
         if not is_step_row(row):
-            self._say(f"eval  step {row['step']}: {evaluation}")
+            when = "at the start" if row["step"] < 0 else f"step {row['step']}"
+            self._say(f"eval  {when}: {evaluation}")
             return
         header = self._header
         alarm = mismatch_alarm(row, header.architecture, is_one_process=header.is_one_process)
@@ -96,13 +126,21 @@ class View:
         if alarm.level != self._level and alarm.level not in ("ok", "unmeasured"):
             self.note(alarm.text, alarm.level)
         self._level = alarm.level
+        had_signal, self._has_signal = self._has_signal, has_signal(row, header.group_size)
+        if had_signal and not self._has_signal:
+            self.note(_WITHOUT_SIGNAL.format(**row, reward=row["reward/mean"], run=header.path))
 
     def note(self, text: str, level: Level = "notice") -> None:
         """One line that must not be lost: a warning, a failure, an address."""
         self._say(f"{level}: {text}" if level in ("warning", "critical") else text)
 
     def close(self) -> None:
-        """Removes the status line."""
+        """Removes the status line; in a notebook, makes the last drawing."""
+        self._clear_status()
+        if self._panel is not None:
+            self._panel.close()
+
+    def _clear_status(self) -> None:
         if self._has_status:
             self._show_status("")
 
@@ -115,7 +153,7 @@ class View:
     def _say(self, line: str) -> None:
         if self._write is None:
             return
-        self.close()
+        self._clear_status()
         try:
             self._write(line)
         except UnicodeError:  # the console has another encoding
@@ -125,14 +163,28 @@ class View:
 
 
 def open_view(*, is_json: bool = False, name: str = "") -> View:
-    """A view on stdout; one that shows nothing for --json, where stdout belongs to the result.
+    """A view on stdout, or in the cell of a notebook; one that shows nothing for --json, where
+    stdout belongs to the result.
 
     name: of a run among several, which begins each of its lines.
     """
     if is_json or sys.stdout is None:
         return View(None)
+    if (show := find_cell()) is not None:
+        panel = NotebookPanel(show, name=name)
+        return View(panel.line, panel=panel)
     has_status = sys.stdout.isatty() and sys.stderr.isatty() and not name
     return View(partial(print, *filter(None, [name]), flush=True), has_status=has_status)
+
+
+def has_signal(row: Mapping[str, Any], group_size: int) -> bool:
+    """Whether the rewards of some group of a step differ.
+
+    >>> has_signal({"episodes/without_signal": 2, "episodes/total": 16}, 8)
+    False
+    """
+    same = row.get("episodes/without_signal", 0) * group_size
+    return not 0 < row.get("episodes/total", 0) <= same
 
 
 def evaluation_text(row: Mapping[str, Any]) -> str:

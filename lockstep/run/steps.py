@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from lockstep.agent.gateway.opening import RunGateway
-from lockstep.agent.guard import run_to_end
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed, seed_globals
@@ -30,6 +29,7 @@ from lockstep.errors import (
     is_out_of_memory,
     named,
 )
+from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import open_view
 from lockstep.run.build import Parts, build, checkpoint_of
@@ -85,7 +85,7 @@ async def run_steps(run: TrainingRun) -> Status:
 async def _steps(run: TrainingRun) -> Status:
     config = run.config
     if run.step == 0 and run.tested_at is None and config.evaluation.at_start:
-        run.log({"step": -1, **await run.test(), **run.engine_metrics()})
+        await _evaluate(run, -1)
     while run.step < config.steps:
         # One process alone is interrupted where it is.
         if run.ranks is not None and run.ranks.is_stop_asked():
@@ -102,9 +102,15 @@ async def _steps(run: TrainingRun) -> Status:
             run.save()
             return "stopped"
     if run.tested_at != run.step:
-        run.log({"step": run.step, **await run.test(), **run.engine_metrics()})
+        await _evaluate(run, run.step)
     run.save()
     return "done"
+
+
+async def _evaluate(run: TrainingRun, step: int) -> None:
+    """Tests the policy and logs a row of its own; no row with evaluation=none."""
+    if metrics := await run.test():
+        run.log({"step": step, **metrics, **run.engine_metrics()})
 
 
 async def one_step(run: TrainingRun) -> dict[str, Any] | None:

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lockstep"
 
 ROWS = [
-    ["errors"],
+    ["errors", "habits"],
+    ["display"],
     ["types", "children", "config"],
     ["ops", "renderers", "observe", "store", "launch"],
     ["models", "report", "correction"],
@@ -27,7 +28,9 @@ ROWS = [
     ["tinker"],
     ["tinker_server"],
     ["model_server"],
+    ["verbs"],
     ["testing"],
+    ["completion"],
     ["cli"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
