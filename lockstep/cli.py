@@ -614,7 +614,7 @@ _DRY_RUN = _flag("--dry-run", "print the resolved config and plan, start nothing
 _JSON = _flag("--json", "print JSON, no progress")
 _PLUGIN = _list("--plugin", "PLUGIN", "Python file or module with kinds of your own")
 _FAULT = _list(
-    "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose: docs/reference/faults.md"
+    "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose (documentation: Faults)"
 )
 _RENDERER = _arg("--renderer", "NAME", "harmony, chatml, jinja, ..., or JSON; default: the model's")
 

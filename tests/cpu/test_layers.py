@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lockstep"
 
 ROWS = [
-    ["errors"],
+    ["errors", "system"],
     ["types", "children", "config"],
     ["ops", "renderers", "observe", "store", "launch"],
     ["models", "report", "correction"],
