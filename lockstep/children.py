@@ -30,6 +30,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
 from lockstep.errors import ChildError, ChildRefusal, ChildTimeoutError
+from lockstep.system import kill_group
 
 NUM_LINES = 12
 """Lines of a child's error output that an error repeats."""
@@ -267,8 +268,7 @@ def _checked(reply: Reply) -> Reply:
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Kills a process that leads a group, and all of the group, and waits for its end."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
     process.wait()
 
 
@@ -288,7 +288,7 @@ def how_ended(process: subprocess.Popen[bytes]) -> str:
     else:
         names = {known.value: known.name for known in signal.Signals}
         how = f"was ended by {names.get(-code, f'signal {-code}')}"
-        if -code == signal.SIGKILL:
+        if names.get(-code) == "SIGKILL":
             how += " (by hand, or by the system for want of memory)"
     return f"(pid {process.pid}) {how}"
 

@@ -731,7 +731,7 @@ _JSON = _flag("--json", "print JSON, no progress")
 _VERBOSE = _flag("--verbose", "also show the internal facts: engine, numerics, memory, sync")
 _PLUGIN = _list("--plugin", "PLUGIN", "Python file or module with kinds of your own")
 _FAULT = _list(
-    "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose: docs/reference/faults.md"
+    "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose (documentation: Faults)"
 )
 _RENDERER = _arg("--renderer", "NAME", "harmony, chatml, jinja, ..., or JSON; default: the model's")
 

@@ -223,7 +223,7 @@ class SGLangConfig(ServedConfig):
         if not self.urls:
             raise ConfigError(
                 "engine=sglang needs a server: engine.urls=http://HOST:PORT, without /v1. "
-                "docs/engines.md says how to start one."
+                "The documentation (Engines) says how to start one."
             )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.engines import guard
+from lockstep.system import kill_group
 
 NUM_LOG_LINES = 12
 """Last lines of the log that the message about the end of a server repeats."""
@@ -90,8 +90,7 @@ class ServerProcess:
             self._guard.terminate()
             self._wait(END_SECONDS)
         if self.is_running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.session_id, signal.SIGKILL)
+            kill_group(self.session_id)
             self._wait(END_SECONDS)
 
     def _wait(self, seconds: float) -> None:

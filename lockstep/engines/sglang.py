@@ -272,9 +272,7 @@ class SGLangWire(HttpWire):
         await self._client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
 
-HOW_STARTED = (
-    "python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init (docs/engines.md)"
-)
+HOW_STARTED = "python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init"
 
 
 def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:

@@ -77,6 +77,7 @@ def end_by_sigterm() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    for number in filter(None, (signal.SIGTERM, hangup)):
+        if number != hangup or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -59,7 +59,7 @@ class RayPlacement(PlacementConfig):
     """Longest wait for room in the cluster."""
     env: tuple[str, ...] = ()
     """Names of environment variables that the processes get from this one, on top of those known
-    to matter (docs/scale.md)."""
+    to matter (documentation: Scale)."""
 
     def __post_init__(self) -> None:
         for name in ("trainer_gpus", "replica_gpus"):

@@ -389,7 +389,7 @@ def renderer_of(directory: Path, model: ModelConfig | FallbackConfig) -> Rendere
     raise ConfigError(
         f"no renderer is known for a model of {model.architecture}, and {directory} has no chat "
         f"template. Set renderer=KIND, or keep {RENDERER_FILE} beside the model's config.json; a "
-        "format of your own is a renderer of your own (docs/renderers.md)."
+        "format of your own is a renderer of your own (documentation: Renderers)."
     )
 
 

@@ -5,7 +5,6 @@ lines; and the lock that leaves a run directory one writer.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.errors import DataError, RunError
+from lockstep.system import try_lock
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -118,10 +118,8 @@ def hold_lock(path: Path) -> Iterator[None]:
             "file. Remove what is there, or choose another directory with out=DIR."
         ) from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(_in_use(path, _holder(file))) from None
+        if not try_lock(file):
+            raise RunError(_in_use(path, _holder(file)))
         holder = _holder(file)
         if holder.get("host", platform.node()) != platform.node():
             raise RunError(
@@ -130,13 +128,14 @@ def hold_lock(path: Path) -> Iterator[None]:
             )
         since = datetime.now(UTC).isoformat(timespec="seconds")
         mine = {"pid": os.getpid(), "host": platform.node(), "since": since}
-        os.ftruncate(file.fileno(), 0)
-        os.pwrite(file.fileno(), json.dumps(mine).encode(), 0)
+        file.truncate(0)
+        file.write(json.dumps(mine).encode())  # at the end, whatever was read
+        file.flush()
         try:
             yield
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
-                os.ftruncate(file.fileno(), 0)
+                file.truncate(0)
 
 
 def _in_use(path: Path, holder: dict[str, Any]) -> str:
@@ -157,19 +156,16 @@ def is_locked(path: Path) -> bool:
         holder = _holder(file)
         if holder.get("host", platform.node()) != platform.node():
             return True
-        try:
-            # A killed writer leaves its name, and the kernel's lock does not survive it.
-            if holder:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back as the file closes
-        except BlockingIOError:
-            return True
+        # A killed writer leaves its name, and the kernel's lock does not survive it.
+        return bool(holder) and not try_lock(file, is_shared=True)
     return False
 
 
 def _holder(file: BinaryIO) -> dict[str, Any]:
     """The holder's own words; empty if it wrote nothing readable."""
     try:
-        holder = json.loads(os.pread(file.fileno(), 4096, 0) or b"{}")
+        file.seek(0)
+        holder = json.loads(file.read(4096) or b"{}")
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}

@@ -14,7 +14,7 @@ Form = Literal["shared", "tensors", "directory", "adapter"]
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """How weights reach the engine, and how this is verified (docs/engines.md)."""
+    """How weights reach the engine, and how this is verified (documentation: Engines)."""
 
     form: Literal["auto", "shared", "tensors", "directory", "adapter"] = "auto"
     """shared: the engine runs the trainer's own memory. adapter: only the adapter is written, and

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import secrets
 import select
 import socket
@@ -215,4 +214,6 @@ def _descendants(process: int) -> set[int]:
 
 
 def _max_resident_mib() -> float:
+    import resource  # like the sandboxes, for Linux
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lockstep"
 
 ROWS = [
-    ["errors", "habits"],
+    ["errors", "habits", "system"],
     ["display"],
     ["types", "children", "config"],
     ["ops", "renderers", "observe", "store", "launch"],

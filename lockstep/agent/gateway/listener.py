@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import resource
 import ssl
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from lockstep.agent.gateway.config import LOOPBACK, GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.errors import ConfigError, MissingExtraError
+from lockstep.system import max_open_files
 
 try:
     from aiohttp import web
@@ -122,8 +122,9 @@ class Listener:
     def _connection(self, server: web.Server) -> asyncio.Protocol:
         """Makes the protocol of a new connection. If there are too many, the one that has waited
         longest without a request makes room."""
-        num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        limit = min(self.config.max_connections, max(16, num_files - 4 * ACCEPTED_AT_ONCE))
+        limit = self.config.max_connections
+        if (num_files := max_open_files()) is not None:
+            limit = min(limit, max(16, num_files - 4 * ACCEPTED_AT_ONCE))
         there = [each for each in server.connections if each.transport is not None]
         waiting = [each for each in there if each not in self._busy]
         if len(there) >= limit and waiting:

@@ -43,7 +43,7 @@ class ChatDump(LineDump):
     why: ClassVar[Mapping[str, str]] = {
         "rollout_logprobs": "ask the engine for them: logprobs=true.",
         "trainer_logprobs": "an engine's answers have the sampler's log-probs only; write the "
-        "trainer's beside them in the doctor's own columns (docs/doctor-dumps.md).",
+        "trainer's beside them in the doctor's own columns (documentation: Doctor: dumps).",
         "messages": "the lines have no `messages`, or parts in them that are not text.",
     }
 

@@ -27,7 +27,7 @@ class RowDump(Dump):
 
     trainer: ClassVar[str | None] = None
     """`Facts.trainer`; None is the name of the format."""
-    no_row: ClassVar[str] = "see docs/doctor-dumps.md for the files that it reads."
+    no_row: ClassVar[str] = "the documentation (Doctor: dumps) lists the files that it reads."
     """Reason for a dump without rows, or where to read on."""
     why: ClassVar[Mapping[str, str]] = {}
     """Field of `Rows` -> why a dump may lack it, and how to get it."""

@@ -115,7 +115,8 @@ def _check_columns(part: _Part) -> None:
             )
         raise DataError(
             f"{part.path} has no column {name}; every row must have {' and '.join(REQUIRED)} "
-            f"(docs/doctor-dumps.md). It has: {', '.join(sorted(part.columns)[:12]) or 'none'}."
+            "(documentation: Doctor: dumps). It has: "
+            f"{', '.join(sorted(part.columns)[:12]) or 'none'}."
             f"{_hint(name, part.columns)}"
         )
 

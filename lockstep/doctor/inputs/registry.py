@@ -56,5 +56,5 @@ def open_dump(path: str | Path, *, format: str = "") -> Dump:
             return kind(path)
     if why := why_no_rows(path):
         known = ", ".join(kind.format for kind in FORMATS)
-        raise DataError(f"{path} {why}. The doctor reads: {known} (docs/doctor.md).")
+        raise DataError(f"{path} {why}. The doctor reads: {known} (documentation: Doctor).")
     return RowsDump(path)  # names the missing columns

@@ -29,7 +29,7 @@ class TinkerDump(LineDump):
     keys: ClassVar[frozenset[str]] = frozenset({"model_input", "target_tokens", "logprobs", "mask"})
     why: ClassVar[Mapping[str, str]] = {
         "trainer_logprobs": "write train_step's return value beside each datum, as "
-        "training_logprobs (docs/doctor-dumps.md).",
+        "training_logprobs (documentation: Doctor: dumps).",
     }
 
     def rows_of(

@@ -50,7 +50,7 @@ CHECKED_VERSION = "0.32"
 HOW_STARTED = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --skip-tokenizer-init --enable-scale-out "
     "--enable-prompt-tokens-details --logprobs-mode=processed_logprobs "
-    "--generation-config=vllm --scheduling-policy=priority (docs/engines.md)"
+    "--generation-config=vllm --scheduling-policy=priority"
 )
 
 GENERATE = "/inference/v1/generate"
@@ -124,7 +124,7 @@ def _asked(
             raise
         raise CapabilityError(
             f"{client.url} has no {path.partition('?')[0]}: a vLLM older than {CHECKED_VERSION}, "
-            f"or started without {needed}. docs/engines.md has the whole command."
+            f"or started without {needed}. The documentation (Engines) has the whole command."
         ) from None
 
 

@@ -5,16 +5,16 @@
 math-verify hands an answer to sympy, which may take minutes and gigabytes on a short text.
 """
 
-import resource
 from typing import Any
 
 from lockstep.children import serve
+from lockstep.system import limit_process
 
 MEMORY_BYTES = 2 << 30
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_process(AS=MEMORY_BYTES)
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
     def compare(expected: str, answer: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lockstep.agent.environment import Score
 from lockstep.agent.harness import Endpoint, Harness
 from lockstep.agent.scoring import ScorerConfig
 from lockstep.errors import ConfigError, RolloutError
+from lockstep.system import kill_group
 from lockstep.types import Task
 
 KEPT_BYTES = 1 << 16
@@ -123,8 +124,7 @@ class ProgramHarness(Harness):
     async def _kill(self) -> None:
         """Kills the program and everything that it started."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
             await asyncio.to_thread(_kill_marked, self._mark)
 
 

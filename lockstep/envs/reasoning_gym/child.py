@@ -19,7 +19,6 @@ import datetime
 import enum
 import importlib
 import json
-import resource
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial, wraps
@@ -33,6 +32,7 @@ from lockstep.agent.tasks import derive_seed, is_held_out
 from lockstep.children import serve
 from lockstep.config import did_you_mean, from_dict
 from lockstep.errors import ConfigError, DataError
+from lockstep.system import limit_process
 
 MAX_MEMORY_BYTES = 4 << 30
 MAX_DRAWS = 1000
@@ -223,8 +223,7 @@ def _item(dataset: str, settings: str, level: int | None, seed: int) -> tuple[An
 
 
 def main() -> None:
-    for limit, value in ((resource.RLIMIT_AS, MAX_MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value))
+    limit_process(AS=MAX_MEMORY_BYTES, CORE=0)
     guard_verifiers()
     serve(answer)
 

@@ -95,8 +95,10 @@ def main() -> None:
 
 
 def _limit() -> None:
-    import resource
-
+    try:
+        import resource
+    except ImportError:  # Windows has no limits of a process
+        return
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -209,7 +209,7 @@ def parse_fault(text: str) -> FaultConfig:
     words = [f"fault={kind}", *(f"fault.{setting}" for setting in settings)]
     fault = resolve(_Choice(), words).fault
     if fault is None:
-        raise ConfigError(f"--fault {text}: name a kind; docs/reference/faults.md lists them.")
+        raise ConfigError(f"--fault {text}: name a kind; the documentation (Faults) lists them.")
     return fault
 
 

@@ -1,0 +1,66 @@
+"""What operating systems do differently: locks on files, limits and ends of processes.
+
+Linux and macOS have all of it. On Windows a child has no limits of memory and files, and its own
+children outlive it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import IO, Any
+
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows
+    fcntl = resource = None
+
+_LOCKED_BYTE = 1 << 30
+"""Windows locks a range of bytes, which others cannot read either: one behind the file's end."""
+
+
+def try_lock(file: IO[bytes], *, is_shared: bool = False) -> bool:
+    """Takes the lock on an open file; False if another process has it. It is given back when the
+    file is closed, and when the process dies. is_shared: several may have it, on Windows one."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+    import msvcrt
+
+    windows: Any = msvcrt
+    file.seek(_LOCKED_BYTE)
+    try:
+        windows.locking(file.fileno(), windows.LK_NBLCK, 1)
+    except OSError:
+        return False
+    finally:
+        file.seek(0)
+    return True
+
+
+def limit_process(**limits: int) -> None:
+    """Limits this process: `limit_process(AS=bytes, NOFILE=0)`, by the names of RLIMIT_*."""
+    if resource is None:
+        return
+    for name, value in limits.items():
+        with contextlib.suppress(ValueError):  # macOS does not limit address space
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+
+
+def max_open_files() -> int | None:
+    """The number of files that this process may have open; None where nobody knows."""
+    return None if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def kill_group(pid: int) -> None:
+    """Kills a process that was started with `start_new_session`, and all of its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if hasattr(os, "killpg"):
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGTERM)  # on Windows it ends the process at once
