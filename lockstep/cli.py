@@ -122,6 +122,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         _import_plugins(options.plugin)
         _check_is_run(options)
+        _check_output(options)
         with _faults(options):
             return options.run(options)
     except (LockstepError, OSError) as error:
@@ -622,6 +623,22 @@ def _find_recipe(target: str, settings: Sequence[str]) -> Any:
             f"train RECIPE model={target}. `lockstep recipes` lists them."
         )
     return find_recipe(target)
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Refuses a file or directory that could not be written, before anything is loaded."""
+    from lockstep.store.files import why_no_directory
+
+    is_file = options.verb in ("report", "doctor")
+    for option in ("out", "hf") if options.verb in ("report", "doctor", "export") else ():
+        if not (text := getattr(options, option, "")):
+            continue
+        path = Path(text)
+        problem = why_no_directory(path.parent if is_file else path)
+        if is_file and path.is_dir():
+            problem = "it is a directory; give the name of a file"
+        if problem:
+            raise ConfigError(f"--{option} {path} cannot be written: {problem}.")
 
 
 def _check_is_run(options: argparse.Namespace) -> None:
