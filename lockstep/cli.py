@@ -191,7 +191,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.beside:
         return _train_side_by_side(options, settings, own)
     config, run, start = _training_config(options.target, settings, own)
-    if run is None:
+    if run is None and ("out" in own or not options.dry_run):
         check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
         lines = plan(config, preflight(config))
@@ -280,9 +280,10 @@ def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
         }.items()
         if len(values) > 1
     ]
-    plugins = "".join(f" --plugin {shlex.quote(name)}" for name in options.plugin)
+    same = [w for name in options.plugin for w in ("--plugin", name)]
+    same += [w for fault in options.fault for w in ("--fault", fault)]
     commands = {
-        f"train {path} resume=true{plugins}": "goes on from here",
+        f"train {path} {shlex.join(['resume=true', *same])}": "goes on from here",
         f"replay {shlex.quote(f'{outcome.path}#0')}": "shows an episode token by token",
         f"doctor {path}": "says whether sampler and trainer agree",
         f"export {path} --hf DIR": "writes the model for other programs",
@@ -311,7 +312,8 @@ def _sft(options: argparse.Namespace) -> int:
         return _show_settings(options, find_supervised_recipe, SupervisedConfig)
     name = options.target or "sft"
     config = _resolved(lambda: find_supervised_recipe(name), settings, SupervisedConfig)
-    check_place(own.get("out") or default_run_path(config.name))
+    if "out" in own or not options.dry_run:
+        check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
         if not config.create:  # what is created is checked then
             check_supervised(config)
@@ -730,9 +732,14 @@ def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: t
         return OK
     settings = [word for word in options.settings if "=" in word]
     wanted = [word.rstrip(".") for word in options.settings if "=" not in word]
+    sections = field_docs(cls)
+    if options.target in sections:
+        raise ConfigError(
+            f"{options.target} is a section of a recipe's settings: lockstep {options.verb} RECIPE "
+            f"--help {options.target}."
+        )
     config = _resolved(lambda: find(options.target), settings, cls)
     rows = list(describe(config))
-    sections = field_docs(cls)
     known = [*sections, *(row[0] for row in rows)]
     for section in wanted:
         if not any(name == section or name.startswith(f"{section}.") for name in known):
