@@ -79,7 +79,7 @@ MISTAKES = [
     ("train quickstart device=cuda:0", "device=cuda", BAD_INPUT),
     ("train quickstart objective=grpo", "advantage=grpo", BAD_INPUT),
     ("train quickstart advantage=ppo", "advantage=gae", BAD_INPUT),
-    ("train quickstart evaluation=none --dry-run", 'num_tasks: 0', OK),
+    ("train quickstart evaluation=none --dry-run", "num_tasks: 0", OK),
     ("train quickstart out=/proc/1/none", "/proc/1/none", BAD_INPUT),
 ]
 
