@@ -162,10 +162,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Points links at where the site has their files, names pages in links without `.md`, and shows
-    `a\\|b` in tables as `a|b`."""
+    """Points links at where the site has their files, names pages in links without `.md`, folds
+    what is folded, and shows `a\\|b` in tables as `a|b`."""
     up = "../" * page.file.src_uri.count("/")
     markdown = OUTSIDE.sub(rf"]({up}source/\1.txt)", markdown)
+    markdown = markdown.replace("<details>", "<details markdown>")
     markdown = re.sub(r"\]\((?:\.\./)+CHANGELOG\.md\)", f"]({up}changelog.md)", markdown)
     markdown = re.sub(
         r"\[(?:\w+/)?([\w-]+)\.md\]\(", lambda link: f"[{link[1].replace('-', ' ')}](", markdown
