@@ -281,14 +281,15 @@ def _report(options: argparse.Namespace) -> int:
     example: lockstep report runs/a runs/b --out both.html
     """
     from lockstep.report.document import write_report
-    from lockstep.run.build import tokenizer_of
+    from lockstep.run.build import recipe_of, tokenizer_of
     from lockstep.store.run import load_run
 
     runs = [load_run(path) for path in options.runs]
     place = Path(options.runs[0]) if len(runs) == 1 else Path()
     out = Path(options.out or place / "report.html")
     tokenizers = [tokenizer_of(run.config) for run in runs]
-    write_report(runs, out, tokenizers=tokenizers, warn=_warn)
+    recipes = [recipe_of(run) for run in runs]
+    write_report(runs, out, tokenizers=tokenizers, recipes=recipes, warn=_warn)
     _print(options, {"report": str(out)}, str(out))
     return OK
 

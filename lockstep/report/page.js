@@ -76,6 +76,17 @@ function buildSettings(section) {
           difference.values.map((value) => element("td", {}, element("code", {}, formatSetting(value)))))))))
       : element("p", { class: "hint" }, "All runs have the same settings."));
   }
+  for (const run of report.runs.filter((each) => each.changed)) {
+    const whose = report.runs.length > 1 ? `${run.name}: ` : "";
+    section.append(run.changed.length
+      ? element("div", { class: "table-frame card" }, element("table", { class: "settings" },
+        element("caption", {}, `${whose}settings that differ from the recipe`),
+        element("thead", {}, element("tr", {}, ["setting", "this run", "recipe"].map((name) => element("th", { scope: "col" }, name)))),
+        element("tbody", {}, run.changed.map((change) => element("tr", {}, element("th", { scope: "row" }, element("code", {}, change.key)),
+          element("td", { class: "changed" }, element("code", {}, formatSetting(change.values[0]))),
+          element("td", {}, element("code", {}, formatSetting(change.values[1]))))))))
+      : element("p", { class: "hint" }, `${whose}${whose ? "e" : "E"}very setting is the recipe's.`));
+  }
   for (const run of report.runs) {
     section.append(element("details", { class: "card" }, element("summary", {}, report.runs.length > 1 ? `All settings of ${run.name}` : "All settings"),
       element("pre", {}, JSON.stringify(run.config, null, 2)),

@@ -3,6 +3,7 @@
 const DIFFERENCE_NOISE = 1e-5; // float noise: below it a token is not coloured
 const DIFFERENCE_FULL = 1; // a factor of e in probability: full colour from here on
 const SORTS = {
+  first: { label: "most telling", key: (t) => (t.index === report.first.index ? -1 : t.index) },
   mismatch: { label: "largest mismatch", key: (t) => -(t.maxDifference ?? -1) },
   low: { label: "lowest reward", key: (t) => (isNumber(t.reward) ? t.reward : Infinity) },
   high: { label: "highest reward", key: (t) => (isNumber(t.reward) ? -t.reward : Infinity) },
@@ -55,9 +56,10 @@ function buildBrowser(section, words = REPORT_WORDS) {
   const kinds = [...new Set(all.flatMap((t) => t.why))];
   const statuses = [...new Set(all.map((t) => t.status))];
   const option = (value, text) => element("option", { value }, text);
+  const sorts = Object.entries(SORTS).filter(([key]) => key !== "first" || report.first);
   const controls = {
     text: element("input", { type: "search", placeholder: "search text, task or id", "aria-label": "Search" }),
-    sort: element("select", { "aria-label": "Sort by" }, Object.entries(SORTS).map(([key, sort]) => option(key, sort.label))),
+    sort: element("select", { "aria-label": "Sort by" }, sorts.map(([key, sort]) => option(key, sort.label))),
     status: element("select", { "aria-label": "Status" }, option("", "any status"), statuses.map((status) => option(status, status))),
     why: element("select", { "aria-label": "Chosen as" }, option("", "all kinds"), kinds.map((kind) => option(kind, kind))),
     reward: element("select", { "aria-label": "Reward" }, option("", "any reward"), option("up", "reward \u2265 median"), option("down", "reward < median")),
@@ -172,7 +174,9 @@ function drawDetail(detail) {
         Object.entries(t.parts).map(([name, value]) => element("span", { class: "part" }, `${name.replaceAll("_", " ")} `, element("b", {}, formatNumber(value)))),
         t.status === "finished" ? null : element("span", { class: `badge ${t.status}` }, t.status))),
     element("dl", { class: "facts" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value))))),
+    ...(report.first?.index === t.index ? [element("p", { class: "hint" }, `Shown first: ${report.first.why}.`)] : []),
     ...(t.error ? [element("p", { class: "error" }, t.error)] : []),
+    ...(t.reference ? [answers(t)] : []),
     ...(t.leaves.length > 1 ? [branchPicker(t, draw)] : []),
     ...(t.evidence ?? []).map((piece) => evidenceCard(t, piece)),
     choice("View", modes, browser.mode, (mode) => { browser.mode = mode; draw(); }),
@@ -180,6 +184,15 @@ function drawDetail(detail) {
     element("details", { class: "task" }, element("summary", {}, "Task and counters"),
       element("pre", {}, JSON.stringify({ task: t.task, counters: t.metrics }, null, 2))));
   draw();
+}
+
+// The expected answer beside the last reply of the branch.
+function answers(t) {
+  const replies = pathTo(t, browser.leaf).flatMap((at) => (t.segments[at].is_sampled ? t.segments[at].messages : []));
+  const reply = replies.at(-1)?.content.trim();
+  return element("dl", { class: "answers" },
+    element("div", {}, element("dt", {}, "expected answer"), element("dd", {}, t.reference)),
+    element("div", {}, element("dt", {}, "reply"), element("dd", {}, reply || "(no text)")));
 }
 
 function leafAdvantage(t) {
@@ -194,7 +207,11 @@ function branchPicker(t, draw) {
     const reward = rewards.has(leaf) ? ` \u00b7 ${formatNumber(rewards.get(leaf))}` : "";
     return { value: leaf, label: `branch ${index + 1}${branch ? ` (${branch})` : ""}${reward}` };
   });
-  return choice("Branch", options, browser.leaf, (leaf) => { browser.leaf = leaf; draw(); });
+  return choice("Branch", options, browser.leaf, (leaf) => {
+    browser.leaf = leaf;
+    document.querySelector(".answers")?.replaceWith(answers(t));
+    draw();
+  });
 }
 
 function messagesOf(t) {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.config import from_dict
+from lockstep.config import flatten, from_dict, to_dict
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import (
     ConfigError,
@@ -454,6 +454,19 @@ def _merge(run: Run, adapter: Path, directory: Path) -> None:
     add_adapter(model, peft_format.read_shape(adapter, model.config), seed=0)
     load_adapter(model, adapter)
     save_checkpoint(model, directory, like=base, dtype=getattr(torch, run.config["dtype"]))
+
+
+def recipe_of(run: Run) -> dict[str, Any] | None:
+    """The settings, by dotted key, of the recipe that the run was started from; None if it is not
+    known here."""
+    import lockstep.recipes  # noqa: F401  fills the registry
+    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
+
+    for name in (*run.environment.get("argv", ())[1:], run.config.get("name")):
+        if recipe := RECIPES.get(name) or SUPERVISED_RECIPES.get(name):
+            # Its name is no setting: a run may be called anything.
+            return flatten(to_dict(recipe()) | {"name": run.config.get("name")})
+    return None
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
