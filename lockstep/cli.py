@@ -279,11 +279,16 @@ def _report(options: argparse.Namespace) -> int:
     """Write one HTML file about one run, or several side by side.
 
     example: lockstep report runs/a runs/b --out both.html
+             lockstep report runs --serve
     """
     from lockstep.report.document import write_report
     from lockstep.run.build import recipe_of, tokenizer_of
     from lockstep.store.run import load_run
 
+    if options.serve:
+        return _serve_report(options)
+    if options.host or options.port is not None:
+        raise ConfigError("--host and --port belong to --serve.")
     runs = [load_run(path) for path in options.runs]
     place = Path(options.runs[0]) if len(runs) == 1 else Path()
     out = Path(options.out or place / "report.html")
@@ -291,6 +296,22 @@ def _report(options: argparse.Namespace) -> int:
     recipes = [recipe_of(run) for run in runs]
     write_report(runs, out, tokenizers=tokenizers, recipes=recipes, warn=_warn)
     _print(options, {"report": str(out)}, str(out))
+    return OK
+
+
+def _serve_report(options: argparse.Namespace) -> int:
+    from lockstep.report.server import ReportServer
+    from lockstep.run.build import recipe_of, tokenizer_of
+
+    if options.out:
+        raise ConfigError("--serve writes no file: leave --out or --serve out.")
+    place = {"host": options.host or "127.0.0.1", "port": options.port or 0}
+    paths = [Path(path) for path in options.runs]
+    with ReportServer(paths, **place, tokenizer_of=tokenizer_of, recipe_of=recipe_of) as server:
+        _print(options, {"url": server.url}, f"{server.url}  (Ctrl-C ends it)")
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
     return OK
 
 
@@ -647,6 +668,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
         (
             _arg("runs", "RUN", nargs="+"),
             _arg("--out", "FILE", "default: RUN/report.html, or report.html"),
+            _flag("--serve", "show the runs, or all in a directory, as they go on, in a browser"),
+            _arg("--port", "N", "with --serve; default: a free one", type=int, default=None),
+            _arg("--host", "ADDRESS", "with --serve; default: this machine only"),
         ),
     ),
     "doctor": (

@@ -397,7 +397,8 @@ function drawCharts() {
 
 function buildCurves(section) {
   const specs = chartSpecs();
-  if (!specs.length) { section.remove(); return; }
+  section.hidden = !specs.length;
+  if (!specs.length) return;
   const hasTime = report.runs.some((run) => elapsedSeconds(run).at(-1) > 0);
   const tools = element("div", { class: "tools" },
     element("span", {}, "Smoothing (steps) ", choice("Smoothing", SMOOTHING, view.smooth, (value) => { view.smooth = value; drawCharts(); })),

@@ -94,7 +94,7 @@ def select(
             try:
                 record = read_row(*candidate.address)
             except DataError as error:
-                warn(str(error))
+                _warn_of(error, warn)
                 continue
             spent += size
             documents.append(to_document(record, run=index, split=candidate.split, why=reasons))
@@ -111,10 +111,16 @@ def _candidates(run: Run, warn: Callable[[str], object]) -> list[_Candidate]:
             try:
                 found = list(run.summaries(step, split=split))
             except DataError as error:
-                warn(str(error))
+                _warn_of(error, warn)
                 continue
             out += [_Candidate(summary, address, split) for summary, address in found]
     return out
+
+
+def _warn_of(error: DataError, warn: Callable[[str], object]) -> None:
+    """Says what is damaged; a part that a running run let go meanwhile is not."""
+    if not isinstance(error.__cause__, FileNotFoundError):
+        warn(str(error))
 
 
 def _choose(
@@ -273,11 +279,6 @@ def build_document(
 ) -> dict[str, Any]:
     """The whole report as JSON. tokenizers: one per run; None shows ids. recipes: see
     `write_report`."""
-    configs = [flatten(run.config) for run in runs]
-    differences = _differences(configs)
-    groups = _groups(runs, configs, [difference["key"] for difference in differences])
-    group_of = {run: index for index, group in enumerate(groups) for run in group["runs"]}
-    series = [_series(run) for run in runs]
     damaged: dict[str, None] = {}
     documents, num_stored, num_left_out = select(
         runs,
@@ -292,6 +293,28 @@ def build_document(
         "document_version": DOCUMENT_VERSION,
         "title": title,
         "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **build_figures(runs, recipes=recipes),
+        "trajectories": documents,
+        "first": _first(documents, runs),
+        "num_stored_trajectories": num_stored,
+        "num_left_out_for_size": num_left_out,
+        "damaged": list(damaged),
+        "vocabularies": [
+            to_vocabulary(ids, tokenizer) for ids, tokenizer in zip(used, tokenizers, strict=True)
+        ],
+    }
+
+
+def build_figures(
+    runs: Sequence[Run], *, recipes: Sequence[Mapping[str, Any] | None]
+) -> dict[str, Any]:
+    """The part of the report that is not about trajectories."""
+    configs = [flatten(run.config) for run in runs]
+    differences = _differences(configs)
+    groups = _groups(runs, configs, [difference["key"] for difference in differences])
+    group_of = {run: index for index, group in enumerate(groups) for run in group["runs"]}
+    series = [_series(run) for run in runs]
+    return {
         "limits": {"warning": WARNING_LIMIT, "critical": CRITICAL_LIMIT},
         "runs": [
             {
@@ -307,14 +330,6 @@ def build_document(
         "held_out": _held_out(runs),
         "headlines": _headlines(runs, groups),
         "config_differences": differences,
-        "trajectories": documents,
-        "first": _first(documents, runs),
-        "num_stored_trajectories": num_stored,
-        "num_left_out_for_size": num_left_out,
-        "damaged": list(damaged),
-        "vocabularies": [
-            to_vocabulary(ids, tokenizer) for ids, tokenizer in zip(used, tokenizers, strict=True)
-        ],
     }
 
 
@@ -590,6 +605,8 @@ class Template:
     scripts: tuple[str, ...]
     label: str
     """Kind of page, shown after its title."""
+    is_served: bool = False
+    """Whether it may ask the server that it came from."""
 
 
 REPORT = Template(
@@ -598,6 +615,9 @@ REPORT = Template(
     scripts=("base.js", "charts.js", "trajectories.js", "page.js"),
     label="Lockstep report",
 )
+
+
+_CONNECT = "connect-src 'self'; "
 
 
 def write_report(
@@ -650,7 +670,7 @@ def render_page(document: dict[str, Any], template: Template = REPORT) -> str:
     data = _dump(document).replace("<", "\\u003c")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
-        "base-uri 'none'; form-action 'none'"
+        f"{_CONNECT if template.is_served else ''}base-uri 'none'; form-action 'none'"
     )
     parts = {
         "POLICY": policy,

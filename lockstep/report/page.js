@@ -38,10 +38,8 @@ function groupDot(group) {
 
 function buildSections(nav) {
   const names = [["curves", "Curves"], ["settings", "Settings"], ["trajectories", "Trajectories"]];
-  nav.append(...names.filter(([id]) => document.getElementById(id)).map(([id, text]) => element("a", { href: `#${id}` }, text)));
+  nav.replaceChildren(...names.filter(([id]) => !document.getElementById(id).hidden).map(([id, text]) => element("a", { href: `#${id}` }, text)));
 }
-
-const LEVELS = { ok: "normal", notice: "above normal", warning: "warning", critical: "critical", unmeasured: "not measured" };
 
 function buildHeadlines(section) {
   if (isComparison) section.append(element("div", { class: "group-key" }, report.groups.map((group, index) =>

@@ -12,7 +12,7 @@ const SORTS = {
   long: { label: "most tokens", key: (t) => -t.numTokens },
 };
 
-const browser = { shown: [], chosen: null, leaf: null, mode: "messages", rows: new Map(), open: null };
+const browser = { shown: [], chosen: null, leaf: null, mode: "messages", rows: new Map(), open: null, add: null, found: {} };
 const REPORT_WORDS = { title: "Trajectories", noun: "trajectories", shown: "worst mismatches, best and worst rewards, and a sample" };
 
 function prepareTrajectories() {
@@ -36,7 +36,9 @@ function prepare(t, index) {
   }
   const parents = new Set(t.segments.map((segment) => segment.parent));
   t.leaves = t.segments.map((_, at) => at).filter((at) => !parents.has(at));
-  t.words = JSON.stringify([t.id, t.task_id, t.task, t.error, t.segments.map((segment) => segment.messages)]).toLowerCase();
+  t.words = [t.id, t.task_id, JSON.stringify(t.task), t.error, ...t.segments.flatMap((segment) => segment.messages).flatMap((message) =>
+    [message.name, message.content, message.thinking, ...(message.tool_calls ?? []).flatMap((call) => [call.name, call.arguments])])]
+    .filter(Boolean).join("\n").toLowerCase();
 }
 
 function pathTo(t, leaf) {
@@ -72,7 +74,7 @@ function buildBrowser(section, words = REPORT_WORDS) {
   const detail = element("div", { class: "detail", tabindex: -1 });
   const refresh = () => {
     const words = controls.text.value.toLowerCase();
-    browser.shown = all.filter((t) => (!words || t.words.includes(words))
+    browser.shown = all.filter((t) => (!words || t.words.includes(words) || (browser.found.text === words && browser.found.shown.has(t)))
       && (!controls.status.value || t.status === controls.status.value)
       && (!controls.why.value || t.why.includes(controls.why.value))
       && (!controls.run.value || t.run === Number(controls.run.value))
@@ -103,6 +105,24 @@ function buildBrowser(section, words = REPORT_WORDS) {
     show(t);
     browser.rows.get(t).scrollIntoView({ block: "nearest" });
   };
+  // Takes in what a search over the whole store found: a page in one file cannot ask for it.
+  browser.add = (text, documents, vocabulary) => {
+    const known = new Map(all.map((t) => [placeOf(t), t]));
+    const shown = documents.map((t) => {
+      if (known.has(placeOf(t))) return known.get(placeOf(t));
+      prepare(t, all.length);
+      all.push(t);
+      return t;
+    });
+    const words = report.vocabularies[0];
+    if (words && vocabulary) {
+      Object.assign(words.texts, vocabulary.texts);
+      words.control_ids = [...new Set([...words.control_ids, ...vocabulary.control_ids])];
+      controlSets.clear();
+    }
+    browser.found = { text: text.toLowerCase(), shown: new Set(shown) };
+    refresh();
+  };
   const listRow = (t) => element("div", { class: "row", role: "option", id: `t${t.index}`, onclick: () => show(t) },
     element("span", { class: "row-reward" }, formatNumber(t.reward)),
     element("span", { class: "row-main" },
@@ -125,13 +145,18 @@ function buildBrowser(section, words = REPORT_WORDS) {
   const left = report.num_left_out_for_size ? `, ${report.num_left_out_for_size} left out as too long` : "";
   section.append(
     sectionTitle(words.title, element("span", { class: "hint" },
-      `${all.length} shown of ${report.num_stored_trajectories.toLocaleString("en-US")} stored: ${words.shown}${left}.`)),
+      `${all.length} shown of ${report.num_stored_trajectories.toLocaleString("en-US")} stored: ${words.shown}${left}.`,
+      report.first && !report.live && all.length < report.num_stored_trajectories ? " Search covers what is shown; with lockstep report RUN --serve it covers all." : "")),
     ...(report.damaged ?? []).map((problem) => element("p", { class: "hint", role: "alert" }, problem)),
     element("div", { class: "filters" }, controls.text, controls.sort, controls.why,
       statuses.length > 1 ? controls.status : null, rewards.length > 1 ? controls.reward : null,
       report.runs.length > 1 ? controls.run : null, count),
     element("div", { class: "browser card" }, list, detail));
   refresh();
+}
+
+function placeOf(t) {
+  return JSON.stringify([t.split, t.step, t.id]);
 }
 
 // The first thing that was asked, in one line.

@@ -462,7 +462,7 @@ def recipe_of(run: Run) -> dict[str, Any] | None:
     import lockstep.recipes  # noqa: F401  fills the registry
     from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
 
-    for name in (*run.environment.get("argv", ())[1:], run.config.get("name")):
+    for name in (*run.environment.get("argv", ())[1:], run.config.get("name", "")):
         if recipe := RECIPES.get(name) or SUPERVISED_RECIPES.get(name):
             # Its name is no setting: a run may be called anything.
             return flatten(to_dict(recipe()) | {"name": run.config.get("name")})
