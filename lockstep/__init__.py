@@ -1,11 +1,10 @@
 """Lockstep: reinforcement learning for tool-using language-model agents, token-exact.
 
     import lockstep
-    from lockstep.recipes import find_recipe
 
-    outcome = lockstep.train(find_recipe("quickstart"))
-    run = lockstep.load(outcome.path)
-    print(lockstep.diagnose(outcome.path).outcome)
+    outcome = lockstep.train("quickstart", steps=30)
+    outcome.run.plot("reward/mean")
+    print(lockstep.diagnose(outcome).outcome)
 
 The pure functions are in `lockstep.renderers`, `lockstep.objectives` and `lockstep.correction`.
 Names are imported on first use: `import lockstep` costs nothing and loads no torch.
@@ -20,23 +19,72 @@ if TYPE_CHECKING:
     from lockstep.doctor.diagnose import diagnose as diagnose
     from lockstep.doctor.monitor import train as train
     from lockstep.doctor.monitor import train_side_by_side as train_side_by_side
-    from lockstep.run.train import evaluate as evaluate
+    from lockstep.doctor.replay import find as replay
+    from lockstep.model_server import BackgroundServer as BackgroundServer
+    from lockstep.model_server import serve as serve
     from lockstep.store.run import load_run as load
     from lockstep.supervised import train_supervised as train_supervised
+    from lockstep.verbs import evaluate as evaluate
+    from lockstep.verbs import export as export
+    from lockstep.verbs import list_recipes as list_recipes
+    from lockstep.verbs import render as render
+    from lockstep.verbs import write_report as write_report
+
+    __version__: str
 
 _PUBLIC = {
+    "BackgroundServer": ("lockstep.model_server", "BackgroundServer"),
     "diagnose": ("lockstep.doctor.diagnose", "diagnose"),
+    "evaluate": ("lockstep.verbs", "evaluate"),
+    "export": ("lockstep.verbs", "export"),
+    "list_recipes": ("lockstep.verbs", "list_recipes"),
+    "load": ("lockstep.store.run", "load_run"),
+    "render": ("lockstep.verbs", "render"),
+    "replay": ("lockstep.doctor.replay", "find"),
+    "serve": ("lockstep.model_server", "serve"),
     "train": ("lockstep.doctor.monitor", "train"),
     "train_side_by_side": ("lockstep.doctor.monitor", "train_side_by_side"),
     "train_supervised": ("lockstep.supervised", "train_supervised"),
-    "evaluate": ("lockstep.run.train", "evaluate"),
-    "load": ("lockstep.store.run", "load_run"),
+    "write_report": ("lockstep.verbs", "write_report"),
 }
-__all__ = ["diagnose", "evaluate", "load", "train", "train_side_by_side", "train_supervised"]
+__all__ = [
+    "BackgroundServer",
+    "diagnose",
+    "evaluate",
+    "export",
+    "list_recipes",
+    "load",
+    "render",
+    "replay",
+    "serve",
+    "train",
+    "train_side_by_side",
+    "train_supervised",
+    "write_report",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+        import difflib
+
+        near = difflib.get_close_matches(name, __all__, n=1)
+        hint = f" Did you mean lockstep.{near[0]}?" if near else ""
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}.{hint}")
     module, attribute = _PUBLIC[name]
     return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lockstep-rl")
+    except PackageNotFoundError:
+        return "(not installed)"

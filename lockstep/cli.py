@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lockstep
-from lockstep.config import describe, differences, dumps, from_dict, resolve, to_dict
+from lockstep.config import (
+    FILE_FORMS,
+    describe,
+    differences,
+    dumps,
+    file_form,
+    from_dict,
+    resolve,
+    to_dict,
+)
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
@@ -157,6 +166,7 @@ def _train(options: argparse.Namespace) -> int:
 
     example: lockstep train quickstart steps=30 seed=1 model=tiny-qwen3
     """
+    from lockstep.models.locate import CONFIG_FILES
     from lockstep.recipes import find_recipe
     from lockstep.run.preflight import plan, preflight
     from lockstep.store.run import check_place
@@ -171,8 +181,10 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         if run is None and "out" in own:
             check_place(own["out"])
-        lines = plan(config, preflight(config))
-        text = "\n".join((dumps(config).rstrip(), *lines))
+        lines = plan(config, preflight(config, files=CONFIG_FILES))
+        text = file_form(config, always=("name", "model", "steps")) + "\n".join(
+            f"# {line}" for line in lines
+        )
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
     view = "json" if options.json else "live"
@@ -239,7 +251,7 @@ def _sft(options: argparse.Namespace) -> int:
     """
     from lockstep.recipes import find_supervised_recipe
     from lockstep.store.run import check_place
-    from lockstep.supervised import check_supervised, train_supervised
+    from lockstep.supervised import check_supervised
 
     settings, own = _split(options.settings, "sft", "out")
     if options.help:
@@ -253,7 +265,7 @@ def _sft(options: argparse.Namespace) -> int:
         print(dumps(config), end="")
         return OK
     view = "json" if options.json else "live"
-    return _finish(train_supervised(config, out=own.get("out"), view=view), options)
+    return _finish(lockstep.train_supervised(config, out=own.get("out"), view=view), options)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -261,17 +273,11 @@ def _eval(options: argparse.Namespace) -> int:
 
     example: lockstep eval runs/quickstart-20260101-120000 evaluation.num_tasks=512
     """
-    from lockstep.run.train import evaluate
-    from lockstep.run_config import Config
-    from lockstep.store.run import load_run
-
     settings, _ = _split(options.settings, "eval")
-    path, step = _run_at(options.target)
-    config = resolve(from_dict(Config, load_run(path).config), settings)
-    metrics, name = evaluate(config, path, step=step)
-    lines = [f"  {key:<40} {value:8.4f}" for key, value in metrics.items()]
-    value = {"run": str(path), "checkpoint": name, "metrics": metrics}
-    _print(options, value, "\n".join((f"{path} at {name}", *lines)))
+    found = lockstep.evaluate(options.target, overrides=settings)
+    lines = [f"  {key:<40} {value:8.4f}" for key, value in found.metrics.items()]
+    value = {"run": str(found.run), "checkpoint": found.checkpoint, "metrics": found.metrics}
+    _print(options, value, "\n".join((f"{found.run} at {found.checkpoint}", *lines)))
     return OK
 
 
@@ -281,20 +287,11 @@ def _report(options: argparse.Namespace) -> int:
     example: lockstep report runs/a runs/b --out both.html
              lockstep report runs --serve
     """
-    from lockstep.report.document import write_report
-    from lockstep.run.build import recipe_of, tokenizer_of
-    from lockstep.store.run import load_run
-
     if options.serve:
         return _serve_report(options)
     if options.host or options.port is not None:
         raise ConfigError("--host and --port belong to --serve.")
-    runs = [load_run(path) for path in options.runs]
-    place = Path(options.runs[0]) if len(runs) == 1 else Path()
-    out = Path(options.out or place / "report.html")
-    tokenizers = [tokenizer_of(run.config) for run in runs]
-    recipes = [recipe_of(run) for run in runs]
-    write_report(runs, out, tokenizers=tokenizers, recipes=recipes, warn=_warn)
+    out = lockstep.write_report(*options.runs, out=options.out, warn=_warn)
     _print(options, {"report": str(out)}, str(out))
     return OK
 
@@ -321,7 +318,7 @@ def _serve(options: argparse.Namespace) -> int:
     example: lockstep serve tiny-qwen3 --port 8000 --out runs/served
              lockstep serve tiny-gpt-oss --api agents,tinker --out runs/both
     """
-    from lockstep.model_server import find_served, serve
+    from lockstep.model_server import find_served
 
     settings = list(options.settings)
     for name in ("host", "port"):
@@ -341,7 +338,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.key:  # the command line is stored with the run
         sys.argv = [word.replace(options.key, "***") for word in sys.argv]
     with contextlib.suppress(KeyboardInterrupt):
-        serve(served, key=key, out=options.out or None, is_json=options.json)
+        lockstep.serve(served, key=key, out=options.out or None, is_json=options.json)
     # Everything is stored; a late Ctrl-C would end the interpreter as if it had been killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return OK
@@ -352,7 +349,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
     example: lockstep doctor runs/quickstart-20260101-120000
     """
-    from lockstep.doctor.diagnose import diagnose
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.terminal import show
 
@@ -363,7 +359,7 @@ def _doctor(options: argparse.Namespace) -> int:
             f"{options.settings[0]} belongs to --ladder, which plays a recipe; a "
             "run or a dump is only read."
         )
-    diagnosis = diagnose(
+    diagnosis = lockstep.diagnose(
         options.target,
         format=options.format,
         only=options.only,
@@ -390,9 +386,10 @@ def _ladder(options: argparse.Namespace) -> int:
     from lockstep.doctor.ladder import climb
     from lockstep.run.build import checkpoint_of
     from lockstep.store.run import load_run
+    from lockstep.verbs import run_at
 
     settings, _ = _split(options.settings, "doctor --ladder")
-    path, step = _run_at(options.target)
+    path, step = run_at(options.target)
     weights = None
     if (path / "environment.json").is_file():
         weights = checkpoint_of(load_run(path), step) / "policy"
@@ -410,17 +407,13 @@ def _replay(options: argparse.Namespace) -> int:
 
     example: lockstep replay 'runs/quickstart-20260101-120000#0'
     """
-    from lockstep.doctor.inputs.base import Facts
-    from lockstep.doctor.replay import find, show
-    from lockstep.doctor.tokenization import find_tokenization
+    from lockstep.doctor.replay import show
 
-    replay = find(options.target)
+    replay = lockstep.replay(options.target)
     if options.json:
         print(json.dumps(replay.to_json(), allow_nan=False))
         return OK
-    facts = Facts(trainer="lockstep", model=str(replay.run.config.get("model", "")))
-    tokenizer = find_tokenization(facts).tokenizer
-    show(replay, tokenizer, _console(width=100), has_all_tokens=options.tokens)
+    show(replay, replay.tokenizer(), _console(width=100), has_all_tokens=options.tokens)
     return OK
 
 
@@ -429,16 +422,13 @@ def _render(options: argparse.Namespace) -> int:
 
     example: lockstep render tiny-gpt-oss messages.json
     """
-    from lockstep.doctor.rendering import find_renderer, read_dialogue, show, to_json
-    from lockstep.renderers.origins import trace
-
-    messages, tools = read_dialogue(options.messages, tools_path=options.tools)
-    renderer = find_renderer(options.model, renderer=options.renderer)
-    rendering = trace(renderer, messages, tools)
+    rendered = lockstep.render(
+        options.model, options.messages, tools=options.tools, renderer=options.renderer
+    )
     if options.json:
-        print(json.dumps(to_json(rendering, renderer, options.model)))
+        print(json.dumps(rendered.to_json()))
     else:
-        show(rendering, renderer, options.model, _console(width=100))
+        rendered.show(_console(width=100))
     return OK
 
 
@@ -447,10 +437,10 @@ def _export(options: argparse.Namespace) -> int:
 
     example: lockstep export runs/quickstart-20260101-120000 --hf my-model
     """
-    from lockstep.run.build import export_checkpoint
+    from lockstep.verbs import run_at
 
-    path, step = _run_at(options.target)
-    name = export_checkpoint(path, Path(options.hf), step=step, is_merged=options.merged)
+    path, _ = run_at(options.target)
+    name = lockstep.export(options.target, options.hf, merged=options.merged)
     value = {"run": str(path), "checkpoint": name, "hf": options.hf}
     _print(options, value, f"{path} at {name} -> {options.hf}")
     return OK
@@ -461,13 +451,7 @@ def _recipes(options: argparse.Namespace) -> int:
 
     example: lockstep recipes
     """
-    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
-
-    rows = [
-        {"verb": verb, "name": name, "about": " ".join((recipe.__doc__ or "").split())}
-        for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES))
-        for name, recipe in recipes.items()
-    ]
+    rows = lockstep.list_recipes()
     lines = [f"lockstep {row['verb']} {row['name']}\n{_indent(row['about'])}" for row in rows]
     _print(options, rows, "\n".join(lines))
     return OK
@@ -480,14 +464,15 @@ def _training_config(
     target: str | None, settings: list[str], own: dict[str, str]
 ) -> tuple[Any, Path | None, tuple[Path, int | None] | None]:
     """(config, run to continue or None, (run, step) to start from or None)."""
-    from lockstep.recipes import find_recipe
+    from lockstep.recipes import configure, read_config
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
+    from lockstep.verbs import run_at
 
     if (resume := own.get("resume", "false").lower()) not in ("true", "false"):
         raise ConfigError(f"resume={resume}: expected true or false.")
     is_resume = resume == "true"
-    fork = _run_at(own["from"]) if "from" in own else None
+    fork = run_at(own["from"]) if "from" in own else None
     if is_resume and fork:
         raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
     path = _config_file(target)
@@ -497,15 +482,8 @@ def _training_config(
         raise ConfigError(
             "which recipe? For example: lockstep train quickstart. `lockstep recipes` lists them."
         )
-    elif path is not None:
-        try:
-            config = from_dict(Config, json.loads(path.read_text()))
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}.") from None
     else:
-        config = find_recipe(target)
+        config = configure(target, overrides=settings) if not path else read_config(path, settings)
     if not is_resume:
         return config, None, fork
     where = own.get("out") or (str(path.parent) if path else "")
@@ -526,21 +504,11 @@ def _training_config(
 
 
 def _config_file(target: str | None) -> Path | None:
-    """The config.json that a target means: a file, or a run directory that holds one."""
+    """The file of settings that a target means: itself, or the config.json of a run directory."""
     path = Path(target or "")
     if target and path.is_dir():
         path = path / "config.json"
-    return path if path.suffix == ".json" and path.is_file() else None
-
-
-def _run_at(text: str) -> tuple[Path, int | None]:
-    """`RUN@STEP` or `RUN`: the step is None for the checkpoint that the verb prefers."""
-    path, at, step = text.rpartition("@")
-    if not at:
-        return Path(text), None
-    if not step.isdigit():
-        raise ConfigError(f"{text!r}: expected RUN@STEP with a whole number for STEP.")
-    return Path(path), int(step)
+    return path if path.suffix in FILE_FORMS and path.is_file() else None
 
 
 def _split(settings: Sequence[str], verb: str, *allowed: str) -> tuple[list[str], dict[str, str]]:
@@ -644,7 +612,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
     "train": (
         _train,
         (
-            _arg("target", "RECIPE|config.json|RUN", nargs="?"),
+            _arg("target", "RECIPE|FILE.yaml|RUN", nargs="?"),
             _arg(
                 "settings",
                 "key=value",
@@ -760,7 +728,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"start here: lockstep train quickstart\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"lockstep {_version()}")
+    parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (run, arguments) in COMMANDS.items():
         about, _, example = (run.__doc__ or "").partition("\n\n")
@@ -797,15 +765,6 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
             options.settings.insert(0, options.target)
             options.target = None
     return options
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("lockstep-rl")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import json
 import math
 import re
 import textwrap
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+import yaml
 
 from lockstep.errors import ConfigError, LockstepError
 
@@ -55,6 +58,69 @@ def resolve(config: T, overrides: Sequence[str]) -> T:
             raise ConfigError(f"{override!r} is not of the form key=value.")
         tree = _with_field(type(config), tree, key.strip().split("."), text, key.strip())
     return from_dict(type(config), tree)
+
+
+def overlaid(config: T, tree: Mapping[str, Any]) -> T:
+    """`config` with the settings of a tree in the form of a file, in which a kind may be named by
+    its tag alone, and a path written with dots: {"engine": "vllm", "trainer.lr": 1e-6}.
+
+    Raises ConfigError as `resolve` does.
+    """
+    hints = _hints(type(config))
+    plain = {key: _plain(value, hints.get(key)) for key, value in tree.items()}
+    return from_dict(type(config), merged(to_dict(config), nested(plain)))
+
+
+def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}: the reverse of `flatten`."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        below = nested(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
+        for part in reversed(str(key).split(".")):
+            key, below = part, {part: below}
+        out = merged(out, below)
+    return out
+
+
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with `changes` over it; another kind begins with its own defaults."""
+    out = dict(tree)
+    for key, value in changes.items():
+        old = cast(Any, out.get(key))
+        if isinstance(old, Mapping):
+            below = cast(Mapping[str, Any], old)
+            kind = below.get("type")
+            if kind is not None and isinstance(value, str):
+                value = {"type": value}
+            new = cast(Mapping[str, Any], value)
+            if isinstance(value, Mapping) and new.get("type", kind) == kind:
+                value = merged(below, new)
+        out[key] = value
+    return out
+
+
+def file_form(config: Any, *, always: Sequence[str] = ()) -> str:
+    """The YAML text of a file that holds `config`: what differs from the defaults, and `always`."""
+    tree = {name: getattr(config, name) for name in always} | changes(config)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+
+
+def changes(config: Any) -> dict[str, Any]:
+    """The tree of the settings that differ from their defaults: what a file needs to say."""
+    hints, out = _hints(_class(config)), dict[str, Any]()
+    for field in dataclasses.fields(config):
+        value, annotation = getattr(config, field.name), hints[field.name]
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if value == default and _class(value) is _class(default):
+            continue
+        if dataclasses.is_dataclass(value):
+            kind = {"type": tag(_class(value))} if choices(annotation) else {}
+            out[field.name] = kind | changes(value)
+        else:
+            out[field.name] = _plain(value, annotation)
+    return out
 
 
 def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
@@ -112,6 +178,39 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     left, right = flatten(before), flatten(after)
     paths = list(dict.fromkeys([*left, *right]))
     return {p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)}
+
+
+FILE_FORMS = (".json", ".yaml", ".yml", ".toml")
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The settings of a JSON, YAML or TOML file. Raises ConfigError if it cannot be read."""
+    try:
+        text = path.read_text("utf-8")
+        tree: Any
+        if path.suffix == ".json":
+            tree = json.loads(text)
+        elif path.suffix == ".toml":
+            tree = tomllib.loads(text)
+        else:
+            tree = yaml.load(text, _YamlLoader) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        form = path.suffix.lstrip(".").upper()
+        raise ConfigError(f"{path} is not {form}: {' '.join(str(error).split())}.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected settings by name, found {type(tree).__name__}.")
+    return cast("dict[str, Any]", tree)
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Reads 1e-6 as a number, as YAML 1.2 does."""
+
+
+cast(Any, _YamlLoader).add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
 
 
 def read_json(path: Path, error: type[LockstepError]) -> dict[str, Any]:
@@ -339,6 +438,13 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
     members = _union(annotation)
     if value is None and type(None) in members:
         return None
+    if isinstance(value, str) and str not in members:
+        nested = _dataclass_of(annotation, value)
+        presets: Mapping[str, Callable[[], Any]] = getattr(nested, "PRESETS", {})
+        if choices(annotation):
+            value = {"type": value}
+        elif value in presets:
+            return presets[value]()
     if isinstance(value, Mapping):
         value = cast(Mapping[str, Any], value)
         kinds = choices(annotation)

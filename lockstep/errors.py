@@ -49,6 +49,12 @@ class DataError(LockstepError, ValueError):
     """A file given by the user is malformed. The message starts with `path:line`."""
 
 
+class UnknownNameError(LockstepError, KeyError):
+    """A metric or an entry has another name. Names the nearest."""
+
+    __str__ = Exception.__str__  # KeyError's would quote the sentence
+
+
 class TokenError(LockstepError, ValueError):
     """An invariant of the token forest does not hold. Names the segment and the token index."""
 

@@ -15,16 +15,17 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import from_dict, resolve, to_dict
+from lockstep.config import from_dict, overlaid, resolve, to_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError, RunError
+from lockstep.launch.event_loop import run_to_end
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
@@ -65,8 +66,11 @@ class Served:
     """Version of the weights, which an engine in this process records with each turn."""
 
 
-def find_served(target: str, settings: Sequence[str]) -> Served:
-    """Reads `lockstep serve TARGET key=value ...`; TARGET is `RUN`, `RUN@STEP` or a model.
+def find_served(
+    target: str, settings: Sequence[str], *, tree: Mapping[str, Any] | None = None
+) -> Served:
+    """Reads `lockstep serve TARGET key=value ...`; TARGET is `RUN`, `RUN@STEP` or a model. tree:
+    settings as in a file, below these.
 
     Raises ConfigError, and what reading a run raises.
     """
@@ -74,23 +78,26 @@ def find_served(target: str, settings: Sequence[str]) -> Served:
     if not (path and step.isdigit()):
         path, step = target, ""
     if (Path(path) / "environment.json").is_file():
-        return _of_run(Path(path), int(step) if step else None, settings)
-    config = resolve(ServeConfig(model=target), settings)
-    if not any(setting.partition("=")[0].strip() == "max_tokens" for setting in settings):
+        return _of_run(Path(path), int(step) if step else None, settings, tree or {})
+    config = resolve(overlaid(ServeConfig(model=target), tree or {}), settings)
+    names = [*(tree or {}), *(setting.partition("=")[0].strip() for setting in settings)]
+    if "max_tokens" not in names:
         kind = FallbackConfig if config.fallback else ModelConfig
         limit = kind.from_directory(locate_model(config.model)).max_positions
         config = replace(config, max_tokens=min(limit, DEFAULT_MAX_TOKENS))
     return Served(config=config)
 
 
-def _of_run(path: Path, step: int | None, settings: Sequence[str]) -> Served:
+def _of_run(
+    path: Path, step: int | None, settings: Sequence[str], tree: Mapping[str, Any]
+) -> Served:
     run = load_run(path)
     checkpoint = checkpoint_of(run, step)
     own = {one.name for one in fields(ServeConfig)} - {"parallel"}  # one process is enough to play
     stored = run.config | (run.config.get("agent") or {})
     kept = {name: value for name, value in stored.items() if name in own}
     return Served(
-        config=resolve(from_dict(ServeConfig, kept), settings),
+        config=resolve(overlaid(from_dict(ServeConfig, kept), tree), settings),
         weights=checkpoint / "policy",
         version=int(checkpoint.name.rpartition("-")[2]),
     )
@@ -324,8 +331,19 @@ async def _open_agents(
     return server
 
 
-def serve(served: Served, *, key: str, out: str | Path | None, is_json: bool) -> None:
-    """Serves until Ctrl-C, which is its ordinary end."""
+def serve(
+    target: Served | str | os.PathLike[str],
+    *,
+    key: str = "",
+    out: str | Path | None = None,
+    is_json: bool = False,
+    **settings: Any,
+) -> None:
+    """Serves a model or a run until Ctrl-C, which is its ordinary end. settings: as in a file, for
+    example `gateway={"port": 8000}` or `api="tinker"`. `BackgroundServer` returns at once."""
+    served = target
+    if not isinstance(served, Served):
+        served = find_served(os.fspath(served), (), tree=settings)
 
     def note(text: str) -> None:
         if not is_json:
@@ -358,7 +376,7 @@ def serve(served: Served, *, key: str, out: str | Path | None, is_json: bool) ->
                 text = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found.items())
                 print(json.dumps(found) if is_json else text, flush=True)
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def _facts(server: ModelServer, served: Served, key: str) -> dict[str, Any]:
@@ -431,15 +449,16 @@ class BackgroundServer:
 
     def __init__(
         self,
-        target: str,
-        *settings: str,
+        target: str | os.PathLike[str],
+        *overrides: str,
         key: str = "",
         out: str | Path | None = None,
         note: Callable[[str], None] = lambda text: None,
+        **settings: Any,
     ) -> None:
-        """target, settings: as on the command line. note: gets lines for a person. Returns when the
-        server answers."""
-        served = find_served(target, settings)
+        """target, overrides: as on the command line. settings: as in a file. note: gets lines for a
+        person. Returns when the server answers."""
+        served = find_served(os.fspath(target), overrides, tree=settings)
         self._loop, self._stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()

@@ -15,9 +15,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from lockstep.config import to_dict
+from lockstep.config import overlaid, to_dict
 from lockstep.memory import Device
 from lockstep.observe.live import RunHeader, open_view
+from lockstep.recipes import find_supervised_recipe
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.run.build import load_model, resolve_device
@@ -37,16 +38,20 @@ from lockstep.types import Sample
 
 
 def train_supervised(
-    config: SupervisedConfig,
+    config: SupervisedConfig | str = "sft",
     *,
     out: str | Path | None = None,
     view: Literal["live", "json"] = "live",
+    **settings: Any,
 ) -> Outcome:
-    """Trains as `config` says and writes the model to RUN/model, or the adapter to
-    RUN/adapter.
+    """Trains as `config` says, or the recipe of that name, and writes the model to RUN/model, or
+    the adapter to RUN/adapter. settings: others than the config's, as in a file.
 
     Raises DataError `file:line` for malformed dialogues, before the model is loaded.
     """
+    if isinstance(config, str):
+        config = find_supervised_recipe(config)
+    config = overlaid(config, settings)
     with tempfile.TemporaryDirectory() as scratch:
         begun = config
         if config.create:

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.display import block, number, table
 from lockstep.errors import AlignmentError, ConfigError, DataError, RoutingReplayError, TokenError
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -186,6 +187,16 @@ class Message:
             raise DataError(f"a {self.role} message has tool_calls; only an assistant's can.")
         if self.role == "tool" and not self.name:
             raise DataError("a tool message needs `name`: the function that answers.")
+
+    def lines(self) -> list[str]:
+        """The turn as a person reads it: thinking, text and calls, each after who says it.
+
+        >>> Message(role="tool", name="add", content="5").lines()
+        ['tool add: 5']
+        """
+        calls = (f"{call.name}({call.arguments})" for call in self.tool_calls)
+        texts = filter(None, (self.thinking, self.content, *calls))
+        return [f"{f'{self.role} {self.name}'.strip()}: {text}" for text in texts]
 
     @classmethod
     def from_dict(cls, source: Any) -> Message:
@@ -603,7 +614,7 @@ class Rescorings:
     """Seconds that the batch waited for scorings after its last episode had ended."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
 class Trajectory:
     """The forest of segments that one episode produced, with a reward per leaf.
 
@@ -631,6 +642,28 @@ class Trajectory:
     """Counters of the episode: tool errors, timeouts, tokens encoded, ..."""
     rescorings: Rescorings | None = None
     """Repeated scorings of its turns by the engine; not stored."""
+
+    def __repr__(self) -> str:
+        num_tokens = sum(len(segment) for segment in self.segments)
+        return (
+            f"Trajectory({self.id!r}, {self.status}, {self.num_turns} turns, {num_tokens} tokens, "
+            f"reward {number(self.reward)})"
+        )
+
+    def _repr_html_(self) -> str:
+        """The dialogue in a notebook: a row per segment, with its messages where it has any."""
+        rows: list[tuple[Any, ...]] = []
+        for index, segment in enumerate(self.segments):
+            origin = f"sampled, turn {segment.turn + 1}" if segment.is_sampled else "observed"
+            origin += f" ({segment.reason})" if segment.reason else ""
+            lines = [line for message in segment.messages for line in message.lines()]
+            parent = "" if segment.parent is None else segment.parent
+            reward = self.rewards.get(index, "")
+            rows.append((index, parent, origin, len(segment), "\n".join(lines), reward))
+        head = ("segment", "after", "origin", "tokens", "messages", "reward")
+        parts = [f"{name} {number(value)}" for name, value in self.reward_parts.items()]
+        notes = ", ".join(filter(None, [*parts, self.error]))
+        return block(repr(self), table([(notes,)]) if notes else "", table(rows, head=head))
 
     # -- growing ------------------------------------------------------------------------------
 

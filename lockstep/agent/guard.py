@@ -146,31 +146,6 @@ def _driven(
     return result_of(settled)
 
 
-def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` in an event loop of its own, as asyncio.run does, and ends.
-
-    Tasks that foreign code left have CANCEL_SECONDS to end; asyncio.run would wait for one that
-    ignores its cancellation, and for a thread of its executor, without limit.
-    """
-    runner = asyncio.Runner()
-    loop = runner.get_loop()
-    try:
-        return runner.run(main)
-    finally:
-        loop.run_until_complete(_end_other_tasks())
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-        asyncio.set_event_loop(None)
-
-
-async def _end_other_tasks() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=CANCEL_SECONDS)
-
-
 def settle(call: Callable[[], Any]) -> Settled:
     """Runs plain code, in whatever thread this is."""
     try:

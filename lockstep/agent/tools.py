@@ -327,7 +327,7 @@ class ToolRunner:
             of_object = getattr(entry.function, "__call__", None)  # noqa: B004 - may be async
             is_coroutine = any(map(inspect.iscoroutinefunction, (entry.function, of_object)))
             found = await guarded(
-                call if is_coroutine else lambda: _in_daemon_thread(call),
+                call if is_coroutine else lambda: in_daemon_thread(call),
                 seconds=None if entry.bounds_itself else self.limits.timeout_seconds,
             )
             return _as_output(found if is_coroutine else result_of(found))
@@ -355,7 +355,7 @@ def _as_output(value: Any) -> ToolOutput:
         return ToolOutput(text=str(value))
 
 
-def _in_daemon_thread(call: Callable[[], Any]) -> asyncio.Future[Settled]:
+def in_daemon_thread(call: Callable[[], Any]) -> asyncio.Future[Settled]:
     """Runs `call` in a thread of its own. Not a pool: hanging calls would use a pool up, and the
     interpreter waits at exit for a pool's threads, but not for daemons."""
     loop = asyncio.get_running_loop()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lockstep.display import block, table
 from lockstep.doctor.checks.attribution import SPLIT_BY, Gap, Place, Split
 from lockstep.doctor.checks.base import Evidence, Finding, Setting
 from lockstep.doctor.checks.causes import CAUSES, Cause
@@ -38,7 +39,7 @@ MAX_EXPECTED = 2000
 """Expected ids that are given for one place: more tell nothing, and would fill a page."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Diagnosis:
     """The result of one examination of one input."""
 
@@ -54,6 +55,35 @@ class Diagnosis:
     """Options about the input on the command line: ("--tokenizer", DIR)."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
     """Data that the input and this machine lack -> why, and how to get it."""
+
+    def __repr__(self) -> str:
+        found = ", ".join(cause.name for cause, _ in self.causes)
+        return f"Diagnosis({self.outcome}: {found or 'no cause found'}, {self.name!r})"
+
+    def _repr_html_(self) -> str:
+        """The verdict in a notebook, with each cause, its share, and its remedy."""
+        examined, gap = self.examination, self.examination.gap.means()
+        facts = [
+            ("input", f"{self.dump.format}, {examined.num_rows:,} rows"),
+            ("compared", f"{examined.gap.tokens:,} of {examined.num_tokens:,} tokens"),
+            ("k2", f"{gap['k2']:.2e}, largest difference {gap['max_abs_diff']:.2e}"),
+            ("ruled out", f"{len(self.with_verdict('consistent'))} checks"),
+            ("not checkable", f"{len(self.with_verdict('not_checkable'))} checks"),
+            *(("next", step) for step in self.next_steps),
+        ]
+        causes = [
+            (
+                f"{cause.name}\n{cause.title}",
+                f"{self.share_of(cause.name):.0%}",
+                self.certainty_of(cause, finding)[0],
+                finding.measured,
+                self.remedy_for(cause),
+            )
+            for cause, finding in self.causes
+        ]
+        head = ("cause", "of k2", "certainty", "measured", "remedy")
+        found = table(causes, head=head) if causes else ""
+        return block(f"{self.outcome}: {self.name}", found, table(facts))
 
     @property
     def name(self) -> str:

@@ -30,6 +30,7 @@ from lockstep.doctor.checks.examine import Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
 from lockstep.errors import ConfigError, DataError
 from lockstep.launch.config import ParallelConfig
+from lockstep.launch.event_loop import run_to_end
 from lockstep.objectives.config import GRPO
 from lockstep.observe.alarms import Alarm, mismatch_alarm
 from lockstep.renderers.anew import rendered_anew, turns_of
@@ -168,7 +169,7 @@ def climb(
             if parts.publisher is not None:
                 parts.publisher.close()
 
-    return Ladder(rungs=asyncio.run(play()))
+    return Ladder(rungs=run_to_end(play()))
 
 
 class _Climber:

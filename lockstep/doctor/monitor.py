@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from lockstep.agent.references import check_not_importing
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.checks.examine import Examination, Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
@@ -23,10 +24,13 @@ from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.run_dump import MONITOR, prompt_length, replies
 from lockstep.doctor.tokenization import Tokenization
+from lockstep.errors import ConfigError
+from lockstep.recipes import custom_config, find_config
 from lockstep.renderers.base import Renderer
 from lockstep.run.train import train as train_without_monitor
 from lockstep.run.train import train_side_by_side as train_side_by_side_without_monitor
 from lockstep.run_config import Config
+from lockstep.store.run import Outcome
 from lockstep.types import Group, Sample
 
 MAX_KEPT = 8
@@ -142,8 +146,42 @@ def rows_of(step: int, samples: Sequence[Sample], groups: Sequence[Group], *, ve
     )
 
 
-train = partial(train_without_monitor, monitor=open_monitor)
-"""`lockstep.train`: a training run whose rows the doctor checks at each step."""
+def train(
+    config: Config | str | Path | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    start: tuple[Path, int | None] | None = None,
+    view: Literal["live", "json"] = "live",
+    **settings: Any,
+) -> Outcome:
+    """Trains, and returns how the run ended. Its rows are checked by the doctor at each step.
+
+    config: all settings, or the name of a recipe or of a file of settings, with other settings
+    over it. In its place: `model=`, `tools=[function, ...]`, `reward=function`, `tasks=` a file, a
+    data set of the Hugging Face hub or a list, and any other setting as in a file, as for the
+    recipe `custom` (`lockstep.recipes.custom_config`). Other arguments: see
+    `lockstep.run.train.train`.
+
+    >>> def reward(episode):
+    ...     return episode.answer == episode.task["answer"]
+    >>> lockstep.train(model="Qwen/Qwen3-0.6B", reward=reward, tasks="t.jsonl")  # doctest: +SKIP
+    """
+    if config is None:
+        config = custom_config(**settings)
+    elif isinstance(config, (str, Path)):
+        config = find_config(config, settings)
+    elif settings:
+        raise ConfigError(
+            f"train(config) takes no {next(iter(settings))}=: change the config "
+            "(dataclasses.replace), or give model=, reward= and tasks= in its place."
+        )
+    check_not_importing()
+    monitor = open_monitor
+    return train_without_monitor(
+        config, out=out, resume=resume, start=start, view=view, monitor=monitor
+    )
+
 
 train_side_by_side = partial(train_side_by_side_without_monitor, monitor=open_monitor)
 """`lockstep.train_side_by_side`: the same for several runs over one base model."""

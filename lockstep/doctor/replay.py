@@ -4,6 +4,8 @@ of both sides. Only what is stored is read: no model is loaded.
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -12,7 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.terminal import gap_style, token_table
+from lockstep.doctor.tokenization import find_tokenization
 from lockstep.errors import ConfigError, RunError, printable
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.document import to_document
@@ -26,7 +30,7 @@ NUM_TOKENS = 12
 """Tokens listed per turn, those with the largest difference; --tokens lists all."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Replay:
     """A path of a stored trajectory."""
 
@@ -34,6 +38,18 @@ class Replay:
     record: TrajectoryRecord
     split: str
     leaf: int
+
+    def __repr__(self) -> str:
+        return f"Replay({self.record.trajectory!r}, leaf {self.leaf})"
+
+    def _repr_html_(self) -> str:
+        """The output of the command, in its colours."""
+        return as_html(lambda console: show(self, self.tokenizer(), console))
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run's model; None where it is not on this machine."""
+        facts = Facts(trainer="lockstep", model=str(self.run.config.get("model", "")))
+        return find_tokenization(facts).tokenizer
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as it is stored, and the leaf of the path."""
@@ -96,6 +112,17 @@ def find(target: str) -> Replay:
     return Replay(run=run, record=record, split=split, leaf=leaf)
 
 
+def as_html(show: Callable[[Console], None]) -> str:
+    """The text that `show` prints to a terminal, in its colours."""
+    console = Console(
+        file=io.StringIO(), record=True, width=100, force_jupyter=False, highlight=False
+    )
+    show(console)
+    style = "white-space:pre;overflow-x:auto;line-height:1.3;font-size:12px"
+    form = f'<pre style="{style}"><code>{{code}}</code></pre>'
+    return console.export_html(inline_styles=True, code_format=form)
+
+
 def show(
     replay: Replay, tokenizer: Tokenizer | None, console: Console, *, has_all_tokens: bool = False
 ) -> None:
@@ -129,10 +156,8 @@ def _show_dialogue(segment: Segment, begin: int, console: Console) -> None:
         head += f", ended by {segment.finish_reason}"
     console.print(Text(head, style="bold cyan" if segment.is_sampled else "dim"))
     for message in segment.messages:
-        calls = (f"{c.name}({c.arguments})" for c in message.tool_calls)
-        for text in filter(None, (message.thinking, message.content, *calls)):
-            who = printable(f"{message.role} {message.name}".strip())
-            console.print(Text(f"  {who}: {_lines(text)}"))
+        for text in message.lines():
+            console.print(Text(f"  {_lines(text)}"))
 
 
 def _show_tokens(

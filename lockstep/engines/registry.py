@@ -17,6 +17,7 @@ from lockstep.engines.config import (
     VllmConfig,
 )
 from lockstep.errors import CapabilityError, ConfigError
+from lockstep.launch.event_loop import run_to_end
 
 Wrap = Callable[[Engine, int], Engine]
 """(engine, index of the replica) -> the engine to use in its place."""
@@ -56,7 +57,7 @@ def open_engine(
     errors = [error for future in made if (error := future.exception()) is not None]
     engines = [future.result() for future in made if future.exception() is None]
     if errors:
-        asyncio.run(_close_all(engines))
+        run_to_end(_close_all(engines))
         raise errors[0]
     wrapped = [wrap(engine, at) for at, engine in enumerate(engines)]
     has_directories = "directory" in engines[0].capabilities.weight_sources

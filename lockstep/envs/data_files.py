@@ -6,6 +6,7 @@ Every error is a DataError that begins with the file and, where there is one, th
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,21 +111,35 @@ def locate_data(path: str, *, patterns: Sequence[str], examples: str = "") -> Pa
     try:
         return Path(snapshot_download(path, repo_type="dataset", allow_patterns=list(patterns)))
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
+        said = " ".join(str(error).split())
         raise DataError(
             f"task.path={path}: no such file, and the Hugging Face hub gave no answer "
-            f"({type(error).__name__}: {error}). On a machine that reaches it: `hf download "
+            f"({type(error).__name__}: {said}). On a machine that reaches it: `hf download "
             f"--repo-type dataset {path} --local-dir DIR`; then task.path=DIR."
         ) from error
 
 
 def read_rows(file: Path, *, columns: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of a .jsonl, .csv or .parquet file. columns: those that are needed; others
+    """The rows of a .jsonl, .json, .csv or .parquet file. columns: those that are needed; others
     are not read from a parquet file that has these."""
     if file.suffix == ".parquet":
         return _parquet_rows(file, columns)
     if file.suffix == ".csv":
         return _csv_rows(file)
+    if file.suffix == ".json":
+        return _json_rows(file)
     return ((f"{file}:{line}", record) for line, record in read_jsonl(file))
+
+
+def _json_rows(file: Path) -> Iterator[Row]:
+    try:
+        records = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read as JSON: {error}.") from error
+    if not isinstance(records, list):
+        raise DataError(f"{file}: expected a list of objects, found {type(records).__name__}.")
+    for number, record in enumerate(records, start=1):
+        yield f"{file}:row {number}", record
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:

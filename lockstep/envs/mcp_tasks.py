@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from lockstep.agent.tools import ToolLimits
 from lockstep.config import check_numbers
 from lockstep.envs.questions import QuestionEnvironment, _ScoredTasks
 from lockstep.errors import ConfigError
+from lockstep.launch.event_loop import run_to_end
 from lockstep.types import Message, Task
 
 
@@ -45,7 +45,7 @@ class MCPConfig(ServerAddress, _ScoredTasks):
     def check(self) -> None:
         """Also starts the server, and lists its tools."""
         super().check()
-        asyncio.run(self._start_once())
+        run_to_end(self._start_once())
 
     async def _start_once(self) -> None:
         server = self._server_for_episode()

@@ -11,7 +11,9 @@ from lockstep.errors import CheckpointError, ConfigError
 SHIPPED_ROOT = Path(__file__).parent / "shipped"
 """One directory per model of the package; `lockstep sft NAME` rebuilds it."""
 
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+CONFIG_FILES = ("*.json", "*.jinja")
+"""Everything but the weights."""
+HUB_FILES = (*CONFIG_FILES, "*.safetensors")
 NOT_HUB_FILES = ("*/*", "consolidated*")
 """Second copies of the weights that some repositories hold in another format."""
 
@@ -20,8 +22,8 @@ def shipped_models() -> list[str]:
     return sorted(p.name for p in SHIPPED_ROOT.iterdir() if (p / "config.json").is_file())
 
 
-def locate_model(name: str) -> Path:
-    """The checkpoint directory of `name`; a model on the hub is downloaded first.
+def locate_model(name: str, *, files: Sequence[str] = HUB_FILES) -> Path:
+    """The checkpoint directory of `name`; the `files` of a model on the hub are downloaded first.
 
     Raises ConfigError for an unknown name, CheckpointError if the download fails.
     """
@@ -38,7 +40,7 @@ def locate_model(name: str) -> Path:
             raise ConfigError(f"model={name} is a directory without a config.json.")
         return path
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return fetch(name)
+        return fetch(name, files=files)
     raise ConfigError(
         f"model={name!r} is neither a shipped model nor a directory."
         f"{did_you_mean(name, shipped_models())}"
@@ -62,7 +64,9 @@ def fetch(
             )
         )
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
+        said = " ".join(str(error).split())
         raise CheckpointError(
             f"{option}={name}: no such directory, and no download from the Hugging Face hub "
-            f"({type(error).__name__}: {error})."
+            f"({type(error).__name__}: {said}). On a machine that reaches it: "
+            f"`hf download {name} --local-dir DIR`; then {option}=DIR."
         ) from error

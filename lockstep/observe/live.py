@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.observe.alarms import Architecture, Level, mismatch_alarm
 from lockstep.observe.metrics import held_out_label, is_step_row
+from lockstep.observe.notebook import NotebookPanel, find_cell
 
 _STATUS_SECONDS = 0.2
 """Shortest time between two status lines: drawing must cost nothing beside a step."""
@@ -40,9 +41,16 @@ class View:
     step   0/100  reward 0.25  2.0 s  left 3:18
     """
 
-    def __init__(self, write: Callable[[str], object] | None, *, has_status: bool = False) -> None:
-        """write: gets each line; None shows nothing. has_status: show phases on stderr."""
-        self._write, self._has_status = write, has_status
+    def __init__(
+        self,
+        write: Callable[[str], object] | None,
+        *,
+        has_status: bool = False,
+        panel: NotebookPanel | None = None,
+    ) -> None:
+        """write: gets each line; None shows nothing. has_status: show phases on stderr. panel: in a
+        notebook, gets what the lines are made of."""
+        self._write, self._has_status, self._panel = write, has_status, panel
         self._header = RunHeader(num_steps=0)
         self._level: Level = "unmeasured"
         self._step_seconds: deque[float] = deque(maxlen=20)
@@ -51,18 +59,24 @@ class View:
     def start(self, header: RunHeader) -> None:
         """Shows the header's lines. Called before the first step."""
         self._header = header
+        if self._panel is not None:
+            self._panel.start(header.lines, header.num_steps)
         for line in header.lines:
             self._say(line)
 
     def phase(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
         """The step is at "sampling" (episodes), "training", ..."""
+        count = f" {num_done}/{num_total}" if num_total else ""
+        if self._panel is not None:
+            self._panel.phase(f"{name}{count}")
         if self._has_status and time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + _STATUS_SECONDS
-            count = f" {num_done}/{num_total}" if num_total else ""
             self._show_status(f"> {name}{count}")
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Shows a metrics row as it is logged: of a step, or of an evaluation between two."""
+        if self._panel is not None:
+            self._panel.row(row)
         evaluation = evaluation_text(row)
         if not is_step_row(row):
             self._say(f"eval  step {row['step']}: {evaluation}")
@@ -102,7 +116,12 @@ class View:
         self._say(f"{level}: {text}" if level in ("warning", "critical") else text)
 
     def close(self) -> None:
-        """Removes the status line."""
+        """Removes the status line; in a notebook, makes the last drawing."""
+        self._clear_status()
+        if self._panel is not None:
+            self._panel.close()
+
+    def _clear_status(self) -> None:
         if self._has_status:
             self._show_status("")
 
@@ -115,7 +134,7 @@ class View:
     def _say(self, line: str) -> None:
         if self._write is None:
             return
-        self.close()
+        self._clear_status()
         try:
             self._write(line)
         except UnicodeError:  # the console has another encoding
@@ -125,12 +144,16 @@ class View:
 
 
 def open_view(*, is_json: bool = False, name: str = "") -> View:
-    """A view on stdout; one that shows nothing for --json, where stdout belongs to the result.
+    """A view on stdout, or in the cell of a notebook; one that shows nothing for --json, where
+    stdout belongs to the result.
 
     name: of a run among several, which begins each of its lines.
     """
     if is_json or sys.stdout is None:
         return View(None)
+    if (show := find_cell()) is not None:
+        panel = NotebookPanel(show, name=name)
+        return View(panel.line, panel=panel)
     has_status = sys.stdout.isatty() and sys.stderr.isatty() and not name
     return View(partial(print, *filter(None, [name]), flush=True), has_status=has_status)
 

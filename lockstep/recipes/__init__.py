@@ -9,6 +9,7 @@ A module given with --plugin adds its own:
 """
 
 from lockstep.recipes import shipped as shipped  # its recipes register themselves
+from lockstep.recipes.fitting import configure, custom_config, find_config, read_config
 from lockstep.recipes.registry import (
     find_recipe,
     find_supervised_recipe,
@@ -17,8 +18,12 @@ from lockstep.recipes.registry import (
 )
 
 __all__ = [
+    "configure",
+    "custom_config",
+    "find_config",
     "find_recipe",
     "find_supervised_recipe",
+    "read_config",
     "recipe",
     "supervised_recipe",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from lockstep.agent.task_config import TaskConfig
 from lockstep.config import choices, did_you_mean
@@ -13,17 +14,27 @@ RECIPES: dict[str, Callable[[], Config]] = {}
 SUPERVISED_RECIPES: dict[str, Callable[[], SupervisedConfig]] = {}
 
 
-def recipe(function: Callable[[], Config]) -> Callable[[], Config]:
-    """Registers `function` for `lockstep train`, under its name with - for _."""
-    RECIPES[function.__name__.replace("_", "-")] = function
-    return function
+Make = TypeVar("Make", bound=Callable[[], Any])
 
 
-def supervised_recipe(
-    function: Callable[[], SupervisedConfig],
-) -> Callable[[], SupervisedConfig]:
-    """Registers `function` for `lockstep sft`, under its name with - for _."""
-    SUPERVISED_RECIPES[function.__name__.replace("_", "-")] = function
+def recipe(function: Make) -> Make:
+    """Registers `function` for `lockstep train`, under its name with - for _. Raises ConfigError if
+    another function has the name."""
+    return _registered(function, RECIPES)
+
+
+def supervised_recipe(function: Make) -> Make:
+    """Registers `function` for `lockstep sft`, as `recipe` does for `lockstep train`."""
+    return _registered(function, SUPERVISED_RECIPES)
+
+
+def _registered(function: Make, recipes: dict[str, Any]) -> Make:
+    name = function.__name__.replace("_", "-")
+    known = recipes.get(name) or function
+    places = [f"{made.__module__}.{made.__qualname__}" for made in (known, function)]
+    if places[0] != places[1]:  # the same place again is a cell of a notebook that was run again
+        raise ConfigError(f"two recipes are called {name}: {' and '.join(places)}. Rename one.")
+    recipes[name] = function
     return function
 
 

@@ -390,8 +390,8 @@ def worst_alarm(run: Run) -> Alarm:
 
 def _seconds(run: Run) -> float:
     """Seconds of the run: by its own clock, else the sum of its steps; 0 if unknown."""
-    elapsed = run.column("time/elapsed_seconds")[1]
-    return elapsed[-1] if elapsed else sum(run.column("time/step_seconds")[1])
+    elapsed = run.values("time/elapsed_seconds")
+    return elapsed[-1] if elapsed else sum(run.values("time/step_seconds"))
 
 
 def _series(run: Run) -> dict[str, Any]:
@@ -489,8 +489,8 @@ def _held_out(runs: Sequence[Run]) -> dict[str, str]:
 
 def _speed(run: Run) -> float | None:
     """Over the whole run, so that a slow step counts as much as it took."""
-    seconds = sum(run.column("time/sample_seconds")[1])
-    return sum(run.column("tokens/sampled")[1]) / seconds if seconds else None
+    seconds = sum(run.values("time/sample_seconds"))
+    return sum(run.values("tokens/sampled")) / seconds if seconds else None
 
 
 def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -510,13 +510,13 @@ def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list
         f"Reward, last {NUM_LAST_STEPS} steps",
         "reward",
         "up",
-        [_ends(run.column("reward/mean")[1], NUM_LAST_STEPS) for run in runs],
+        [_ends(run.values("reward/mean"), NUM_LAST_STEPS) for run in runs],
         "Mean reward of the sampled episodes that were trained on, at the end of the run. "
         "It is measured with exploration on, on tasks drawn fresh for each step.",
     )
     for word, title, meaning in _HELD_OUT_TILES:
         if name := next((n for n in names if f"/{word}/mean" in n), ""):
-            values = [_ends(run.column(name)[1], 1) for run in runs]
+            values = [_ends(run.values(name), 1) for run in runs]
             add(title, "reward", "up", values, meaning)
     add(
         _WORST,

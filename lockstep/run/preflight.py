@@ -25,10 +25,11 @@ from lockstep.errors import (
     MissingExtraError,
     RendererError,
 )
+from lockstep.launch.event_loop import run_to_end
 from lockstep.memory import GIB, Device, MemoryPlan, PlanFacts, available_bytes, plan_memory
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
-from lockstep.models.locate import locate_model
+from lockstep.models.locate import HUB_FILES, locate_model
 from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint
@@ -85,13 +86,16 @@ class Numerics:
     """The promise for a person to read, or why there is none."""
 
 
-def preflight(config: Config, *, is_training: bool = True) -> ModelFiles:
+def preflight(
+    config: Config, *, is_training: bool = True, files: Sequence[str] = HUB_FILES
+) -> ModelFiles:
     """Checks everything that can be known without loading a model. Returns the files it read.
 
+    files: those of a model on the hub to download; CONFIG_FILES are enough here.
     is_training: False checks neither the memory that training needs nor its tasks.
     Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
     """
-    model_files = read_model_files(config)
+    model_files = read_model_files(config, files=files)
     current_hooks().check(config, model_files.model, model_files.renderer)
     check_fallback(config)
     if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
@@ -283,9 +287,12 @@ def expected_device(config: ModelChoice) -> Device:
     return config.device
 
 
-def read_model_files(config: ModelChoice) -> ModelFiles:
-    """Model config, tokenizer, renderer and adapter of a run, checked against each other."""
-    directory = locate_model(config.model)
+def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -> ModelFiles:
+    """Model config, tokenizer, renderer and adapter of a run, checked against each other.
+
+    files: as for `preflight`.
+    """
+    directory = locate_model(config.model, files=files)
     kind = FallbackConfig if config.fallback else ModelConfig
     model = kind.from_directory(directory)
     if config.max_tokens > model.max_positions:
@@ -411,7 +418,6 @@ class RendererFile:
 def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> None:
     """Renders the first task's prompt: a format that cannot write it, or a budget that cannot hold
     it, fails here and not in every episode."""
-    import asyncio
 
     async def first_prompt() -> int:
         environment = config.task.environment(task, config.agent)
@@ -425,7 +431,7 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
         finally:
             await environment.close()
 
-    size = asyncio.run(first_prompt())
+    size = run_to_end(first_prompt())
     if size + 1 >= config.max_tokens:
         raise ConfigError(
             f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: "

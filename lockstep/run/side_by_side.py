@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.agent.guard import run_to_end
+from lockstep.launch.event_loop import run_to_end
 from lockstep.run.build import SharedBase, load_model
 from lockstep.run.preflight import ModelFiles
 from lockstep.run.steps import run_steps

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from lockstep.agent.gateway.opening import RunGateway
-from lockstep.agent.guard import run_to_end
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed, seed_globals
@@ -30,6 +29,7 @@ from lockstep.errors import (
     is_out_of_memory,
     named,
 )
+from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import open_view
 from lockstep.run.build import Parts, build, checkpoint_of

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.processes import on_all_ranks
+from lockstep.models.locate import CONFIG_FILES, locate_model
 from lockstep.run.build import resolve_device
 from lockstep.run.preflight import check_side_by_side, preflight
 from lockstep.run_config import Config
@@ -37,7 +38,9 @@ def train(
     at nothing. Raises ConfigError, DataError or CheckpointError before a model is loaded where that
     can be known.
     """
-    model_files = preflight(config)
+    model_files = preflight(config, files=CONFIG_FILES)
+    if not config.placement.is_elsewhere():
+        locate_model(config.model)  # the weights of a model on the hub, after all checks
     from lockstep.run.steps import train_on_rank  # imports torch
 
     is_elsewhere = config.placement.is_elsewhere()

@@ -360,7 +360,7 @@ class TrainingRun:
         page = self.path / "report.html"
         write_report([run], page, tokenizers=[tokenizer], recipes=[recipe_of(run)], warn=self.warn)
         out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
-        if rewards := run.column("reward/mean")[1]:
+        if rewards := run.values("reward/mean"):
             last = rewards[-10:]
             out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
         tested = [{k: v for k, v in r.items() if k.startswith("eval/")} for r in run.metrics]

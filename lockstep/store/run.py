@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config import read_json
+from lockstep.display import Chart, Named, block, chart_of, number, table, unknown_name
 from lockstep.errors import DataError, RunError
 from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
 from lockstep.store.files import hold_lock, sync_directory, write_atomically, write_json
@@ -63,7 +64,7 @@ Address = tuple[Path, int]
 """Place of one stored trajectory: a part, and the index of its row."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Outcome:
     """How a run ended."""
 
@@ -71,8 +72,28 @@ class Outcome:
     """The run directory."""
     status: Status
     """done; interrupted: resume=true continues the run; stopped: by an alarm."""
-    summary: dict[str, Any]
+    summary: Mapping[str, Any]
     """Last figures: steps, reward, evaluation."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "summary", Named(self.summary))
+
+    def __repr__(self) -> str:
+        return f"Outcome({self.status}, {_figures(self.summary)}, {str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        rows = [*_shown(self.summary), ("report", str(self.path / "report.html"))]
+        if self.status == "interrupted":
+            rows.append(("go on", "the same call with resume=True and out= this run"))
+        return block(f"{self.status}: {self.path}", table(rows))
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    def run(self) -> Run:
+        """The run, for reading: `outcome.run.plot()`."""
+        return load_run(self.path)
 
 
 def default_run_path(name: str, *, root: str | os.PathLike[str] = "runs") -> Path:
@@ -275,13 +296,36 @@ class Run:
 
     path: Path
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {len(self.values('reward/mean'))} steps)"
+
+    def _repr_html_(self) -> str:
+        config = self.config
+        settings = [(name, config[name]) for name in ("name", "model", "steps") if name in config]
+        steps = ", ".join(map(str, self.checkpoints())) or "none yet"
+        rows = [*settings, ("checkpoints", steps), ("report", str(self.path / "report.html"))]
+        return block(repr(self), self.plot()._repr_html_(), table(rows))
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def plot(self, *names: str) -> Chart:
+        """Curves of these metrics; without a name, of the reward and the held-out means, or of the
+        loss where there is no reward.
+
+        >>> load_run("runs/first").plot("reward/mean").save("reward.svg")      # doctest: +SKIP
+        """
+        for name in names:
+            self.column(name)  # a mistyped one is refused
+        return chart_of(self.metrics, names, num_steps=self.config.get("steps"))
+
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return read_json(self.path / "config.json", RunError)
+        return Named(read_json(self.path / "config.json", RunError))
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -299,12 +343,20 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl, in order."""
-        return list(read_rows(self.path / "metrics.jsonl"))
+        return [Named(row) for row in read_rows(self.path / "metrics.jsonl")]
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of one metric, where it was measured."""
+        """(steps, values) of one metric, where it was measured. Raises UnknownNameError, with the
+        nearest name, for one that this run never measured."""
         rows = [(row["step"], row[name]) for row in self.metrics if name in row]
+        if not rows:
+            known = {name for row in self.metrics for name in row}
+            raise unknown_name(name, sorted(known), where=f"{self.path} has")
         return [step for step, _ in rows], [value for _, value in rows]
+
+    def values(self, name: str) -> list[float]:
+        """The values of one metric, in order; empty where it was never measured."""
+        return [row[name] for row in self.metrics if name in row]
 
     def steps(self, *, split: str = TRAIN) -> list[int]:
         """Steps whose trajectories are stored."""
@@ -386,6 +438,24 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
     places = [root, *(place for depth in ("*", "*/*", "*/*/*") for place in root.glob(depth))]
     files = ("config.json", "environment.json")
     return [Run(p) for p in sorted(places) if all((p / name).is_file() for name in files)]
+
+
+def _shown(summary: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The figures of a summary that a person asks for first."""
+    return [
+        (name, value)
+        for name, value in summary.items()
+        if not name.startswith("eval/") or re.fullmatch(r"eval/.+/(mean|pass)@\d+", name)
+    ]
+
+
+def _figures(summary: Mapping[str, Any]) -> str:
+    """The figures in one line: `30 steps, reward 0.32 -> 0.93`."""
+    parts = [f"{summary['steps']} steps"] if "steps" in summary else []
+    if "reward_first" in summary:
+        first, last = (number(summary[name]) for name in ("reward_first", "reward_last_10"))
+        parts.append(f"reward {first} -> {last}")
+    return ", ".join(parts) or "nothing measured"
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:

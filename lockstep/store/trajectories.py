@@ -126,7 +126,7 @@ SCHEMA = pa.schema(
 """Columns whose name ends in `_json` hold JSON in ASCII: model output may contain anything."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class TrajectoryRecord:
     """One stored trajectory, with what the trainer computed for its tokens."""
 
@@ -143,6 +143,12 @@ class TrajectoryRecord:
     importance_weights: tuple[Float32Array | None, ...] = ()
     """Per segment: [T] float32, the correction's factor on each token's loss, 0 where it was
     rejected; None where nothing was corrected."""
+
+    def __repr__(self) -> str:
+        return f"TrajectoryRecord(step {self.step}, group {self.group}, {self.trajectory!r})"
+
+    def _repr_html_(self) -> str:
+        return self.trajectory._repr_html_()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "lockstep"
 
 ROWS = [
     ["errors"],
+    ["display"],
     ["types", "children", "config"],
     ["ops", "renderers", "observe", "store", "launch"],
     ["models", "report", "correction"],
@@ -27,6 +28,7 @@ ROWS = [
     ["tinker"],
     ["tinker_server"],
     ["model_server"],
+    ["verbs"],
     ["testing"],
     ["cli"],
 ]

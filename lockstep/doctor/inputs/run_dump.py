@@ -43,7 +43,7 @@ class RunDump(RowDump):
             if "staleness/version" in row
         }
         super().__init__(path)
-        found = {name: len(self._run.column(f"doctor/{name}")[1]) for name in CAUSES}
+        found = {name: len(self._run.values(f"doctor/{name}")) for name in CAUSES}
         self.found_before = {name: steps for name, steps in found.items() if steps}
         self.facts = self._facts()
         self.notes = self._notes()

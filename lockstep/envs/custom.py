@@ -1,0 +1,326 @@
+"""The task kind `custom`: the user's functions as tools and reward, the user's rows as tasks."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.guard import guarded, number_problem, result_of, shortened
+from lockstep.agent.references import find, is_reference
+from lockstep.agent.task_config import Split, TaskConfig
+from lockstep.agent.tasks import ListSource, TaskSource, derive_seed
+from lockstep.agent.tools import Tool, ToolEnvironment, ToolLimits, in_daemon_thread, tool
+from lockstep.config import require
+from lockstep.envs.data_files import SUFFIXES, locate_data, read_rows, split_tasks
+from lockstep.errors import ConfigError, DataError
+from lockstep.launch.event_loop import run_to_end
+from lockstep.types import Message, Task
+
+FORMATS = (*SUFFIXES, ".json")
+MAX_TASKS = 1_000_000
+"""More would be an iterable without an end."""
+TRIAL_SECONDS = 120.0
+"""Seconds that the reward may take when it is tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """One call of a tool in an episode."""
+
+    name: str
+    arguments: Any
+    """The object of arguments; the model's text if that is not JSON."""
+    output: str
+    """The text that the model read; empty if the episode ended before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A finished episode, as a reward function gets it.
+
+    >>> def reward(episode: Episode) -> float:
+    ...     return float(episode.answer == episode.task["answer"])
+    """
+
+    task: Mapping[str, Any]
+    """The task's row: all of its columns, and `id`."""
+    messages: Sequence[Message]
+    """The whole dialogue, from the first prompt to the last reply."""
+    answer: str = ""
+    """The text of the reply that called no tool; empty if a budget ended the episode before it."""
+    calls: Sequence[ToolUse] = ()
+    """Calls of tools, in order, those that failed included."""
+
+
+Reward = Callable[[Episode], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomConfig(TaskConfig):
+    """Your tools, your reward, your tasks. Functions are named by where they are: mytools.py:search
+    or package.module:search."""
+
+    TAG: ClassVar[str] = "custom"
+
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call. Their types and docstring are what it reads of them."""
+    reward: str = ""
+    """Function of the finished episode (lockstep.envs.custom.Episode: task, messages, answer,
+    calls), plain or async. It returns a number, {name: number} whose sum is the reward, or a Score.
+    It is called once before the run, with an empty answer."""
+    path: str = ""
+    """Tasks: a .jsonl, .json, .csv or .parquet file, a folder of them, ORGANISATION/NAME of the
+    Hugging Face hub, or a list or function of a file, as mytasks.py:tasks. A row without an "id" is
+    named by a hash of its content; equal rows are one task."""
+    question: str = "question"
+    """Column of the first user message: text, or a list of messages. Without it, `messages`."""
+    instructions: str = ""
+    """Developer message before the question. Empty: none."""
+    eval_path: str = ""
+    """Tasks to evaluate on, as `path`. Empty: the test files of a folder, or else eval_share."""
+    eval_share: float = 0.1
+    """Share of the tasks that is held out, chosen by id; at least one."""
+
+    def __post_init__(self) -> None:
+        require(self, "task.", eval_share=(0 < self.eval_share < 1, "in (0, 1)"))
+
+    def check(self) -> None:
+        _ = self.functions
+        reward, (task, *_) = self._reward, self.splits["train"]
+        environment = CustomEnvironment(self, task, ToolLimits())
+        try:
+            run_to_end(guarded(partial(environment.score_by, reward), seconds=TRIAL_SECONDS))
+        except (ConfigError, DataError):
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"task.reward={self.reward} raised {type(error).__name__}: {error} for task "
+                f"{task.id}, tried with the answer ''. The task has the columns "
+                f"{', '.join(task.payload)}, and an answer may be empty."
+            ) from error
+
+    def tasks(self, *, split: Split, seed: int) -> TaskSource:
+        """Training: reshuffled in each epoch. Evaluation: once, in order."""
+        return ListSource.of_split(self.splits[split], split=split, seed=seed, name=self.path)
+
+    def first_tasks(self, *, split: Split, seed: int) -> list[Task]:
+        """The longest task: if its prompt fits, all do."""
+        everything = [*self.splits["train"], *self.splits["eval"]]
+        return [max(everything, key=lambda task: len(str(task.payload.get(self.question, task))))]
+
+    def environment(self, task: Task, agent: AgentConfig) -> Environment:
+        return CustomEnvironment(self, task, ToolLimits.of(agent))
+
+    def label(self, task: Task) -> str:
+        """The column `label` of the task."""
+        return str(task.payload.get("label", ""))
+
+    def opening(self, task: Task) -> list[Message]:
+        """The messages before the first reply. Raises DataError for a row that gives none."""
+        asked = task.payload.get(self.question, task.payload.get("messages"))
+        if isinstance(asked, str) and asked.strip():
+            said = [Message(role="user", content=asked)]
+        elif isinstance(asked, list) and asked:
+            said = [Message.from_dict(each) for each in asked]
+        elif asked is None:
+            columns = ", ".join(task.payload) or "none"
+            raise DataError(
+                f"no column {self.question!r}, and no `messages`; the columns are {columns}. "
+                "task.question=COLUMN names the one to ask."
+            )
+        else:
+            raise DataError(
+                f"{self.question} must be text or a list of messages, found {shortened(asked)}."
+            )
+        first = [Message(role="developer", content=self.instructions)] if self.instructions else []
+        return [*first, *said]
+
+    # `cached_property` keeps its value beside the fields: it is neither compared nor written.
+
+    @cached_property
+    def functions(self) -> tuple[Tool, ...]:
+        """The tools."""
+        found = [find(each, setting="task.tools") for each in self.tools]
+        for each, name in zip(found, self.tools, strict=True):
+            if not isinstance(each, Tool) and not callable(each):
+                raise ConfigError(f"task.tools={name}: expected a function, found {each!r:.60}.")
+        return tuple(each if isinstance(each, Tool) else tool(each) for each in found)
+
+    @cached_property
+    def _reward(self) -> Reward:
+        if not self.reward:
+            raise ConfigError(
+                "task.reward is empty. Give a function of the finished episode: "
+                "task.reward=mytools.py:reward."
+            )
+        found = find(self.reward, setting="task.reward")
+        if not callable(found):
+            raise ConfigError(
+                f"task.reward={self.reward}: expected a function, found {found!r:.60}."
+            )
+        return found
+
+    @cached_property
+    def splits(self) -> dict[str, list[Task]]:
+        if not self.path:
+            raise ConfigError("task.path is empty: give the tasks, task.path=tasks.jsonl.")
+        tasks = self._read(self.path, "train")
+        held_out = self._read(self.eval_path or self.path, "train" if self.eval_path else "eval")
+        if held_out or len(tasks) < 2:
+            return split_tasks(tasks, held_out, self.eval_share, name=self.path, key=_id)
+        by_draw = sorted(tasks, key=lambda task: derive_seed("held out", task.id))
+        num_held = sum(derive_seed("held out", t.id) < self.eval_share * 2**63 for t in tasks)
+        held = {task.id for task in by_draw[: min(max(num_held, 1), len(tasks) - 1)]}
+        return {
+            "train": [task for task in tasks if task.id not in held],
+            "eval": [task for task in tasks if task.id in held],
+        }
+
+    def _read(self, path: str, split: Split) -> list[Task]:
+        tasks: dict[str, Task] = {}
+        given: set[str] = set()
+        for where, row in itertools.islice(_rows(path, split), MAX_TASKS + 1):
+            if len(tasks) == MAX_TASKS:
+                raise DataError(f"{path}: more than {MAX_TASKS:,} tasks. An iterable without end?")
+            try:
+                task, has_id = self._task(row)
+                if has_id and task.id in given:
+                    raise DataError(f"the id {task.id!r} is given twice.")
+                given |= {task.id} if has_id else set()
+                self.opening(task)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
+            tasks[task.id] = task
+        if not tasks and split == "train":
+            raise DataError(f"task.path={path}: there is no task.")
+        return list(tasks.values())
+
+    def _task(self, row: Any) -> tuple[Task, bool]:
+        """(task, whether its row names it)."""
+        payload: dict[str, Any]
+        if isinstance(row, str):
+            payload = {self.question: row}
+        elif isinstance(row, Mapping):
+            payload = {str(key): value for key, value in row.items()}
+        else:
+            raise DataError(f"a task is an object or text, found {shortened(row)}.")
+        try:
+            text = json.dumps(payload, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"a column is not JSON: {error}.") from None
+        given = payload.pop("id", None)
+        if given is None:
+            return Task(id=f"{derive_seed(text):016x}", payload=payload), False
+        if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+            raise DataError(f"id must be text or a whole number, found {given!r:.60}.")
+        return Task(id=str(given), payload=payload), True
+
+
+class CustomEnvironment(ToolEnvironment):
+    """One task, played with the user's tools and scored by the user's reward."""
+
+    def __init__(self, config: CustomConfig, task: Task, limits: ToolLimits) -> None:
+        self.tools, self.limits = config.functions, limits
+        self._config, self._task = config, task
+        self._dialogue: list[Message] = []
+
+    async def reset(self) -> Sequence[Message]:
+        self._dialogue = self._config.opening(self._task)
+        return tuple(self._dialogue)
+
+    async def step(self, message: Message) -> Observation:
+        observation = await super().step(message)
+        self._dialogue += [message, *observation.messages]
+        return observation
+
+    async def score(self) -> Score:
+        return await self.score_by(self._config._reward)
+
+    async def score_by(self, reward: Reward) -> Score:
+        """The score that a reward function gives to the episode so far."""
+        episode = Episode(
+            task={"id": self._task.id, **self._task.payload},
+            messages=tuple(self._dialogue or self._config.opening(self._task)),
+            answer=self.answer or "",
+            calls=_uses(self._dialogue),
+        )
+        if inspect.iscoroutinefunction(reward):
+            found = await reward(episode)
+        else:
+            found = result_of(await in_daemon_thread(partial(reward, episode)))
+            found = await found if inspect.isawaitable(found) else found
+        return _score(found, f"task.reward={self._config.reward} for task {self._task.id}")
+
+
+def _score(found: Any, where: str) -> Score:
+    parts: Mapping[Any, Any] = found if isinstance(found, Mapping) else {}
+    numbers = parts or {"": found.reward if isinstance(found, Score) else found}
+    for name, value in numbers.items():
+        if problem := number_problem(value, f"{where}, {name!r}" if name else where):
+            hint = " Is a `return` missing?" if value is None else ""
+            raise DataError(f"{problem}, {{name: number}} or a Score.{hint}")
+    if isinstance(found, Score):
+        return found
+    values = {str(name): float(value) for name, value in numbers.items()}
+    return Score(reward=sum(values.values()), parts=values if parts else {})
+
+
+def _uses(dialogue: Sequence[Message]) -> tuple[ToolUse, ...]:
+    uses: list[ToolUse] = []
+    for index, message in enumerate(dialogue):
+        replies = itertools.takewhile(lambda m: m.role == "tool", dialogue[index + 1 :])
+        for call, reply in itertools.zip_longest(message.tool_calls, replies):
+            if call is None:
+                break
+            try:
+                arguments = json.loads(call.arguments)
+            except ValueError:
+                arguments = call.arguments
+            output = reply.content if reply is not None else ""
+            uses.append(ToolUse(name=call.name, arguments=arguments, output=output))
+    return tuple(uses)
+
+
+def _id(task: Task) -> str:
+    return task.id
+
+
+def _rows(path: str, split: Split) -> Iterator[tuple[str, Any]]:
+    """(place, row) of each task of a split; none for a split that the data do not have."""
+    if is_reference(path):
+        if split == "train":
+            found = find(path, setting="task.path")
+            found = found() if callable(found) else found
+            if isinstance(found, str | bytes) or not isinstance(found, Iterable):
+                raise DataError(f"task.path={path}: expected a list of tasks, found {found!r:.60}.")
+            for number, row in enumerate(found, start=1):
+                yield f"{path}, task {number}", row
+        return
+    patterns = [f"{place}*{suffix}" for suffix in FORMATS for place in ("", "**/")]
+    root = locate_data(path, patterns=patterns)
+    for file in _files(root, split):
+        if file.suffix not in FORMATS:
+            raise DataError(f"{file}: expected a {', '.join(FORMATS)} file.")
+        yield from read_rows(file)
+
+
+def _files(root: Path, split: Split) -> list[Path]:
+    """Files of a split. Of a folder: those with train in their names, or else all that are not for
+    tests; for evaluation those with test, or else validation, in theirs."""
+    if root.is_file():
+        return [root] if split == "train" else []
+    files = sorted(path for path in root.rglob("*") if path.suffix in FORMATS)
+    files = [file for file in files if not file.name.startswith("dataset_info")]  # the hub's own
+    named = {word: [f for f in files if word in f.name] for word in ("train", "test", "valid")}
+    if split == "eval":
+        return named["test"] or named["valid"]
+    rest = [f for f in files if f not in named["test"] and f not in named["valid"]]
+    return named["train"] or rest

@@ -1,0 +1,186 @@
+"""Settings that follow the model and the data, where a user trains a model on tasks of their own.
+
+A setting that the user gives is never changed. Sources of the rules: full training of models from
+half a billion parameters on takes 1e-6 (DeepSeekMath, arXiv 2402.03300; DAPO, arXiv 2503.14476), an
+adapter ten times that of the full model (LoRA Without Regret, thinkingmachines.ai/blog/lora). The
+rate of the shipped models was measured with the quickstart; those in between are interpolated, and
+were not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lockstep.agent.references import check_not_importing, reference_to
+from lockstep.config import (
+    FILE_FORMS,
+    flatten,
+    from_dict,
+    merged,
+    nested,
+    overlaid,
+    read_tree,
+    resolve,
+)
+from lockstep.envs.custom import MAX_TASKS, CustomConfig, Reward
+from lockstep.errors import ConfigError
+from lockstep.models.config import ModelConfig
+from lockstep.models.locate import CONFIG_FILES, locate_model
+from lockstep.models.shapes import decoder_shapes, num_elements
+from lockstep.recipes.registry import find_recipe
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run_config import Config
+
+FITTED = ("custom", "docsearch", "agent", "connect")
+"""Recipes whose open settings follow the model and the data."""
+LEARNING_RATES = ((10**7, 1e-3), (10**8, 1e-4), (4 * 10**8, 1e-5))
+"""(parameters below which it holds, learning rate of full training)."""
+LARGE_LEARNING_RATE = 1e-6
+LORA_FACTOR, LARGEST_LORA_RATE = 10, 3e-3
+FORMAT_TOKENS = 64
+"""Tokens of a prompt's frame, and of one turn's."""
+
+
+def configure(
+    recipe: str, *, tree: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """The config of a recipe, with the settings of a file or of Python (`tree`), and those of the
+    command line over them. What they leave open follows the model and the data."""
+    base = find_recipe(recipe)
+    tree = dict(tree or {})
+    config = resolve(overlaid(base, tree), overrides)
+    given = {*flatten(tree), *(text.partition("=")[0].strip() for text in overrides)}
+    return fitted(config, given) if recipe in FITTED else config
+
+
+def find_config(target: str | Path, settings: Mapping[str, Any]) -> Config:
+    """The config of a recipe, or of a file of settings, with other settings as in a file."""
+    if Path(target).suffix in FILE_FORMS:
+        return read_config(Path(target), tree=settings)
+    return configure(str(target), tree=settings)
+
+
+def read_config(
+    path: Path, overrides: Sequence[str] = (), *, tree: Mapping[str, Any] | None = None
+) -> Config:
+    """The config of a JSON, YAML or TOML file. Its key `recipe` names a recipe that its settings go
+    over; without it, what the file leaves open has its default. tree: settings over the file's."""
+    tree = merged(nested(read_tree(path)), nested(tree or {}))
+    recipe = tree.pop("recipe", None)
+    try:
+        if recipe is not None:
+            return configure(str(recipe), tree=tree, overrides=overrides)
+        return resolve(from_dict(Config, tree), overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def custom_config(
+    *,
+    model: str,
+    reward: Reward | str,
+    tasks: str | Path | Iterable[Any],
+    tools: Sequence[Any] = (),
+    **settings: Any,
+) -> Config:
+    """The config of the recipe `custom` with functions and tasks as they are in Python.
+
+    settings: as in a file, for example `steps=100`, `lora={"rank": 16}`, `engine="vllm"`,
+    `task={"question": "prompt"}`.
+    """
+    check_not_importing()
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise ConfigError(f"tools must be a list of functions, found {tools!r:.60}.")
+    if isinstance(tasks, Path):
+        tasks = str(tasks)
+    elif not isinstance(tasks, str) and not callable(tasks):  # an iterator is read once only
+        if not isinstance(tasks, Iterable) or isinstance(tasks, Mapping):
+            raise ConfigError(
+                f"tasks must be a file, the name of a data set, or a list of tasks; found "
+                f"{type(tasks).__name__}."
+            )
+        tasks = list(islice(tasks, MAX_TASKS + 1))
+    task = {
+        "type": "custom",
+        "tools": [reference_to(each, name="tool") for each in tools],
+        "reward": reference_to(reward, name="reward"),
+        "path": reference_to(tasks, name="tasks"),
+    }
+    given = dict(settings.pop("task", {}))
+    return configure("custom", tree={"model": model, **settings, "task": given | task})
+
+
+def learning_rate(num_parameters: int, *, is_lora: bool) -> float:
+    """The peak learning rate for a model of this size.
+
+    >>> learning_rate(600_000_000, is_lora=False), learning_rate(4_000_000_000, is_lora=True)
+    (1e-06, 1e-05)
+    """
+    rate = next((lr for most, lr in LEARNING_RATES if num_parameters < most), LARGE_LEARNING_RATE)
+    return min(rate * LORA_FACTOR, LARGEST_LORA_RATE) if is_lora else rate
+
+
+def fitted(config: Config, given: Collection[str]) -> Config:
+    """`config` with what the user left open. given: paths of the settings that the user gave.
+
+    Reads the model's config.json and tokenizer, and the tasks of `custom`.
+    """
+    directory = locate_model(config.model, files=CONFIG_FILES)
+    if config.fallback:
+        return config
+    model = ModelConfig.from_directory(directory)
+    size = num_elements(decoder_shapes(model))
+    is_tiny = size < LEARNING_RATES[0][0]
+    open_settings: dict[str, Any] = {
+        "trainer.lr": learning_rate(size, is_lora=config.lora is not None),
+        "trainer.schedule": "linear" if is_tiny else "constant",
+        "trainer.min_lr_share": 0.05 if is_tiny else 0.0,
+        "agent.max_turn_tokens": 64 if is_tiny else 1024,
+    }
+    if size >= LEARNING_RATES[-1][0]:  # such a model is trained on a GPU, whose memory is short
+        open_settings |= {"dtype": "bfloat16", "trainer.recompute": "blocks"}
+    task = config.task
+    if isinstance(task, CustomConfig):
+        chosen = _kept(open_settings, given)
+        agent = overlaid(config, {k: v for k, v in chosen.items() if k.startswith("agent.")}).agent
+        counts = {split: len(task.splits[split]) for split in ("train", "eval")}
+        max_turns = agent.max_turns if "agent.max_turns" in given else 8 if task.tools else 1
+        groups = min(8 if is_tiny else 16, counts["train"])
+        groups = config.groups_per_step if "groups_per_step" in given else groups
+        prompt = _longest_prompt(task, Tokenizer.from_file(directory))
+        # A call's output is as long as a reply, by guess; max_tokens bounds the episode anyway.
+        longest = prompt + max_turns * (FORMAT_TOKENS + agent.max_turn_tokens) * 2
+        passes = 3 * counts["train"] // groups
+        open_settings |= {
+            "agent.max_turns": max_turns,
+            "groups_per_step": groups,
+            "max_tokens": min(model.max_positions, max(256, longest), 512 if is_tiny else 16384),
+            "steps": min(max(passes, 60), 200),
+            "evaluation.num_tasks": min(counts["eval"], 128),
+            "evaluation.every": 0 if is_tiny else 50,
+        }
+    return overlaid(config, nested(_kept(open_settings, given)))
+
+
+def _kept(settings: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The settings that are neither given nor below or above a given one."""
+    return {
+        path: value
+        for path, value in settings.items()
+        if not any(path == g or path.startswith(f"{g}.") for g in given)
+    }
+
+
+def _longest_prompt(task: CustomConfig, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest prompt, by its text; the format adds its frame."""
+    texts = [
+        "\n".join(message.content for message in task.opening(each))
+        for split in ("train", "eval")
+        for each in task.splits[split]
+    ]
+    longest = max(texts, key=len)
+    schemas = "\n".join(f"{t.name} {t.description} {t.parameters}" for t in task.functions)
+    return FORMAT_TOKENS + sum(map(len, tokenizer.encode_batch([longest, schemas])))

@@ -1,0 +1,165 @@
+"""Verbs of the command line as functions: each takes what its command takes, and returns what the
+command shows. The others are `lockstep.train`, `train_supervised` and `diagnose`.
+
+A run is given by its path, by PATH@STEP for one checkpoint, or as an `Outcome` or `Run`. Settings
+are keywords, as in a file: `evaluate(run, evaluation={"num_tasks": 512})`. overrides: settings as
+the command line writes them, over these: ["evaluation.num_tasks=512"].
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lockstep.config import from_dict, overlaid, resolve
+from lockstep.display import Named, block, table
+from lockstep.doctor import rendering
+from lockstep.doctor.inputs.messages import read_messages
+from lockstep.doctor.replay import as_html
+from lockstep.errors import ConfigError
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.origins import Rendering, trace
+from lockstep.report.document import write_report as write_report_of
+from lockstep.run.build import export_checkpoint, recipe_of, tokenizer_of
+from lockstep.run.train import evaluate as evaluate_run
+from lockstep.run_config import Config
+from lockstep.store.run import load_run
+from lockstep.types import Message, ToolSchema
+
+RunPath = str | os.PathLike[str]
+"""A run: its path, an `Outcome` or a `Run`."""
+
+
+def run_at(target: RunPath) -> tuple[Path, int | None]:
+    """`RUN@STEP` or `RUN`: the step is None for the checkpoint that the verb prefers."""
+    text = os.fspath(target)
+    path, at, step = text.rpartition("@")
+    if not at:
+        return Path(text), None
+    if not step.isdigit():
+        raise ConfigError(f"{text!r}: expected RUN@STEP with a whole number for STEP.")
+    return Path(path), int(step)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a checkpoint did on held-out tasks."""
+
+    run: Path
+    checkpoint: str
+    metrics: Mapping[str, float]
+
+    def _repr_html_(self) -> str:
+        return block(f"{self.run} at {self.checkpoint}", table(self.metrics.items()))
+
+
+def evaluate(run: RunPath, *, overrides: Sequence[str] = (), **settings: Any) -> Evaluation:
+    """Plays held-out tasks with a run's best checkpoint, or RUN@STEP.
+
+    >>> evaluate("runs/first@30", evaluation={"num_tasks": 512})      # doctest: +SKIP
+    """
+    path, step = run_at(run)
+    stored = from_dict(Config, load_run(path).config)
+    config = resolve(overlaid(stored, settings), overrides)
+    metrics, name = evaluate_run(config, path, step=step)
+    return Evaluation(run=path, checkpoint=name, metrics=Named(metrics))
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def write_report(
+    *runs: RunPath,
+    out: str | os.PathLike[str] | None = None,
+    warn: Callable[[str], None] = _to_stderr,
+) -> Path:
+    """Writes one HTML file about one run, or several side by side. Returns its path.
+
+    out: None is RUN/report.html for one run, and report.html here for several.
+    """
+    found = [load_run(path) for path in runs]
+    if not found:
+        raise ConfigError("a report needs a run at least: write_report('runs/first').")
+    place = found[0].path if len(found) == 1 else Path()
+    path = Path(out or place / "report.html")
+    tokenizers = [tokenizer_of(run.config) for run in found]
+    recipes = [recipe_of(run) for run in found]
+    write_report_of(found, path, tokenizers=tokenizers, recipes=recipes, warn=warn)
+    return path
+
+
+def export(run: RunPath, directory: str | os.PathLike[str], *, merged: bool = False) -> str:
+    """Writes a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form. Returns the
+    checkpoint's name. merged: the model with the adapter in its weights."""
+    path, step = run_at(run)
+    return export_checkpoint(path, Path(directory), step=step, is_merged=merged)
+
+
+def list_recipes() -> list[dict[str, str]]:
+    """Every recipe: the verb that takes it, its name, and what it trains."""
+    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
+
+    return [
+        {"verb": verb, "name": name, "about": " ".join((recipe.__doc__ or "").split())}
+        for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES))
+        for name, recipe in recipes.items()
+    ]
+
+
+@dataclass(frozen=True, repr=False)
+class Rendered:
+    """A dialogue as tokens, by origin."""
+
+    rendering: Rendering
+    renderer: Renderer
+    model: str
+
+    def __repr__(self) -> str:
+        return f"Rendered({self.model}, {len(self.rendering.tokens)} tokens)"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.show)
+
+    def show(self, console: Console) -> None:
+        """Prints the tokens, as the command does."""
+        rendering.show(self.rendering, self.renderer, self.model, console)
+
+    def to_json(self) -> dict[str, Any]:
+        """The rendering as `--json` prints it."""
+        return rendering.to_json(self.rendering, self.renderer, self.model)
+
+
+def render(
+    model: str,
+    messages: str | Path | Sequence[Message | Mapping[str, Any]],
+    *,
+    tools: str | Path | Sequence[Mapping[str, Any]] = "",
+    renderer: str = "",
+) -> Rendered:
+    """Renders a dialogue as tokens, by origin, and finds whether rendering it anew changes them.
+
+    messages, tools: lists, or JSON files. renderer: its name; empty is the model's own.
+
+    >>> render("tiny-qwen3", [{"role": "user", "content": "hi"}])
+    Rendered(tiny-qwen3, 9 tokens)
+    """
+    if isinstance(messages, (str, Path)):
+        if not isinstance(tools, (str, Path)):
+            raise ConfigError("messages is a file, so tools must be one, too.")
+        dialogue, schemas = rendering.read_dialogue(messages, tools_path=tools)
+    else:
+        given = [one.to_dict() if isinstance(one, Message) else one for one in messages]
+        dialogue = read_messages(given, where="messages")
+        listed = [] if isinstance(tools, (str, Path)) else tools
+        schemas = tuple(
+            ToolSchema.from_dict(tool, where=f"tool {at}") for at, tool in enumerate(listed)
+        )
+    made = rendering.find_renderer(model, renderer=renderer)
+    return Rendered(trace(made, dialogue, schemas), made, model)

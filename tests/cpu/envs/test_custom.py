@@ -1,0 +1,321 @@
+"""The user's functions and rows as a task: from Python, a command or a file, and bad input."""
+
+import asyncio
+import json
+import math
+import sys
+
+import pytest
+
+import lockstep
+from lockstep.agent.environment import Score
+from lockstep.agent.tools import ToolLimits
+from lockstep.cli import main
+from lockstep.config import file_form, to_dict
+from lockstep.envs.custom import CustomConfig, CustomEnvironment
+from lockstep.errors import ConfigError, DataError
+from lockstep.recipes import configure, custom_config, read_config, recipe
+from lockstep.recipes.fitting import learning_rate
+from lockstep.run.preflight import preflight
+from lockstep.types import Message, ToolCall
+
+ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(20)]
+
+
+LONG = ["short", "long " * 200]
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+def reward(episode):
+    return episode.answer == episode.task["answer"]
+
+
+def tasks():
+    return ROWS
+
+
+def unreachable(*names, **settings):
+    raise OSError("no\nroute")
+
+
+def config_of(tasks=ROWS, reward=reward, tools=(add,), **settings):
+    return custom_config(model="tiny-math", tools=tools, reward=reward, tasks=tasks, **settings)
+
+
+def refused(message, error=(ConfigError, DataError), **given):
+    with pytest.raises(error, match=message) as caught:
+        preflight(config_of(**given))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "own_tools.py").write_text(
+        "def add(a: int, b: int) -> int:\n    'Adds.'\n    return a + b\n\n\n"
+        "def reward(episode):\n    return len(episode.calls)\n"
+    )
+    yield tmp_path
+    sys.modules.pop("own_tools", None)
+
+
+def play(config, *turns):
+    async def episode():
+        task = config.task.splits["train"][0]
+        environment = CustomEnvironment(config.task, task, ToolLimits())
+        await environment.reset()
+        for turn in turns:
+            await environment.step(turn)
+        return await environment.score()
+
+    return asyncio.run(episode())
+
+
+# -- one config, three ways ---------------------------------------------------------------------
+
+
+def test_python_the_command_line_and_a_file_give_one_config(here):
+    names = {"tools": ["own_tools.py:add"], "reward": "own_tools.py:reward"}
+    python = custom_config(model="tiny-math", tasks="tasks.jsonl", lora={"rank": 4}, **names)
+    settings = ["model=tiny-math", "lora.rank=4", "task.tools=own_tools.py:add"]
+    settings += ["task.reward=own_tools.py:reward", "task.path=tasks.jsonl"]
+    assert configure("custom", overrides=settings) == python
+    (here / "whole.yaml").write_text(file_form(python))
+    assert read_config(here / "whole.yaml") == python
+    (here / "short.yaml").write_text(
+        "recipe: custom\nmodel: tiny-math\nlora.rank: 4\ntask:\n  tools: [own_tools.py:add]\n"
+        "  reward: own_tools.py:reward\n  path: tasks.jsonl\n"
+    )
+    assert read_config(here / "short.yaml") == python
+    (here / "short.toml").write_text(
+        'recipe = "custom"\nmodel = "tiny-math"\nlora.rank = 4\n[task]\n'
+        'tools = ["own_tools.py:add"]\nreward = "own_tools.py:reward"\npath = "tasks.jsonl"\n'
+    )
+    assert read_config(here / "short.toml") == python
+    (here / "stored.json").write_text(json.dumps(to_dict(python)))
+    assert read_config(here / "stored.json") == python
+
+
+def test_a_dry_run_prints_the_file_that_it_would_run(here, capsys):
+    words = ["model=tiny-math", "task.tools=own_tools.py:add", "task.reward=own_tools.py:reward"]
+    assert main(["train", "custom", *words, "task.path=tasks.jsonl", "--dry-run"]) == 0
+    (here / "run.yaml").write_text(capsys.readouterr().out)
+    assert read_config(here / "run.yaml").task.tools == ("own_tools.py:add",)
+    assert main(["train", "run.yaml", "trainer.lr=0.5", "--dry-run"]) == 0
+    assert "lr: 0.5" in capsys.readouterr().out
+
+
+def test_functions_of_an_importable_module_are_named_by_it():
+    task = config_of(tasks=tasks).task
+    assert task.tools == (f"{__name__}:add",)
+    assert (task.reward, task.path) == (f"{__name__}:reward", f"{__name__}:tasks")
+
+
+def test_a_kind_is_named_alone_and_a_small_number_is_a_number(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("recipe: quickstart\nengine: vllm\ncorrection: mis\ntrainer:\n  lr: 1e-6\n")
+    config = read_config(path)
+    assert type(config.engine).__name__ == "VllmConfig" and config.trainer.lr == 1e-6
+    assert config.trainer.warmup_updates == 5, "the rest of the recipe stays"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "model: [", "is not YAML"),
+        ("a.yaml", "- 1", "expected settings by name"),
+        ("a.toml", "model = ", "is not TOML"),
+        ("a.yaml", "recipe: quickstart\nstpes: 3", "Did you mean 'steps'"),
+        ("a.yaml", "recipe: quickstrat", "Did you mean 'quickstart'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_config(tmp_path / name)
+    assert name in str(caught.value)
+
+
+# -- a run --------------------------------------------------------------------------------------
+
+
+def test_ten_lines_train(tmp_path):
+    outcome = lockstep.train(
+        model="tiny-math",
+        tools=[add],
+        reward=lambda episode: {"short": 0.1, "right": reward(episode)},
+        tasks=iter(ROWS),
+        steps=1,
+        groups_per_step=2,
+        group_size=2,
+        evaluation={"at_start": False, "num_tasks": 1},
+        agent={"max_turns": 2, "max_turn_tokens": 8},
+        out=tmp_path / "run",
+    )
+    assert outcome.status == "done"
+    assert lockstep.load(outcome.path).config["task"]["path"] == "live:tasks"
+    assert "reward/short" in (outcome.path / "metrics.jsonl").read_text()
+
+
+def test_a_live_function_is_gone_with_its_process(here):
+    refused("ended with that process", reward="live:nothing")
+
+
+def test_a_script_without_a_guard_does_not_train_again_when_it_is_imported(here):
+    (here / "unguarded.py").write_text(
+        "import lockstep\n\ndef reward(episode):\n    return 1.0\n\n"
+        "lockstep.train(model='tiny-math', reward=reward, tasks=['a', 'b'])\n"
+    )
+    refused("below `if __name__", reward="unguarded.py:reward")
+
+
+def test_train_takes_a_config_or_settings():
+    with pytest.raises(ConfigError, match="takes no steps="):
+        lockstep.train(config_of(), steps=3)
+
+
+# -- the reward ---------------------------------------------------------------------------------
+
+
+def test_the_reward_gets_the_finished_episode():
+    seen = []
+
+    async def look(episode):
+        seen.append(episode)
+        return Score(reward=0.5, parts={"half": 1.0})
+
+    config = config_of(reward=look)
+    call = ToolCall(name="add", arguments='{"a": 1, "b": 2}')
+    broken = ToolCall(name="add", arguments="{")
+    turns = [
+        Message(role="assistant", tool_calls=(call, broken)),
+        Message(role="assistant", content="3"),
+    ]
+    assert play(config, *turns) == Score(reward=0.5, parts={"half": 1.0})
+    (episode,) = seen
+    assert episode.answer == "3" and episode.task["question"].startswith("What")
+    assert [m.role for m in episode.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [(u.name, u.arguments) for u in episode.calls] == [
+        ("add", {"a": 1, "b": 2}),
+        ("add", "{"),
+    ]
+    assert episode.calls[0].output == "3" and "not valid JSON" in episode.calls[1].output
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "is None; expected a finite number.*Is a `return` missing"),
+        ("yes", "is 'yes'; expected a finite number"),
+        (math.nan, "is nan; expected a finite number"),
+        ({"right": None}, "'right' is None; expected a finite number"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_refused_before_the_run(returned, message):
+    refused(message, reward=lambda episode: returned)
+
+
+def test_a_reward_that_raises_is_refused_before_the_run_with_the_columns():
+    def anser(episode):
+        return episode.task["anser"]
+
+    refused("KeyError: 'anser'.*columns question, answer", reward=anser)
+
+
+# -- tools and tasks ----------------------------------------------------------------------------
+
+
+def test_a_tool_without_types_is_refused():
+    def shout(text):
+        return text.upper()
+
+    refused("parameter 'text': has no type", tools=[shout])
+
+
+def test_what_is_no_function_is_refused():
+    refused("tools must be a list of functions", tools=add)
+    refused("expected a function, found", reward=f"{__name__}:ROWS")
+    refused("has no 'rewrad'. Did you mean 'reward'", reward=f"{__name__}:rewrad")
+    refused("there is no file nowhere.py", reward="nowhere.py:reward")
+    refused("expected FILE.py:NAME or PACKAGE.MODULE:NAME", reward="reward")
+
+
+def test_rows_without_ids_are_named_by_their_content():
+    first, second = config_of(tasks=ROWS).task.splits, config_of(tasks=ROWS[::-1]).task.splits
+    for split in ("train", "eval"):
+        assert {task.id for task in first[split]} == {task.id for task in second[split]}
+    assert len(first["train"]) + len(first["eval"]) == 20
+    more = config_of(tasks=[*ROWS, ROWS[0], {"question": "Another?"}]).task.splits
+    assert sum(map(len, more.values())) == 21, "equal rows are one task"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "there is no task"),
+        (["Only one?"], "1 tasks .* leave 1 to train on and 0 to evaluate on"),
+        ([{"prompt": "a"}, {"prompt": "b"}], "no column 'question'.*task.question=COLUMN"),
+        ([{"id": 1, "question": "a"}, {"id": 1, "question": "b"}], "'1' is given twice"),
+        ([{"id": 1.5, "question": "a"}] * 2, "id must be text or a whole number"),
+        ([{"question": 7}] * 2, "question must be text or a list of messages, found 7"),
+        ([{"question": "a", "when": {1}}] * 2, "task 1: a column is not JSON"),
+        ([3, 4], "a task is an object or text, found 3"),
+        ({"question": "a"}, "tasks must be a file, the name of a data set, or a list"),
+        ("nowhere.jsonl", "no such file or folder"),
+        ("nobody/nothing", "the Hugging Face hub gave no answer .OSError: no route"),
+    ],
+)
+def test_bad_tasks_are_refused_before_a_model_is_loaded(given, message, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    refused(message, tasks=given, reward=lambda episode: 0)
+
+
+def test_a_prompt_that_no_row_can_hold_is_refused():
+    refused("has .* tokens and max_tokens=64", tasks=LONG, max_tokens=64, reward=lambda episode: 0)
+
+
+def test_columns_are_named_and_files_of_every_form_are_read(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"prompt": f"Say {n}.", "answer": str(n)} for n in range(8)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.csv").write_text(
+        "prompt,answer\n" + "".join(f"Say {n}.,{n}\n" for n in range(8))
+    )
+    folder = tmp_path / "set" / "main"
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        part = [{**row, "prompt": f"{split}: {row['prompt']}"} for row in rows]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), folder / f"{split}-0.parquet")
+    for name in ("a.json", "a.csv", "set"):
+        task = CustomConfig(path=str(tmp_path / name), question="prompt")
+        num = {split: len(tasks) for split, tasks in task.splits.items()}
+        assert num == ({"train": 8, "eval": 8} if name == "set" else {"train": 6, "eval": 2})
+
+
+def test_two_recipes_of_one_name_are_refused():
+    def quickstart():
+        """Another."""
+
+    with pytest.raises(ConfigError, match="two recipes are called quickstart"):
+        recipe(quickstart)
+
+
+# -- settings -----------------------------------------------------------------------------------
+
+
+def test_open_settings_follow_the_model_and_given_ones_stay():
+    full, adapter = config_of(), config_of(lora={"rank": 8})
+    assert (full.trainer.lr, adapter.trainer.lr) == (1e-3, 3e-3)
+    assert config_of(trainer={"lr": 0.1}).trainer.lr == 0.1
+    assert config_of(tools=()).agent.max_turns == 1
+    assert config_of(groups_per_step=3, max_tokens=200).max_tokens == 200
+    assert [learning_rate(n, is_lora=False) for n in (10**9, 32 * 10**9)] == [1e-6, 1e-6]
+    assert configure("agent", overrides=["model=tiny-qwen3"]).trainer.lr == 1e-3
