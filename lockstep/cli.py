@@ -436,13 +436,21 @@ def _export(options: argparse.Namespace) -> int:
     """Write a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form.
 
     example: lockstep export runs/quickstart-20260101-120000 --hf my-model
+             lockstep export runs/quickstart-20260101-120000 --hub me/my-model
     """
     from lockstep.verbs import run_at
 
     path, _ = run_at(options.target)
-    name = lockstep.export(options.target, options.hf, merged=options.merged)
-    value = {"run": str(path), "checkpoint": name, "hf": options.hf}
-    _print(options, value, f"{path} at {name} -> {options.hf}")
+    done = lockstep.export(
+        options.target,
+        options.hf or None,
+        merged=options.merged,
+        hub=options.hub,
+        private=options.private,
+    )
+    place, name = str(done.directory), done.checkpoint
+    value = {"run": str(path), "checkpoint": name, "hf": place, "hub": done.hub}
+    _print(options, value, f"{path} at {name} -> {done.hub or place}")
     return OK
 
 
@@ -684,7 +692,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
         _export,
         (
             _RUN,
-            _arg("--hf", "DIR", "directory to write", required=True),
+            _arg("--hf", "DIR", "directory to write; with --hub, default: RUN/hub/CHECKPOINT"),
+            _arg("--hub", "NAME", "upload it, with its card, to this repository of the HF hub"),
+            _flag("--private", "with --hub: a repository that is created is private"),
             _flag("--merged", "of a run with lora: the model with the adapter in its weights"),
         ),
     ),

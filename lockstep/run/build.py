@@ -416,11 +416,8 @@ def export_checkpoint(
 
     path: a run; or a checkpoint in a server of Tinker's API: OUT/checkpoints/MODEL/weights/NAME.
     """
-    if path.parent.name in SAVED_BY_CLIENTS and path.is_dir():
-        run, source = load_run(path.parents[3] / "runs" / path.parents[1].name), path
-    else:
-        run = load_run(path)
-        source = checkpoint_of(run, step) / "policy"
+    run = exported_run(path)
+    source = path if _is_saved_by_client(path) else checkpoint_of(run, step) / "policy"
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
     is_adapter = (source / peft_format.CONFIG).is_file()
@@ -437,6 +434,17 @@ def export_checkpoint(
         stored = from_dict(RendererFile, {"renderer": run.config["renderer"]})
         write_renderer(directory, stored.renderer)
     return (source.parent if source.name == "policy" else source).name
+
+
+def exported_run(path: Path) -> Run:
+    """The run at `path`, or the one that a checkpoint of Tinker's API belongs to."""
+    if _is_saved_by_client(path):
+        return load_run(path.parents[3] / "runs" / path.parents[1].name)
+    return load_run(path)
+
+
+def _is_saved_by_client(path: Path) -> bool:
+    return path.parent.name in SAVED_BY_CLIENTS and path.is_dir()
 
 
 def _merge(run: Run, adapter: Path, directory: Path) -> None:
