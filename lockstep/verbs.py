@@ -143,7 +143,7 @@ def export(
         if directory is None and place.exists():
             shutil.rmtree(place)  # half of one, left by a kill: the card comes last
         checkpoint = export_checkpoint(path, place, step=step, is_merged=merged)
-        write_card(place, exported_run(path), checkpoint=checkpoint)
+        write_card(place, exported_run(path), checkpoint=checkpoint, hub=hub)
     return Export(checkpoint, place, push(place, hub, is_private=private) if hub else "")
 
 

@@ -258,7 +258,7 @@ def _state(run: Run) -> dict[str, Any]:
 
 
 def _last(run: Run, name: str) -> Any:
-    values = run.column(name)[1]
+    values = run.values(name)
     return encode_number(values[-1]) if values else None
 
 

@@ -21,16 +21,17 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_SETTINGS = ("name", "model")
 
 
-def write_card(directory: Path, run: Run, *, checkpoint: str) -> None:
+def write_card(directory: Path, run: Run, *, checkpoint: str, hub: str) -> None:
     """Writes README.md, the last file of an export: where it stands, the export is whole.
 
-    checkpoint: its name, "step-000030"; held-out figures are those measured on it. The licence is
-    left to its owner.
+    checkpoint: its name, "step-000030"; held-out figures are those measured on it. hub: the
+    repository it is meant for; "" if none. The licence is left to its owner.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
     model = str(run.config["model"])
     is_adapter = (directory / peft_format.CONFIG).is_file()
+    kind = "adapter" if is_adapter else "finetune"
     held_out = _held_out(run, checkpoint)
     task = str(run.config.get("task", {}).get("type", "")) or "written dialogues"
     results = [
@@ -47,7 +48,7 @@ def write_card(directory: Path, run: Run, *, checkpoint: str) -> None:
     data = ModelCardData(
         model_name=run.name if results else None,
         base_model=model if _is_hub_name(model) else None,
-        base_model_relation="adapter" if is_adapter else "finetune",
+        **({"base_model_relation": kind} if _is_hub_name(model) else {}),
         datasets=_datasets(run) or None,
         eval_results=results or None,
         library_name="peft" if is_adapter else "transformers",
@@ -58,7 +59,7 @@ def write_card(directory: Path, run: Run, *, checkpoint: str) -> None:
         f"# {run.name}, {checkpoint}\n\n{_trained(run, model, task, is_adapter)}",
         _figures_text(run, checkpoint, held_out),
         "## Sampler and trainer\n\n" + _exactness(run, checkpoint),
-        "## Use\n\n" + _usage(model, is_adapter),
+        "## Use\n\n" + _usage(hub or directory.name, model, is_adapter),
         "## Settings\n\n" + _settings(run),
         "## Licence\n\nNone is stated. Add `license:` to the head of this file; the licence of "
         f"`{_shown(model)}` applies to what was made from it.\n",
@@ -91,10 +92,10 @@ def push(directory: Path, name: str, *, is_private: bool) -> str:
         api.upload_folder(repo_id=repository.repo_id, folder_path=directory, commit_message=message)
         return str(repository)
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = str(error).strip().split("\n")[0].rstrip(".")
         raise RunError(
-            f"{name} was not uploaded: {type(error).__name__}: {reason} Nothing is lost: the model "
-            f"and its card are in {directory}. Later, after `hf auth login` if need be: "
+            f"{name} was not uploaded ({type(error).__name__}: {reason}). Nothing is lost: the "
+            f"model and its card are in {directory}. Later, after `hf auth login` if need be: "
             f"hf upload {shlex.quote(name)} {shlex.quote(str(directory))}"
         ) from error
 
@@ -144,11 +145,8 @@ def _figures_text(run: Run, checkpoint: str, held_out: Mapping[str, Any]) -> str
             lines.append(f"\nMeans over {tasks['num_tasks']} tasks that were never trained on.")
     else:
         lines.append("This checkpoint was not evaluated on held-out tasks.")
-    steps, rewards = run.column("reward/mean")
-    rewards = [
-        value for step, value in zip(steps, rewards, strict=True) if _is_in(step, checkpoint)
-    ]
-    if rewards:
+    rows = [row for row in run.metrics if _is_in(row["step"], checkpoint)]
+    if rewards := [row["reward/mean"] for row in rows if "reward/mean" in row]:
         last = rewards[-10:]
         lines.append(
             f"\nMean reward of the sampled episodes: {rewards[0]:.3g} at the first step, "
@@ -171,19 +169,24 @@ def _exactness(run: Run, checkpoint: str) -> str:
     unequal = sum(int(row["mismatch/unequal_tokens"]) for row in compared)
     worst = max(row["mismatch/k3"] for row in compared)
     gap = max(row["mismatch/max_abs_diff"] for row in compared)
+    found = "All are equal to the sampler's, bit for bit."
+    if unequal or gap:
+        found = (
+            f"{unequal:,} differ from the sampler's. The largest difference is {gap:.3g} nats, the "
+            f"largest KL (k3) of a step {worst:.3g} nats."
+        )
     return (
         f"Over {len(compared)} steps, the trainer computed the log-probs of {num_tokens:,} sampled "
-        f"tokens again, before each update: {unequal:,} differ from the sampler's in a bit. The "
-        f"largest difference is {gap:.3g} nats, the largest KL (k3) of a step {worst:.3g} nats."
+        f"tokens again, before each update. {found}"
     )
 
 
-def _usage(model: str, is_adapter: bool) -> str:
+def _usage(name: str, model: str, is_adapter: bool) -> str:
     loading = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY")',
-        'tokenizer = AutoTokenizer.from_pretrained("THIS_REPOSITORY")',
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
     ]
     if is_adapter:
         loading = [
@@ -191,7 +194,7 @@ def _usage(model: str, is_adapter: bool) -> str:
             "from transformers import AutoModelForCausalLM",
             "",
             f'base = AutoModelForCausalLM.from_pretrained("{_shown(model)}")',
-            'model = PeftModel.from_pretrained(base, "THIS_REPOSITORY")',
+            f'model = PeftModel.from_pretrained(base, "{name}")',
         ]
     return "```python\n" + "\n".join(loading) + "\n```"
 
