@@ -344,9 +344,30 @@ def _report(options: argparse.Namespace) -> int:
     """Write one HTML file about one run, or several side by side.
 
     example: lockstep report runs/a runs/b --out both.html
+             lockstep report runs --serve
     """
+    if options.serve:
+        return _serve_report(options)
+    if options.host or options.port is not None:
+        raise ConfigError("--host and --port belong to --serve.")
     out = lockstep.write_report(*options.runs, out=options.out, warn=_warn)
     _print(options, {"report": str(out)}, str(out))
+    return OK
+
+
+def _serve_report(options: argparse.Namespace) -> int:
+    from lockstep.report.server import ReportServer
+    from lockstep.run.build import recipe_of, tokenizer_of
+
+    if options.out:
+        raise ConfigError("--serve writes no file: leave --out or --serve out.")
+    place = {"host": options.host or "127.0.0.1", "port": options.port or 0}
+    paths = [Path(path) for path in options.runs]
+    with ReportServer(paths, **place, tokenizer_of=tokenizer_of, recipe_of=recipe_of) as server:
+        _print(options, {"url": server.url}, f"{server.url}  (Ctrl-C ends it)")
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
     return OK
 
 
@@ -472,13 +493,21 @@ def _export(options: argparse.Namespace) -> int:
     """Write a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form.
 
     example: lockstep export runs/quickstart-20260101-120000 --hf my-model
+             lockstep export runs/quickstart-20260101-120000 --hub me/my-model
     """
     from lockstep.verbs import run_at
 
     path, _ = run_at(options.target)
-    name = lockstep.export(options.target, options.hf, merged=options.merged)
-    value = {"run": str(path), "checkpoint": name, "hf": options.hf}
-    _print(options, value, f"{path} at {name} -> {options.hf}")
+    done = lockstep.export(
+        options.target,
+        options.hf or None,
+        merged=options.merged,
+        hub=options.hub,
+        private=options.private,
+    )
+    place, name = str(done.directory), done.checkpoint
+    value = {"run": str(path), "checkpoint": name, "hf": place, "hub": done.hub}
+    _print(options, value, f"{path} at {name} -> {done.hub or place}")
     return OK
 
 
@@ -788,6 +817,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
         (
             _arg("runs", "RUN", nargs="+"),
             _arg("--out", "FILE", "default: RUN/report.html, or report.html"),
+            _flag("--serve", "show the runs, or all in a directory, as they go on, in a browser"),
+            _arg("--port", "N", "with --serve; default: a free one", type=int, default=None),
+            _arg("--host", "ADDRESS", "with --serve; default: this machine only"),
         ),
     ),
     "doctor": (
@@ -833,7 +865,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
         _export,
         (
             _RUN,
-            _arg("--hf", "DIR", "directory to write", required=True),
+            _arg("--hf", "DIR", "directory to write; with --hub, default: RUN/hub/CHECKPOINT"),
+            _arg("--hub", "NAME", "upload it, with its card, to this repository of the HF hub"),
+            _flag("--private", "with --hub: a repository that is created is private"),
             _flag("--merged", "of a run with lora: the model with the adapter in its weights"),
         ),
     ),

@@ -1042,6 +1042,13 @@ class Task:
     source: str = ""
     """Component of the mixture that it came from; "" if there is one source."""
 
+    @property
+    def reference(self) -> str | None:
+        """The expected answer, shown to readers of a run beside the reply: the payload's `answer`;
+        None where it has none."""
+        answer = self.payload.get("answer")
+        return answer if isinstance(answer, str | None) else json.dumps(answer, ensure_ascii=False)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Group:

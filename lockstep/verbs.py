@@ -9,6 +9,7 @@ the command line writes them, over these: ["evaluation.num_tasks=512"].
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,14 @@ from lockstep.errors import ConfigError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.origins import Rendering, trace
 from lockstep.report.document import write_report as write_report_of
-from lockstep.run.build import export_checkpoint, tokenizer_of
+from lockstep.run.build import (
+    checkpoint_of,
+    export_checkpoint,
+    exported_run,
+    recipe_of,
+    tokenizer_of,
+)
+from lockstep.run.model_card import check_hub_name, push, write_card
 from lockstep.run.train import evaluate as evaluate_run
 from lockstep.run_config import Config
 from lockstep.store.run import load_run
@@ -90,15 +98,53 @@ def write_report(
     place = found[0].path if len(found) == 1 else Path()
     path = Path(out or place / "report.html")
     tokenizers = [tokenizer_of(run.config) for run in found]
-    write_report_of(found, path, tokenizers=tokenizers, warn=warn)
+    recipes = [recipe_of(run) for run in found]
+    write_report_of(found, path, tokenizers=tokenizers, recipes=recipes, warn=warn)
     return path
 
 
-def export(run: RunPath, directory: str | os.PathLike[str], *, merged: bool = False) -> str:
-    """Writes a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form. Returns the
-    checkpoint's name. merged: the model with the adapter in its weights."""
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What an export wrote."""
+
+    checkpoint: str
+    directory: Path
+    hub: str = ""
+    """Its address on the hub; "" if it was not uploaded."""
+
+
+def export(
+    run: RunPath,
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    merged: bool = False,
+    hub: str = "",
+    private: bool = False,
+) -> Export:
+    """Writes a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form, with a
+    model card, and uploads it if `hub` says where.
+
+    directory: with `hub` it may be None: RUN/hub/CHECKPOINT, and an export that is whole there is
+    uploaded as it is. merged: the model with the adapter in its weights. hub: ORG/NAME, or NAME.
+    private: whether a repository that does not exist yet is made private. Raises RunError if the
+    hub refuses or cannot be reached; what was written stays.
+    """
     path, step = run_at(run)
-    return export_checkpoint(path, Path(directory), step=step, is_merged=merged)
+    if hub:
+        check_hub_name(hub)
+    elif directory is None:
+        raise ConfigError("where to? Give --hf DIR, or --hub NAME to upload.")
+    if directory is None:
+        checkpoint = checkpoint_of(load_run(path), step).name
+        place = path / "hub" / (checkpoint + ("-merged" if merged else ""))
+    else:
+        checkpoint, place = "", Path(directory)
+    if directory is not None or not (place / "README.md").is_file():
+        if directory is None and place.exists():
+            shutil.rmtree(place)  # half of one, left by a kill: the card comes last
+        checkpoint = export_checkpoint(path, place, step=step, is_merged=merged)
+        write_card(place, exported_run(path), checkpoint=checkpoint, hub=hub)
+    return Export(checkpoint, place, push(place, hub, is_private=private) if hub else "")
 
 
 def list_recipes() -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ const report = JSON.parse(document.getElementById("report-data").textContent);
 const svgSpace = document.getElementById("svg-probe").namespaceURI;
 const isComparison = report.groups.length > 1;
 const NUM_COLOURS = 7;
+const LEVELS = { ok: "normal", notice: "above normal", warning: "warning", critical: "critical", unmeasured: "not measured" };
 
 function element(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);

@@ -92,7 +92,20 @@ function chartSpecs() {
   ].map((spec) => ({
     ...spec,
     series: spec.series.filter((series) => report.runs.some((run) => series.values(run).some(isNumber))),
-  })).filter((spec) => spec.series.length);
+  })).filter((spec) => spec.series.length).map((spec) => ({ ...spec, flat: flatText(spec) }));
+}
+
+// In words, if the chart would show nothing but level lines; null if something moves. One point is
+// no line: it is level only at zero, which says that there was nothing to count.
+function flatText(spec) {
+  const texts = new Map();
+  for (const series of spec.series) {
+    const values = report.runs.flatMap((run) => series.values(run).filter(isNumber));
+    if (values.some((value) => value !== values[0]) || (values.length === 1 && values[0] !== 0)) return null;
+    const text = formatNumber(values[0], spec.unit);
+    texts.set(text, [...(texts.get(text) ?? []), series.label]);
+  }
+  return texts.size === 1 ? [...texts.keys()][0] : [...texts].map(([text, labels]) => `${labels.join(", ")} ${text}`).join("; ");
 }
 
 // Mean, lowest and highest over a group's runs, at every step that one of them has.
@@ -384,7 +397,8 @@ function drawCharts() {
 
 function buildCurves(section) {
   const specs = chartSpecs();
-  if (!specs.length) { section.remove(); return; }
+  section.hidden = !specs.length;
+  if (!specs.length) return;
   const hasTime = report.runs.some((run) => elapsedSeconds(run).at(-1) > 0);
   const tools = element("div", { class: "tools" },
     element("span", {}, "Smoothing (steps) ", choice("Smoothing", SMOOTHING, view.smooth, (value) => { view.smooth = value; drawCharts(); })),
@@ -399,13 +413,19 @@ function buildCurves(section) {
   hints.push("Log scales are never smoothed. Click a name to hide it.");
   section.append(element("p", { class: "hint" }, hints.join(" ")));
   const grid = element("div", { class: "charts" });
-  section.append(grid);
   view.charts = specs.map((spec) => new Chart(spec));
-  // Rows of three, and of two at the end where three would leave a hole.
-  const narrow = view.charts.filter((chart) => !chart.spec.isWide);
+  const [level, moving] = [true, false].map((isLevel) => view.charts.filter((chart) => (chart.spec.flat !== null) === isLevel));
+  const levelGrid = element("div", { class: "charts" }, level.map((chart) => chart.card));
+  section.append(grid, ...(level.length ? [element("details", { class: "level", ontoggle: () => level.forEach((chart) => chart.draw()) },
+    element("summary", {}, `${level.length === 1 ? "One chart is" : `${level.length} charts are`} folded away, with the same value at every step: `,
+      level.map((chart) => `${chart.spec.title} (${chart.spec.flat})`).join(", "), "."), levelGrid)] : []));
+  // Two wide charts side by side; rows of three, and of two at the end where three would leave a hole.
+  const wide = moving.filter((chart) => chart.spec.isWide);
+  if (wide.length % 2) wide.at(-1).card.classList.add("alone");
+  const narrow = moving.filter((chart) => !chart.spec.isWide);
   const numHalves = { 0: 0, 1: 4, 2: 2 }[narrow.length % 3];
   for (const chart of numHalves && narrow.length >= numHalves ? narrow.slice(-numHalves) : []) chart.card.classList.add("half");
-  grid.append(...view.charts.map((chart) => chart.card));
+  grid.append(...moving.map((chart) => chart.card));
   let width = 0;
   new ResizeObserver(() => {
     if (grid.clientWidth === width) return;

@@ -84,7 +84,8 @@ def select(
         num_stored += len(candidates)
         spent = 0
         num_left = num_trajectories - len(documents)
-        for candidate, reasons in _choose(candidates, num_left // runs_left):
+        has_alarm = worst_alarm(run).level in _LEVELS[_LEVELS.index("notice") :]
+        for candidate, reasons in _choose(candidates, num_left // runs_left, has_alarm=has_alarm):
             size = candidate.summary.num_tokens
             # One is always shown, however long.
             if spent and spent + size > tokens_left // runs_left:
@@ -93,7 +94,7 @@ def select(
             try:
                 record = read_row(*candidate.address)
             except DataError as error:
-                warn(str(error))
+                _warn_of(error, warn)
                 continue
             spent += size
             documents.append(to_document(record, run=index, split=candidate.split, why=reasons))
@@ -110,18 +111,30 @@ def _candidates(run: Run, warn: Callable[[str], object]) -> list[_Candidate]:
             try:
                 found = list(run.summaries(step, split=split))
             except DataError as error:
-                warn(str(error))
+                _warn_of(error, warn)
                 continue
             out += [_Candidate(summary, address, split) for summary, address in found]
     return out
 
 
-def _choose(candidates: Sequence[_Candidate], number: int) -> list[tuple[_Candidate, list[str]]]:
-    """Up to `number` candidates, each with why it was chosen, the most telling first."""
+def _warn_of(error: DataError, warn: Callable[[str], object]) -> None:
+    """Says what is damaged; a part that a running run let go meanwhile is not."""
+    if not isinstance(error.__cause__, FileNotFoundError):
+        warn(str(error))
+
+
+def _choose(
+    candidates: Sequence[_Candidate], number: int, *, has_alarm: bool
+) -> list[tuple[_Candidate, list[str]]]:
+    """Up to `number` candidates, each with why it was chosen, the most telling first.
+
+    That is the worst mismatch after an alarm; else a success in a group that also failed, of the
+    last step that has one, with the most turns.
+    """
     trained = [c for c in candidates if c.split == "train"]
     middle = np.median([c.summary.step for c in trained]) if trained else 0
     late = [c for c in trained if c.summary.step >= middle and math.isfinite(c.summary.reward)]
-    measured = [c for c in trained if c.summary.max_abs_logprob_diff is not None]
+    measured = [c for c in trained if c.summary.max_abs_logprob_diff]
     part = max(1, number * 15 // 100)
     chosen: dict[Address, tuple[_Candidate, list[str]]] = {}
 
@@ -132,8 +145,10 @@ def _choose(candidates: Sequence[_Candidate], number: int) -> list[tuple[_Candid
             elif len(chosen) < number:
                 chosen[candidate.address] = (candidate, [label])
 
+    if not has_alarm:
+        take(_SUCCESS, _successes(trained)[:1])
     worst = sorted(measured, key=lambda c: -(c.summary.max_abs_logprob_diff or 0.0))
-    take("worst mismatch", worst[:part])
+    take(_MISMATCH, worst[:part])
     take("worst reward", sorted(late, key=lambda c: c.summary.reward)[:part])
     take("best reward", sorted(late, key=lambda c: -c.summary.reward)[:part])
     unfinished = [c for c in candidates if c.summary.status != "finished"]
@@ -142,6 +157,43 @@ def _choose(candidates: Sequence[_Candidate], number: int) -> list[tuple[_Candid
     rest = [c for c in trained if c.address not in chosen]
     take("sample", _spread(rest, number - len(chosen)))
     return list(chosen.values())
+
+
+_SUCCESS, _MISMATCH = "success beside failures", "worst mismatch"
+_FIRST = {
+    _SUCCESS: "the success with the most turns in a group that also failed, of the last step that "
+    "has such a group",
+    _MISMATCH: "the largest difference between the sampler's and the trainer's log-probs",
+}
+"""Why a trajectory is the first one shown."""
+
+
+def _successes(trained: Sequence[_Candidate]) -> list[_Candidate]:
+    """The best of each group with unequal rewards, of the last step that has one; most turns
+    first."""
+    groups: dict[tuple[int, int], list[_Candidate]] = {}
+    for each in trained:
+        if math.isfinite(each.summary.reward):
+            groups.setdefault((each.summary.step, each.summary.group), []).append(each)
+    best: list[_Candidate] = []
+    for (step, _), members in groups.items():
+        top = max(each.summary.reward for each in members)
+        if any(each.summary.reward < top for each in members):
+            best = [each for each in best if each.summary.step == step]
+            best += [each for each in members if each.summary.reward == top]
+    top = max((each.summary.reward for each in best), default=0.0)
+    best = [each for each in best if each.summary.reward == top]
+    return sorted(best, key=lambda each: -each.summary.num_turns)
+
+
+def _first(documents: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> dict[str, Any] | None:
+    """The trajectory that is shown first, and why: of the run with the worst alarm."""
+    if not documents:
+        return None
+    levels = [_LEVELS.index(worst_alarm(run).level) for run in runs]
+    index = max(range(len(documents)), key=lambda at: (levels[documents[at]["run"]], -at))
+    reason = documents[index]["why"][0]
+    return {"index": index, "why": _FIRST.get(reason, reason)}
 
 
 def _spread(candidates: Sequence[_Candidate], number: int) -> list[_Candidate]:
@@ -167,6 +219,7 @@ def to_document(
         "group": record.group,
         "task_id": record.task.id,
         "task": dict(record.task.payload),
+        "reference": record.task.reference,
         "id": trajectory.id,
         "status": trajectory.status,
         "error": trajectory.error,
@@ -219,16 +272,13 @@ def build_document(
     runs: Sequence[Run],
     *,
     tokenizers: Sequence[Tokenizer | None],
+    recipes: Sequence[Mapping[str, Any] | None],
     title: str,
     num_trajectories: int,
     num_tokens: int,
 ) -> dict[str, Any]:
-    """The whole report as JSON. tokenizers: one per run; None shows ids."""
-    configs = [flatten(run.config) for run in runs]
-    differences = _differences(configs)
-    groups = _groups(runs, configs, [difference["key"] for difference in differences])
-    group_of = {run: index for index, group in enumerate(groups) for run in group["runs"]}
-    series = [_series(run) for run in runs]
+    """The whole report as JSON. tokenizers: one per run; None shows ids. recipes: see
+    `write_report`."""
     damaged: dict[str, None] = {}
     documents, num_stored, num_left_out = select(
         runs,
@@ -243,23 +293,43 @@ def build_document(
         "document_version": DOCUMENT_VERSION,
         "title": title,
         "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "limits": {"warning": WARNING_LIMIT, "critical": CRITICAL_LIMIT},
-        "runs": [
-            {**_identity(run), **part, "group": group_of[index]}
-            for index, (run, part) in enumerate(zip(runs, series, strict=True))
-        ],
-        "groups": groups,
-        "metrics": _meanings(series),
-        "held_out": _held_out(runs),
-        "headlines": _headlines(runs, groups),
-        "config_differences": differences,
+        **build_figures(runs, recipes=recipes),
         "trajectories": documents,
+        "first": _first(documents, runs),
         "num_stored_trajectories": num_stored,
         "num_left_out_for_size": num_left_out,
         "damaged": list(damaged),
         "vocabularies": [
             to_vocabulary(ids, tokenizer) for ids, tokenizer in zip(used, tokenizers, strict=True)
         ],
+    }
+
+
+def build_figures(
+    runs: Sequence[Run], *, recipes: Sequence[Mapping[str, Any] | None]
+) -> dict[str, Any]:
+    """The part of the report that is not about trajectories."""
+    configs = [flatten(run.config) for run in runs]
+    differences = _differences(configs)
+    groups = _groups(runs, configs, [difference["key"] for difference in differences])
+    group_of = {run: index for index, group in enumerate(groups) for run in group["runs"]}
+    series = [_series(run) for run in runs]
+    return {
+        "limits": {"warning": WARNING_LIMIT, "critical": CRITICAL_LIMIT},
+        "runs": [
+            {
+                **_identity(run),
+                **part,
+                "group": group_of[index],
+                "changed": None if recipe is None else _differences([configs[index], recipe]),
+            }
+            for index, (run, part, recipe) in enumerate(zip(runs, series, recipes, strict=True))
+        ],
+        "groups": groups,
+        "metrics": _meanings(series),
+        "held_out": _held_out(runs),
+        "headlines": _headlines(runs, groups),
+        "config_differences": differences,
     }
 
 
@@ -535,6 +605,8 @@ class Template:
     scripts: tuple[str, ...]
     label: str
     """Kind of page, shown after its title."""
+    is_served: bool = False
+    """Whether it may ask the server that it came from."""
 
 
 REPORT = Template(
@@ -545,11 +617,15 @@ REPORT = Template(
 )
 
 
+_CONNECT = "connect-src 'self'; "
+
+
 def write_report(
     runs: Sequence[Run],
     out: str | os.PathLike[str],
     *,
     tokenizers: Sequence[Tokenizer | None] | None = None,
+    recipes: Sequence[Mapping[str, Any] | None] | None = None,
     title: str = "",
     num_trajectories: int = NUM_TRAJECTORIES,
     num_tokens: int = NUM_TOKENS,
@@ -557,17 +633,20 @@ def write_report(
 ) -> Path:
     """Writes `out` (an .html file) and the same content beside it as .json; returns `out`.
 
-    tokenizers: one per run, for the texts of its token ids; None shows ids. warn: gets a sentence
-    for each damaged file of trajectories, which the report then lacks.
+    tokenizers: one per run, for the texts of its token ids; None shows ids. recipes: one per run,
+    the settings of its recipe by dotted key; the settings that differ are marked. warn: gets a
+    sentence for each damaged file of trajectories, which the report then lacks.
     """
     if not runs:
         raise RunError("a report needs at least one run.")
     tokenizers = tokenizers or [None] * len(runs)
+    recipes = recipes or [None] * len(runs)
     if len(tokenizers) != len(runs):
         raise RunError(f"{len(runs)} runs, but {len(tokenizers)} tokenizers: expected as many.")
     document = build_document(
         runs,
         tokenizers=tokenizers,
+        recipes=recipes,
         title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
         num_trajectories=num_trajectories,
         num_tokens=num_tokens,
@@ -591,7 +670,7 @@ def render_page(document: dict[str, Any], template: Template = REPORT) -> str:
     data = _dump(document).replace("<", "\\u003c")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
-        "base-uri 'none'; form-action 'none'"
+        f"{_CONNECT if template.is_served else ''}base-uri 'none'; form-action 'none'"
     )
     parts = {
         "POLICY": policy,

@@ -38,10 +38,8 @@ function groupDot(group) {
 
 function buildSections(nav) {
   const names = [["curves", "Curves"], ["settings", "Settings"], ["trajectories", "Trajectories"]];
-  nav.append(...names.filter(([id]) => document.getElementById(id)).map(([id, text]) => element("a", { href: `#${id}` }, text)));
+  nav.replaceChildren(...names.filter(([id]) => !document.getElementById(id).hidden).map(([id, text]) => element("a", { href: `#${id}` }, text)));
 }
-
-const LEVELS = { ok: "normal", notice: "above normal", warning: "warning", critical: "critical", unmeasured: "not measured" };
 
 function buildHeadlines(section) {
   if (isComparison) section.append(element("div", { class: "group-key" }, report.groups.map((group, index) =>
@@ -75,6 +73,17 @@ function buildSettings(section) {
         element("tbody", {}, differences.map((difference) => element("tr", {}, element("th", {}, element("code", {}, difference.key)),
           difference.values.map((value) => element("td", {}, element("code", {}, formatSetting(value)))))))))
       : element("p", { class: "hint" }, "All runs have the same settings."));
+  }
+  for (const run of report.runs.filter((each) => each.changed)) {
+    const whose = report.runs.length > 1 ? `${run.name}: ` : "";
+    section.append(run.changed.length
+      ? element("div", { class: "table-frame card" }, element("table", { class: "settings" },
+        element("caption", {}, `${whose}settings that differ from the recipe`),
+        element("thead", {}, element("tr", {}, ["setting", "this run", "recipe"].map((name) => element("th", { scope: "col" }, name)))),
+        element("tbody", {}, run.changed.map((change) => element("tr", {}, element("th", { scope: "row" }, element("code", {}, change.key)),
+          element("td", { class: "changed" }, element("code", {}, formatSetting(change.values[0]))),
+          element("td", {}, element("code", {}, formatSetting(change.values[1]))))))))
+      : element("p", { class: "hint" }, `${whose}${whose ? "e" : "E"}very setting is the recipe's.`));
   }
   for (const run of report.runs) {
     section.append(element("details", { class: "card" }, element("summary", {}, report.runs.length > 1 ? `All settings of ${run.name}` : "All settings"),

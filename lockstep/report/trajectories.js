@@ -3,6 +3,7 @@
 const DIFFERENCE_NOISE = 1e-5; // float noise: below it a token is not coloured
 const DIFFERENCE_FULL = 1; // a factor of e in probability: full colour from here on
 const SORTS = {
+  first: { label: "most telling", key: (t) => (t.index === report.first.index ? -1 : t.index) },
   mismatch: { label: "largest mismatch", key: (t) => -(t.maxDifference ?? -1) },
   low: { label: "lowest reward", key: (t) => (isNumber(t.reward) ? t.reward : Infinity) },
   high: { label: "highest reward", key: (t) => (isNumber(t.reward) ? -t.reward : Infinity) },
@@ -11,7 +12,7 @@ const SORTS = {
   long: { label: "most tokens", key: (t) => -t.numTokens },
 };
 
-const browser = { shown: [], chosen: null, leaf: null, mode: "messages", rows: new Map(), open: null };
+const browser = { shown: [], chosen: null, leaf: null, mode: "messages", rows: new Map(), open: null, add: null, found: {} };
 const REPORT_WORDS = { title: "Trajectories", noun: "trajectories", shown: "worst mismatches, best and worst rewards, and a sample" };
 
 function prepareTrajectories() {
@@ -35,7 +36,9 @@ function prepare(t, index) {
   }
   const parents = new Set(t.segments.map((segment) => segment.parent));
   t.leaves = t.segments.map((_, at) => at).filter((at) => !parents.has(at));
-  t.words = JSON.stringify([t.id, t.task_id, t.task, t.error, t.segments.map((segment) => segment.messages)]).toLowerCase();
+  t.words = [t.id, t.task_id, JSON.stringify(t.task), t.error, ...t.segments.flatMap((segment) => segment.messages).flatMap((message) =>
+    [message.name, message.content, message.thinking, ...(message.tool_calls ?? []).flatMap((call) => [call.name, call.arguments])])]
+    .filter(Boolean).join("\n").toLowerCase();
 }
 
 function pathTo(t, leaf) {
@@ -55,9 +58,10 @@ function buildBrowser(section, words = REPORT_WORDS) {
   const kinds = [...new Set(all.flatMap((t) => t.why))];
   const statuses = [...new Set(all.map((t) => t.status))];
   const option = (value, text) => element("option", { value }, text);
+  const sorts = Object.entries(SORTS).filter(([key]) => key !== "first" || report.first);
   const controls = {
     text: element("input", { type: "search", placeholder: "search text, task or id", "aria-label": "Search" }),
-    sort: element("select", { "aria-label": "Sort by" }, Object.entries(SORTS).map(([key, sort]) => option(key, sort.label))),
+    sort: element("select", { "aria-label": "Sort by" }, sorts.map(([key, sort]) => option(key, sort.label))),
     status: element("select", { "aria-label": "Status" }, option("", "any status"), statuses.map((status) => option(status, status))),
     why: element("select", { "aria-label": "Chosen as" }, option("", "all kinds"), kinds.map((kind) => option(kind, kind))),
     reward: element("select", { "aria-label": "Reward" }, option("", "any reward"), option("up", "reward \u2265 median"), option("down", "reward < median")),
@@ -70,7 +74,7 @@ function buildBrowser(section, words = REPORT_WORDS) {
   const detail = element("div", { class: "detail", tabindex: -1 });
   const refresh = () => {
     const words = controls.text.value.toLowerCase();
-    browser.shown = all.filter((t) => (!words || t.words.includes(words))
+    browser.shown = all.filter((t) => (!words || t.words.includes(words) || (browser.found.text === words && browser.found.shown.has(t)))
       && (!controls.status.value || t.status === controls.status.value)
       && (!controls.why.value || t.why.includes(controls.why.value))
       && (!controls.run.value || t.run === Number(controls.run.value))
@@ -101,6 +105,24 @@ function buildBrowser(section, words = REPORT_WORDS) {
     show(t);
     browser.rows.get(t).scrollIntoView({ block: "nearest" });
   };
+  // Takes in what a search over the whole store found: a page in one file cannot ask for it.
+  browser.add = (text, documents, vocabulary) => {
+    const known = new Map(all.map((t) => [placeOf(t), t]));
+    const shown = documents.map((t) => {
+      if (known.has(placeOf(t))) return known.get(placeOf(t));
+      prepare(t, all.length);
+      all.push(t);
+      return t;
+    });
+    const words = report.vocabularies[0];
+    if (words && vocabulary) {
+      Object.assign(words.texts, vocabulary.texts);
+      words.control_ids = [...new Set([...words.control_ids, ...vocabulary.control_ids])];
+      controlSets.clear();
+    }
+    browser.found = { text: text.toLowerCase(), shown: new Set(shown) };
+    refresh();
+  };
   const listRow = (t) => element("div", { class: "row", role: "option", id: `t${t.index}`, onclick: () => show(t) },
     element("span", { class: "row-reward" }, formatNumber(t.reward)),
     element("span", { class: "row-main" },
@@ -123,13 +145,18 @@ function buildBrowser(section, words = REPORT_WORDS) {
   const left = report.num_left_out_for_size ? `, ${report.num_left_out_for_size} left out as too long` : "";
   section.append(
     sectionTitle(words.title, element("span", { class: "hint" },
-      `${all.length} shown of ${report.num_stored_trajectories.toLocaleString("en-US")} stored: ${words.shown}${left}.`)),
+      `${all.length} shown of ${report.num_stored_trajectories.toLocaleString("en-US")} stored: ${words.shown}${left}.`,
+      report.first && !report.live && all.length < report.num_stored_trajectories ? " Search covers what is shown; with lockstep report RUN --serve it covers all." : "")),
     ...(report.damaged ?? []).map((problem) => element("p", { class: "hint", role: "alert" }, problem)),
     element("div", { class: "filters" }, controls.text, controls.sort, controls.why,
       statuses.length > 1 ? controls.status : null, rewards.length > 1 ? controls.reward : null,
       report.runs.length > 1 ? controls.run : null, count),
     element("div", { class: "browser card" }, list, detail));
   refresh();
+}
+
+function placeOf(t) {
+  return JSON.stringify([t.split, t.step, t.id]);
 }
 
 // The first thing that was asked, in one line.
@@ -172,7 +199,9 @@ function drawDetail(detail) {
         Object.entries(t.parts).map(([name, value]) => element("span", { class: "part" }, `${name.replaceAll("_", " ")} `, element("b", {}, formatNumber(value)))),
         t.status === "finished" ? null : element("span", { class: `badge ${t.status}` }, t.status))),
     element("dl", { class: "facts" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value))))),
+    ...(report.first?.index === t.index ? [element("p", { class: "hint" }, `Shown first: ${report.first.why}.`)] : []),
     ...(t.error ? [element("p", { class: "error" }, t.error)] : []),
+    ...(t.reference ? [answers(t)] : []),
     ...(t.leaves.length > 1 ? [branchPicker(t, draw)] : []),
     ...(t.evidence ?? []).map((piece) => evidenceCard(t, piece)),
     choice("View", modes, browser.mode, (mode) => { browser.mode = mode; draw(); }),
@@ -180,6 +209,15 @@ function drawDetail(detail) {
     element("details", { class: "task" }, element("summary", {}, "Task and counters"),
       element("pre", {}, JSON.stringify({ task: t.task, counters: t.metrics }, null, 2))));
   draw();
+}
+
+// The expected answer beside the last reply of the branch.
+function answers(t) {
+  const replies = pathTo(t, browser.leaf).flatMap((at) => (t.segments[at].is_sampled ? t.segments[at].messages : []));
+  const reply = replies.at(-1)?.content.trim();
+  return element("dl", { class: "answers" },
+    element("div", {}, element("dt", {}, "expected answer"), element("dd", {}, t.reference)),
+    element("div", {}, element("dt", {}, "reply"), element("dd", {}, reply || "(no text)")));
 }
 
 function leafAdvantage(t) {
@@ -194,7 +232,11 @@ function branchPicker(t, draw) {
     const reward = rewards.has(leaf) ? ` \u00b7 ${formatNumber(rewards.get(leaf))}` : "";
     return { value: leaf, label: `branch ${index + 1}${branch ? ` (${branch})` : ""}${reward}` };
   });
-  return choice("Branch", options, browser.leaf, (leaf) => { browser.leaf = leaf; draw(); });
+  return choice("Branch", options, browser.leaf, (leaf) => {
+    browser.leaf = leaf;
+    document.querySelector(".answers")?.replaceWith(answers(t));
+    draw();
+  });
 }
 
 function messagesOf(t) {

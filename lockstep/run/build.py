@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.config import from_dict
+from lockstep.config import flatten, from_dict, to_dict
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import (
     ConfigError,
@@ -416,11 +416,8 @@ def export_checkpoint(
 
     path: a run; or a checkpoint in a server of Tinker's API: OUT/checkpoints/MODEL/weights/NAME.
     """
-    if path.parent.name in SAVED_BY_CLIENTS and path.is_dir():
-        run, source = load_run(path.parents[3] / "runs" / path.parents[1].name), path
-    else:
-        run = load_run(path)
-        source = checkpoint_of(run, step) / "policy"
+    run = exported_run(path)
+    source = path if _is_saved_by_client(path) else checkpoint_of(run, step) / "policy"
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
     is_adapter = (source / peft_format.CONFIG).is_file()
@@ -439,6 +436,17 @@ def export_checkpoint(
     return (source.parent if source.name == "policy" else source).name
 
 
+def exported_run(path: Path) -> Run:
+    """The run at `path`, or the one that a checkpoint of Tinker's API belongs to."""
+    if _is_saved_by_client(path):
+        return load_run(path.parents[3] / "runs" / path.parents[1].name)
+    return load_run(path)
+
+
+def _is_saved_by_client(path: Path) -> bool:
+    return path.parent.name in SAVED_BY_CLIENTS and path.is_dir()
+
+
 def _merge(run: Run, adapter: Path, directory: Path) -> None:
     """Writes the run's model with `adapter` in its weights: added in float32, then cast to the
     dtype that the run computed in."""
@@ -454,6 +462,19 @@ def _merge(run: Run, adapter: Path, directory: Path) -> None:
     add_adapter(model, peft_format.read_shape(adapter, model.config), seed=0)
     load_adapter(model, adapter)
     save_checkpoint(model, directory, like=base, dtype=getattr(torch, run.config["dtype"]))
+
+
+def recipe_of(run: Run) -> dict[str, Any] | None:
+    """The settings, by dotted key, of the recipe that the run was started from; None if it is not
+    known here."""
+    import lockstep.recipes  # noqa: F401  fills the registry
+    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
+
+    for name in (*run.environment.get("argv", ())[1:], run.config.get("name", "")):
+        if recipe := RECIPES.get(name) or SUPERVISED_RECIPES.get(name):
+            # Its name is no setting: a run may be called anything.
+            return flatten(to_dict(recipe()) | {"name": run.config.get("name")})
+    return None
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:

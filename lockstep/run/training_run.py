@@ -21,7 +21,14 @@ from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.document import write_report
-from lockstep.run.build import Parts, SharedBase, build, checkpoint_of, tokenizer_of
+from lockstep.run.build import (
+    Parts,
+    SharedBase,
+    build,
+    checkpoint_of,
+    recipe_of,
+    tokenizer_of,
+)
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals
@@ -354,7 +361,8 @@ class TrainingRun:
         """Writes RUN/report.html. Returns the outcome with the last figures of metrics.jsonl."""
         run = load_run(self.path)
         tokenizer = tokenizer_of(to_dict(self.config))
-        write_report([run], self.path / "report.html", tokenizers=[tokenizer], warn=self.warn)
+        page = self.path / "report.html"
+        write_report([run], page, tokenizers=[tokenizer], recipes=[recipe_of(run)], warn=self.warn)
         out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
         if rewards := run.values("reward/mean"):
             last = rewards[-10:]

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from lockstep.config import read_json
 from lockstep.display import Chart, Named, block, chart_of, number, table, unknown_name
-from lockstep.errors import RunError
+from lockstep.errors import DataError, RunError
 from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
 from lockstep.store.files import (
     hold_lock,
@@ -42,6 +42,7 @@ from lockstep.store.metrics import JsonlLogger, read_rows
 from lockstep.store.trajectories import (
     TrajectoryRecord,
     TrajectorySummary,
+    find_text,
     read_part,
     read_row,
     read_summaries,
@@ -405,6 +406,18 @@ class Run:
             "record.keep; `lockstep report` lists what is stored."
         )
 
+    def search(self, text: str) -> Iterator[tuple[str, list[Address], int]]:
+        """(split, addresses of the trajectories that hold `text`, number of those looked at) per
+        stored part, the latest step first; see `find_text`."""
+        for _, split, path in reversed(_parts(self.path)):
+            try:
+                found, number = find_text(path, text)
+            except DataError:
+                if path.exists():
+                    raise
+                continue  # a run that still trains let it go
+            yield split, [(path, index) for index in found], number
+
     def checkpoints(self) -> dict[int, Path]:
         """Step -> directory, in order. Whether one is whole is the trainer's to check when it loads
         it."""
@@ -423,6 +436,14 @@ class Run:
             f"{self.path} holds no {split} trajectories of step {step} (stored: {stored}). "
             "record.keep decides which steps are kept."
         )
+
+
+def find_runs(root: str | os.PathLike[str]) -> list[Run]:
+    """The run at `root`, or the runs in it, up to three directories down, by path."""
+    root = Path(root)
+    places = [root, *(place for depth in ("*", "*/*", "*/*/*") for place in root.glob(depth))]
+    files = ("config.json", "environment.json")
+    return [Run(p) for p in sorted(places) if all((p / name).is_file() for name in files)]
 
 
 def _shown(summary: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -321,6 +321,37 @@ def read_summaries(path: Path) -> list[TrajectorySummary]:
     return [TrajectorySummary(**row) for row in rows]
 
 
+def find_text(path: Path, text: str) -> tuple[list[int], int]:
+    """(indices of the rows that hold `text`, number of rows) of one part. Searched are ids, task,
+    error, and the messages with their thoughts and calls; upper and lower case are one."""
+    text = text.lower()
+    names = ("id", "task_id", "task_payload_json", "error")
+    with _open(path) as part:
+        table = part.read(columns=[*names, _MESSAGES_PATH], use_threads=False)
+    # JSON writes such a text as it is: most rows are passed over without being parsed.
+    is_plain = json.dumps(text)[1:-1] == text
+    found: list[int] = []
+    for index, row in enumerate(table.to_pylist()):
+        written = [segment["messages_json"] for segment in row.pop("segments")]
+        said: list[str] = [row[name] for name in names]
+        for messages in written:
+            if not is_plain or text in messages.lower():
+                said += _texts(json.loads(messages))
+        if any(text in each.lower() for each in said):
+            found.append(index)
+    return found, table.num_rows
+
+
+_MESSAGES_PATH = "segments.list.element.messages_json"
+
+
+def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
+    for message in map(Message.from_dict, messages):
+        yield from (message.name or "", message.content, message.thinking)
+        for call in message.tool_calls:
+            yield from (call.name, call.arguments)
+
+
 def read_row(path: Path, index: int) -> TrajectoryRecord:
     """The trajectory at `index` of one part; reads only its neighbourhood."""
     with _open(path) as part:

@@ -92,7 +92,10 @@ class DocSearchConfig(TaskConfig):
         if not self.docs:
             return GeneratedSource(self._world_task, seed=seed, split=split)
         return ListSource.of_split(
-            [Task(id=q.id, payload={"question": q.question}) for q in self._questions[split]],
+            [
+                Task(id=q.id, payload={"question": q.question, "answer": " | ".join(q.answers)})
+                for q in self._questions[split]
+            ],
             split=split,
             seed=seed,
             name=self.questions,

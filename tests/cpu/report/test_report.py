@@ -17,12 +17,14 @@ import pytest
 from synthetic_runs import CONTROL, HOSTILE, decode_token, write_run
 
 from lockstep.cli import main
+from lockstep.config import flatten
 from lockstep.errors import RunError
 from lockstep.observe.metrics import find_metric
 from lockstep.report.document import write_report
 from lockstep.store.files import decode_number
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.store.trajectories import read_summaries
+from lockstep.types import Task
 
 TOKENIZER = SimpleNamespace(decode=lambda ids: decode_token(ids[0]), control_ids=CONTROL)
 
@@ -256,6 +258,50 @@ def test_the_extremes_are_always_shown(runs, tmp_path):
     assert {w for t in document["trajectories"] for w in t["why"]} >= {
         "worst mismatch", "best reward", "worst reward", "evaluation", "sample",
     }  # fmt: skip
+
+
+def test_after_an_alarm_the_worst_mismatch_is_shown_first_and_the_page_says_why(written):
+    document = written[1]
+    first = document["trajectories"][document["first"]["index"]]
+    assert first["run"] == 2, "the run with the worst alarm"
+    assert first["why"][0] == "worst mismatch"
+    assert document["first"]["why"].startswith("the largest difference between")
+
+
+def test_without_an_alarm_a_success_beside_failures_with_the_most_turns_is_shown_first(
+    runs, tmp_path
+):
+    write_report(runs[:1], tmp_path / "r.html")
+    document = json.loads((tmp_path / "r.json").read_text())
+    first = document["trajectories"][document["first"]["index"]]
+    stored = [summary for summary, _ in runs[0].summaries() if math.isfinite(summary.reward)]
+    rewards = {}
+    for each in stored:
+        rewards.setdefault((each.step, each.group), []).append(each.reward)
+    mixed = {key: max(values) for key, values in rewards.items() if min(values) < max(values)}
+    last = max(step for step, _ in mixed)
+    wins = [e for e in stored if e.step == last and e.reward == mixed.get((last, e.group))]
+    wins = [e for e in wins if e.reward == max(each.reward for each in wins)]
+    (own,) = [e for e in wins if e.id == first["id"]]
+    assert first["step"] == last and own.num_turns == max(each.num_turns for each in wins)
+    assert "the success with the most turns" in document["first"]["why"]
+
+
+def test_the_expected_answer_is_the_answer_of_the_tasks_payload():
+    for payload, expected in (
+        ({"answer": "Oslo"}, "Oslo"), ({"answer": ["a", 2]}, '["a", 2]'), ({}, None),
+    ):  # fmt: skip
+        assert Task(id="t", payload=payload).reference == expected
+
+
+def test_settings_that_differ_from_the_recipe_are_marked(runs, tmp_path):
+    recipe = {**flatten(runs[0].config), "steps": 150, "only.there": 1}
+    write_report(runs[:2], tmp_path / "r.html", recipes=[recipe, None])
+    first, second = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert first["changed"] == [
+        {"key": "steps", "values": [12, 150]}, {"key": "only.there", "values": [None, 1]},
+    ]  # fmt: skip
+    assert second["changed"] is None, "its recipe is not known"
 
 
 def test_the_budget_of_tokens_holds_and_says_what_it_left_out(runs, tmp_path):

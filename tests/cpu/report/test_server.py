@@ -1,0 +1,192 @@
+"""The served report: runs that grow, end and go away, and search over everything stored."""
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from synthetic_runs import HOSTILE, write_run
+
+from lockstep.cli import BAD_INPUT, main
+from lockstep.errors import CheckpointError, RunError
+from lockstep.report.server import MAX_FOUND, ReportServer
+from lockstep.store.run import RunDirectory, find_runs
+
+
+def no_tokenizer(config):
+    raise CheckpointError("the model is not on this machine")
+
+
+@contextmanager
+def served(*paths):
+    """(function that gets a path as text) of a server of these runs."""
+    server = ReportServer(
+        paths, host="127.0.0.1", port=0, tokenizer_of=no_tokenizer, recipe_of=lambda run: None
+    )
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+
+        def get(path, **headers):
+            request = urllib.request.Request(server.url + path, headers=headers)
+            with urllib.request.urlopen(request) as answer:
+                return answer.read().decode()
+
+        get.url = server.url
+        try:
+            yield get
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("served")
+    write_run(place / "first", seed=0, is_hostile=True)
+    write_run(place / "beside" / "second", seed=1, noise=0.2, num_steps=24)
+    return place
+
+
+def test_the_list_shows_every_run_of_a_directory_with_its_state(place):
+    with served(place) as get:
+        rows = {row["key"]: row for row in json.loads(get("runs.json"))["runs"]}
+        assert set(rows) == {"first", "beside/second"}
+        first, second = rows["first"], rows["beside/second"]
+        assert first["status"] == "finished" and (first["step"], first["num_steps"]) == (11, 12)
+        assert first["level"] == "ok" and second["level"] == "warning"
+        last = find_runs(place / "first")[0].metrics[-1]
+        assert first["reward"] == last["reward/mean"] and first["k3"] == last["mismatch/k3"]
+        page = get("")
+        assert "runs.json" in page and "first" in page
+        assert "connect-src 'self'" in page and "script-src 'sha256-" in page
+        assert "report-data" in get(f"run/{quote('beside/second', safe='')}/")
+
+
+def test_a_run_is_followed_while_it_grows_ends_and_goes_away(tmp_path):
+    with served(tmp_path) as get:
+        assert json.loads(get("runs.json")) == {"runs": []}
+        with RunDirectory.create(tmp_path / "run", {"name": "quickstart", "steps": 3}) as run:
+            (row,) = json.loads(get("runs.json"))["runs"]
+            assert (row["status"], row["step"], row["verdict"]) == ("running", None, "")
+            seen = json.loads(get("run/run/figures.json"))["live"]["version"]
+            assert json.loads(get(f"run/run/figures.json?seen={seen}")) == {}, "nothing changed"
+            run.log({"step": 0, "reward/mean": 0.25, "doctor/rows": 4, "doctor/causes": 0})
+            fresh = json.loads(get(f"run/run/figures.json?seen={seen}"))
+            assert fresh["runs"][0]["columns"]["reward/mean"] == [0.25]
+            assert fresh["live"]["status"] == "running" and fresh["live"]["step"] == 0
+            assert fresh["live"]["verdict"] == "consistent"
+            run.log({"step": 1, "doctor/rows": 4, "doctor/causes": 1, "doctor/shifted": 1.0})
+            seen = fresh["live"]["version"]
+        fresh = json.loads(get(f"run/run/figures.json?seen={seen}"))
+        assert fresh["live"]["status"] == "ended early", "the lock is free, and steps are missing"
+        assert fresh["live"]["verdict"] == "shifted"
+        with RunDirectory.open(tmp_path / "run") as run:
+            assert json.loads(get("runs.json"))["runs"][0]["status"] == "running"
+            run.rewind(0)
+            assert json.loads(get("run/run/figures.json"))["live"]["step"] == 0
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get("run/run/figures.json")
+
+
+def test_search_finds_text_of_every_stored_trajectory(place):
+    (run,) = find_runs(place / "beside")
+    with served(place) as get:
+
+        def search(text, key="beside/second"):
+            address = f"run/{quote(key, safe='')}/search.json?text={quote(text)}"
+            return json.loads(get(address))
+
+        stored = [record for split in run.splits() for record in run.trajectories(split=split)]
+        found = search("i think LIMA.")
+        wanted = [r for r in stored if "I think Lima." in str(r.trajectory.segments)]
+        assert found["is_whole"] is (len(wanted) <= MAX_FOUND)
+        assert len(found["trajectories"]) == min(len(wanted), MAX_FOUND) > 0
+        steps = [each["step"] for each in found["trajectories"]]
+        assert steps == sorted(steps, reverse=True), "the latest first"
+
+        one = search(stored[5].trajectory.id)
+        assert stored[5].trajectory.id in [each["id"] for each in one["trajectories"]]
+        assert one["num_searched"] == len(stored) and one["is_whole"]
+        assert search("assistant")["trajectories"] == [], "a name of the format is no text"
+        assert search('{"keywords": ["')["trajectories"], "calls as the model wrote them"
+        assert search(HOSTILE, "first")["trajectories"]
+        assert search("")["trajectories"] == []
+
+
+def test_a_damaged_run_is_said_and_the_others_are_shown(place, tmp_path):
+    root = shutil.copytree(place, tmp_path / "runs")
+    (root / "first" / "metrics.jsonl").write_text("broken\n")
+    with served(root) as get:
+        rows = {row["key"]: row for row in json.loads(get("runs.json"))["runs"]}
+        assert "not a metrics row" in rows["first"]["error"]
+        assert rows["beside/second"]["status"] == "finished"
+        with pytest.raises(urllib.error.HTTPError, match="500") as raised:
+            get("run/first/")
+        assert "not a metrics row" in raised.value.read().decode()
+
+
+def test_another_sites_page_cannot_read_the_runs(place):
+    with served(place) as get:
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            get("runs.json", Host="example.com:80")
+        assert get("runs.json", Host="localhost:1234")
+
+
+@pytest.mark.parametrize(
+    "address", ["nothing", "run/first/nothing", "run/none/", "run/../first/", "run/first"]
+)
+def test_what_does_not_exist_is_not_found(place, address):
+    with served(place) as get, pytest.raises(urllib.error.HTTPError, match="404"):
+        get(address)
+
+
+def test_wrong_arguments_are_one_sentence(place, tmp_path, capsys):
+    with pytest.raises(RunError, match="is no directory: expected a run"):
+        ReportServer(
+            [tmp_path / "no"], host="127.0.0.1", port=0, tokenizer_of=no_tokenizer,
+            recipe_of=lambda run: None,
+        )  # fmt: skip
+    assert main(["report", str(place), "--serve", "--out", "x.html"]) == BAD_INPUT
+    assert "--serve writes no file" in capsys.readouterr().err
+    assert main(["report", str(place / "first"), "--port", "80"]) == BAD_INPUT
+    assert "--host and --port belong to --serve" in capsys.readouterr().err
+
+
+def test_a_browser_follows_a_run_without_an_error(place, tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no chromium on this machine to draw the page with")
+
+    def dump(url):
+        shown = subprocess.run(
+            [
+                browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+                "--no-first-run", "--disable-background-networking", "--disable-sync",
+                "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}",
+                "--enable-logging=stderr", "--timeout=2500", "--dump-dom", url,
+            ],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert "CONSOLE" not in shown.stderr, shown.stderr
+        return re.sub(r"<script.*?</script>", "", shown.stdout, flags=re.DOTALL)
+
+    with served(place) as get:
+        runs = dump(get.url)
+        assert runs.count('href="run/') == 2 and "finished" in runs
+        page = dump(f"{get.url}run/first/")
+    assert page.count('class="curve"') >= 10 and "Search all stored" in page
+    assert "Shown first: " in page and "step 12 of 12" in page
+
+
+def test_every_part_of_the_served_pages_is_in_ascii():
+    for name in ("runs.html", "runs.js", "live.js"):
+        (Path(find_runs.__code__.co_filename).parents[1] / "report" / name).read_text("ascii")
