@@ -94,12 +94,18 @@ async def open_base(
     base_of = partial(Base, info=info, directory=model_files.directory, decoder=decoder)
     if isinstance(config.engine, EmbeddedConfig) and not config.engine.replicas:
         tokens = tokenizer.all_token_bytes()
-        make = partial(EmbeddedEngine, config=config.engine, token_bytes=tokens)
+        make = partial(
+            EmbeddedEngine,
+            config=config.engine,
+            token_bytes=tokens,
+            control_ids=tokenizer.control_ids,
+        )
         base = base_of(engine=make(decoder), make_engine=partial(make, is_shared=False))
     else:
         context = EngineContext(
             model=decoder,
             token_bytes=tokenizer.all_token_bytes(),
+            control_ids=tokenizer.control_ids,
             directory=model_files.directory,
             vocab_size=info.vocab_size,
             max_tokens=info.max_tokens,

@@ -97,6 +97,12 @@ class Ragged:
         return cls.of_sizes(frozen_ids(flat, where="ragged values"), [len(r) for r in rows])
 
     @classmethod
+    def of_rows(cls, rows: Sequence[Int32Array]) -> Ragged:
+        """From one array per token, whose values may be packed (`pack_support`)."""
+        values = np.concatenate([np.empty(0, np.int32), *rows])
+        return cls.of_sizes(values, [len(row) for row in rows])
+
+    @classmethod
     def of_sizes(cls, values: Int32Array, sizes: Sequence[int] | npt.NDArray[Any]) -> Ragged:
         """From all values, and the number of them that each token has."""
         offsets = np.zeros(len(sizes) + 1, np.int64)
@@ -289,6 +295,46 @@ Distribution = Literal["model", "tempered", "sampled"]
 FinishReason = Literal["stop", "length", "abort", "weight_update"]
 
 
+PACKED = -1
+"""First value of a token's support that is packed: a bit for each id follows."""
+PACKED_FROM = 1024
+"""Ids of a support that are always listed. A nucleus is smaller; what a grammar allows inside a
+string is nearly the vocabulary."""
+
+
+def pack_support(kept: npt.NDArray[np.bool_]) -> Int32Array:
+    """The support of one token from kept [V]: its ids in order, or if that is shorter, -1 and a bit
+    for each id of the vocabulary, 32 in a value. Empty if all are kept.
+
+    >>> pack_support(np.arange(8) % 3 == 0).tolist()
+    [0, 3, 6]
+    >>> words = pack_support(np.arange(200_000) != 33)
+    >>> len(words), words[:3].tolist()
+    (6251, [-1, -1, -3])
+    """
+    ids = np.flatnonzero(kept).astype(np.int32)
+    if len(ids) == len(kept):
+        return ids[:0]
+    if len(ids) <= max(PACKED_FROM, len(kept) // 32):
+        return ids
+    bits = np.zeros(-(-len(kept) // 32) * 32, np.bool_)
+    bits[: len(kept)] = kept
+    words = np.packbits(bits, bitorder="little").view("<i4")
+    return np.concatenate([np.array([PACKED], np.int32), words]).astype(np.int32)
+
+
+def packed_tokens(support: Ragged) -> npt.NDArray[np.bool_]:
+    """[T]: whether each token's support is packed."""
+    is_packed, some = np.zeros(len(support), np.bool_), support.sizes > 0
+    is_packed[some] = support.values[support.offsets[:-1][some]] == PACKED
+    return is_packed & (support.sizes > 1)
+
+
+def listed_ids(support: Ragged) -> Int32Array:
+    """The ids of all tokens whose support is a list of ids."""
+    return support.values[~np.repeat(packed_tokens(support), support.sizes)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Settings by which one request draws its tokens."""
@@ -314,6 +360,9 @@ class SamplingParams:
     whose log-probs are over the support."""
     record_routes: bool = False
     """Return `Delta.routed_experts`, the experts that processed the tokens."""
+    grammar: str = ""
+    """Text of a grammar (`engines.grammar`): each token is drawn from the ids that it allows. Needs
+    distribution "sampled", unless the request is greedy."""
 
     def __post_init__(self) -> None:
         for ok, text in (
@@ -326,6 +375,10 @@ class SamplingParams:
                 not self.record_support or self.distribution == "sampled",
                 f"record_support=True needs distribution='sampled', found {self.distribution!r}",
             ),
+            (
+                not self.grammar or self.temperature == 0 or self.distribution == "sampled",
+                f"a grammar needs distribution='sampled', found {self.distribution!r}",
+            ),
         ):
             if not ok:
                 raise ConfigError(f"sampling: {text}.")
@@ -333,7 +386,12 @@ class SamplingParams:
     @property
     def is_truncated(self) -> bool:
         """Whether tokens are drawn from only a part of the vocabulary."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        return self.temperature > 0 and (self.is_filtered or bool(self.grammar))
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether top-p or top-k is on."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -986,14 +1044,17 @@ class Trajectory:
 def _check_support(where: str, ids: Int32Array, support: Ragged) -> None:
     if len(support) != len(ids):
         raise TokenError(f"{where}: {len(ids)} sampled ids but a support of {len(support)} tokens.")
-    if support.values.size and int(support.values.min()) < 0:
-        raise TokenError(
-            f"{where}: the support has the id {int(support.values.min())}; ids are 0..2^31-1."
-        )
-    sizes = support.sizes
+    listed = listed_ids(support)
+    if listed.size and int(listed.min()) < 0:
+        raise TokenError(f"{where}: the support has the id {int(listed.min())}; ids are 0..2^31-1.")
+    sizes, is_packed = support.sizes, packed_tokens(support)
     is_found = np.zeros(len(ids), np.bool_)
     token_of = np.repeat(np.arange(len(ids)), sizes)
     is_found[token_of[support.values == ids[token_of]]] = True
+    for at in np.flatnonzero(is_packed):
+        word, bit = divmod(int(ids[at]), 32)
+        words = support[at][1:]
+        is_found[at] = word < len(words) and bool(int(words[word]) >> bit & 1)
     missing = np.flatnonzero(~is_found & (sizes > 0))
     if missing.size:
         at = int(missing[0])

@@ -6,7 +6,7 @@ returns the ids that it sampled, with the log-prob of each under a stated distri
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -61,6 +61,8 @@ class Capabilities:
     """Distributions that `score` supports. At temperature 1 these two are the same."""
     has_support: bool = False
     """Requests that ask get the ids that top-p and top-k kept."""
+    has_grammar: bool = False
+    """Requests may have a grammar."""
     has_sleep: bool = False
     """`sleep` returns the memory of keys and values to the device."""
     has_positional_draws: bool = False
@@ -87,7 +89,9 @@ class EngineContext:
     model: Any
     """The trainer's decoder, for an engine in this process; others start from `directory`."""
     token_bytes: Sequence[bytes]
-    """Bytes of each id, for stop strings."""
+    """Bytes of each id, for stop strings and grammars."""
+    control_ids: Collection[int] = ()
+    """Ids that no text spells, for grammars."""
     directory: Path
     """Checkpoint that the trainer started from."""
     vocab_size: int

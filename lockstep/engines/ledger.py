@@ -333,6 +333,7 @@ def check_abilities(request: Request, limits: Capabilities) -> None:
             f"top_p={sampling.top_p:g}, top_k={sampling.top_k}",
         ),
         (not sampling.stop_strings or limits.has_stop_strings, "has no stop strings"),
+        (not sampling.grammar or limits.has_grammar, "constrains no reply by a grammar"),
         (not request.adapter or limits.has_adapters, f"has no adapter {request.adapter!r}"),
         (
             not (sampling.record_support and sampling.is_truncated) or limits.has_support,

@@ -108,9 +108,17 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
 
         return make_replica(model, config, context)
     if config.dtype in ("same", context.dtype):
-        return EmbeddedEngine(model, config, token_bytes=context.token_bytes)
+        return EmbeddedEngine(
+            model, config, token_bytes=context.token_bytes, control_ids=context.control_ids
+        )
     own = copy_decoder(model, dtype=getattr(torch, config.dtype))
-    return EmbeddedEngine(own, config, token_bytes=context.token_bytes, is_shared=False)
+    return EmbeddedEngine(
+        own,
+        config,
+        token_bytes=context.token_bytes,
+        control_ids=context.control_ids,
+        is_shared=False,
+    )
 
 
 @make_engine.register

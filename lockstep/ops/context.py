@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from lockstep.types import Ragged
+from lockstep.types import Ragged, packed_tokens
 
 Tensor = torch.Tensor
 
@@ -60,6 +60,9 @@ class Support:
     """[M] int64 in [0, N): the token that each id belongs to."""
     offsets: npt.NDArray[np.int64]
     """[N + 1], on the host: token i has ids[offsets[i]:offsets[i + 1]]."""
+    is_packed: npt.NDArray[np.bool_]
+    """[N], on the host: whether a token has -1 and a bit for each id (`types.pack_support`) in the
+    place of its ids."""
 
     @classmethod
     def of(cls, support: Ragged, *, device: torch.device | str = "cpu") -> Support:
@@ -68,6 +71,7 @@ class Support:
             torch.from_numpy(support.values.astype(np.int64)).to(device),
             torch.from_numpy(token).to(device),
             support.offsets,
+            packed_tokens(support),
         )
 
     def __len__(self) -> int:
@@ -83,6 +87,11 @@ class Support:
         start, stop, _ = part.indices(len(self))
         first, last = self.offsets[start], self.offsets[stop]
         token, ids = self.token[first:last] - start, self.ids[first:last]
+        packed = np.flatnonzero(self.is_packed[start:stop])
+        if len(packed):
+            is_listed = ~np.repeat(self.is_packed, np.diff(self.offsets))[first:last]
+            listed = torch.from_numpy(np.flatnonzero(is_listed)).to(ids.device)
+            token, ids = token[listed], ids[listed]
         num_columns = vocab_size
         if columns is not None:
             left, right, _ = columns.indices(vocab_size)
@@ -93,6 +102,11 @@ class Support:
         is_whole = np.diff(self.offsets[start : stop + 1]) == 0
         if is_whole.any():
             kept[torch.from_numpy(is_whole).to(kept.device)] = True
+        shifts = torch.arange(32, device=kept.device)
+        for row in packed.tolist():
+            words = self.ids[self.offsets[start + row] + 1 : self.offsets[start + row + 1]]
+            bits = ((words[:, None] >> shifts) & 1).reshape(-1)[:vocab_size] > 0
+            kept[row] = bits if columns is None else bits[columns]
         return kept
 
 

@@ -6,8 +6,10 @@ Code above this room sees messages, code below it sees ids. An id that the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Message, ToolSchema
@@ -86,6 +88,38 @@ class Renderer(Protocol):
         equal.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What a reply may be: JSON of the schema, or one call of one of the tools."""
+
+    schema: Mapping[str, Any] | None = None
+    """JSON Schema of the content; None allows no content."""
+    tools: tuple[ToolSchema, ...] = ()
+
+
+@runtime_checkable
+class Constraining(Protocol):
+    """Renderers that can write a constraint as a grammar of sampled turns."""
+
+    def grammar(self, constraint: Constraint) -> str:
+        """The grammar (`engines.grammar`) of whole turns, stop id included. Thinking is free."""
+        ...
+
+
+# Of all spellings of JSON one: `json.dumps` writes it, and the calls that models are trained on.
+# Free white space would let a model write spaces until its limit.
+_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Part of a grammar: JSON of this schema.
+
+    >>> json_rule({"type": "integer"})[:30]
+    '%json {"type": "integer", "x-g'
+    """
+    return f"%json {json.dumps({**schema, 'x-guidance': _SPELLING})}"
 
 
 def dialogue_pieces(

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.errors import RendererError
-from lockstep.renderers.base import TokenIds
+from lockstep.renderers.base import Constraint, TokenIds, json_rule
 from lockstep.renderers.calls import call_text, function_json, read_call
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.pieces import Piece, cut_prefix, encode_pieces, split_turn, text_of
@@ -133,6 +134,24 @@ class ChatMLRenderer(TurnRenderer):
         if message.thinking or has_empty:
             pieces += self._thinking_pieces(message.thinking)
         return [*pieces, message.content, *self._call_pieces(message), self._end]
+
+    def grammar(self, constraint: Constraint) -> str:
+        """See `base.Constraining`."""
+        bodies: list[str] = []
+        if constraint.schema is not None:
+            bodies.append(json_rule(constraint.schema))
+        for tool in constraint.tools:
+            called = {"name": {"const": tool.name}, "arguments": tool.parameters}
+            call = json_rule(_closed(called))
+            bodies.append(f'<[{self._call}]> "\\n" {call} "\\n" <[{self._call_end}]>')
+        lines = [f"body{at}: {body}" for at, body in enumerate(bodies)]
+        names = " | ".join(f"body{at}" for at in range(len(bodies)))
+        thinking = ""
+        if self._thinks and self.config.enable_thinking:
+            thinking = "thinking? "
+            lines.append(f'thinking: <[{self._think}]> TEXT <[{self._think_end}]> "\\n\\n"')
+            lines.append("TEXT: /(.|\\n)*/")
+        return "\n".join([f"start: {thinking}({names}) <[{self._end}]>", *lines])
 
     def _dialogue_pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """Writes whole messages, each with the line break after it. Consecutive tool replies share
@@ -285,3 +304,13 @@ def _is_query(message: Message) -> bool:
     text = message.content
     is_reply = text.startswith("<tool_response>") and text.endswith("</tool_response>")
     return message.role == "user" and not is_reply
+
+
+def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+    """JSON Schema of an object with exactly these."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }

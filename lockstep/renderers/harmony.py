@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import RendererError
-from lockstep.renderers.base import TokenIds
+from lockstep.renderers.base import Constraint, TokenIds, json_rule
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.pieces import Piece, encode_pieces, split_ids
 from lockstep.renderers.tokenizer import Tokenizer
@@ -92,6 +92,28 @@ class HarmonyRenderer(TurnRenderer):
         if instructions is not None or declared:
             pieces += self._block("developer", self._developer_text(instructions, declared))
         return [*pieces, *self._follow_up(_without_dropped_thinking(rest, self.config.thinking))]
+
+    def grammar(self, constraint: Constraint) -> str:
+        """See `base.Constraining`. A call's recipient comes after the channel."""
+        bodies: list[str] = []
+        if constraint.schema is not None:
+            header = f'"final" <[{self._message}]>'
+            bodies.append(f"{header} {json_rule(constraint.schema)} <[{self._return}]>")
+        for tool in constraint.tools:
+            header = f'"commentary to={_NAMESPACE}{tool.name} " <[{self._constrain}]> "json"'
+            arguments = json_rule(tool.parameters)
+            bodies.append(f"{header} <[{self._message}]> {arguments} <[{self._call}]>")
+        lines = [f"body{at}: {body}" for at, body in enumerate(bodies)]
+        names = " | ".join(f"body{at}" for at in range(len(bodies)))
+        thinking = ""
+        if not self.config.stop_at_end:  # else the end of the thinking ends the turn
+            thinking = "thinking? "
+            lines.append(
+                f'thinking: <[{self._channel}]> "analysis" <[{self._message}]> TEXT '
+                f'<[{self._end}]> <[{self._start}]> "assistant"'
+            )
+            lines.append("TEXT: /(.|\\n)*/")
+        return "\n".join([f"start: {thinking}<[{self._channel}]> ({names})", *lines])
 
     def _follow_up(self, messages: Iterable[Message]) -> list[Piece]:
         pieces = [piece for message in messages for piece in self._pieces(message)]

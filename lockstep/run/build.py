@@ -156,6 +156,7 @@ def build(
     context = EngineContext(
         model=model,
         token_bytes=model_files.renderer.tokenizer.all_token_bytes(),
+        control_ids=model_files.renderer.tokenizer.control_ids,
         directory=model_files.directory,
         vocab_size=model_files.model.vocab_size,
         max_tokens=config.max_tokens,

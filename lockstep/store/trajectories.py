@@ -432,7 +432,7 @@ def _segment(row: dict[str, Any], where: str) -> Segment:
 def _support(row: dict[str, Any], where: str) -> Ragged | None:
     if row.get("support_sizes") is None:  # parts of version 1 have no support
         return None
-    return Ragged.of_sizes(frozen_ids(row["support_ids"], where=where), row["support_sizes"])
+    return Ragged.of_sizes(np.array(row["support_ids"], np.int32), row["support_sizes"])
 
 
 def _sampling(text: str) -> SamplingParams:

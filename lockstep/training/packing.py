@@ -17,7 +17,7 @@ import torch
 
 from lockstep.errors import AlignmentError, ConfigError, TokenError
 from lockstep.ops.context import PackedContext, Support
-from lockstep.types import COLUMNS, UNKNOWN_EXPERT, Int64Array, Ragged, Sample
+from lockstep.types import COLUMNS, UNKNOWN_EXPERT, Int64Array, Ragged, Sample, listed_ids
 
 if TYPE_CHECKING:
     from lockstep.launch.ranks import Ranks
@@ -162,7 +162,7 @@ def check_readable(samples: Sequence[Sample], *, vocab_size: int, max_positions:
             )
         ids = [("token", sample.token_ids)]
         if (support := sample.ragged.get("support")) is not None:
-            ids.append(("support entry", support.values))
+            ids.append(("support entry", listed_ids(support)))
         for name, values in ids:
             if (is_beyond := values >= vocab_size).any():
                 at = int(np.argmax(is_beyond))

@@ -15,6 +15,7 @@ from lockstep.agent.gateway.reading import (
     Value,
     asked_of,
     call_of,
+    constraint_of,
     event,
     tool_of,
 )
@@ -36,11 +37,13 @@ def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     for message in asked["messages"].entries():
         message.check_fields(CHAT_MESSAGE)
         _add(transcript, message)
-    tools = asked["tools"].entries() if body.get("tool_choice") != "none" else []
+    entries = asked["tools"].entries() if body.get("tool_choice") != "none" else []
+    tools = tuple(tool_of(_function(tool)) for tool in entries)
     return asked_of(
         asked,
         transcript.messages,
-        tuple(tool_of(_function(tool)) for tool in tools),
+        tools,
+        constraint=constraint_of(asked["tool_choice"], asked["response_format"], tools),
         limits=("max_tokens", "max_completion_tokens"),
         ignored=found,
         num_choices=asked["n"].integer(1, MAX_CHOICES) or 1,

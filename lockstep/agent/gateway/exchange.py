@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lockstep.errors import LockstepError
+from lockstep.renderers.base import Constraint
 from lockstep.types import (
     FinishReason,
     Float32Array,
@@ -45,6 +46,8 @@ class TurnRequest:
     top_k: int | None = None
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
+    constraint: Constraint | None = None
+    """Set if the reply must be JSON or a call."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that have no effect here; counted."""
     key: str = ""

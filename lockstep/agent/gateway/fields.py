@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 TEXT_ONLY = "Only text is read here; leave the other parts out."
-NO_CONSTRAINT = "Sampling is not constrained, so that log-probs stay the model's own."
+NO_CONSTRAINT = "Logits are not altered, so that log-probs stay the model's own."
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
@@ -45,7 +45,8 @@ def refused(about: str, *neutral: Any) -> Field:
 
 
 ABSENT = refused("There is nothing like it here; leave it out.")
-FORMAT = refused(f"{NO_CONSTRAINT} Ask for the format in a message.", {"type": "text"})
+FORMAT = honoured("text, json_object or json_schema, with engine=embedded; others refuse JSON")
+CHOICE = honoured("auto, none, any tool, or one by name, with engine=embedded; others do not force")
 VERBOSITY = ignored("Ask for it in a message.")
 
 SHARED: Fields = {
@@ -61,11 +62,9 @@ SHARED: Fields = {
 
 OPENAI: Fields = {
     **SHARED,
-    "tool_choice": refused(
-        f"{NO_CONSTRAINT} Send auto, or none to leave the tools out.", "auto", "none"
-    ),
+    "tool_choice": CHOICE,
     "top_logprobs": refused("Only the log-probs of sampled ids are recorded.", 0),
-    "parallel_tool_calls": ignored(f"{NO_CONSTRAINT} A turn may have several calls.", True),
+    "parallel_tool_calls": ignored("A turn may have several calls; a forced one has one.", True),
     **dict.fromkeys(("user", "safety_identifier"), accepted("names the sender, not the session")),
     **dict.fromkeys(
         ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -131,13 +130,7 @@ MESSAGES = {
     "messages": honoured("text; a last message of the assistant's is refused"),
     "system": honoured("text, or blocks of it"),
     "max_tokens": honoured(),
-    "tool_choice": refused(
-        f"{NO_CONSTRAINT} Send auto, or none to leave the tools out.",
-        {"type": "auto"},
-        {"type": "auto", "disable_parallel_tool_use": False},
-        {"type": "auto", "disable_parallel_tool_use": True},
-        {"type": "none"},
-    ),
+    "tool_choice": CHOICE,
     "stop_sequences": honoured("the reply that is sent ends before it; its ids are kept"),
     "top_k": honoured(),
     "thinking": ignored(

@@ -18,6 +18,7 @@ from lockstep.agent.gateway.reading import (
     Value,
     asked_of,
     call_of,
+    constraint_of,
     event,
     tool_of,
 )
@@ -46,11 +47,12 @@ def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = Fa
         message.check_fields(MESSAGES_MESSAGE)
         _add(transcript, message["role"], message["content"])
     has_tools = asked["tool_choice"]["type"].raw != "none"
-    tools = asked["tools"].entries() if has_tools else []
+    tools = tuple(_tool(tool) for tool in asked["tools"].entries()) if has_tools else ()
     return asked_of(
         asked,
         transcript.messages,
-        tuple(_tool(tool) for tool in tools),
+        tools,
+        constraint=constraint_of(asked["tool_choice"], asked["output_config"]["format"], tools),
         stops="stop_sequences",
         ignored=found,
     )

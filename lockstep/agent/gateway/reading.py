@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import TEXT_ONLY, Fields
-from lockstep.renderers.base import Renderer
+from lockstep.renderers.base import Constraint, Renderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
 MAX_SCHEMA_DEPTH = 64
@@ -255,6 +255,7 @@ def asked_of(
     limits: Sequence[str] = ("max_tokens",),
     stops: str = "stop",
     ignored: Sequence[str] = (),
+    constraint: Constraint | None = None,
     **own: Any,
 ) -> Asked:
     """Reads the fields that the dialects share. where: the field of the messages. limits: fields of
@@ -281,6 +282,7 @@ def asked_of(
         top_k=None if top_k is None else max(0, top_k),
         stop_strings=body[stops].stops(),
         seed=body["seed"].integer(-(2**63), 2**63 - 1),
+        constraint=constraint,
         ignored=tuple(ignored),
     )
     model, is_streamed = body["model"].text(), body["stream"].truth()
@@ -299,6 +301,49 @@ def tool_of(entry: Value, *, parameters: str = "parameters") -> ToolSchema:
         description=entry["description"].text(""),
         parameters=schema.object() or {"type": "object", "properties": {}},
     )
+
+
+def constraint_of(choice: Value, format: Value, tools: tuple[ToolSchema, ...]) -> Constraint | None:
+    """Reads what a reply must be; None if it is free. choice: which tool to call. format: of the
+    content. A tool that must be called leaves no content; tools that may be called stay so."""
+    forced: tuple[ToolSchema, ...] = ()
+    match kind := choice.raw if isinstance(choice.raw, str) else choice["type"].raw:
+        case None | "auto" | "none":
+            pass
+        case "required" | "any":
+            if not (forced := tools):
+                raise choice.refusal("asks for a call, and the request has no tools.")
+        case "function" | "tool":
+            place = choice["function"] if choice["function"].raw is not None else choice
+            forced = tuple(tool for tool in tools if tool.name == place["name"].text())
+            if not forced:
+                names = ", ".join(tool.name for tool in tools) or "none"
+                raise place["name"].refusal(f"is no tool of the request; its tools: {names}.")
+        case _:
+            text = f"the type {shown(kind)} is not known here; a function can be named, or any."
+            raise choice.unsupported(text)
+    schema = _schema_of(format)
+    if forced:
+        return Constraint(tools=forced)
+    return None if schema is None else Constraint(schema=schema, tools=tools)
+
+
+def _schema_of(format: Value) -> dict[str, Any] | None:
+    match format["type"].raw:
+        case None | "text":
+            return None
+        case "json_object":
+            return {"type": "object"}
+        case "json_schema":
+            place = format["json_schema"] if format["json_schema"].raw is not None else format
+            schema = place["schema"]
+            if schema.raw is None:
+                raise schema.wrong("a JSON Schema")
+            if _is_deep(schema.object()):
+                raise schema.refusal(f"is nested over {MAX_SCHEMA_DEPTH} levels.")
+            return schema.object()
+        case _:
+            raise format["type"].unsupported("known are text, json_object and json_schema.")
 
 
 def _is_deep(value: Any, levels: int = MAX_SCHEMA_DEPTH) -> bool:

@@ -18,6 +18,7 @@ from lockstep.agent.gateway.reading import (
     Value,
     asked_of,
     call_of,
+    constraint_of,
     event,
     tool_of,
 )
@@ -56,11 +57,12 @@ def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     for name in asked["include"].entries():
         if name.raw not in (LOGPROBS, ENCRYPTED):
             raise name.unsupported(f"known are {LOGPROBS} and {ENCRYPTED}.")
-    has_tools = body.get("tool_choice") != "none"
+    tools = _tools(asked["tools"], found) if body.get("tool_choice") != "none" else ()
     return asked_of(
         asked,
         transcript.messages,
-        _tools(asked["tools"], found) if has_tools else (),
+        tools,
+        constraint=constraint_of(asked["tool_choice"], asked["text"]["format"], tools),
         where="input",
         limits=("max_output_tokens",),
         ignored=found,
@@ -79,7 +81,7 @@ def _tools(listed: Value, left_out: list[str]) -> tuple[ToolSchema, ...]:
             case "custom":
                 tools.append(tool_of(Value({**entry.raw, "parameters": FREE_TEXT}, entry.where)))
                 if entry["format"].raw not in (None, {"type": "text"}):
-                    left_out.append("tools.format")  # a grammar; sampling is not constrained
+                    left_out.append("tools.format")  # a grammar of OpenAI's
             case kind if kind in HOSTED_TOOLS:
                 left_out.append(f"tools.{kind}")
             case _:

@@ -48,7 +48,15 @@ from lockstep.agent.turns import (
     turn_ids,
     turn_segments,
 )
-from lockstep.errors import ConfigError, EngineDownError, EngineError, RendererError
+from lockstep.engines.grammar import grammar_problem
+from lockstep.errors import (
+    ConfigError,
+    EngineDownError,
+    EngineError,
+    MissingExtraError,
+    RendererError,
+)
+from lockstep.renderers.base import Constraining, Constraint
 from lockstep.renderers.large_texts import TextTooLargeError
 from lockstep.renderers.pieces import first_difference
 from lockstep.types import Int32Array, Message, SamplingParams
@@ -395,7 +403,35 @@ class GatewaySession:
             raise Refusal(400, "invalid_value", str(error)) from None
         if asked and sampling.is_truncated and "sampled" in capabilities.distributions:
             sampling = replace(sampling, distribution="sampled")
-        return sampling
+        if request.constraint is None:
+            return sampling
+        return replace(
+            sampling,
+            grammar=self._grammar_of(request.constraint),
+            distribution="sampled",
+            record_support=capabilities.has_support and not asked,
+        )
+
+    def _grammar_of(self, constraint: Constraint) -> str:
+        asks = "A reply that must be JSON of a schema, or call a tool"
+        engine, problem = self._engine.capabilities, ""
+        if not engine.has_grammar:
+            problem = f"engine {engine.name} does not constrain what it samples; engine=embedded"
+        elif not isinstance(self._renderer, Constraining):
+            problem = f"renderer {self._renderer.name} writes no grammar; chatml and harmony"
+        if problem:
+            text = f"{asks}, cannot be had: {problem} does. Ask for the format in a message."
+            raise Refusal(400, "unsupported_value", text, parameter="response_format")
+        assert isinstance(self._renderer, Constraining), "checked above"
+        grammar = self._renderer.grammar(constraint)
+        try:
+            problem = grammar_problem(grammar)
+        except MissingExtraError as error:
+            raise Refusal(400, "unsupported_value", str(error)) from error
+        if problem:
+            text = f"{asks}: the schema cannot be sampled from: {problem}"
+            raise Refusal(400, "invalid_value", text, parameter="response_format")
+        return grammar
 
     def _reply_of(self, answer: Answer, *, is_repeated: bool = False) -> TurnReply:
         """Builds the reply from the trajectory, which holds the only copy."""

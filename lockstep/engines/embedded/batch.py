@@ -22,10 +22,11 @@ import torch
 
 from lockstep.engines.base import Scores
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, ResidentCache
+from lockstep.engines.grammar import GrammarState
 from lockstep.engines.ledger import Entry
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PagedBlock, PagedContext, ResidentRows
-from lockstep.types import Distribution, Float32Array, Int32Array, Routes
+from lockstep.types import Distribution, Float32Array, Int32Array, Routes, pack_support
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
@@ -65,7 +66,9 @@ class Rule:
     """Whether top-p or top-k is on."""
     distribution: Distribution
     records_support: bool = False
-    """Whether each draw returns the ids that the filter kept."""
+    """Whether each draw returns the ids that it could be."""
+    is_constrained: bool = False
+    """Whether each row has a grammar."""
 
 
 def sample(
@@ -76,29 +79,34 @@ def sample(
     *,
     top_p: Tensor | None = None,
     top_k: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draws once from each row of logits [B, V].
 
     Returns (ids [B] int64, log-probs [B] float32 under the rule's distribution, kept [B, V] bool:
     True at ids that could be drawn; None unless the rule records it).
-    uniform [B] float32; top_p [B] float32 and top_k [B] int64 if the rule filters. A row with a
-    non-finite logit gets a NaN log-prob and some id of the vocabulary.
+    uniform [B] float32; top_p [B] float32 and top_k [B] int64 if the rule filters; allowed [B, V]
+    bool, the ids that the row's grammar allows, if it is constrained: filters choose among them. A
+    row with a non-finite logit gets a NaN log-prob and some id of the vocabulary.
     """
     if rule.temperature == 0:
         logp = ops.log_softmax(logits)
-        ids = logp.argmax(-1, keepdim=True)
+        best = logp if allowed is None else logp.masked_fill(~allowed, float("-inf"))
+        ids = best.argmax(-1, keepdim=True)
         return ids[:, 0], logp.gather(1, ids)[:, 0], None
-    logp = ops.log_softmax(logits, temperature=rule.temperature)
+    logp, kept = ops.log_softmax(logits, temperature=rule.temperature, kept=allowed), allowed
     if rule.is_filtered:
         assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
         ids, kept = _draw_filtered(logp, uniform, top_p, top_k)
-        if rule.distribution == "sampled":
-            # The trainer's arithmetic over the support, not a log-prob minus a log mass.
-            logp = ops.log_softmax(logits, temperature=rule.temperature, kept=kept)
-            found = logp.gather(1, ids)[:, 0]
-            return ids[:, 0], found, kept if rule.records_support else None
+        kept = kept if allowed is None else kept & allowed
+    elif allowed is not None:
+        ids = _draw(logp.exp(), uniform)
     else:
         ids = _draw(_probs(logits, rule.temperature), uniform)
+    if kept is not None and rule.distribution == "sampled":
+        # The trainer's arithmetic over the support, not a log-prob minus a log mass.
+        logp = ops.log_softmax(logits, temperature=rule.temperature, kept=kept)
+        return ids[:, 0], logp.gather(1, ids)[:, 0], kept if rule.records_support else None
     if rule.distribution == "model" and rule.temperature != 1.0:
         logp = ops.log_softmax(logits)
     return ids[:, 0], logp.gather(1, ids)[:, 0], None
@@ -190,8 +198,10 @@ class Sequence(Entry):
     """Sampled ids of a preempted request; those of a running one are in `Rows`."""
     sampled_logprobs: Float32Array | None = None
     support: list[Int32Array] | None = None
-    """Ids that each sampled token was drawn from (empty: the whole vocabulary); None if the request
-    does not ask."""
+    """Ids that each sampled token was drawn from (`types.pack_support`); None if the request does
+    not ask."""
+    grammar: GrammarState | None = None
+    """Place in the request's grammar."""
     routes: list[Routes] | None = None
     """Routes that were saved from given-up pages and are not sent yet; None if the request does not
     ask."""
@@ -268,9 +278,10 @@ class Rows:
         self.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
         rule = Rule(
             sampling.temperature,
-            sampling.is_truncated,
+            sampling.is_filtered and sampling.temperature > 0,
             sampling.distribution,
             sequence.support is not None,
+            sequence.grammar is not None,
         )
         if rule not in self._rules:
             self._rules.append(rule)
@@ -347,18 +358,28 @@ class Rows:
         if self._groups is None:
             self._groups = self._group(device)
         for rule, rows, places in self._groups:
-            filters = {}
+            filters: dict[str, Tensor] = {}
             if rule.is_filtered:
                 filters = {
                     "top_p": _tensor(self.top_p[places], device),
                     "top_k": _tensor(self.top_k[places], device),
                 }
+            if rule.is_constrained:
+                states = [self.sequences[place].grammar for place in places]
+                allowed = [state.allowed() for state in states if state is not None]
+                filters["allowed"] = _tensor(np.stack(allowed), device)
             ids[rows], logprobs[rows], kept = sample(
                 logits[rows], uniform[rows], rule, ops, **filters
             )
             if kept is not None:
-                support |= zip(places.tolist(), _ids_of(kept), strict=True)
+                packed = [pack_support(row) for row in kept.cpu().numpy()]
+                support |= zip(places.tolist(), packed, strict=True)
         return ids.cpu().numpy(), logprobs.cpu().numpy(), support
+
+    def constrained(self) -> list[Sequence]:
+        """Requests with a grammar that the last `sample` drew for."""
+        found = [places for rule, _, places in self._groups or () if rule.is_constrained]
+        return [self.sequences[place] for places in found for place in places]
 
     def _group(self, device: torch.device) -> list[Group]:
         rule_of = self.rule_of[: self.num]
@@ -577,15 +598,6 @@ def _load_resident(
     return ResidentRows(
         resident.keys, resident.values, _tensor(places.reshape(-1), device), resident.memo()
     )
-
-
-def _ids_of(kept: Tensor) -> list[Int32Array]:
-    """Each row's ids of kept [B, V], in order; empty if all are kept."""
-    vocab_size = kept.shape[1]
-    sizes = kept.sum(1).cpu().numpy()
-    ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-    parts = np.split(ids, np.cumsum(sizes)[:-1])
-    return [part if len(part) < vocab_size else part[:0] for part in parts]
 
 
 def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:

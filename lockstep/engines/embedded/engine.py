@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from lockstep.engines.embedded.batch import (
 )
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
+from lockstep.engines.grammar import Vocabulary
 from lockstep.engines.ledger import (
     Ledger,
     check_abilities,
@@ -73,7 +74,8 @@ parse the reply, call a tool that does not wait, and send its next turn into the
 class EmbeddedEngine(Engine):
     """`Engine` over a `Decoder`. Handles token ids only.
 
-    token_bytes: the bytes of each id, for stop strings; without it they are refused.
+    token_bytes: the bytes of each id, for stop strings and grammars; without it they are refused.
+    control_ids: those that no text spells, for grammars.
     is_shared: the model is the trainer's; otherwise the engine's own, and weights must be handed
     over. A shared one's parameters may be trained in place between steps: call `load_weights(None,
     version=v)` after every update, or cached keys and values of older weights would be used.
@@ -88,12 +90,14 @@ class EmbeddedEngine(Engine):
         config: EmbeddedConfig,
         *,
         token_bytes: Seq[bytes] | None = None,
+        control_ids: Collection[int] = (),
         is_shared: bool = True,
     ) -> None:
         shape = model.config
         self._model = model
         self._shared = model if is_shared else None
         self._config, self._token_bytes = config, token_bytes
+        self._vocabulary = Vocabulary(token_bytes or (), control_ids, shape.vocab_size)
         self._base = Weights(0, 0)
         self._adapters: dict[str, Weights] = {}
         self._stacks, self._numbers = AdapterStacks(), count(1)
@@ -143,6 +147,7 @@ class EmbeddedEngine(Engine):
             has_seeds=True,
             has_score=True,
             has_support=True,
+            has_grammar=self._token_bytes is not None,
             has_sleep=True,
             has_positional_draws=True,
             has_routed_experts=self._model.config.is_moe,
@@ -349,6 +354,8 @@ class EmbeddedEngine(Engine):
         )
         if sampling.record_support and sampling.is_truncated:
             sequence.support = []
+        if sampling.grammar:
+            sequence.grammar = self._vocabulary.begin(sampling.grammar)
         if sampling.record_routes:
             self._keep_routes()
             sequence.routes, sequence.num_routed = [], request.routes_from
@@ -519,6 +526,10 @@ class EmbeddedEngine(Engine):
         ended = rows.record(ids, logprobs, support)
         stats["sampled_tokens"] += num
         finished = [rows.sequences[i] for i in np.flatnonzero(ended)] if ended.any() else []
+        for sequence, id_ in [(s, int(ids[s.row])) for s in rows.constrained()]:
+            assert sequence.grammar is not None, "a constrained row has one"
+            if problem := sequence.grammar.advance(id_):
+                self._fail(sequence, EngineError(f"{sequence.where}: its grammar: {problem}"))
         for sequence in list(self._watched):
             if sequence.row < 0:
                 continue
@@ -592,7 +603,9 @@ class EmbeddedEngine(Engine):
                 num_cached_tokens=0 if sequence.deltas else cached,
                 num_prefilled_tokens=0 if sequence.deltas else prefilled,
                 routed_experts=self._fresh_routes(sequence, len(ids)),
-                support=None if sequence.support is None else Ragged.of(sequence.support[fresh]),
+                support=None
+                if sequence.support is None
+                else Ragged.of_rows(sequence.support[fresh]),
                 fingerprint=self._fingerprint_of(sequence),
             ),
         )

@@ -40,6 +40,7 @@ def make_replica(model: Decoder, config: EmbeddedConfig, context: EngineContext)
         config,
         directory=str(context.directory),
         token_bytes=list(context.token_bytes),
+        control_ids=sorted(context.control_ids),
         dtype=context.dtype if config.dtype == "same" else config.dtype,
         device=model.embedding.device.type,
         threads=torch.get_num_threads(),
@@ -60,6 +61,7 @@ def make_here(
     *,
     directory: str,
     token_bytes: Sequence[bytes],
+    control_ids: Sequence[int],
     dtype: str,
     device: str,
     threads: int,
@@ -71,4 +73,6 @@ def make_here(
     torch.set_num_threads(threads)
     model = load_checkpoint(directory, dtype=getattr(torch, dtype), device=device, ops=ops)
     model.requires_grad_(False)
-    return EmbeddedEngine(model, config, token_bytes=token_bytes, is_shared=False)
+    return EmbeddedEngine(
+        model, config, token_bytes=token_bytes, control_ids=control_ids, is_shared=False
+    )

@@ -1,0 +1,156 @@
+"""Replies constrained by a grammar: what is drawn, and that the trainer gives it the same bits."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import torch
+from engine_models import request as make_request
+
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
+from lockstep.ops.context import PackedContext, Support
+from lockstep.ops.invariant import InvariantOps
+from lockstep.renderers.base import Constraint
+from lockstep.renderers.chatml import ChatMLRenderer
+from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
+from lockstep.renderers.harmony import HarmonyRenderer
+from lockstep.testing.tokenizers import byte_tokenizer
+from lockstep.types import Message, Ragged, ToolSchema, listed_ids, pack_support, packed_tokens
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22, 333]}},
+    "required": ["ok", "n"],
+    "additionalProperties": False,
+}
+TOOLS = tuple(ToolSchema(name=name, description="", parameters=SCHEMA) for name in ("look", "find"))
+TOKENIZER = byte_tokenizer(merges=[("t", "r"), ("tr", "u"), ("2", "2")])
+RENDERERS = {
+    "chatml": ChatMLRenderer(TOKENIZER, ChatMLConfig(enable_thinking=False)),
+    "harmony": HarmonyRenderer(TOKENIZER, HarmonyConfig(stop_at_end=True)),
+}
+USER = [Message(role="user", content="hi")]
+
+
+def make_model(vocab_size, ops=None):
+    config = ModelConfig(
+        architecture="qwen3",
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_positions=512,
+        tie_embeddings=True,
+        windows=(None, None),
+        has_qk_norm=True,
+    )
+    model = Decoder(config, ops=ops)
+    model.init_weights(std=0.4, seed=0)
+    return model
+
+
+def draw(renderer, constraint, *, num=4, vocab_size=400, ops=None, **sampling):
+    """(model, deltas, prompt) of replies that the constraint holds for."""
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    model = make_model(vocab_size, ops)
+    config = EmbeddedConfig(page_size=16, kv_cache_tokens=8192, max_num_sequences=16)
+    engine = EmbeddedEngine(
+        model,
+        config,
+        token_bytes=TOKENIZER.all_token_bytes(),
+        control_ids=TOKENIZER.control_ids,
+    )
+    prompt = np.array(renderer.render(USER), np.int32)
+    asked = {"max_tokens": 200, "distribution": "sampled", "record_support": True}
+    asked |= {"stop_ids": renderer.stop_ids, "grammar": renderer.grammar(constraint)}
+
+    async def one(seed):
+        request = make_request(f"r{seed}", prompt, seed=seed, **(asked | sampling))
+        return [delta async for delta in engine.generate(request)][-1]
+
+    async def run():
+        return await asyncio.gather(*(one(seed) for seed in range(num)))
+
+    return model, asyncio.run(run()), prompt
+
+
+@pytest.mark.parametrize("kind", RENDERERS)
+def test_a_reply_is_json_of_the_schema_and_a_forced_call_has_the_tools_arguments(kind):
+    renderer = RENDERERS[kind]
+    for delta in draw(renderer, Constraint(schema=SCHEMA))[1]:
+        found = json.loads(renderer.parse(delta.token_ids).content)
+        assert found.keys() == {"ok", "n"} and found["n"] in (1, 22, 333)
+        assert delta.finish_reason == "stop"
+    for delta in draw(renderer, Constraint(tools=TOOLS))[1]:
+        message = renderer.parse(delta.token_ids)
+        (call,) = message.tool_calls
+        assert call.name in ("look", "find") and json.loads(call.arguments)["n"] in (1, 22, 333)
+        assert not message.content and not message.parse_error
+
+
+def test_thinking_stays_free_and_no_text_spells_a_control_token():
+    for renderer in (ChatMLRenderer(TOKENIZER), HarmonyRenderer(TOKENIZER)):
+        schema = {"type": "string", "maxLength": 5}
+        for delta in draw(renderer, Constraint(schema=schema), num=8, max_tokens=60)[1]:
+            message = renderer.parse(delta.token_ids)
+            if delta.finish_reason == "stop":
+                assert len(json.loads(message.content)) <= 5
+            else:
+                assert len(delta.token_ids) == 60
+
+
+def test_a_greedy_reply_and_filters_are_constrained_as_well():
+    renderer = RENDERERS["chatml"]
+    for how in ({"temperature": 0.0, "record_support": False}, {"top_k": 2}, {"top_p": 0.5}):
+        for delta in draw(renderer, Constraint(schema=SCHEMA), **how)[1]:
+            assert json.loads(renderer.parse(delta.token_ids).content).keys() == {"ok", "n"}
+
+
+def test_the_trainers_log_probs_over_the_support_are_the_samplers_bit_for_bit():
+    renderer = RENDERERS["chatml"]
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 2}
+    model, deltas, prompt = draw(
+        renderer,
+        Constraint(schema=schema),
+        num=6,
+        ops=InvariantOps(),
+        temperature=0.8,
+        vocab_size=3000,
+    )
+    assert any(len(delta.token_ids) > 20 for delta in deltas)
+    for delta in deltas:
+        ids = torch.from_numpy(np.concatenate([prompt, delta.token_ids]).astype(np.int64))
+        hidden = model(ids, torch.arange(len(ids)), PackedContext.of([len(ids)]))
+        hidden = hidden[len(prompt) - 1 : -1]
+        found = model.ops.log_probs(
+            hidden,
+            model.head,
+            ids[len(prompt) :],
+            temperature=0.8,
+            support=Support.of(delta.support),
+        )[0]
+        assert torch.equal(found.detach(), torch.from_numpy(delta.logprobs))
+
+
+def test_a_large_support_is_packed_and_masks_and_checks_as_the_list_does():
+    rng, vocab_size = np.random.default_rng(0), 40_001
+    kept = rng.random((3, vocab_size)) < np.array([[0.9], [0.001], [0.5]])
+    packed = Ragged.of_rows([pack_support(row) for row in kept])
+    assert packed_tokens(packed).tolist() == [True, False, True]
+    assert packed.sizes.tolist() == [1252, kept[1].sum(), 1252]
+    assert listed_ids(packed).tolist() == np.flatnonzero(kept[1]).tolist()
+    support = Support.of(packed)
+    assert np.array_equal(support.mask(slice(None), vocab_size).numpy(), kept)
+    columns = slice(17, 30_000)
+    assert np.array_equal(support.mask(slice(1, 3), vocab_size, columns).numpy(), kept[1:, columns])
+    taken = support.take(torch.tensor([2, 0])).mask(slice(None), vocab_size)
+    assert np.array_equal(taken.numpy(), kept[[2, 0]])
