@@ -124,6 +124,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         _import_plugins(options.plugin)
         _check_is_run(options)
+        _check_output(options)
         with _faults(options):
             return options.run(options)
     except (LockstepError, OSError) as error:
@@ -193,7 +194,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.beside:
         return _train_side_by_side(options, settings, own)
     config, run, start = _training_config(options.target, settings, own)
-    if run is None:
+    if run is None and ("out" in own or not options.dry_run):
         check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
         lines = plan(config, preflight(config, files=CONFIG_FILES))
@@ -283,9 +284,10 @@ def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
         }.items()
         if len(values) > 1
     ]
-    plugins = "".join(f" --plugin {shlex.quote(name)}" for name in options.plugin)
+    same = [w for name in options.plugin for w in ("--plugin", name)]
+    same += [w for fault in options.fault for w in ("--fault", fault)]
     commands = {
-        f"train {path} resume=true{plugins}": "goes on from here",
+        f"train {path} {shlex.join(['resume=true', *same])}": "goes on from here",
         f"replay {shlex.quote(f'{outcome.path}#0')}": "shows an episode token by token",
         f"doctor {path}": "says whether sampler and trainer agree",
         f"export {path} --hf DIR": "writes the model for other programs",
@@ -314,7 +316,8 @@ def _sft(options: argparse.Namespace) -> int:
         return _show_settings(options, find_supervised_recipe, SupervisedConfig)
     name = options.target or "sft"
     config = _resolved(lambda: find_supervised_recipe(name), settings, SupervisedConfig)
-    check_place(own.get("out") or default_run_path(config.name))
+    if "out" in own or not options.dry_run:
+        check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
         if not config.create:  # what is created is checked then
             check_supervised(config)
@@ -593,6 +596,22 @@ def _find_recipe(target: str, settings: Sequence[str]) -> Any:
     return configure(target, overrides=settings)
 
 
+def _check_output(options: argparse.Namespace) -> None:
+    """Refuses a file or directory that could not be written, before anything is loaded."""
+    from lockstep.store.files import why_no_directory
+
+    is_file = options.verb in ("report", "doctor")
+    for option in ("out", "hf") if options.verb in ("report", "doctor", "export") else ():
+        if not (text := getattr(options, option, "")):
+            continue
+        path = Path(text)
+        problem = why_no_directory(path.parent if is_file else path)
+        if is_file and path.is_dir():
+            problem = "it is a directory; give the name of a file"
+        if problem:
+            raise ConfigError(f"--{option} {path} cannot be written: {problem}.")
+
+
 def _check_is_run(options: argparse.Namespace) -> None:
     """Refuses a recipe where a run of it is expected."""
     from lockstep.recipes.registry import RECIPES
@@ -672,9 +691,14 @@ def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: t
         return OK
     settings = [word for word in options.settings if "=" in word]
     wanted = [word.rstrip(".") for word in options.settings if "=" not in word]
+    sections = field_docs(cls)
+    if options.target in sections:
+        raise ConfigError(
+            f"{options.target} is a section of a recipe's settings: lockstep {options.verb} RECIPE "
+            f"--help {options.target}."
+        )
     config = _resolved(lambda: find(options.target), settings, cls)
     rows = list(describe(config))
-    sections = field_docs(cls)
     known = [*sections, *(row[0] for row in rows)]
     for section in wanted:
         if not any(name == section or name.startswith(f"{section}.") for name in known):

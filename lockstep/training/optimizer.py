@@ -174,7 +174,7 @@ class Optimizer:
             if name not in self._state:
                 # The fused kernel keeps its count beside the parameter, in float32.
                 self._state[name] = {
-                    "step": torch.zeros((), device=master.device),
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
                     **{key: torch.zeros_like(master) for key in _MOMENTS},
                 }
         states = [self._state[name] for name in names]

@@ -365,6 +365,23 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(case, tmp_path, monkeypatch,
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "runs/none", "--out", f"{__file__}/x.html"],
+        ["report", "runs/none", "--out", "."],
+        ["doctor", "example", "--out", f"{__file__}/x.html"],
+        ["export", "runs/none", "--hf", f"{__file__}/model"],
+        ["export", "runs/none", "--hf", __file__],
+    ],
+    ids=" ".join,
+)
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(words, capsys):
+    code, _, err = lockstep(*words, capsys=capsys)
+    assert code == BAD_INPUT
+    assert "cannot be written: " in " ".join(err.split()) and "runs/none is not" not in err
+
+
 def test_malformed_questions_name_file_and_line(tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").write_text("The harbour opens at six.\n")

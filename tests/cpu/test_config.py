@@ -208,6 +208,8 @@ def test_help_shows_one_section_and_asks_for_another(capsys):
     assert "trainer.lr=0.001  (float)" in shown and "group_size" not in shown
     assert main(["train", "quickstart", "--help", "trainr"]) == 2
     assert "Did you mean 'trainer'?" in capsys.readouterr().err
+    assert main(["train", "--help", "trainer"]) == 2
+    assert "lockstep train RECIPE --help trainer" in capsys.readouterr().err
 
 
 def test_every_hint_leads_to_a_setting():
