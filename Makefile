@@ -17,7 +17,7 @@ else
 TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 endif
 
-.PHONY: install install-dev quickstart test test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-tinker check bench proof soak studies models clean
+.PHONY: install install-dev quickstart test test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-tinker check docs bench proof soak studies models clean
 
 install: $(VENV)/.installed
 
@@ -143,6 +143,18 @@ check: install-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(PYTEST)
 
+# The pages as a site in build/site, which needs no server and no network. Its tools read the sources
+# and not the package, so they have an environment of their own, without torch.
+DOCS_VENV = .venv-docs
+$(DOCS_VENV)/.installed: Makefile
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip -q install "mkdocs>=1.6,<2" "mkdocs-material>=9.7,<10" "mkdocstrings[python]>=1,<2" ruff
+	touch $@
+
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "open build/site/index.html"
+
 bench: install-dev
 	$(BIN)/python benchmarks/run_all.py
 
@@ -171,4 +183,4 @@ models: install
 	done
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openenv .venv-verifiers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-openenv .venv-verifiers .venv-docs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

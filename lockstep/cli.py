@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import shlex
@@ -11,20 +12,27 @@ import signal
 import sys
 import textwrap
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import lockstep
 from lockstep.config import (
     FILE_FORMS,
     describe,
+    did_you_mean,
     differences,
     dumps,
+    field_docs,
     file_form,
+    flatten,
     from_dict,
     resolve,
     to_dict,
+    unchecked,
 )
 from lockstep.errors import (
     CheckpointError,
@@ -37,6 +45,10 @@ from lockstep.errors import (
     RunError,
     printable,
 )
+from lockstep.habits import VERBS, hint
+from lockstep.observe.live import ViewKind
+
+T = TypeVar("T")
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 the run failed; 2 a setting, a file or a checkpoint is wrong (nothing was
@@ -59,6 +71,8 @@ _INPUT_ERRORS = (
     RendererError,
     RunError,
 )
+
+_REWARDS = ("reward_first", "reward_last_10")
 
 RESERVED = ("out", "from", "resume")
 """Words of the form key=value that belong to the command, not to the config."""
@@ -109,6 +123,8 @@ def _main(argv: Sequence[str] | None) -> int:
     end_by_sigterm()
     try:
         _import_plugins(options.plugin)
+        _check_is_run(options)
+        _check_output(options)
         with _faults(options):
             return options.run(options)
     except (LockstepError, OSError) as error:
@@ -169,27 +185,27 @@ def _train(options: argparse.Namespace) -> int:
     from lockstep.models.locate import CONFIG_FILES
     from lockstep.recipes import find_recipe
     from lockstep.run.preflight import plan, preflight
-    from lockstep.store.run import check_place
+    from lockstep.run_config import Config
+    from lockstep.store.run import check_place, default_run_path
 
     settings, own = _split(options.settings, "train", *RESERVED)
     if options.help:
-        return _show_settings(options, lambda name: resolve(find_recipe(name), settings))
+        return _show_settings(options, find_recipe, Config)
     if options.beside:
         return _train_side_by_side(options, settings, own)
     config, run, start = _training_config(options.target, settings, own)
-    config = resolve(config, settings)
+    if run is None and ("out" in own or not options.dry_run):
+        check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
-        if run is None and "out" in own:
-            check_place(own["out"])
         lines = plan(config, preflight(config, files=CONFIG_FILES))
-        text = file_form(config, always=("name", "model", "steps")) + "\n".join(
-            f"# {line}" for line in lines
-        )
+        form = file_form(config, always=("name", "model", "steps"))
+        text = form + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
-    view = "json" if options.json else "live"
     out = own.get("out") or run
-    outcome = lockstep.train(config, out=out, resume=run is not None, start=start, view=view)
+    outcome = lockstep.train(
+        config, out=out, resume=run is not None, start=start, view=_view(options)
+    )
     return _finish(outcome, options)
 
 
@@ -209,7 +225,6 @@ def _train_side_by_side(
         if words and "=" not in words[0]:
             target, *changed = words
         config, run, _ = _training_config(target, changed, own)
-        config = resolve(config, changed)
         runs.append((run or out / config.name, config))
     check_side_by_side([config for _, config in runs])
     configs = dict(runs)
@@ -218,8 +233,7 @@ def _train_side_by_side(
         value = {str(path): to_dict(config) for path, config in configs.items()}
         _print(options, value, "\n".join(line for lines in plans for line in lines))
         return OK
-    view = "json" if options.json else "live"
-    ended = lockstep.train_side_by_side(configs, resume=is_resume, view=view)
+    ended = lockstep.train_side_by_side(configs, resume=is_resume, view=_view(options))
     codes: list[int] = []
     for path, outcome in ended.items():
         if isinstance(outcome, Exception):
@@ -230,12 +244,18 @@ def _train_side_by_side(
     return max(codes)
 
 
+def _view(options: argparse.Namespace) -> ViewKind:
+    return "json" if options.json else "verbose" if options.verbose else "live"
+
+
 def _finish(outcome: Any, options: argparse.Namespace) -> int:
     """The last line of a run is its directory; with --json an object whose `run` key holds it."""
     from lockstep.launch.place import is_follower
 
     if not is_follower():
         try:
+            if not options.json and options.verb == "train":
+                print("\n".join(_closing(outcome, options)))
             _print(options, {"run": str(outcome.path), **outcome.summary}, outcome.path)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -244,28 +264,67 @@ def _finish(outcome: Any, options: argparse.Namespace) -> int:
     return {"done": OK, "interrupted": INTERRUPTED, "stopped": STOPPED}[outcome.status]
 
 
+def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
+    """The figures that a run has reached, and the commands that go on from it."""
+    from lockstep.observe.live import format_number
+    from lockstep.observe.metrics import held_out_label
+    from lockstep.store.run import load_run
+
+    path, found = shlex.quote(str(outcome.path)), outcome.summary
+    tested: dict[str, list[float]] = defaultdict(list)
+    for row in load_run(outcome.path).metrics:
+        for name, value in row.items():
+            if label := held_out_label(name):
+                tested[label].append(value)
+    lines = [
+        f"{label:<32} {format_number(values[0])} -> {format_number(values[-1])}"
+        for label, values in {
+            "reward, first step and last 10": [found[name] for name in _REWARDS if name in found],
+            **{f"held out, {label}": values for label, values in tested.items()},
+        }.items()
+        if len(values) > 1
+    ]
+    same = [w for name in options.plugin for w in ("--plugin", name)]
+    same += [w for fault in options.fault for w in ("--fault", fault)]
+    commands = {
+        f"train {path} {shlex.join(['resume=true', *same])}": "goes on from here",
+        f"replay {shlex.quote(f'{outcome.path}#0')}": "shows an episode token by token",
+        f"doctor {path}": "says whether sampler and trainer agree",
+        f"export {path} --hf DIR": "writes the model for other programs",
+    }
+    shown = list(commands.items())[outcome.status == "done" :][:3]
+    width = max(len(command) for command, _ in shown)
+    return [
+        *lines,
+        f"report  {outcome.path / 'report.html'}",
+        *(f"next    lockstep {command:<{width}}  {about}" for command, about in shown),
+    ]
+
+
 def _sft(options: argparse.Namespace) -> int:
     """Train on written dialogues (supervised).
 
     example: lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200
     """
     from lockstep.recipes import find_supervised_recipe
-    from lockstep.store.run import check_place
+    from lockstep.run_config import SupervisedConfig
+    from lockstep.store.run import check_place, default_run_path
     from lockstep.supervised import check_supervised
 
     settings, own = _split(options.settings, "sft", "out")
     if options.help:
-        return _show_settings(options, lambda name: resolve(find_supervised_recipe(name), settings))
-    config = resolve(find_supervised_recipe(options.target or "sft"), settings)
+        return _show_settings(options, find_supervised_recipe, SupervisedConfig)
+    name = options.target or "sft"
+    config = _resolved(lambda: find_supervised_recipe(name), settings, SupervisedConfig)
+    if "out" in own or not options.dry_run:
+        check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
-        if "out" in own:
-            check_place(own["out"])
         if not config.create:  # what is created is checked then
             check_supervised(config)
         print(dumps(config), end="")
         return OK
-    view = "json" if options.json else "live"
-    return _finish(lockstep.train_supervised(config, out=own.get("out"), view=view), options)
+    ended = lockstep.train_supervised(config, out=own.get("out"), view=_view(options))
+    return _finish(ended, options)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -319,6 +378,7 @@ def _serve(options: argparse.Namespace) -> int:
              lockstep serve tiny-gpt-oss --api agents,tinker --out runs/both
     """
     from lockstep.model_server import find_served
+    from lockstep.run_config import ServeConfig
 
     settings = list(options.settings)
     for name in ("host", "port"):
@@ -327,7 +387,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.api:
         settings.append(f"api={options.api}")
     if options.help:
-        return _show_settings(options, lambda target: find_served(target, settings).config)
+        return _show_settings(options, lambda target: find_served(target, []).config, ServeConfig)
     if not options.target:
         raise ConfigError("which model? For example: lockstep serve tiny-qwen3.")
     served = find_served(options.target, settings)
@@ -393,11 +453,8 @@ def _ladder(options: argparse.Namespace) -> int:
     weights = None
     if (path / "environment.json").is_file():
         weights = checkpoint_of(load_run(path), step) / "policy"
-    config, _, _ = _training_config(str(path), [], {})
-    ladder = climb(
-        resolve(config, settings),
-        weights=weights,
-    )
+    config, _, _ = _training_config(str(path), settings, {})
+    ladder = climb(config, weights=weights)
     _print(options, ladder.to_json(), ladder.summary())
     return EXIT_CODES["differs" if ladder.culprits else "consistent"]
 
@@ -465,6 +522,25 @@ def _recipes(options: argparse.Namespace) -> int:
     return OK
 
 
+def _completion(options: argparse.Namespace) -> int:
+    """Print what makes a shell complete verbs, recipes and settings.
+
+    example: eval "$(lockstep completion bash)"   in ~/.bashrc; zsh alike, after compinit
+             lockstep completion fish | source    in ~/.config/fish/config.fish
+    """
+    from lockstep.completion import SCRIPTS, candidates
+
+    if not options.words:
+        print(SCRIPTS[options.shell])
+        return OK
+    flags = {
+        verb: ["--help", *(name for name, _ in (_JSON, _PLUGIN, *arguments) if name[0] == "-")]
+        for verb, (_, arguments) in COMMANDS.items()
+    }
+    print("\n".join(candidates(options.words, flags)))
+    return OK
+
+
 # -- what a run starts from -----------------------------------------------------------------------
 
 
@@ -472,7 +548,7 @@ def _training_config(
     target: str | None, settings: list[str], own: dict[str, str]
 ) -> tuple[Any, Path | None, tuple[Path, int | None] | None]:
     """(config, run to continue or None, (run, step) to start from or None)."""
-    from lockstep.recipes import configure, read_config
+    from lockstep.recipes import read_config
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
     from lockstep.verbs import run_at
@@ -485,13 +561,16 @@ def _training_config(
         raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
     path = _config_file(target)
     if fork and target is None:
-        config = from_dict(Config, load_run(fork[0]).config)
+        make = partial(from_dict, Config, load_run(fork[0]).config)
     elif target is None:
         raise ConfigError(
             "which recipe? For example: lockstep train quickstart. `lockstep recipes` lists them."
         )
+    elif path is not None:
+        make = partial(read_config, path, settings)
     else:
-        config = configure(target, overrides=settings) if not path else read_config(path, settings)
+        make = partial(_find_recipe, target, settings)
+    config = _resolved(make, settings, Config)
     if not is_resume:
         return config, None, fork
     where = own.get("out") or (str(path.parent) if path else "")
@@ -499,7 +578,7 @@ def _training_config(
         raise ConfigError(
             "resume=true needs the run: lockstep train RUN resume=true, or out=RUN with the recipe."
         )
-    stored, asked = load_run(where).config, to_dict(resolve(config, settings))
+    stored, asked = load_run(where).config, to_dict(config)
     # A run continues with any number of processes, anywhere: what it computes stays the same.
     stored |= {name: asked[name] for name in ("parallel", "placement")}
     if changed := differences(stored, asked):
@@ -509,6 +588,71 @@ def _training_config(
             f"on with other settings start a new run from its checkpoint: from={where}@STEP."
         )
     return from_dict(Config, stored), Path(where), None
+
+
+def _resolved(make: Callable[[], T], settings: Sequence[str], cls: type[T]) -> T:
+    """A recipe's or file's config with the settings of the command line, which may be what makes it
+    right: it is checked with them."""
+    try:
+        return resolve(make(), settings)
+    except ConfigError:
+        if not settings:
+            raise
+    with unchecked(cls):
+        config = make()
+    return resolve(config, settings)
+
+
+def _find_recipe(target: str, settings: Sequence[str]) -> Any:
+    """A recipe's config. Other things that are called a recipe elsewhere are told from it."""
+    from lockstep.recipes import configure
+
+    suffix = Path(target).suffix
+    if target == "@" and settings:
+        raise ConfigError(f"a file of settings is given by its name: lockstep train {settings[0]}.")
+    if suffix == ".py":
+        raise ConfigError(
+            f"{target} is code. A recipe that it registers is trained by its name: lockstep train "
+            f"NAME --plugin {target}."
+        )
+    if suffix in FILE_FORMS and not Path(target).is_file():
+        raise ConfigError(f"{target}: there is no such file.")
+    if "/" in target and not Path(target).exists():
+        raise ConfigError(
+            f"{target}: there is no such file or run. A model is a setting of a recipe: lockstep "
+            f"train RECIPE model={target}. `lockstep recipes` lists them."
+        )
+    return configure(target, overrides=settings)
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Refuses a file or directory that could not be written, before anything is loaded."""
+    from lockstep.store.files import why_no_directory
+
+    is_file = options.verb in ("report", "doctor")
+    for option in ("out", "hf") if options.verb in ("report", "doctor", "export") else ():
+        if not (text := getattr(options, option, "")):
+            continue
+        path = Path(text)
+        problem = why_no_directory(path.parent if is_file else path)
+        if is_file and path.is_dir():
+            problem = "it is a directory; give the name of a file"
+        if problem:
+            raise ConfigError(f"--{option} {path} cannot be written: {problem}.")
+
+
+def _check_is_run(options: argparse.Namespace) -> None:
+    """Refuses a recipe where a run of it is expected."""
+    from lockstep.recipes.registry import RECIPES
+
+    if options.verb in ("train", "sft", "serve") or getattr(options, "ladder", False):
+        return
+    for target in [*getattr(options, "runs", []), getattr(options, "target", None)]:
+        if target in RECIPES and not Path(target).exists():
+            raise ConfigError(
+                f"{target} is a recipe, and `lockstep {options.verb}` takes a run: `lockstep train "
+                f"{target}` makes one, runs/{target}-..."
+            )
 
 
 def _config_file(target: str | None) -> Path | None:
@@ -566,18 +710,45 @@ def _import_plugins(names: Sequence[str]) -> None:
 # -- showing settings -----------------------------------------------------------------------------
 
 
-def _show_settings(options: argparse.Namespace, find: Callable[[str], Any]) -> int:
-    """--help: of the verb, or every setting of the target's config."""
+def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: type[T]) -> int:
+    """--help: of the verb, or the settings of the target's config: all, or those of some sections.
+
+    The words after the target are settings, and names of sections.
+    """
     if not options.target:
         options.parser.print_help()
         return OK
-    rows = list(describe(find(options.target)))
-    keys = ("path", "type", "value", "about")
-    lines = [
-        f"{path}={value}  ({kind})" + (f"\n{_indent(about)}" if about else "")
-        for path, kind, value, about in rows
+    settings = [word for word in options.settings if "=" in word]
+    wanted = [word.rstrip(".") for word in options.settings if "=" not in word]
+    sections = field_docs(cls)
+    if options.target in sections:
+        raise ConfigError(
+            f"{options.target} is a section of a recipe's settings: lockstep {options.verb} RECIPE "
+            f"--help {options.target}."
+        )
+    config = _resolved(lambda: find(options.target), settings, cls)
+    rows = list(describe(config))
+    known = [*sections, *(row[0] for row in rows)]
+    for section in wanted:
+        if not any(name == section or name.startswith(f"{section}.") for name in known):
+            raise ConfigError(f"there is no section {section}.{did_you_mean(section, sections)}")
+    rows = [
+        row
+        for row in rows
+        if not wanted or any(f"{row[0]}.".startswith(f"{section}.") for section in wanted)
     ]
-    _print(options, [dict(zip(keys, row, strict=True)) for row in rows], "\n".join(lines))
+    keys = ("path", "type", "value", "about")
+    lines: list[str] = []
+    for section, members in groupby(rows, key=lambda row: row[0].partition(".")[0]):
+        found = list(members)
+        if "." in found[-1][0]:
+            lines += ["", f"{section}: {sections[section]}", ""]
+        for path, kind, value, about in found:
+            shown = about if path != section or "." not in found[-1][0] else ""
+            lines.append(f"{path}={value}  ({kind})" + (f"\n{_indent(shown)}" if shown else ""))
+    if not wanted:
+        lines += ["", f"one section: lockstep {options.verb} {options.target} --help trainer"]
+    _print(options, [dict(zip(keys, row, strict=True)) for row in rows], "\n".join(lines).strip())
     return OK
 
 
@@ -610,6 +781,7 @@ _RUN = _arg("target", "RUN[@STEP]")
 _SETTINGS = _arg("settings", "key=value", nargs="*")
 _DRY_RUN = _flag("--dry-run", "print the resolved config and plan, start nothing")
 _JSON = _flag("--json", "print JSON, no progress")
+_VERBOSE = _flag("--verbose", "also show the internal facts: engine, numerics, memory, sync")
 _PLUGIN = _list("--plugin", "PLUGIN", "Python file or module with kinds of your own")
 _FAULT = _list(
     "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose: docs/reference/faults.md"
@@ -634,10 +806,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
                 "'name=b seed=1', or another RECIPE or RUN with its own",
             ),
             _DRY_RUN,
+            _VERBOSE,
             _FAULT,
         ),
     ),
-    "sft": (_sft, (_RECIPE, _SETTINGS, _DRY_RUN)),
+    "sft": (_sft, (_RECIPE, _SETTINGS, _DRY_RUN, _VERBOSE)),
     "eval": (_eval, (_RUN, _SETTINGS, _FAULT)),
     "report": (
         _report,
@@ -726,6 +899,13 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
         ),
     ),
     "recipes": (_recipes, ()),
+    "completion": (
+        _completion,
+        (
+            _arg("shell", "bash|zsh|fish", choices=("bash", "zsh", "fish")),
+            _arg("words", "WORD", argparse.SUPPRESS, nargs=argparse.REMAINDER),
+        ),
+    ),
 }
 """Verb -> what it runs, whose docstring is its help, and its arguments. A verb with --dry-run has
 settings: its --help lists those of a target."""
@@ -765,9 +945,14 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
 
     `lockstep train from=RUN@3` has no target: a first word with an = in it is a setting.
     """
-    options, rest = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if answer := _no_verb(words):
+        parser.exit(BAD_INPUT, f"lockstep: {answer}\n")
+    options, rest = parser.parse_known_args(words)
     takes_settings = hasattr(options, "settings")
     if unknown := [word for word in rest if word.startswith("-") or not takes_settings]:
+        if takes_settings and unknown[0].startswith("-"):
+            parser.exit(BAD_INPUT, f"lockstep: {_no_flag(options, unknown[0], words)}\n")
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if takes_settings:
         options.settings += rest
@@ -775,6 +960,47 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
             options.settings.insert(0, options.target)
             options.target = None
     return options
+
+
+def _no_verb(words: Sequence[str]) -> str:
+    """The answer to a command line that does not begin with a verb; empty to one that does."""
+    first = words[0] if words else "--help"
+    if first in (*COMMANDS, "-h", "--help", "--version"):
+        return ""
+    at = next((i for i, word in enumerate(words) if word in COMMANDS), 0)
+    if first.startswith("-") and at:
+        return f"the verb comes first: lockstep {shlex.join([*words[at:], *words[:at]])}"
+    from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
+
+    rest = shlex.join(words[1:])
+    near = difflib.get_close_matches(first, COMMANDS, n=1)
+    meant = VERBS.get(first) or (near[0] if near else "")
+    for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES)):
+        if first in recipes:
+            meant = f"{verb} {first}"
+    known = f" Verbs: {', '.join(COMMANDS)}."
+    hinted = f" Did you mean `lockstep {meant} {rest}".rstrip() + "`?" if meant else known
+    return f"{first!r} is no verb.{hinted}"
+
+
+def _no_flag(options: argparse.Namespace, flag: str, words: Sequence[str]) -> str:
+    """The answer to a setting that is written as a flag."""
+    from lockstep.recipes import find_recipe, find_supervised_recipe
+    from lockstep.run_config import ServeConfig
+
+    name, equals, value = flag.lstrip("-").partition("=")
+    after = words[words.index(flag) + 1 :]
+    if not equals:
+        value = after[0] if after and not after[0].startswith("-") else "true"
+    if name in ("config", "config-file", "config_file"):
+        return f"a file of settings is given by its name: lockstep {options.verb} {value}"
+    config = {
+        "sft": lambda: find_supervised_recipe("sft"),
+        "serve": ServeConfig,
+    }.get(options.verb, lambda: find_recipe("quickstart"))()
+    tree = to_dict(config)
+    hinted = hint(name, value, [*tree, *flatten(tree)])
+    return f"{flag}: settings are written without dashes, as key=value.{hinted}"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,7 @@ from typing import Any, TypeVar, cast
 import yaml
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.habits import KINDS, VALUES, hint
 
 T = TypeVar("T")
 
@@ -54,9 +55,13 @@ def resolve(config: T, overrides: Sequence[str]) -> T:
     tree = to_dict(config)
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{override!r} is not of the form key=value.")
-        tree = _with_field(type(config), tree, key.strip().split("."), text, key.strip())
+        if not (equals and key):
+            raise ConfigError(f"{override!r} is not of the form key=value.{_joined(overrides)}")
+        try:
+            tree = _with_field(type(config), tree, key.strip().split("."), text, key.strip())
+        except UnknownSettingError as error:
+            hinted = hint(key.strip(), text, [*tree, *flatten(tree), *error.beside])
+            raise ConfigError(f"unknown setting {key.strip()!r}.{hinted}") from None
     return from_dict(type(config), tree)
 
 
@@ -132,7 +137,8 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
             continue
         where = f"{path}.{key}" if path else key
         if key not in fields:
-            raise ConfigError(f"unknown setting {where!r}.{did_you_mean(key, fields)}")
+            beside = [f"{path}.{field}" if path else field for field in fields]
+            raise ConfigError(f"unknown setting {where!r}.{hint(where, '', beside)}")
         values[key] = _value(hints[key], value, where)
     missing = [
         f.name
@@ -319,8 +325,32 @@ def field_docs(cls: type) -> dict[str, str]:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' Did you mean x?' or a list of what is known, to end an error message with."""
     names = list(known)
+    name = VALUES.get(name.lower(), name)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(names)}."
+
+
+class UnknownSettingError(ConfigError):
+    """No setting has this path; `beside` are those that could stand there."""
+
+    def __init__(self, beside: list[str]) -> None:
+        super().__init__(f"unknown setting.{did_you_mean('', beside)}")
+        self.beside = beside
+
+
+@contextlib.contextmanager
+def unchecked(cls: type) -> Generator[None]:
+    """Within it, `cls` and all that its settings can hold are made without checks of their own: a
+    config that is wrong until the settings of a command line are in it."""
+    checked = [c for c in _reachable(cls) if "__post_init__" in c.__dict__]
+    checks = [c.__dict__["__post_init__"] for c in checked]
+    try:
+        for each in checked:
+            setattr(each, "__post_init__", _no_check)  # noqa: B010
+        yield
+    finally:
+        for each, check in zip(checked, checks, strict=True):
+            setattr(each, "__post_init__", check)  # noqa: B010
 
 
 # -- mechanism ----------------------------------------------------------------------------------
@@ -350,7 +380,7 @@ def _with_field(
     """The JSON form of a `cls` with `text` at the setting `keys` below it."""
     key, rest = keys[0], keys[1:]
     if key not in (fields := _field_names(cls)):
-        raise ConfigError(f"unknown setting {path!r}.{did_you_mean(key, fields)}")
+        raise UnknownSettingError([f"{path.removesuffix('.'.join(keys))}{f}" for f in fields])
     return {**tree, key: _with(_hints(cls)[key], tree.get(key, {}), rest, text, path)}
 
 
@@ -381,7 +411,9 @@ def _with(annotation: Any, current: Any, keys: Sequence[str], text: str, path: s
     presets: Mapping[str, Callable[[], Any]] = {} if kinds else getattr(nested, "PRESETS", {})
     if (kinds or presets) and text not in (kinds or presets):
         kind = "kind" if kinds else "preset"
-        raise ConfigError(f"{path}={text}: no such {kind}.{did_you_mean(text, kinds or presets)}")
+        meant = KINDS.get(f"{path}={text}")
+        near = f" Did you mean {meant!r}?" if meant else did_you_mean(text, kinds or presets)
+        raise ConfigError(f"{path}={text}: no such {kind}.{near}")
     if kinds:
         return below if below.get("type") == text else {"type": text}
     if presets:
@@ -487,8 +519,11 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             return float(value)
         if origin in (bool, int, str) and type(value) is origin:
             return value
+    text, is_whole = str(value), r"\d+(\.0+)?(e\d)?"
+    is_number = int in members and re.fullmatch(is_whole, text)
+    whole = f" Write {path}={float(text):.0f}." if is_number else ""
     raise ConfigError(
-        f"{path}: expected {_name(annotation)}, found {value!r} ({type(value).__name__})."
+        f"{path}: expected {_name(annotation)}, found {value!r} ({type(value).__name__}).{whole}"
     )
 
 
@@ -528,6 +563,33 @@ def _union(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
+
+
+def _no_check(config: object) -> None:
+    """In place of a `__post_init__`."""
+
+
+def _reachable(cls: type) -> set[type]:
+    """The dataclasses that a `cls` can be made of, with their bases."""
+    found: set[type] = set()
+    waiting: list[Any] = [cls]
+    while waiting:
+        annotation = waiting.pop()
+        waiting += filter(None, [_entry_of(annotation)])
+        for each in [*_union(annotation), *choices(annotation).values()]:
+            if dataclasses.is_dataclass(each) and each not in found:
+                found |= {c for c in cast(type, each).__mro__ if dataclasses.is_dataclass(c)}
+                waiting += _hints(cast(type, each)).values()
+    return found
+
+
+def _joined(words: Sequence[str]) -> str:
+    """A hint for `steps = 10`, `steps =10` and `steps: 10`."""
+    for name in words:
+        if name.endswith(".py"):
+            return f" A file with code of your own is --plugin {name}."
+    joined = re.search(r"([\w.]+)\s*[=:]\s*(\S+)", " ".join(words))
+    return f" Settings are written without spaces: {joined[1]}={joined[2]}." if joined else ""
 
 
 def _dataclass_of(annotation: Any, value: Any) -> type | None:

@@ -7,8 +7,9 @@ down; the others belong to the room that reads them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.gateway.config import GatewayConfig
@@ -43,8 +44,11 @@ class EvaluationConfig:
 
     every: int = 0
     """Steps between evaluations; 0 tests before the first step and after the last one only."""
+    PRESETS: ClassVar[dict[str, Callable[[], EvaluationConfig]]] = {
+        "none": lambda: EvaluationConfig(num_tasks=0)
+    }
     num_tasks: int = 128
-    """Held-out tasks; the same ones each time."""
+    """Held-out tasks; the same ones each time. 0, or evaluation=none, tests nothing."""
     num_samples: int = 1
     """Samples per task at the training temperature: the k of mean@k and pass@k."""
     greedy: bool = True
@@ -55,8 +59,8 @@ class EvaluationConfig:
     """Test before the first step."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "evaluation.", "num_tasks", "num_samples", least=1)
-        check_numbers(self, "evaluation.", "every", least=0)
+        check_numbers(self, "evaluation.", "num_samples", least=1)
+        check_numbers(self, "evaluation.", "every", "num_tasks", least=0)
         is_finite = math.isfinite(self.success_reward)
         require(self, "evaluation.", success_reward=(is_finite, "a finite number"))
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from lockstep.config import overlaid, to_dict
 from lockstep.memory import Device
-from lockstep.observe.live import RunHeader, open_view
+from lockstep.observe.live import RunHeader, ViewKind, open_view
 from lockstep.recipes import find_supervised_recipe
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
@@ -41,7 +41,7 @@ def train_supervised(
     config: SupervisedConfig | str = "sft",
     *,
     out: str | Path | None = None,
-    view: Literal["live", "json"] = "live",
+    view: ViewKind = "live",
     **settings: Any,
 ) -> Outcome:
     """Trains as `config` says, or the recipe of that name, and writes the model to RUN/model, or
@@ -90,7 +90,7 @@ def _train(
     rows: Iterator[Sample],
     *,
     out: str | Path | None,
-    view: Literal["live", "json"],
+    view: ViewKind,
 ) -> Outcome:
     from lockstep.models.peft_io import save_policy
     from lockstep.training.sft import run_sft

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.run_dump import MONITOR, prompt_length, replies
 from lockstep.doctor.tokenization import Tokenization
 from lockstep.errors import ConfigError
+from lockstep.observe.live import ViewKind
 from lockstep.recipes import custom_config, find_config
 from lockstep.renderers.base import Renderer
 from lockstep.run.train import train as train_without_monitor
@@ -152,7 +153,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     start: tuple[Path, int | None] | None = None,
-    view: Literal["live", "json"] = "live",
+    view: ViewKind = "live",
     **settings: Any,
 ) -> Outcome:
     """Trains, and returns how the run ended. Its rows are checked by the doctor at each step.

@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, singledispatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -30,7 +30,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
 from lockstep.models.shapes import EMBEDDING, HEAD, Piece, decoder_layout
-from lockstep.models.sharding import local_part, mesh_of, part_like, shard, whole
+from lockstep.models.sharding import is_sharded, local_part, mesh_of, part_like, shard, whole
 from lockstep.models.tensor_file import (
     DTYPE_NAMES,
     Outgoing,
@@ -57,6 +57,8 @@ COMPANIONS = (
 )
 """Files that are copied with a checkpoint's weights. renderer.json is written by Lockstep: settings
 of the renderer that the model was trained with."""
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 MAX_SHARD_BYTES = 5 << 30
 """Largest weight file, where the files of the checkpoint `like` cannot be reproduced."""
@@ -90,8 +92,19 @@ def load_checkpoint(
     model = model.to(dtype)
     if mesh is not None:
         shard(model, mesh)
-    model = model.to_empty(device=device)
+    model = materialize(model, device)
     load_weights(model, tensors, where=str(directory))
+    return model
+
+
+def materialize(model: M, device: torch.device | str) -> M:
+    """A model of the meta device, on this one, its parameters not yet filled."""
+    if any(map(is_sharded, model.parameters())):
+        return model.to_empty(device=device)
+    for module in model.modules():  # `to_empty` would import sympy first, for a third of a second
+        for name, p in list(module.named_parameters(recurse=False)):
+            empty = torch.empty(p.shape, dtype=p.dtype, device=device)
+            setattr(module, name, torch.nn.Parameter(empty, requires_grad=p.requires_grad))
     return model
 
 
@@ -197,7 +210,7 @@ def decoder_like(
     """
     with torch.device("meta"):
         made = Decoder(model.config, ops=model.ops)
-    made = made.to(dtype or model.embedding.dtype).to_empty(device=model.embedding.device)
+    made = materialize(made.to(dtype or model.embedding.dtype), model.embedding.device)
     load_weights(made, tensors, where=where)
     return made.requires_grad_(False)
 

@@ -6,11 +6,13 @@ runs and let go after it; gradients are summed over ranks into the shards.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:  # FSDP takes a second to import, which a run of one process need not wait for
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
 
@@ -23,6 +25,9 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     `forward` and `score` together, and gradients are summed, not averaged: divide the loss by the
     number of tokens of all ranks.
     """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
+
     policy = MixedPrecisionPolicy()
     if next(model.parameters()).dtype.itemsize < 4:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -39,30 +44,37 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 def let_go(model: torch.nn.Module) -> None:
     """Frees the parameters that a forward without a backward has left gathered."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    if callable(reshard := getattr(model, "reshard", None)):
+        reshard()
+
+
+def is_sharded(x: Tensor) -> TypeGuard[DTensor]:
+    """Whether a parameter is spread over a mesh: only a DTensor has one."""
+    return hasattr(x, "device_mesh")
 
 
 def mesh_of(x: Tensor) -> DeviceMesh | None:
     """The mesh over which a parameter is sharded; None if it is whole."""
-    return x.device_mesh if isinstance(x, DTensor) else None
+    return x.device_mesh if is_sharded(x) else None
 
 
 def local_part(x: Tensor) -> Tensor:
     """This rank's run of a parameter, in its own memory; the parameter itself if it is whole."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if is_sharded(x) else x
 
 
 def whole(x: Tensor) -> Tensor:
     """All of a parameter or gradient. Collective where it is sharded: all ranks in one order."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if is_sharded(x) else x
 
 
 def whole_like(part: Tensor, parameter: Tensor) -> Tensor:
     """All of a tensor that is laid out as `parameter` is along its first dim, of which `part` is
     this rank's run."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return part
+    from torch.distributed.tensor import DTensor
+
     shape = torch.Size([len(parameter), *part.shape[1:]])
     return DTensor.from_local(
         part,
@@ -76,7 +88,7 @@ def whole_like(part: Tensor, parameter: Tensor) -> Tensor:
 
 def part_like(value: Tensor, parameter: Tensor) -> Tensor:
     """This rank's run of a whole tensor that is laid out as `parameter` is along its first dim."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return value
     mesh, length = parameter.device_mesh, len(parameter)
     size = -(-length // mesh.size())

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from lockstep.observe.alarms import Architecture, Level, mismatch_alarm
 from lockstep.observe.metrics import held_out_label, is_step_row
@@ -17,6 +18,15 @@ from lockstep.observe.notebook import NotebookPanel, find_cell
 
 _STATUS_SECONDS = 0.2
 """Shortest time between two status lines: drawing must cost nothing beside a step."""
+
+
+ViewKind = Literal["live", "verbose", "json"]
+
+_WITHOUT_SIGNAL = (
+    "no signal: in step {step} all episodes of each task have one reward (mean {reward:.3g}), so "
+    "nothing tells good from bad. If it stays so: tasks that are sometimes solved, a larger "
+    "group_size, or a reward with degrees; `lockstep report {run}` shows the episodes."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +38,12 @@ class RunHeader:
     architecture: Architecture = "dense"
     is_one_process: bool = False
     """Whether sampler and trainer share the process and the ops; see `mismatch_alarm`."""
+    group_size: int = 0
+    """Episodes of a task; 0 says nothing of groups without a signal."""
+    path: Path | None = None
+    """The run directory."""
     lines: tuple[str, ...] = ()
-    """Lines that are shown once, at the start: model, device, contract, run directory."""
+    """Lines that are shown once, at the start: model, device, contract."""
 
 
 class View:
@@ -53,6 +67,7 @@ class View:
         self._write, self._has_status, self._panel = write, has_status, panel
         self._header = RunHeader(num_steps=0)
         self._level: Level = "unmeasured"
+        self._has_signal = True
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._next_status = 0.0
 
@@ -79,7 +94,8 @@ class View:
             self._panel.row(row)
         evaluation = evaluation_text(row)
         if not is_step_row(row):
-            self._say(f"eval  step {row['step']}: {evaluation}")
+            when = "at the start" if row["step"] < 0 else f"step {row['step']}"
+            self._say(f"eval  {when}: {evaluation}")
             return
         header = self._header
         alarm = mismatch_alarm(row, header.architecture, is_one_process=header.is_one_process)
@@ -110,6 +126,9 @@ class View:
         if alarm.level != self._level and alarm.level not in ("ok", "unmeasured"):
             self.note(alarm.text, alarm.level)
         self._level = alarm.level
+        had_signal, self._has_signal = self._has_signal, has_signal(row, header.group_size)
+        if had_signal and not self._has_signal:
+            self.note(_WITHOUT_SIGNAL.format(**row, reward=row["reward/mean"], run=header.path))
 
     def note(self, text: str, level: Level = "notice") -> None:
         """One line that must not be lost: a warning, a failure, an address."""
@@ -156,6 +175,16 @@ def open_view(*, is_json: bool = False, name: str = "") -> View:
         return View(panel.line, panel=panel)
     has_status = sys.stdout.isatty() and sys.stderr.isatty() and not name
     return View(partial(print, *filter(None, [name]), flush=True), has_status=has_status)
+
+
+def has_signal(row: Mapping[str, Any], group_size: int) -> bool:
+    """Whether the rewards of some group of a step differ.
+
+    >>> has_signal({"episodes/without_signal": 2, "episodes/total": 16}, 8)
+    False
+    """
+    same = row.get("episodes/without_signal", 0) * group_size
+    return not 0 < row.get("episodes/total", 0) <= same
 
 
 def evaluation_text(row: Mapping[str, Any]) -> str:

@@ -41,11 +41,13 @@ class NotebookPanel:
         self._notes: list[str] = []
         self._lines: list[str] = []
         self._rows: list[Mapping[str, Any]] = []
-        self._phase, self._num_steps, self._next = "starting", 0, 0.0
+        self._is_started, self._num_steps = False, 0
+        self._phase, self._next = "", 0.0
 
     def start(self, lines: Sequence[str], num_steps: int | None) -> None:
         """lines: what is known before the first step."""
-        self._start, self._num_steps = list(lines), num_steps or 0
+        self._is_started, self._num_steps = True, num_steps or 0
+        self._start = list(lines)
         self._draw()
 
     def line(self, text: str) -> None:
@@ -83,9 +85,8 @@ class NotebookPanel:
         steps = [row for row in self._rows if is_step_row(row)]
         done = steps[-1]["step"] + 1 if steps else 0
         of_all = f" of {self._num_steps}" if self._num_steps else ""
-        title = f"{self._name} step {done}{of_all}".strip() + (
-            f", {self._phase}" if self._phase else ""
-        )
+        at = f"{self._name} step {done}{of_all}".strip() if self._is_started else ""
+        title = ", ".join(filter(None, [at, self._phase]))
         chart = chart_of(self._rows, num_steps=self._num_steps)
         columns = [name for name in _COLUMNS if any(name in row for row in steps)]
         shown = [[row.get(name, "") for name in columns] for row in steps[-NUM_ROWS:]]

@@ -45,7 +45,7 @@ class Tester:
         config = self.config
         source = config.task.tasks(split="eval", seed=config.seed)
         self.tasks = source.take(config.evaluation.num_tasks)
-        if not self.tasks:
+        if config.evaluation.num_tasks and not self.tasks:
             raise DataError("the task source has no held-out task to evaluate on.")
 
     @property
@@ -54,14 +54,14 @@ class Tester:
         return f"eval/sampled/mean@{self.config.evaluation.num_samples}"
 
     async def test(self) -> tuple[dict[str, float], dict[str, list[Group]]]:
-        """The metrics, and the groups of each arm by its name."""
+        """The metrics, and the groups of each arm by its name; nothing with evaluation=none."""
         config = self.config
         arms = [("sampled", config.evaluation.num_samples, config.agent.temperature)]
         if config.evaluation.greedy:
             arms.append(("greedy", 1, 0.0))
         metrics: dict[str, float] = {}
         played: dict[str, list[Group]] = {}
-        for name, num_samples, temperature in arms:
+        for name, num_samples, temperature in arms if self.tasks else ():
             groups = await self._play(name, num_samples, temperature)
             check_failures(groups, config.max_failed_share, where=f"evaluation ({name})")
             metrics |= evaluation_metrics(

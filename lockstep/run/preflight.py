@@ -459,14 +459,47 @@ def why_no_contract(config: Config) -> str:
     return ""
 
 
-def plan(
+def summary(config: Config, model_files: ModelFiles) -> list[str]:
+    """The lines that a run begins with, before its model is loaded."""
+    trainer, tests = config.trainer, config.evaluation
+    rate = f"lr {trainer.lr:g}, {trainer.schedule}"
+    if trainer.warmup_updates:
+        rate += f" after {trainer.warmup_updates} updates of warm-up"
+    said = {
+        "step": (
+            f"{config.groups_per_step} tasks x {config.group_size} episodes = "
+            f"{config.groups_per_step * config.group_size} trajectories of at most "
+            f"{config.max_tokens} tokens; {config.steps} steps"
+        ),
+        "learning": (
+            f"{rate}; advantage {tag(type(config.advantage))}, objective "
+            f"{tag(type(config.objective))}, {trainer.updates_per_batch} update(s) per step"
+        ),
+        "tests": (
+            f"{tests.num_tasks} held-out tasks, {'first and ' if tests.at_start else ''}last"
+            f"{f', and every {tests.every} steps' if tests.every else ''}"
+            if tests.num_tasks
+            else "none"
+        ),
+        "trained": _trained(config, model_files),
+    }
+    lines = [f"{label:<11}{text}" for label, text in said.items() if text]
+    return [*lines, *current_hooks().plan()]
+
+
+def plan(config: Config, model_files: ModelFiles) -> list[str]:
+    """The lines that --dry-run prints."""
+    return [*summary(config, model_files), *internals(config, model_files)]
+
+
+def internals(
     config: Config,
     model_files: ModelFiles,
     *,
     has_support: bool = True,
     numerics: Numerics | None = None,
 ) -> list[str]:
-    """The lines that --dry-run and the start of a run print.
+    """How a run is computed: the lines that it prints at its start with --verbose.
 
     has_support: whether the engine can record the ids that top-p and top-k keep. numerics: the
     result of the setting `contract`; None before a model is loaded.
@@ -482,7 +515,6 @@ def plan(
     promise = f"stock ops: {reason}" if reason else promise
     said = {
         "model": f"{config.model}: {shape}{experts if model.is_moe else ''}, {config.dtype}",
-        "trained": _trained(config, model_files),
         "sampler": (
             f"{tag(type(config.engine))} engine"
             f"{f' in {dtype}, over a cast copy of the weights' if is_cast else ''}; "
@@ -496,11 +528,6 @@ def plan(
             else ""
         ),
         "draws": truncation_notice(config.agent, has_support=has_support),
-        "step": (
-            f"{config.groups_per_step} tasks x {config.group_size} episodes = "
-            f"{config.groups_per_step * config.group_size} trajectories of at most "
-            f"{config.max_tokens} tokens; {config.steps} steps"
-        ),
         "update": _update(config, is_kept=numerics is not None and numerics.is_kept),
         "numerics": promise if numerics is None else numerics.line,
         "memory": describe_memory(config, model_files, numerics=numerics),
@@ -508,7 +535,6 @@ def plan(
     return [
         *(f"{label:<11}{text}" for label, text in said.items() if text),
         *config.placement.describe(config.parallel, num_engines=config.engine.num_workers),
-        *current_hooks().plan(),
     ]
 
 

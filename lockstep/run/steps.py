@@ -85,7 +85,7 @@ async def run_steps(run: TrainingRun) -> Status:
 async def _steps(run: TrainingRun) -> Status:
     config = run.config
     if run.step == 0 and run.tested_at is None and config.evaluation.at_start:
-        run.log({"step": -1, **await run.test(), **run.engine_metrics()})
+        await _evaluate(run, -1)
     while run.step < config.steps:
         # One process alone is interrupted where it is.
         if run.ranks is not None and run.ranks.is_stop_asked():
@@ -102,9 +102,15 @@ async def _steps(run: TrainingRun) -> Status:
             run.save()
             return "stopped"
     if run.tested_at != run.step:
-        run.log({"step": run.step, **await run.test(), **run.engine_metrics()})
+        await _evaluate(run, run.step)
     run.save()
     return "done"
+
+
+async def _evaluate(run: TrainingRun, step: int) -> None:
+    """Tests the policy and logs a row of its own; no row with evaluation=none."""
+    if metrics := await run.test():
+        run.log({"step": step, **metrics, **run.engine_metrics()})
 
 
 async def one_step(run: TrainingRun) -> dict[str, Any] | None:

@@ -6,15 +6,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from lockstep.config import tag
+from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
+from lockstep.launch.place import is_follower
 from lockstep.launch.processes import on_all_ranks
 from lockstep.models.locate import CONFIG_FILES, locate_model
+from lockstep.observe.live import ViewKind, open_view
 from lockstep.run.build import resolve_device
-from lockstep.run.preflight import check_side_by_side, preflight
+from lockstep.run.preflight import ModelFiles, check_side_by_side, preflight, summary
 from lockstep.run_config import Config
-from lockstep.store.run import Outcome, check_place
+from lockstep.store.run import Outcome, check_place, default_run_path
 
 if TYPE_CHECKING:
     from lockstep.run.training_run import OpenMonitor
@@ -26,7 +30,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     start: tuple[Path, int | None] | None = None,
-    view: Literal["live", "json"] = "live",
+    view: ViewKind = "live",
     monitor: OpenMonitor | None = None,
 ) -> Outcome:
     """Trains as `config` says and returns how the run ended.
@@ -35,12 +39,12 @@ def train(
     its newest checkpoint, to the same bits as without a stop. start: (run, step) whose weights,
     optimizer and task stream a new run begins with; what differs in the settings is recorded.
     monitor: makes what looks at each step's rows (`lockstep.train` gives the doctor's); None looks
-    at nothing. Raises ConfigError, DataError or CheckpointError before a model is loaded where that
+    at nothing. view: the lines that a person reads: live, verbose with the internal facts, or none
+    with json. Raises ConfigError, DataError or CheckpointError before a model is loaded where that
     can be known.
     """
-    model_files = preflight(config, files=CONFIG_FILES)
-    if not config.placement.is_elsewhere():
-        locate_model(config.model)  # the weights of a model on the hub, after all checks
+    out = Path(out) if out else default_run_path(config.name)
+    model_files = _begin(config, out, view)
     from lockstep.run.steps import train_on_rank  # imports torch
 
     is_elsewhere = config.placement.is_elsewhere()
@@ -65,7 +69,7 @@ def train_side_by_side(
     configs: Mapping[Path, Config],
     *,
     resume: bool = False,
-    view: Literal["live", "json"] = "live",
+    view: ViewKind = "live",
     monitor: OpenMonitor | None = None,
 ) -> dict[Path, Outcome | Exception]:
     """Trains several runs with lora over one base model in memory, by run directory, and returns
@@ -76,7 +80,7 @@ def train_side_by_side(
     starts, and ConfigError for runs that cannot share a model.
     """
     check_side_by_side(list(configs.values()))
-    model_files = [preflight(config) for config in configs.values()]
+    model_files = [_begin(config, path, view, name=config.name) for path, config in configs.items()]
     if not resume:
         for path in configs:
             check_place(path)
@@ -85,11 +89,34 @@ def train_side_by_side(
     return train_over_base(configs, model_files, resume=resume, view=view, monitor=monitor)
 
 
+def _begin(config: Config, path: Path, view: ViewKind, *, name: str = "") -> ModelFiles:
+    """Checks a run, and says what begins before torch is imported, which takes seconds."""
+    shown = open_view(is_json=view == "json" or is_follower(), name=name)
+    shown.phase("checking settings, model and tasks")
+    try:
+        model_files = preflight(config, files=CONFIG_FILES)
+    finally:
+        shown.close()
+    for line in (
+        f"{config.name}: trains {config.model} on {tag(type(config.task))} for {config.steps} "
+        "steps. Ctrl-C stops with a checkpoint.",
+        *summary(config, model_files),
+        f"run        {path}",
+        f"watch      lockstep report {path}",
+    ):
+        shown.note(line)
+    if not config.placement.is_elsewhere():
+        locate_model(config.model)  # the weights of a model on the hub, after all checks
+    return model_files
+
+
 def evaluate(
     config: Config, path: Path, *, step: int | None = None
 ) -> tuple[dict[str, float], str]:
     """Plays the held-out tasks with a run's checkpoint: at `step`, else the best, else the last.
     Returns (metrics, checkpoint name)."""
+    if not config.evaluation.num_tasks:
+        raise ConfigError("evaluation.num_tasks=0 plays nothing: give evaluation.num_tasks=128.")
     config = replace(config, parallel=ParallelConfig())  # one process is enough to play
     model_files = preflight(config, is_training=False)
     from lockstep.run.steps import play_checkpoint  # imports torch

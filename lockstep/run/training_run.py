@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.agent.buffer import Buffer
 from lockstep.agent.gateway.opening import RunGateway
@@ -16,7 +16,7 @@ from lockstep.config import differences, to_dict
 from lockstep.errors import ConfigError, EngineError
 from lockstep.launch.ranks import FREEZE_FACTOR, Ranks
 from lockstep.observe.alarms import mismatch_alarm
-from lockstep.observe.live import RunHeader, View, open_view
+from lockstep.observe.live import RunHeader, View, ViewKind, open_view
 from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
 from lockstep.ops.contract import TRUE_ON_POLICY
@@ -31,7 +31,7 @@ from lockstep.run.build import (
 )
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
-from lockstep.run.preflight import ModelFiles, plan
+from lockstep.run.preflight import ModelFiles, internals
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
@@ -86,6 +86,7 @@ class TrainingRun:
     """Steps in a row, up to the last one, whose update was skipped."""
     base: SharedBase | None = None
     """The model and engine that it shares with other runs."""
+    view_kind: ViewKind = "live"
     sync_level: Level = "none"
     """How far the last weights handed to the engine were verified."""
     _counts: tuple[int, ...] = field(init=False)
@@ -181,7 +182,7 @@ class TrainingRun:
         metrics, played = await self.tester.test()
         for name, groups in played.items():
             self.record(max(self.step - 1, 0), groups, split=name)
-        self.tested_at, self.test_reward = self.step, metrics[self.tester.criterion]
+        self.tested_at, self.test_reward = self.step, metrics.get(self.tester.criterion)
         return metrics
 
     def record(self, step: int, groups: Sequence[Group], **options: Any) -> None:
@@ -341,15 +342,18 @@ class TrainingRun:
             num_steps=self.config.steps,
             architecture=self.model_files.model.family,
             is_one_process=self.is_one_process,
-            lines=(
-                *plan(
+            group_size=self.config.group_size,
+            path=self.path,
+            lines=()
+            if self.view_kind != "verbose"
+            else (
+                *internals(
                     self.config,
                     self.model_files,
                     has_support=self.parts.engine.capabilities.has_support,
                     numerics=self.parts.numerics,
                 ),
                 f"sync       {self.publisher.describe()}",
-                f"run        {self.path}",
             ),
         )
 
@@ -376,7 +380,7 @@ def open_run(
     out: str | Path | None,
     resume: bool,
     start: tuple[Path, int | None] | None,
-    view: Literal["live", "json"],
+    view: ViewKind,
     monitor: OpenMonitor | None,
     base: SharedBase | None = None,
 ) -> Generator[TrainingRun]:
@@ -433,6 +437,7 @@ def open_run(
             loggers,
             ranks,
             base=base,
+            view_kind=view,
         )
         if directory is not None:
             numerics = parts.numerics

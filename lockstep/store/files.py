@@ -173,3 +173,11 @@ def _holder(file: BinaryIO) -> dict[str, Any]:
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+def why_no_directory(path: Path) -> str:
+    """The reason why no directory can be made, or written to, at `path`; empty if one can."""
+    at = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if at.is_dir() and os.access(at, os.W_OK | os.X_OK):
+        return ""
+    return f"{at} {'cannot be written to' if at.is_dir() else 'is no directory'}"

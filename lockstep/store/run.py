@@ -31,7 +31,13 @@ from lockstep.config import read_json
 from lockstep.display import Chart, Named, block, chart_of, number, table, unknown_name
 from lockstep.errors import DataError, RunError
 from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
-from lockstep.store.files import hold_lock, sync_directory, write_atomically, write_json
+from lockstep.store.files import (
+    hold_lock,
+    sync_directory,
+    why_no_directory,
+    write_atomically,
+    write_json,
+)
 from lockstep.store.metrics import JsonlLogger, read_rows
 from lockstep.store.trajectories import (
     TrajectoryRecord,
@@ -485,10 +491,8 @@ def _check_is_run(path: Path) -> None:
 def check_place(path: str | os.PathLike[str]) -> None:
     """Raises RunError if no run can be written to `path`. Creates nothing."""
     path = Path(path)
-    at = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-    if not at.is_dir() or not os.access(at, os.W_OK | os.X_OK):
-        problem = "cannot be written to" if at.is_dir() else "is no directory"
-        raise RunError(f"{path}: no run can be written there: {at} {problem}. Choose out=DIR.")
+    if problem := why_no_directory(path):
+        raise RunError(f"{path}: no run can be written there: {problem}. Choose out=DIR.")
     found = [name for name in _OWN_NAMES if _holds_something(path / name)]
     if found:
         raise RunError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.optim.adamw import adamw
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.shapes import misfits
@@ -95,17 +96,8 @@ class Optimizer:
         meshes = {n: mesh for n, p in self.parameters.items() if (mesh := mesh_of(p)) is not None}
         self._sharded = list(meshes)
         self._sharded_over = next(iter(meshes.values()), None)
-        decayed = [m for n, m in self.masters.items() if is_decayed(n)]
-        others = [m for n, m in self.masters.items() if not is_decayed(n)]
-        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(
-            groups,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._state: dict[str, dict[str, Tensor]] = {}
+        self.configure(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
     def collect_gradients(self) -> None:
         """Adds the gradients of the last backward to the masters', in float32."""
@@ -160,22 +152,47 @@ class Optimizer:
 
     def configure(self, *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         """Replaces the settings of the following updates; the moments stay."""
-        for group, decay in zip(self._adam.param_groups, (weight_decay, 0.0), strict=True):
-            group.update(betas=betas, eps=eps, weight_decay=decay)
+        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
 
     def step(self, *, lr: float, gradient_scale: float = 1.0) -> None:
         """One update by the collected gradients times `gradient_scale`, which are then dropped."""
         if gradient_scale != 1.0:
             for gradient in self.gradients().values():
                 gradient.mul_(gradient_scale)
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        self._adam.step()
         with torch.no_grad():
+            for is_decaying in (True, False):
+                self._step(lr, [n for n in self.gradients() if is_decayed(n) == is_decaying])
             for name, parameter in self.parameters.items():
                 if not self._is_own_master(name):
                     local_part(parameter.detach()).copy_(self.masters[name])
         self.zero_gradients()
+
+    def _step(self, lr: float, names: Sequence[str]) -> None:
+        """AdamW as a function: the class would import torch's compiler, for half a second."""
+        masters = [self.masters[name] for name in names]
+        for name, master in zip(names, masters, strict=True):
+            if name not in self._state:
+                # The fused kernel keeps its count beside the parameter, in float32.
+                self._state[name] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    **{key: torch.zeros_like(master) for key in _MOMENTS},
+                }
+        states = [self._state[name] for name in names]
+        adamw(
+            masters,
+            [master.grad for master in masters if master.grad is not None],
+            *([state[key] for state in states] for key in _MOMENTS),
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=lr,
+            weight_decay=self._weight_decay if names and is_decayed(names[0]) else 0.0,
+            eps=self._eps,
+            maximize=False,
+        )
 
     def read_parameters(self) -> None:
         """Copies float32 parameters to those masters that are copies of them."""
@@ -190,7 +207,7 @@ class Optimizer:
         """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`, and `master/NAME` where the parameter is
         not float32; one at a time, whole. Collective where sharded."""
         for name, master in self.masters.items():
-            state = self._adam.state.get(master, {})
+            state = self._state.get(name, {})
             parts = {"master": master} if self._has_stored_master(name) else {}
             parts |= {key: state[key] for key in _MOMENTS if key in state}
             for key, part in parts.items():
@@ -214,19 +231,18 @@ class Optimizer:
                 f"{where} does not fit the model's trainable parameters: {'; '.join(problems)}."
             )
         self.zero_gradients()
-        self._adam.state.clear()
+        self._state.clear()
         for name, master in self.masters.items():
             parameter = self.parameters[name]
             if (kept := tensors.get(f"master/{name}")) is not None:
                 with torch.no_grad():
                     master.copy_(part_like(kept, parameter))
             if (step := tensors.get(f"step/{name}")) is not None:
-                # The fused kernel keeps its count beside the parameter, in float32.
                 state = {"step": step.reshape(()).to(master.device, copy=True)}
                 for key in _MOMENTS:
                     part = part_like(tensors[f"{key}/{name}"], parameter)
                     state[key] = part.to(master.device, copy=True)
-                self._adam.state[master] = state
+                self._state[name] = state
 
     def _is_own_master(self, name: str) -> bool:
         """Whether the master is the parameter's own memory."""

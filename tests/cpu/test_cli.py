@@ -132,6 +132,31 @@ def test_the_last_line_is_the_run_directory(tmp_path, capsys):
     assert out.splitlines()[-1] == str(tmp_path / "a")
 
 
+def test_a_run_begins_with_what_is_trained_and_ends_with_what_was_reached(tmp_path, capsys):
+    settings = ("groups_per_step=2", "group_size=2", "steps=2", "evaluation.num_tasks=2")
+    place = tmp_path / "my run"
+    words = ("train", "quickstart", *settings, f"out={place}")
+    code, out, _ = lockstep(*words, capsys=capsys)
+    lines = out.splitlines()
+    assert code == OK
+    assert lines[0].startswith("quickstart: trains tiny-gpt-oss on docsearch for 2 steps.")
+    assert any("lr 0.001" in s and "advantage grpo, objective ppo_clip" in s for s in lines)
+    assert not any(line.startswith(("numerics", "sampler", "memory")) for line in lines)
+    assert any(line.startswith("held out, greedy ") and " -> " in line for line in lines)
+    assert f"report  {place}/report.html" in lines
+    following = [line for line in lines if line.startswith("next    lockstep ")]
+    assert len(following) == 3 and all(f"{place}" in line for line in following)
+    assert lines[-1] == str(place)
+    _, out, _ = lockstep(*words[:-1], "--verbose", f"out={tmp_path / 'b'}", capsys=capsys)
+    assert "numerics   true-on-policy" in out
+    words = (*words[:-1], "evaluation=none", f"out={tmp_path / 'c'}")
+    code, out, _ = lockstep(*words, capsys=capsys)
+    assert code == OK and "held out" not in out and "tests      none" in out
+    assert all(not name.startswith("eval/") for row in metrics_of(tmp_path / "c") for name in row)
+    assert lockstep("eval", str(tmp_path / "c")) == BAD_INPUT
+    assert lockstep("eval", str(tmp_path / "c"), "evaluation.num_tasks=2") == OK
+
+
 def test_json_prints_one_object_with_the_run(tmp_path, capsys):
     code, out, _ = lockstep(
         "train", "quickstart", "--json", *SMALL, f"out={tmp_path / 'a'}", capsys=capsys
@@ -266,7 +291,7 @@ def test_sft_trains_on_a_users_dialogues(tmp_path, capsys):
 
 
 BAD = {
-    "a misspelt setting": (["train", "quickstart", "stepz=3"], "Did you mean 'steps'"),
+    "a misspelt setting": (["train", "quickstart", "stepz=3"], "Did you mean 'steps=3'"),
     "a misspelt recipe": (["train", "quikstart"], "Did you mean 'quickstart'"),
     "no recipe": (["train"], "which recipe?"),
     "a task for a recipe": (["train", "mcp"], "task=mcp as a setting"),
@@ -340,6 +365,23 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(case, tmp_path, monkeypatch,
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "runs/none", "--out", f"{__file__}/x.html"],
+        ["report", "runs/none", "--out", "."],
+        ["doctor", "example", "--out", f"{__file__}/x.html"],
+        ["export", "runs/none", "--hf", f"{__file__}/model"],
+        ["export", "runs/none", "--hf", __file__],
+    ],
+    ids=" ".join,
+)
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(words, capsys):
+    code, _, err = lockstep(*words, capsys=capsys)
+    assert code == BAD_INPUT
+    assert "cannot be written: " in " ".join(err.split()) and "runs/none is not" not in err
+
+
 def test_malformed_questions_name_file_and_line(tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").write_text("The harbour opens at six.\n")
@@ -379,7 +421,7 @@ def test_an_interrupted_run_is_resumable_and_ends_equal(name, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert lockstep(*words, f"out={whole}") == OK
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep.cli", *words, f"out={cut}"], stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "lockstep.cli", *words, f"out={cut}"], stdout=subprocess.PIPE,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN),  # as a script's "&" does
     )  # fmt: skip
     deadline = time.monotonic() + 60
@@ -388,8 +430,9 @@ def test_an_interrupted_run_is_resumable_and_ends_equal(name, tmp_path):
             break
         time.sleep(0.01)
     process.send_signal(getattr(signal, name))
-    code = process.wait(timeout=60)
-    assert code == 130
+    said = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130
+    assert f"next    lockstep train {cut} resume=true " in said
     assert lockstep("train", cut, "resume=true") == OK
     assert without_time(metrics_of(cut)) == without_time(metrics_of(whole))
 

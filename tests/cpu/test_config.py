@@ -1,12 +1,18 @@
 """The config tree: overrides, kinds, files, and errors that say what to type instead."""
 
 import dataclasses
+import json
+import re
 from typing import Literal
 
 import pytest
 
 from lockstep import config as C
+from lockstep.cli import COMMANDS, main
+from lockstep.config import flatten, resolve, to_dict
 from lockstep.errors import ConfigError
+from lockstep.habits import SETTINGS, VERBS, WHOLE
+from lockstep.recipes import find_recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +110,8 @@ def test_the_file_form_reads_back_equal():
             "spare.size: spare is none. Choose a kind before its settings: "
             r"spare=easy_task \| spare=hard_task",
         ),
-        ("stepz=3", r"unknown setting 'stepz'. Did you mean 'steps'"),
-        ("engine.pagse=3", r"unknown setting 'engine.pagse'. Did you mean 'pages'"),
+        ("stepz=3", r"unknown setting 'stepz'. Did you mean 'steps=3'"),
+        ("engine.pagse=3", r"unknown setting 'engine.pagse'. Did you mean 'engine.pages=3'"),
         ("steps=ten", r"steps: expected int, found 'ten'"),
         ("steps=1.5", r"steps: expected int, found '1.5'"),
         ("steps=0", r"steps=0 must be at least 1"),
@@ -114,7 +120,7 @@ def test_the_file_form_reads_back_equal():
         ("dtype=float31", r"dtype=float31: not one of them. Did you mean 'float32'"),
         ("engine=vlm", r"engine=vlm: no such kind. Known: embedded, remote"),
         ("rate.x=1", r"rate is a float and has no settings below"),
-        ("task.hnt=1", r"Did you mean 'hint'"),
+        ("task.hnt=1", r"Did you mean 'task.hint=1'"),
         ("steps", r"'steps' is not of the form key=value"),
         ("weights={", r"expected a JSON object"),
     ],
@@ -173,3 +179,44 @@ def test_help_gives_path_type_value_and_docstring():
 def test_differences_name_what_changed():
     before, after = C.to_dict(Run()), C.to_dict(C.resolve(Run(), ["steps=3", "engine.pages=9"]))
     assert C.differences(before, after) == {"steps": (10, 3), "engine.pages": (8, 9)}
+
+
+def test_a_config_may_be_right_with_the_settings_of_a_command_line_alone(tmp_path, capsys):
+    plugin = tmp_path / "halves.py"
+    plugin.write_text(
+        "from dataclasses import replace\n"
+        "from lockstep.recipes import find_recipe, recipe\n"
+        "@recipe\n"
+        "def half():\n"
+        "    return replace(find_recipe('quickstart'), steps=0)\n"
+    )
+    words = ["train", "half", "--plugin", str(plugin), "--dry-run"]
+    assert main(words) == 2
+    assert "steps=0 must be" in capsys.readouterr().err
+    assert main([*words, "steps=3"]) == 0
+    assert "steps: 3" in capsys.readouterr().out
+    assert main([*words, "seed=3"]) == 2  # every check is made again
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(to_dict(find_recipe("quickstart")) | {"groups_per_step": 0}))
+    assert main(["train", str(file), "--dry-run", "groups_per_step=2"]) == 0
+
+
+def test_help_shows_one_section_and_asks_for_another(capsys):
+    assert main(["train", "quickstart", "--help", "trainer"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("trainer: Optimizer, schedule")
+    assert "trainer.lr=0.001  (float)" in shown and "group_size" not in shown
+    assert main(["train", "quickstart", "--help", "trainr"]) == 2
+    assert "Did you mean 'trainer'?" in capsys.readouterr().err
+    assert main(["train", "--help", "trainer"]) == 2
+    assert "lockstep train RECIPE --help trainer" in capsys.readouterr().err
+
+
+def test_every_hint_leads_to_a_setting():
+    """A name in the table of other libraries' words that Lockstep has lost would mislead."""
+    config = resolve(find_recipe("quickstart"), ["lora.rank=4", "engine=vllm"])
+    known = [*to_dict(config), *flatten(to_dict(config)), "out", "resume"]
+    meant = [*SETTINGS.values(), *WHOLE.values()]
+    paths = {re.split(r"[:=]", text)[0] for text in meant}
+    assert paths <= set(known), paths - set(known)
+    assert {verb for verb in VERBS.values() if verb[0] != "-"} <= set(COMMANDS)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import lockstep
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, run_episode
 from lockstep.cli import BAD_INPUT, OK, main
@@ -73,7 +74,27 @@ def answer(text):
 
 
 def test_every_example_has_a_test_here():
-    assert NAMES == ["my_engine", "my_environment", "my_loss", "my_metric", "my_renderer"]
+    own = ["my_engine", "my_environment", "my_loss", "my_metric", "my_renderer"]
+    assert [*own, "own_task", "tinker_docsearch"] == NAMES
+
+
+def test_the_own_task_is_learnt(tmp_path):
+    module = example("own_task")
+    assert [module.python(code) for code in ("12*34", "2**9", "()")] == ["408", "error", "error"]
+    task = {"instructions": "Use python."}
+    outcome = lockstep.train(
+        model="tiny-math",
+        tools=[module.python],
+        reward=module.reward,
+        tasks=module.tasks,
+        task=task,
+        steps=8,
+        groups_per_step=4,
+        evaluation={"num_tasks": 2, "at_start": False},
+        out=tmp_path / "run",
+    )
+    rewards = [row["reward/mean"] for row in rows_of(outcome.path)]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5, rewards
 
 
 def test_the_environment_rewards_the_right_answer():

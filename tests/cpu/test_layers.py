@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lockstep"
 
 ROWS = [
-    ["errors"],
+    ["errors", "habits"],
     ["display"],
     ["types", "children", "config"],
     ["ops", "renderers", "observe", "store", "launch"],
@@ -30,6 +30,7 @@ ROWS = [
     ["model_server"],
     ["verbs"],
     ["testing"],
+    ["completion"],
     ["cli"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

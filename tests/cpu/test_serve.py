@@ -178,7 +178,7 @@ def test_a_server_in_the_background_tells_what_was_wrong_and_closes_twice(monkey
     [
         (["serve"], "which model?"),
         (["serve", "no-such-model"], "no-such-model"),
-        (["serve", "tiny-qwen3", "temperatur=1"], "Did you mean 'temperature'?"),
+        (["serve", "tiny-qwen3", "temperatur=1"], "Did you mean 'temperature=1'?"),
         (["serve", "tiny-qwen3", "temperature=-1"], "temperature=-1"),
         (["serve", "tiny-qwen3", "fallback=true"], "engine=embedded runs the decoder alone"),
         (["serve", "tiny-qwen3", "--port", "99999"], "gateway.port=99999"),

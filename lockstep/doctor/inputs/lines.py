@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import Row, in_chunks
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
-from lockstep.doctor.inputs.places import BYTE_ORDER_MARK
+from lockstep.doctor.inputs.places import BYTE_ORDER_MARK, judged
 from lockstep.errors import DataError
 
 MAX_LINE_BYTES = 64 << 20
@@ -62,7 +62,7 @@ class FileDump(RowDump):
 
     def __init__(self, path: Path) -> None:
         self.files = self.files_of(path)
-        super().__init__(path)
+        super().__init__(judged(path, self.files))
 
     @classmethod
     def files_of(cls, path: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, HOW_TO_GET, Dump, Facts
 from lockstep.doctor.inputs.lines import json_line, lines_of, numbers_in, parse_json
-from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, why_no_rows
+from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, judged, why_no_rows
 from lockstep.doctor.inputs.schema import (
     BY_NAME,
     COLUMNS,
@@ -61,8 +61,9 @@ class RowsDump(Dump):
     format: ClassVar[str] = "rows"
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._parts = [_open_part(file) for file in _part_paths(path)]
+        files = _part_paths(path)
+        super().__init__(judged(path, files))
+        self._parts = [_open_part(file) for file in files]
         first = self._parts[0]
         for part in self._parts:
             if differs := part.columns ^ first.columns:

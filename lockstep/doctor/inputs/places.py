@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import DataError
@@ -38,6 +39,20 @@ def check_place(path: Path) -> None:
         )
 
 
+def judged(path: Path, files: Sequence[Path]) -> Path:
+    """The file that a directory stands for if it is the only one, else the directory, of whose own
+    files the names differ in their numbers alone: parts of one dump. Raises DataError for others.
+    """
+    own = sorted(file.name for file in files if file.parent == path)
+    if len({re.sub(r"\d+", "", name) for name in own}) > 1:
+        raise DataError(
+            f"{path} holds several dumps, and the doctor judges one. Give one of them: "
+            f"{', '.join(str(path / name) for name in own)}. (Names of parts of one dump differ in "
+            "their numbers alone.)"
+        )
+    return path / own[0] if len(files) == len(own) == 1 else path
+
+
 def head_of(path: Path, num_bytes: int = 4096) -> bytes:
     """The first bytes of a file; OSError if it cannot be read."""
     with open(path, "rb") as file:
@@ -52,7 +67,8 @@ def why_no_rows(path: Path) -> str:
         if any(name.endswith((".parquet", ".jsonl")) for name in names):
             return ""
         if runs := sorted(p.parent.name for p in path.glob("*/environment.json")):
-            return f"holds runs and is none: give one of them, {path / runs[-1]} for example"
+            listed = ", ".join(str(path / run) for run in runs)
+            return f"holds runs and is none. Give one of them: {listed}"
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         return f"is a directory without a .parquet or .jsonl file; it has {shown or 'nothing'}"
     head = head_of(path)

@@ -248,7 +248,10 @@ def test_one_update_per_batch_is_all_that_on_policy_allows():
         ("correction.limits=3,1", r"correction\.limits=3,1: expected 0 <= lower < upper"),
         ("correction.limits=3", r"^correction\.limits: expected 2 values, found \[3\.0\]"),
         ("correction.level=token", r"counts trainer / rollout twice"),
-        ("correction.levle=token", r"'correction\.levle'\. Did you mean 'level'\?"),
+        (
+            "correction.levle=token",
+            r"'correction\.levle'\. Did you mean 'correction\.level=token'\?",
+        ),
         ("correction.anchor=onpolicy", r"anchor=onpolicy: not one of them\. Did you mean 'on_pol"),
         ("correction.kl_penalty_coef=much", r"^correction\.kl_penalty_coef: expected float"),
         (
@@ -256,7 +259,10 @@ def test_one_update_per_batch_is_all_that_on_policy_allows():
             r"reject\[0\]: correction rule token_k3 has no bound",
         ),
         ('correction.reject=[{"stat":"k9","high":1}]', r"reject\[0\]\.stat=k9: not one of them"),
-        ('correction.reject=[{"stat":"k3","hihg":1}]', r"reject\[0\]\.hihg'\. Did you mean 'high'"),
+        (
+            'correction.reject=[{"stat":"k3","hihg":1}]',
+            r"reject\[0\]\.hihg'\. Did you mean 'correction\.reject\[0\]\.high'",
+        ),
         ('correction.reject=[{"stat":"k3","high":1}', r"reject: expected a JSON list of objects"),
         ('correction.reject={"stat":"k3","high":1}', r"reject: expected tuple\[Rule\]"),
     ],

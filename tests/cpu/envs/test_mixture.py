@@ -126,7 +126,7 @@ def test_the_file_form_of_a_mixture_reads_back_equal():
         (["task.parts.easy=countin"], "task.parts.easy=countin: no such kind. Did you mean 'count"),
         (
             ["task.parts.easy=counting", "task.parts.easy.bse=1"],
-            "unknown setting 'task.parts.easy.bse'. Did you mean 'base'",
+            "unknown setting 'task.parts.easy.bse'. Did you mean 'task.parts.easy.base=",
         ),
         (
             ["task.parts.easy=counting", "task.weights.eazy=1"],

@@ -94,9 +94,9 @@ def test_the_plan_says_that_a_fault_is_injected():
     with injected(ShiftedLogprobs(offset=2)):
         lines = [text for text in plan(sound, preflight(sound)) if not text.startswith("memory")]
     assert [text for text in lines if text not in plan(sound, preflight(sound))] == [
-        "numerics   stock ops: the fault shifted_logprobs is injected, which breaks it on purpose",
         "fault      shifted_logprobs share=1.0 seed=0 offset=2, injected: this run is broken on "
         "purpose",
+        "numerics   stock ops: the fault shifted_logprobs is injected, which breaks it on purpose",
     ]
 
 

@@ -18,7 +18,7 @@ def plain_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("moment", ["first parameter", "after the weights"])
+@pytest.mark.parametrize("moment", ["first parameters", "after the weights"])
 def test_an_interrupt_within_an_optimizer_step_leaves_a_whole_update(
     tmp_path, plain_interrupts, moment
 ):
@@ -30,12 +30,14 @@ def test_an_interrupt_within_an_optimizer_step_leaves_a_whole_update(
     whole, broken = trainers
     whole.optim_step()
 
-    adam = broken.optimizer._adam
-    if moment == "first parameter":
-        adam.register_step_post_hook(lambda *_: signal.raise_signal(signal.SIGINT))
-    else:
-        zero = broken.optimizer.zero_gradients
-        broken.optimizer.zero_gradients = lambda: (signal.raise_signal(signal.SIGINT), zero())
+    name = {"first parameters": "_step", "after the weights": "zero_gradients"}[moment]
+    method = getattr(broken.optimizer, name)
+
+    def interrupted(*arguments):
+        method(*arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    setattr(broken.optimizer, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         broken.optim_step()
     assert (broken.version, broken.num_updates) == (1, 1)

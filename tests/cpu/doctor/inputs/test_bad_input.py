@@ -312,10 +312,10 @@ def test_a_file_without_permission_is_said_to_be_one(tmp_path: Path):
 
 
 def test_parts_with_other_columns_are_refused(tmp_path: Path):
-    lines(tmp_path / "a.jsonl", GOOD)
-    lines(tmp_path / "b.jsonl", {**GOOD, "turn": [-1, 0]})
+    lines(tmp_path / "part-1.jsonl", GOOD)
+    lines(tmp_path / "part-2.jsonl", {**GOOD, "turn": [-1, 0]})
 
-    assert "b.jsonl has the column turn and" in complaint(tmp_path)
+    assert "part-2.jsonl has the column turn and" in complaint(tmp_path)
 
 
 def test_a_column_that_comes_late_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 """The doctor's own columns: what is written is read, in parts, and what is not there is said."""
 
 import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lockstep.cli import main
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import RowsDump, write_rows
-from lockstep.doctor.inputs.registry import open_dump
+from lockstep.doctor.inputs.registry import EXAMPLE, open_dump
 from lockstep.doctor.inputs.schema import BY_NAME, COLUMNS, OFTEN_CALLED, facts_to_dict
 from lockstep.errors import AlignmentError, DataError
 from lockstep.types import Message, ToolCall
@@ -166,11 +168,11 @@ def test_a_directory_is_read_as_its_parts_in_the_order_of_their_numbers(tmp_path
 def test_rows_without_ids_are_called_by_their_number_and_their_file(tmp_path: Path):
     jsonl(tmp_path / "b.jsonl", row(1), row(2, id=7))
     (tmp_path / "sub").mkdir()
-    jsonl(tmp_path / "sub" / "x.jsonl", row(1))
-    jsonl(tmp_path / "sub" / "y.jsonl", row(2))
+    jsonl(tmp_path / "sub" / "x1.jsonl", row(1))
+    jsonl(tmp_path / "sub" / "x2.jsonl", row(2))
 
     assert next(open_dump(tmp_path / "b.jsonl").chunks()).row_ids == ("0", "7")
-    assert [c.row_ids for c in open_dump(tmp_path / "sub").chunks()] == [("x:0",), ("y:0",)]
+    assert [c.row_ids for c in open_dump(tmp_path / "sub").chunks()] == [("x1:0",), ("x2:0",)]
 
 
 def test_one_number_for_a_row_stands_for_the_tokens_that_it_can_be_of(tmp_path: Path):
@@ -299,3 +301,17 @@ def test_every_column_has_a_row_in_the_docs():
     page = (Path(__file__).parents[4] / "docs" / "doctor-dumps.md").read_text()
 
     assert all(f"\n| `{column.name}`" in page for column in COLUMNS)
+
+
+def test_a_directory_of_several_dumps_is_asked_about_and_one_of_a_single_file_is_named(
+    tmp_path, capsys
+):
+    shutil.copy(EXAMPLE, tmp_path / "step-1.parquet")
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert f"DIFFERS  {tmp_path}/step-1.parquet" in capsys.readouterr().out.replace("\n", "")
+    shutil.copy(EXAMPLE, tmp_path / "step-2.parquet")
+    assert open_dump(tmp_path).path == tmp_path
+    shutil.copy(EXAMPLE, tmp_path / "other.parquet")
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "holds several dumps" in (said := capsys.readouterr().err)
+    assert all(f"{name}.parquet" in said for name in ("step-1", "step-2", "other"))
