@@ -1003,14 +1003,5 @@ def _no_flag(options: argparse.Namespace, flag: str, words: Sequence[str]) -> st
     return f"{flag}: settings are written without dashes, as key=value.{hinted}"
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("lockstep-rl")
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
 if __name__ == "__main__":
     command()

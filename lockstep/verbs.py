@@ -105,7 +105,7 @@ def write_report(
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What an export wrote."""
+    """A checkpoint written for other programs."""
 
     checkpoint: str
     directory: Path

@@ -20,9 +20,18 @@ LIMIT = 51_400
 limit says for which capability, and why nothing could go for it."""
 
 ROOMS = {
-    "nouns: types, errors, config": ("types", "errors", "config", "habits", "__init__"),
+    "nouns: types, errors, config": ("types", "errors", "config", "display", "habits", "__init__"),
     "tinker": ("tinker", "tinker_config", "tinker_server"),
-    "run": ("run", "run_config", "memory", "model_server", "supervised", "completion", "cli"),
+    "run": (
+        "run",
+        "run_config",
+        "memory",
+        "model_server",
+        "supervised",
+        "verbs",
+        "cli",
+        "completion",
+    ),
     "renderers": ("renderers",),
     "models and ops": ("models", "ops"),
     "engines, sync, launch": ("engines", "sync", "launch", "children"),

@@ -70,6 +70,7 @@ function formatDate(text) {
 
 function formatSetting(value) {
   if (value === null || value === undefined) return "\u2013";
+  if (value === "") return "(empty)";
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 

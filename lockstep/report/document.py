@@ -514,6 +514,15 @@ def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list
         "Mean reward of the sampled episodes that were trained on, at the end of the run. "
         "It is measured with exploration on, on tasks drawn fresh for each step.",
     )
+    if not out:  # supervised
+        losses = [_ends(run.values("train/loss"), NUM_LAST_STEPS) for run in runs]
+        add(
+            f"Loss, last {NUM_LAST_STEPS} steps",
+            "nats",
+            "down",
+            losses,
+            "The objective that was minimised.",
+        )
     for word, title, meaning in _HELD_OUT_TILES:
         if name := next((n for n in names if f"/{word}/mean" in n), ""):
             values = [_ends(run.values(name), 1) for run in runs]

@@ -18,6 +18,7 @@ function runFacts(run) {
     ["duration", isNumber(run.seconds) && run.seconds > 0 ? formatSeconds(run.seconds) : ""],
     ["started", formatDate(run.started_at)], ["host", [run.host, run.device || run.cpu].filter(Boolean).join(", ")],
     ["weights", run.sync],
+    ["broken on purpose", (run.environment.faults ?? []).map((fault) => fault.type).join(", ")],
     ["resumed", run.num_resumes ? `${run.num_resumes} times` : ""],
   ].filter(([, value]) => value !== "" && value !== null && value !== undefined).map(([name, value]) => [name, String(value)]);
 }
@@ -42,6 +43,7 @@ function buildSections(nav) {
 }
 
 function buildHeadlines(section) {
+  if (!report.headlines.length) section.append(element("p", { class: "hint" }, "No step has been trained yet."));
   if (isComparison) section.append(element("div", { class: "group-key" }, report.groups.map((group, index) =>
     element("span", {}, groupDot(index), group.label,
       group.runs.length > 1 ? element("small", {}, ` ${group.runs.length} seeds`) : null))));
@@ -78,7 +80,7 @@ function buildSettings(section) {
     const whose = report.runs.length > 1 ? `${run.name}: ` : "";
     section.append(run.changed.length
       ? element("div", { class: "table-frame card" }, element("table", { class: "settings" },
-        element("caption", {}, `${whose}settings that differ from the recipe`),
+        element("caption", {}, `${whose || "S"}${whose ? "s" : ""}ettings that differ from the recipe`),
         element("thead", {}, element("tr", {}, ["setting", "this run", "recipe"].map((name) => element("th", { scope: "col" }, name)))),
         element("tbody", {}, run.changed.map((change) => element("tr", {}, element("th", { scope: "row" }, element("code", {}, change.key)),
           element("td", { class: "changed" }, element("code", {}, formatSetting(change.values[0]))),

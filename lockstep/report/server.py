@@ -228,7 +228,7 @@ def _state(run: Run) -> dict[str, Any]:
     """How far a run is, and how it does."""
     fresh = Run(run.path)
     steps = [row["step"] for row in fresh.metrics if is_step_row(row)]
-    num_steps = fresh.config.get("steps")
+    num_steps = fresh.config.get("steps") or (fresh.config.get("sft") or {}).get("steps")
     if is_locked(run.path / "lock"):
         status = "running"
     elif steps and num_steps and steps[-1] + 1 >= num_steps:

@@ -48,7 +48,7 @@ def write_card(directory: Path, run: Run, *, checkpoint: str, hub: str) -> None:
     data = ModelCardData(
         model_name=run.name if results else None,
         base_model=model if _is_hub_name(model) else None,
-        **({"base_model_relation": kind} if _is_hub_name(model) else {}),
+        base_model_relation=kind if _is_hub_name(model) else None,
         datasets=_datasets(run) or None,
         eval_results=results or None,
         library_name="peft" if is_adapter else "transformers",

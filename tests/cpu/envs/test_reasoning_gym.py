@@ -101,7 +101,7 @@ def test_a_dataset_with_too_few_questions_for_a_split_says_so():
     ("settings", "message"),
     [
         ({"dataset": "chain_sums"}, "no such dataset. Did you mean 'chain_sum'"),
-        ({"settings": {"max_term": 3}}, "'settings.max_term'. Did you mean 'max_terms'"),
+        ({"settings": {"max_term": 3}}, "'settings.max_term'. Did you mean 'settings.max_terms'"),
         ({"settings": {"max_terms": "x"}}, r"settings.max_terms: expected int, found 'x' \(str\)"),
         ({"settings": {"max_terms": 1}}, "refuses its settings: max_terms must be >= min_terms"),
         ({"settings": {"seed": 1}}, "settings.seed: Lockstep sets it"),
