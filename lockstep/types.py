@@ -1018,7 +1018,7 @@ def _check_support(where: str, ids: Int32Array, support: Ragged) -> None:
     is_found = np.zeros(len(ids), np.bool_)
     token_of = np.repeat(np.arange(len(ids)), sizes)
     is_found[token_of[support.values == ids[token_of]]] = True
-    for at in np.flatnonzero(is_packed):
+    for at in np.flatnonzero(is_packed).tolist():
         word, bit = divmod(int(ids[at]), 32)
         words = support[at][1:]
         is_found[at] = word < len(words) and bool(int(words[word]) >> bit & 1)

@@ -97,6 +97,8 @@ class Constraint:
     schema: Mapping[str, Any] | None = None
     """JSON Schema of the content; None allows no content."""
     tools: tuple[ToolSchema, ...] = ()
+    where: str = "the request"
+    """Name of the field that asks for it, for messages."""
 
 
 @runtime_checkable
