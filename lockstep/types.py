@@ -350,7 +350,7 @@ class SamplingParams:
     record_routes: bool = False
     """Return `Delta.routed_experts`, the experts that processed the tokens."""
     grammar: str = ""
-    """Text of a grammar (`engines.grammar`): each token is drawn from the ids that it allows. Needs
+    """Grammar of the reply (`engines.grammar`): tokens are drawn from the ids that it allows. Needs
     distribution "sampled", unless the request is greedy."""
 
     def __post_init__(self) -> None:
