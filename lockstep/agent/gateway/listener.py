@@ -179,7 +179,7 @@ class Listener:
     async def _answer_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turns every error into an answer."""
         self._busy.add(request.protocol)
-        begun, response = time.monotonic(), None
+        begun, response = time.monotonic(), cast("web.StreamResponse | None", None)
         NOTES.set({})
         fitting = (each for each in self._sites if request.path.startswith(each.prefix))
         site = next(fitting, self._sites[-1])
@@ -187,14 +187,15 @@ class Listener:
             if site.is_open:
                 _check_origin(request)
             response = await handler(request)
+            return response
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
             response = site.refuse(error, request)
+            return response
         finally:
             self._busy.discard(request.protocol)
             self._note(request, response, time.monotonic() - begun)
-        return response
 
     def _note(
         self, request: web.Request, response: web.StreamResponse | None, seconds: float

@@ -115,6 +115,21 @@ def test_a_reply_is_json_of_the_schema_and_a_forced_call_has_the_tools_arguments
         assert not message.content and not message.parse_error
 
 
+def test_a_tools_schema_may_refer_to_its_own_definitions():
+    parameters = {
+        "type": "object",
+        "properties": {"town": {"$ref": "#/$defs/Town"}},
+        "required": ["town"],
+        "additionalProperties": False,
+        "$defs": {"Town": {"enum": ["Oslo", "Bonn"]}},
+    }
+    tool = ToolSchema(name="look", description="", parameters=parameters)
+    for renderer in RENDERERS.values():
+        for delta in draw(renderer, Constraint(tools=(tool,)))[1]:
+            (call,) = renderer.parse(delta.token_ids).tool_calls
+            assert json.loads(call.arguments)["town"] in ("Oslo", "Bonn")
+
+
 def test_thinking_stays_free_and_no_text_spells_a_control_token():
     for renderer in (ChatMLRenderer(TOKENIZER), HarmonyRenderer(TOKENIZER)):
         schema = {"type": "string", "maxLength": 5}
