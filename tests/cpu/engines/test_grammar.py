@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from lockstep.agent.gateway.session import GatewaySession
 from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.engines.grammar import grammar_problem
+from lockstep.errors import MissingExtraError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.objectives.config import GRPO, Reinforce
@@ -113,6 +116,12 @@ def test_a_reply_is_json_of_the_schema_and_a_forced_call_has_the_tools_arguments
         (call,) = message.tool_calls
         assert call.name in ("look", "find") and json.loads(call.arguments)["n"] in (1, 22, 333)
         assert not message.content and not message.parse_error
+
+
+def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package 'llguidance'.*\[grammar\]"):
+        grammar_problem("start: /a/")
 
 
 def test_a_tools_schema_may_refer_to_its_own_definitions():
