@@ -381,7 +381,7 @@ def _serve(options: argparse.Namespace) -> int:
     from lockstep.run_config import ServeConfig
 
     settings = list(options.settings)
-    for name in ("host", "port"):
+    for name in ("host", "port", "log"):
         if (value := getattr(options, name)) is not None:
             settings.append(f"gateway.{name}={value}")
     if options.api:
@@ -874,7 +874,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
     "serve": (
         _serve,
         (
-            _arg("target", "MODEL|RUN[@STEP]", nargs="?"),
+            _arg("target", "MODEL|RUN[@STEP]|ADAPTER", nargs="?"),
             _SETTINGS,
             _arg(
                 "--api",
@@ -885,6 +885,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
             ),
             _arg("--port", "N", "gateway.port; default: a free one", type=int, default=None),
             _arg("--host", "ADDRESS", "gateway.host; default: this machine only", default=None),
+            _arg("--log", "FILE.jsonl", "gateway.log: a line for each request", default=None),
             _arg(
                 "--key",
                 "KEY",

@@ -22,15 +22,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import from_dict, overlaid, resolve, to_dict
+from lockstep.config import from_dict, overlaid, read_json, resolve, to_dict
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.errors import ConfigError, RunError
+from lockstep.errors import CheckpointError, ConfigError, RunError
 from lockstep.launch.event_loop import run_to_end
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
+from lockstep.models.lora_config import LoraConfig
 from lockstep.run.build import checkpoint_of, load_model
-from lockstep.run.preflight import ModelFiles, check_fallback, read_model_files
+from lockstep.run.preflight import (
+    RENDERER_FILE,
+    ModelFiles,
+    check_fallback,
+    read_model_files,
+    renderer_of,
+)
 from lockstep.run_config import ServeConfig
 from lockstep.store.run import RunDirectory, default_run_path, load_run
 from lockstep.tinker_config import client_key
@@ -69,8 +76,9 @@ class Served:
 def find_served(
     target: str, settings: Sequence[str], *, tree: Mapping[str, Any] | None = None
 ) -> Served:
-    """Reads `lockstep serve TARGET key=value ...`; TARGET is `RUN`, `RUN@STEP` or a model. tree:
-    settings as in a file, below these.
+    """Reads `lockstep serve TARGET key=value ...`; TARGET is `RUN`, `RUN@STEP`, a model, or an
+    adapter in PEFT's form, as `lockstep export` writes it, over the base that it names or `model`.
+    tree: settings as in a file, below these.
 
     Raises ConfigError, and what reading a run raises.
     """
@@ -79,13 +87,30 @@ def find_served(
         path, step = target, ""
     if (Path(path) / "environment.json").is_file():
         return _of_run(Path(path), int(step) if step else None, settings, tree or {})
-    config = resolve(overlaid(ServeConfig(model=target), tree or {}), settings)
     names = [*(tree or {}), *(setting.partition("=")[0].strip() for setting in settings)]
+    named = [each.partition("=")[2] for each in settings if each.startswith("model=")]
+    base = named[-1] if named else (tree or {}).get("model", "")
+    config = resolve(overlaid(_config_of(target, base), tree or {}), settings)
     if "max_tokens" not in names:
         kind = FallbackConfig if config.fallback else ModelConfig
         limit = kind.from_directory(locate_model(config.model)).max_positions
         config = replace(config, max_tokens=min(limit, DEFAULT_MAX_TOKENS))
     return Served(config=config)
+
+
+def _config_of(target: str, base: str) -> ServeConfig:
+    """The config of a model or an adapter without settings. base: what the user named; "" takes the
+    one that the adapter names."""
+    stored = Path(target).expanduser() / peft_format.CONFIG
+    if not stored.is_file():
+        return ServeConfig(model=target)
+    base = base or read_json(stored, CheckpointError)["base_model_name_or_path"]
+    if not base:
+        raise ConfigError(f"{stored} names no base model. Add model=BASE.")
+    renderer = None
+    if (stored.parent / RENDERER_FILE).is_file():
+        renderer = renderer_of(stored.parent, ModelConfig.from_directory(locate_model(base)))
+    return ServeConfig(model=base, renderer=renderer, lora=LoraConfig(path=target))
 
 
 def _of_run(
@@ -116,12 +141,12 @@ def open_served(
     directory, model = model_files.directory, None
     if isinstance(config.engine, EmbeddedConfig):
         model = load_model(config, model_files, weights=served.weights)
+    elif config.lora is not None:
+        raise ConfigError(
+            "it is an adapter, and only engine=embedded serves one. Merge it first: "
+            "lockstep export RUN --hf DIR --merged, then lockstep serve DIR."
+        )
     elif served.weights is not None:
-        if (served.weights / peft_format.CONFIG).is_file():
-            raise ConfigError(
-                "the run trained an adapter, and only engine=embedded serves one. Merge it first: "
-                "lockstep export RUN --hf DIR --merged, then lockstep serve DIR."
-            )
         directory = served.weights
     context = EngineContext(
         model=model,

@@ -361,7 +361,7 @@ class SamplingParams:
     record_routes: bool = False
     """Return `Delta.routed_experts`, the experts that processed the tokens."""
     grammar: str = ""
-    """Text of a grammar (`engines.grammar`): each token is drawn from the ids that it allows. Needs
+    """Grammar of the reply (`engines.grammar`): tokens are drawn from the ids that it allows. Needs
     distribution "sampled", unless the request is greedy."""
 
     def __post_init__(self) -> None:
@@ -1051,7 +1051,7 @@ def _check_support(where: str, ids: Int32Array, support: Ragged) -> None:
     is_found = np.zeros(len(ids), np.bool_)
     token_of = np.repeat(np.arange(len(ids)), sizes)
     is_found[token_of[support.values == ids[token_of]]] = True
-    for at in np.flatnonzero(is_packed):
+    for at in np.flatnonzero(is_packed).tolist():
         word, bit = divmod(int(ids[at]), 32)
         words = support[at][1:]
         is_found[at] = word < len(words) and bool(int(words[word]) >> bit & 1)

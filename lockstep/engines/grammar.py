@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,13 @@ from lockstep.errors import EngineError, MissingExtraError
 
 def _llguidance() -> Any:
     try:
-        import llguidance
+        return import_module("llguidance")
     except ImportError as error:
         raise MissingExtraError.of(
             "llguidance",
             extra="grammar",
             needed_for="a constrained reply (response_format, a forced tool)",
         ) from error
-    return llguidance
 
 
 def grammar_problem(grammar: str) -> str:

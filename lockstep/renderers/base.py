@@ -92,11 +92,13 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """What a reply may be: JSON of the schema, or one call of one of the tools."""
+    """Limits of a reply: JSON of the schema, or one call of one of the tools."""
 
     schema: Mapping[str, Any] | None = None
     """JSON Schema of the content; None allows no content."""
     tools: tuple[ToolSchema, ...] = ()
+    where: str = "the request"
+    """Name of the field that asks for it, for messages."""
 
 
 @runtime_checkable

@@ -142,7 +142,10 @@ class ChatMLRenderer(TurnRenderer):
             bodies.append(json_rule(constraint.schema))
         for tool in constraint.tools:
             called = {"name": {"const": tool.name}, "arguments": tool.parameters}
-            call = json_rule(_closed(called))
+            # References such as #/$defs/City are to the root.
+            names = ("$defs", "definitions")
+            shared = {name: tool.parameters[name] for name in names if name in tool.parameters}
+            call = json_rule(_closed(called) | shared)
             bodies.append(f'<[{self._call}]> "\\n" {call} "\\n" <[{self._call_end}]>')
         lines = [f"body{at}: {body}" for at, body in enumerate(bodies)]
         names = " | ".join(f"body{at}" for at in range(len(bodies)))

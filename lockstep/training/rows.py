@@ -16,7 +16,7 @@ from lockstep.objectives.advantages import leaf_advantages
 from lockstep.objectives.config import GAE, AdvantageConfig
 from lockstep.objectives.token_advantages import gae, whiten
 from lockstep.training.critic import Critic
-from lockstep.types import Group, Sample, Trajectory
+from lockstep.types import Group, Ragged, Sample, Trajectory
 
 OverStale = Literal["correct", "drop"]
 """Treatment of rows with a token over the age limit: trained like any other, by the correction, or
@@ -79,6 +79,9 @@ def rows_for_training(
             rows.append((number, sample))
     if not rows:
         return []
+    if any("support" in sample.ragged for _, sample in rows):  # rows of a batch have equal columns
+        for sample in (each for _, each in rows if "support" not in each.ragged):
+            sample.set("support", Ragged.empty(len(sample)))
     if isinstance(advantage, GAE):
         if critic is None:
             raise ConfigError("advantage=gae needs a critic: rows_for_training(critic=...).")

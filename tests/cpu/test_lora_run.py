@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import urllib.request
 
 import numpy as np
 import pytest
 import torch
 
 from lockstep.cli import BAD_INPUT, OK, main
+from lockstep.errors import ConfigError
+from lockstep.model_server import BackgroundServer, find_served, open_served
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.models.lora import add_adapter
@@ -214,3 +217,42 @@ def test_sft_trains_an_adapter_that_a_run_goes_on_from(tmp_path, capsys):
     assert lockstep(*go_on, f"lora.path={made}", f"out={tmp_path / 'next'}") == OK
     code, _, err = lockstep("sft", "tiny-qwen3", "lora.rank=2", capsys=capsys)
     assert code == BAD_INPUT and "lora freezes them" in " ".join(err.split())
+
+
+def test_an_exported_adapter_is_served_and_answers_with_the_bits_of_its_run(run, tmp_path):
+    pytest.importorskip("aiohttp", reason="the extra `http` is not installed")
+    exported = tmp_path / "adapter"
+    assert lockstep("export", f"{run}@2", "--hf", exported) == OK
+    found = []
+    for target in (f"{run}@2", str(exported)):
+        server = BackgroundServer(target, "max_turn_tokens=24", "seed=3", "max_tokens=512")
+        user = {"role": "user", "content": "Where was Bela born?"}
+        body = {"model": "", "temperature": 0, "messages": [user]}
+        request = urllib.request.Request(
+            f"{server.url}/v1/models", headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            body["model"] = json.load(response)["data"][0]["id"]
+        request = urllib.request.Request(
+            f"{server.url}/v1/chat/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "x-lockstep-ids": "1"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            (turn,) = json.load(response)["lockstep"]["turns"]
+        found.append((turn["prompt_ids"], turn["token_ids"], turn["logprobs"]))
+        server.close()
+    assert found[0] == found[1] and len(found[0][2]) > 3
+
+
+def test_an_adapter_that_names_no_base_needs_one_and_other_engines_name_the_way(run, tmp_path):
+    exported = tmp_path / "adapter"
+    assert lockstep("export", run, "--hf", exported) == OK
+    settings = json.loads((exported / CONFIG).read_text())
+    (exported / CONFIG).write_text(json.dumps({**settings, "base_model_name_or_path": None}))
+    with pytest.raises(ConfigError, match="names no base model"):
+        find_served(str(exported), [])
+    assert find_served(str(exported), ["model=tiny-gpt-oss"]).config.lora.path == str(exported)
+    served = find_served(str(exported), ["model=tiny-gpt-oss", "engine=vllm"])
+    with pytest.raises(ConfigError, match="only engine=embedded serves one"):
+        open_served(served, scratch=None)

@@ -187,8 +187,8 @@ def test_messages_with_a_tool_over_two_turns(anthropic_client: Any, is_streamed:
 def test_errors_are_the_openai_clients_own_exceptions(gateway: Gateway, openai_client: Any):
     create = openai_client.chat.completions.create
     with pytest.raises(openai.BadRequestError) as caught:
-        create(model=MODEL, messages=[USER], tool_choice="required")
-    assert (caught.value.param, caught.value.code) == ("tool_choice", "unsupported_parameter")
+        create(model=MODEL, messages=[USER], tools=CHAT_TOOLS, tool_choice="required")
+    assert (caught.value.param, caught.value.code) == ("tool_choice", "unsupported_value")
     with pytest.raises(openai.BadRequestError) as caught:
         create(model=MODEL, messages=[{"role": "user", "content": "x" * 30_000}])
     assert caught.value.code == "context_length_exceeded"
@@ -209,7 +209,8 @@ def test_errors_are_the_anthropic_clients_own_exceptions(
 ):
     create = anthropic_client.messages.create
     with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
-        create(model=MODEL, max_tokens=9, messages=[USER], tool_choice={"type": "any"})
+        choice: Any = {"type": "any"}
+        create(model=MODEL, max_tokens=9, messages=[USER], tools=MESSAGES_TOOLS, tool_choice=choice)
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         create(model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "x" * 30_000}])
     with pytest.raises(anthropic.NotFoundError):

@@ -40,6 +40,10 @@ class GatewayConfig:
     rotate_tokens: int = 1_000_000
     """Requests that name no session share one. It ends at this many tokens, and another begins."""
 
+    log: str = ""
+    """File that gets a line of JSON for each request: time, session, route, model, tokens, status,
+    milliseconds and the code of an error; never what was said."""
+
     @property
     def is_local(self) -> bool:
         return self.host in LOOPBACK

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
+import logging
 import ssl
+import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from pathlib import Path
+from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
 from lockstep.agent.gateway.config import LOOPBACK, GatewayConfig
@@ -29,6 +34,10 @@ ACCEPTED_AT_ONCE = 32
 
 HEAD_BYTES = 512
 """Beginning of a body that is too large, by which it may be recognized."""
+
+NOTES: ContextVar[dict[str, Any]] = ContextVar("NOTES")
+"""Entries that a site adds to the log's line of the request that it answers."""
+LOGGER = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Decoder = Callable[[bytes, int], bytes]
@@ -57,6 +66,12 @@ class Site:
     """Further encodings of bodies than gzip and deflate."""
 
 
+def route_of(request: web.Request) -> str:
+    """The method and the form of the path, without a session's name."""
+    resource = request.match_info.route.resource
+    return f"{request.method} {request.path[:120] if resource is None else resource.canonical}"
+
+
 class BodyTooLarge(Refusal):
     """A body that was not read to its end (413). head: its beginning, unpacked."""
 
@@ -82,6 +97,7 @@ class Listener:
         self._busy: set[asyncio.BaseProtocol] = set()
         """Connections with a request in progress."""
         self._port = config.port
+        self._log: TextIO | None = None
 
     def add(self, site: Site) -> None:
         """Before the start."""
@@ -92,6 +108,14 @@ class Listener:
     async def start(self) -> None:
         """Raises ConfigError if the address cannot be taken, or the certificate not be read."""
         config, secured = self.config, _tls_of(self.config)
+        if config.log:
+            try:
+                self._log = Path(config.log).expanduser().open("a", buffering=1)
+            except OSError as error:
+                raise ConfigError(
+                    f"gateway.log={config.log} cannot be written: {error.strerror}. Expected a "
+                    "file in a directory that exists."
+                ) from error
         app = web.Application(middlewares=[self._answer_safely])
         for site in self._sites:
             app.add_routes(site.routes)
@@ -141,6 +165,9 @@ class Listener:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     @property
     def url(self) -> str:
@@ -153,18 +180,42 @@ class Listener:
     async def _answer_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turns every error into an answer."""
         self._busy.add(request.protocol)
+        begun, response = time.monotonic(), cast("web.StreamResponse | None", None)
+        NOTES.set({})
         fitting = (each for each in self._sites if request.path.startswith(each.prefix))
         site = next(fitting, self._sites[-1])
         try:
             if site.is_open:
                 _check_origin(request)
-            return await handler(request)
+            response = await handler(request)
+            return response
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
-            return site.refuse(error, request)
+            response = site.refuse(error, request)
+            return response
         finally:
             self._busy.discard(request.protocol)
+            self._note(request, response, time.monotonic() - begun)
+
+    def _note(
+        self, request: web.Request, response: web.StreamResponse | None, seconds: float
+    ) -> None:
+        """Adds a line to the log. A status of 499 is a client that left."""
+        if self._log is None:
+            return
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "route": route_of(request),
+            "status": 499 if response is None else response.status,
+            "milliseconds": round(1000 * seconds, 1),
+            **NOTES.get(),
+        }
+        try:
+            self._log.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk ends the log, not the server
+            LOGGER.error("gateway.log=%s ends here: %s", self.config.log, error)
+            self._log = None
 
     async def read(self, request: web.Request, *, content_type: str) -> bytes:
         """Reads a body of a type, unpacked. Raises Refusal (400, 408, 415), BodyTooLarge."""

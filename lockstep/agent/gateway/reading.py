@@ -324,8 +324,8 @@ def constraint_of(choice: Value, format: Value, tools: tuple[ToolSchema, ...]) -
             raise choice.unsupported(text)
     schema = _schema_of(format)
     if forced:
-        return Constraint(tools=forced)
-    return None if schema is None else Constraint(schema=schema, tools=tools)
+        return Constraint(tools=forced, where=choice.where)
+    return None if schema is None else Constraint(schema=schema, tools=tools, where=format.where)
 
 
 def _schema_of(format: Value) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ import json
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,8 @@ from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import honoured
-from lockstep.agent.gateway.listener import Listener, Site
+from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of
+from lockstep.agent.gateway.page import landing_page
 from lockstep.agent.gateway.reading import Answered, Asked, Value, event, parse_body
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
@@ -84,6 +85,7 @@ class GatewayServer:
         self._shared: GatewaySession | None = None
         self._turns: set[asyncio.Task[Any]] = set()
         self._numbers = itertools.count()
+        self._errors: deque[str] = deque(maxlen=10)
         self._keys: dict[bytes, str] = {}
         """Digest of a session's body -> the key of the latest first attempt."""
         is_open = not (key and claims_need_key)
@@ -113,6 +115,7 @@ class GatewayServer:
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
+            web.get("/", self._page),
             web.get("/health", self._health),
             web.post("/sessions", self._create),
             web.get("/sessions", self._list),
@@ -164,6 +167,9 @@ class GatewayServer:
                 text = f"{type(error).__name__} in the gateway; its log has the place."
                 refusal = Refusal(500, "internal_error", text)
         self.counts["failed" if refusal.status >= 500 else "refused"] += 1
+        NOTES.get()["error"] = refusal.code
+        now = time.strftime("%H:%M:%S", time.gmtime())
+        self._errors.append(f"{now} UTC  {route_of(request)}: {refusal.status} {refusal.code}")
         if refusal.status == 500:  # a bug here, not a server that is away
             LOGGER.error("%s %s", request.method, request.path, exc_info=error)
         return refusal
@@ -239,12 +245,14 @@ class GatewayServer:
         if key := self._turn_key(request, session, raw):
             asked = replace(asked, turn=replace(asked.turn, key=key))
         self.counts["requests"] += 1
+        NOTES.get().update(session=session.id, model=asked.model[:80])
         has_ids = request.headers.get("x-lockstep-ids", "").lower() in ("1", "true", "yes")
         work = self._spawn(self._sample(session, asked, has_ids=has_ids))
         try:
             if asked.is_streamed:
                 return await self._stream(request, dialect, session, work)
             found = await asyncio.shield(work)
+            _note_tokens(found)
         except (asyncio.CancelledError, ConnectionError):  # the client is gone
             if not key:
                 work.cancel()
@@ -277,6 +285,7 @@ class GatewayServer:
             refusal = dialect.error(self._refusal_of(error, request))
             await response.write(event({"type": "error", **refusal}, "error"))
             return response
+        _note_tokens(found)
         await response.write(b"".join(dialect.events(found)))
         await response.write_eof()
         return response
@@ -365,6 +374,22 @@ class GatewayServer:
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok", "model": self.model})
 
+    async def _page(self, request: web.Request) -> web.Response:
+        names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
+        text = landing_page(
+            model=self.model,
+            addresses={
+                "OpenAI's clients, base_url": f"{self.url}/v1",
+                "Anthropic's clients, base_url": self.url,
+                "model": self.model,
+                "api_key": "the server's key" if self._key else "any; the server has none",
+            },
+            counts={"sessions": len(self.sessions.all())}
+            | {name.replace("_", " "): self.counts[name] for name in names},
+            errors=reversed(self._errors),
+        )
+        return web.Response(text=text, content_type="text/html")
+
     async def _create(self, request: web.Request) -> web.Response:
         self._check_master(request)
         given = (await self._value(request))["task"]
@@ -445,6 +470,13 @@ def _json(
         status=status,
         headers=headers,
         content_type="application/json",
+    )
+
+
+def _note_tokens(found: Answered) -> None:
+    NOTES.get().update(
+        tokens_in=len(found.replies[0].prompt_ids),
+        tokens_out=sum(len(reply.token_ids) for reply in found.replies),
     )
 
 

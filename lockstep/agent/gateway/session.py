@@ -413,24 +413,27 @@ class GatewaySession:
         )
 
     def _grammar_of(self, constraint: Constraint) -> str:
-        asks = "A reply that must be JSON of a schema, or call a tool"
+        asks = f"{constraint.where} constrains the reply"
         engine, problem = self._engine.capabilities, ""
         if not engine.has_grammar:
-            problem = f"engine {engine.name} does not constrain what it samples; engine=embedded"
+            problem = f"engine {engine.name} does not: its log-probs would be of the free reply. "
+            problem += "The embedded engines"
         elif not isinstance(self._renderer, Constraining):
-            problem = f"renderer {self._renderer.name} writes no grammar; chatml and harmony"
+            problem = f"renderer {self._renderer.name} writes no grammar. Chatml and harmony"
         if problem:
-            text = f"{asks}, cannot be had: {problem} does. Ask for the format in a message."
-            raise Refusal(400, "unsupported_value", text, parameter="response_format")
+            text = f"{asks}, and {problem} do. Or ask for the format in a message."
+            raise Refusal(400, "unsupported_value", text, parameter=constraint.where)
         assert isinstance(self._renderer, Constraining), "checked above"
         grammar = self._renderer.grammar(constraint)
         try:
             problem = grammar_problem(grammar)
         except MissingExtraError as error:
-            raise Refusal(400, "unsupported_value", str(error)) from error
+            raise Refusal(
+                400, "unsupported_value", str(error), parameter=constraint.where
+            ) from error
         if problem:
-            text = f"{asks}: the schema cannot be sampled from: {problem}"
-            raise Refusal(400, "invalid_value", text, parameter="response_format")
+            text = f"{asks}, and its schema cannot be read: {problem}"
+            raise Refusal(400, "invalid_value", text, parameter=constraint.where)
         return grammar
 
     def _reply_of(self, answer: Answer, *, is_repeated: bool = False) -> TurnReply:

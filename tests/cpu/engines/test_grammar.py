@@ -2,16 +2,23 @@
 
 import asyncio
 import json
+import sys
 
 import numpy as np
 import pytest
 import torch
 from engine_models import request as make_request
 
+from lockstep.agent.gateway.exchange import TurnRequest
+from lockstep.agent.gateway.session import GatewaySession
+from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.engines.grammar import grammar_problem
+from lockstep.errors import MissingExtraError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
+from lockstep.objectives.config import GRPO, Reinforce
 from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.invariant import InvariantOps
 from lockstep.renderers.base import Constraint
@@ -19,7 +26,21 @@ from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.testing.tokenizers import byte_tokenizer
-from lockstep.types import Message, Ragged, ToolSchema, listed_ids, pack_support, packed_tokens
+from lockstep.training.config import TrainerConfig
+from lockstep.training.rows import rows_for_training
+from lockstep.training.trainer import Trainer
+from lockstep.types import (
+    Group,
+    Message,
+    Ragged,
+    SamplingParams,
+    Task,
+    ToolSchema,
+    Trajectory,
+    listed_ids,
+    pack_support,
+    packed_tokens,
+)
 
 SCHEMA = {
     "type": "object",
@@ -97,6 +118,27 @@ def test_a_reply_is_json_of_the_schema_and_a_forced_call_has_the_tools_arguments
         assert not message.content and not message.parse_error
 
 
+def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package 'llguidance'.*\[grammar\]"):
+        grammar_problem("start: /a/")
+
+
+def test_a_tools_schema_may_refer_to_its_own_definitions():
+    parameters = {
+        "type": "object",
+        "properties": {"town": {"$ref": "#/$defs/Town"}},
+        "required": ["town"],
+        "additionalProperties": False,
+        "$defs": {"Town": {"enum": ["Oslo", "Bonn"]}},
+    }
+    tool = ToolSchema(name="look", description="", parameters=parameters)
+    for renderer in RENDERERS.values():
+        for delta in draw(renderer, Constraint(tools=(tool,)))[1]:
+            (call,) = renderer.parse(delta.token_ids).tool_calls
+            assert json.loads(call.arguments)["town"] in ("Oslo", "Bonn")
+
+
 def test_thinking_stays_free_and_no_text_spells_a_control_token():
     for renderer in (ChatMLRenderer(TOKENIZER), HarmonyRenderer(TOKENIZER)):
         schema = {"type": "string", "maxLength": 5}
@@ -138,7 +180,7 @@ def test_the_trainers_log_probs_over_the_support_are_the_samplers_bit_for_bit():
             temperature=0.8,
             support=Support.of(delta.support),
         )[0]
-        assert torch.equal(found.detach(), torch.from_numpy(delta.logprobs))
+        assert torch.equal(found.detach(), torch.from_numpy(delta.logprobs.copy()))
 
 
 def test_a_large_support_is_packed_and_masks_and_checks_as_the_list_does():
@@ -154,3 +196,62 @@ def test_a_large_support_is_packed_and_masks_and_checks_as_the_list_does():
     assert np.array_equal(support.mask(slice(1, 3), vocab_size, columns).numpy(), kept[1:, columns])
     taken = support.take(torch.tensor([2, 0])).mask(slice(None), vocab_size)
     assert np.array_equal(taken.numpy(), kept[[2, 0]])
+
+
+def test_a_training_step_of_constrained_and_free_episodes_is_exact(tmp_path):
+    """Sampler and trainer agree on every token, of both kinds of rows in one batch."""
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    renderer = RENDERERS["chatml"]
+    trainer = Trainer(make_model(400, InvariantOps()), TrainerConfig(lr=1e-2), like=tmp_path)
+    engine = EmbeddedEngine(
+        trainer.model,
+        EmbeddedConfig(page_size=16, kv_cache_tokens=8192),
+        token_bytes=TOKENIZER.all_token_bytes(),
+        control_ids=TOKENIZER.control_ids,
+    )
+
+    async def episode(at):
+        sampler = TurnSampler(
+            engine,
+            renderer,
+            Trajectory(id=f"s{at}"),
+            sampling=SamplingParams(max_tokens=60, stop_ids=renderer.stop_ids),
+            budget=Budget(max_tokens=400, max_turns=4, max_turn_tokens=60),
+        )
+        session = GatewaySession(sampler, seed=at)
+        constraint = Constraint(schema=SCHEMA) if at % 2 else None
+        await session.reply(TurnRequest(messages=tuple(USER), constraint=constraint))
+        await session.set_reward(float(at < 2), parts={})
+        await session.finish()
+        return session.trajectory
+
+    async def episodes():
+        return [await episode(at) for at in range(4)]
+
+    trajectories = asyncio.run(episodes())
+    rows = rows_for_training([Group(task=Task(id="t"), trajectories=trajectories)], GRPO())
+    assert len(rows) == 4 and all("support" in row.ragged for row in rows)
+    metrics = trainer.update(rows, Reinforce())
+    assert metrics["mismatch/unequal_tokens"] == metrics["mismatch/k3"] == 0
+    assert metrics["train/grad_norm"] > 0
+
+
+def test_the_gradient_is_that_of_the_constrained_log_prob():
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 16, generator=rng, requires_grad=True)
+    weight = torch.randn(3000, 16, generator=rng, requires_grad=True)
+    kept = torch.rand(5, 3000, generator=rng) < 0.6
+    ids = kept.int().argmax(1)
+    support = Support.of(Ragged.of_rows([pack_support(row) for row in kept.numpy()]))
+    assert support.is_packed.all()
+    found = InvariantOps().log_probs(hidden, weight, ids, temperature=0.7, support=support)[0]
+    wanted = torch.log_softmax(
+        (hidden.double() @ weight.double().T / 0.7).masked_fill(~kept, -torch.inf), -1
+    ).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-5)
+    for a, b in zip(
+        torch.autograd.grad(found.sum(), (hidden, weight)),
+        torch.autograd.grad(wanted.sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)  # float32 sums of 1,800 terms

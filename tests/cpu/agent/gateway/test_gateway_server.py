@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -511,3 +512,33 @@ def test_idle_connections_do_not_lock_anybody_out(caplog: Any):
         held[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert held[-1].recv(4096).startswith(b"HTTP/1.1 200")
     assert not caplog.records
+
+
+# -- log and page ---------------------------------------------------------------------------------
+
+
+def test_each_request_is_a_line_of_the_log_without_what_was_said(tmp_path):
+    log = tmp_path / "requests.jsonl"
+    with Gateway(script, config=GatewayConfig(log=str(log))) as gateway:
+        gateway.ask("POST", CHAT, asking("a secret"))
+        gateway.ask_raw("POST", CHAT, {**asking("a secret"), "stream": True})
+        gateway.ask("POST", CHAT, {**asking("a secret"), "seed": "secret"})
+        with urllib.request.urlopen(gateway.url, timeout=30) as response:
+            status, page = response.status, response.read().decode()
+    assert "secret" not in log.read_text() and "secret" not in page and f"{gateway.url}/v1" in page
+    answered, streamed, refused, shown = map(json.loads, log.read_text().splitlines())
+    for line in (answered, streamed):
+        assert (line["route"], line["status"], line["model"]) == (f"POST {CHAT}", 200, MODEL)
+        assert line["tokens_in"] > 5 and line["tokens_out"] > 3 and line["session"]
+        assert line["milliseconds"] > 0 and line["time"].endswith("Z")
+    assert (refused["status"], refused["error"]) == (400, "invalid_value")
+    assert shown["route"] == "GET /" and status == 200
+
+
+def test_a_log_that_cannot_be_written_is_said_before_the_server_starts(tmp_path):
+    config = GatewayConfig(log=str(tmp_path / "none" / "requests.jsonl"))
+    with (
+        pytest.raises(ConfigError, match=r"gateway\.log=.*cannot be written"),
+        Gateway(script, config=config),
+    ):
+        pass

@@ -1,0 +1,35 @@
+"""The page at `/`: what is served, addresses to copy, counts and the last errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from html import escape
+
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem;
+color:#222;background:#fff}h1{font-size:1.4rem}h2{font-size:1rem;margin:1.5rem 0 .3rem}
+table{border-collapse:collapse}td{padding:.15rem 1.2rem .15rem 0;vertical-align:top}
+code{background:#f0f0f0;padding:.1rem .3rem;border-radius:3px;user-select:all}
+@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}code{background:#2c2c2c}}"""
+
+
+def landing_page(
+    *, model: str, addresses: Mapping[str, str], counts: Mapping[str, int], errors: Iterable[str]
+) -> str:
+    """Loads nothing, and itself again every 5 seconds."""
+    lines = "".join(f"<li>{escape(error)}</li>" for error in errors)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" '
+        'content="5"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(model)} - lockstep serve</title><style>{STYLE}</style>"
+        f"<h1>{escape(model)}</h1><h2>Addresses</h2>{_table(addresses, 'code')}"
+        f"<h2>Since the start</h2>{_table(counts, 'span')}"
+        f"<h2>Last errors</h2>{f'<ul>{lines}</ul>' if lines else '<p>none</p>'}</html>"
+    )
+
+
+def _table(rows: Mapping[str, object], tag: str) -> str:
+    cells = (
+        f"<tr><td>{escape(name)}</td><td><{tag}>{escape(str(value))}</{tag}></td></tr>"
+        for name, value in rows.items()
+    )
+    return f"<table>{''.join(cells)}</table>"
