@@ -319,6 +319,12 @@ def _files(root: Path, split: Split) -> list[Path]:
         return [root] if split == "train" else []
     files = sorted(path for path in root.rglob("*") if path.suffix in FORMATS)
     files = [file for file in files if not file.name.startswith("dataset_info")]  # the hub's own
+    folders = sorted({str(file.parent) for file in files})
+    if len(folders) > 1:
+        raise DataError(
+            f"{root} has several folders of tasks: {', '.join(folders)}. Name one, as "
+            f"task.path={folders[0]}."
+        )
     named = {word: [f for f in files if word in f.name] for word in ("train", "test", "valid")}
     if split == "eval":
         return named["test"] or named["valid"]

@@ -300,6 +300,14 @@ def test_columns_are_named_and_files_of_every_form_are_read(tmp_path):
         assert num == ({"train": 8, "eval": 8} if name == "set" else {"train": 6, "eval": 2})
 
 
+def test_a_data_set_of_several_parts_is_asked_for_one(tmp_path):
+    for part in ("main", "socratic"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "train.jsonl").write_text('{"question": "a"}')
+    with pytest.raises(DataError, match=r"several folders of tasks.*Name one, as task.path=.*main"):
+        _ = CustomConfig(path=str(tmp_path)).splits
+
+
 def test_two_recipes_of_one_name_are_refused():
     def quickstart():
         """Another."""
