@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
-LIMIT = 51_400
+LIMIT = 54_100
 """Code lines that the library may have. Who adds some removes as many; a commit that raises the
 limit says for which capability, and why nothing could go for it."""
 
@@ -34,7 +34,7 @@ ROOMS = {
     ),
     "renderers": ("renderers",),
     "models and ops": ("models", "ops"),
-    "engines, sync, launch": ("engines", "sync", "launch", "children"),
+    "engines, sync, launch": ("engines", "sync", "launch", "children", "system"),
     "agent": ("agent",),
     "learn: training, correction, objectives": ("training", "correction", "objectives"),
     "doctor": ("doctor",),
