@@ -1,4 +1,4 @@
-"""What operating systems do differently: locks on files, limits and ends of processes.
+"""Locks on files, limits and ends of processes, which operating systems do differently.
 
 Linux and macOS have all of it. On Windows a child has no limits of memory and files, and its own
 children outlive it.

@@ -309,8 +309,12 @@ def _array_to_dict(array: npt.NDArray[Any] | None) -> dict[str, Any] | None:
 def read_part(path: Path) -> Iterator[TrajectoryRecord]:
     """The trajectories of one part, in the order written, a few at a time."""
     with _open(path) as part:
+        num_left = part.metadata.num_rows
         for batch in part.iter_batches(batch_size=_ROW_GROUP_SIZE, use_threads=False):
+            num_left -= batch.num_rows
             yield from map(_record, batch.to_pylist())
+        if num_left:  # the header of a page, which has no checksum, says that it is empty
+            raise ValueError(f"{num_left} of its {part.metadata.num_rows} rows are missing")
 
 
 def read_summaries(path: Path) -> list[TrajectorySummary]:

@@ -118,7 +118,7 @@ def test_functions_return_what_their_commands_print(outcome, tmp_path, capsys):
     assert lockstep.write_report(outcome, out=tmp_path / "r.html").stat().st_size > 10_000
     with pytest.raises(ConfigError, match="needs a run"):
         lockstep.write_report()
-    assert lockstep.export(outcome, tmp_path / "model") == "step-000002"
+    assert lockstep.export(outcome, tmp_path / "model").checkpoint == "step-000002"
     assert (tmp_path / "model" / "config.json").is_file()
 
     assert main(["recipes", "--json"]) == OK
