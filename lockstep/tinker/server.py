@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site
+from lockstep.agent.gateway.page import section
 from lockstep.agent.gateway.reading import Value, parse_body
 from lockstep.errors import MissingExtraError
 from lockstep.tinker.requests import TinkerError
@@ -70,6 +71,7 @@ class TinkerServer:
         self._service, self._key = service, client_key(key).encode()
         site = Site(
             prefix=PREFIX,
+            section=self._section,
             routes=self._routes(),
             refuse=refuse,
             is_open=not key,
@@ -88,6 +90,14 @@ class TinkerServer:
     def url(self) -> str:
         """`http://HOST:PORT`, or https, for TINKER_BASE_URL."""
         return self._listener.url
+
+    def _section(self) -> str:
+        key = "the server's key" if self._key else "tml-, and anything behind it"
+        return section(
+            ", ".join(self._service.bases),
+            addresses={"TINKER_BASE_URL": self.url, "TINKER_API_KEY": key},
+            counts=self._service.counts(),
+        )
 
     def _routes(self) -> list[web.RouteDef]:
         service = self._service

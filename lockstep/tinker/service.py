@@ -829,6 +829,16 @@ class TinkerService:
             "user_metadata": metadata or None,
         }
 
+    def counts(self) -> dict[str, int]:
+        """What the store holds, for people."""
+        live = sum(not session.ended for session in self._sessions.values())
+        return {
+            "sessions": len(self._sessions),
+            "of them live": live,
+            "training runs": len(self._models),
+            "checkpoints": sum(1 for _ in self.store.of_model()),
+        }
+
     def training_runs(self, *, limit: int, offset: int) -> dict[str, Any]:
         ids = [*self._models][::-1]
         return {

@@ -57,6 +57,9 @@ def test_agents_and_programs_of_the_client_share_a_server(tmp_path: Path, monkey
         assert ask(f"{url}/v1/chat/completions", turn, **wrong)[0] == 401
         status, found = ask(f"{url}/api/v1/healthz", **wrong)
         assert status == 401 and "TINKER_API_KEY" in found["detail"]
+        with urllib.request.urlopen(url) as answer:
+            page = answer.read().decode()
+        assert f"{url}/v1" in page and "TINKER_BASE_URL" in page and KEY not in page
         service.close("success").result()
     (run,) = (tmp_path / "runs").glob("agents-*")
     assert [each.trajectory.status for each in load_run(run).trajectories()] == ["finished"]

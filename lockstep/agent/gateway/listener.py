@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from lockstep.agent.gateway.config import LOOPBACK, GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal
+from lockstep.agent.gateway.page import landing_page
 from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.system import max_open_files
 
@@ -60,6 +61,8 @@ class Site:
     """Writes the answer for an error of a handler, or for a path that is not there."""
     is_open: bool
     """Something is there without a key, so only this machine may ask."""
+    section: Callable[[], str]
+    """Writes its part of the page at `/` (`page.section`)."""
     prefix: str = "/"
     """Beginning of its paths; the longest one that fits a path tells whose it is."""
     decoders: Mapping[str, Decoder] = field(default_factory=dict)
@@ -117,6 +120,7 @@ class Listener:
                     "file in a directory that exists."
                 ) from error
         app = web.Application(middlewares=[self._answer_safely])
+        app.add_routes([web.get("/", self._page)])
         for site in self._sites:
             app.add_routes(site.routes)
         runner = web.AppRunner(
@@ -142,6 +146,10 @@ class Listener:
             ) from error
         self._runner = runner
         self._port = self._socket.sockets[0].getsockname()[1]
+
+    async def _page(self, request: web.Request) -> web.Response:
+        text = landing_page(site.section() for site in reversed(self._sites))
+        return web.Response(text=text, content_type="text/html")
 
     def _connection(self, server: web.Server) -> asyncio.Protocol:
         """Makes the protocol of a new connection. If there are too many, the one that has waited

@@ -12,18 +12,28 @@ code{background:#f0f0f0;padding:.1rem .3rem;border-radius:3px;user-select:all}
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}code{background:#2c2c2c}}"""
 
 
-def landing_page(
-    *, model: str, addresses: Mapping[str, str], counts: Mapping[str, int], errors: Iterable[str]
+def section(
+    title: str,
+    *,
+    addresses: Mapping[str, str],
+    counts: Mapping[str, int],
+    errors: Iterable[str] = (),
 ) -> str:
-    """Loads nothing, and itself again every 5 seconds."""
+    """The part of one API."""
     lines = "".join(f"<li>{escape(error)}</li>" for error in errors)
+    return (
+        f"<h1>{escape(title)}</h1><h2>Addresses</h2>{_table(addresses, 'code')}"
+        f"<h2>Since the start</h2>{_table(counts, 'span')}"
+        + (f"<h2>Last errors</h2><ul>{lines}</ul>" if lines else "")
+    )
+
+
+def landing_page(sections: Iterable[str]) -> str:
+    """Loads nothing, and itself again every 5 seconds."""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" '
         'content="5"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(model)} - lockstep serve</title><style>{STYLE}</style>"
-        f"<h1>{escape(model)}</h1><h2>Addresses</h2>{_table(addresses, 'code')}"
-        f"<h2>Since the start</h2>{_table(counts, 'span')}"
-        f"<h2>Last errors</h2>{f'<ul>{lines}</ul>' if lines else '<p>none</p>'}</html>"
+        f"<title>lockstep serve</title><style>{STYLE}</style>{''.join(sections)}</html>"
     )
 
 

@@ -32,7 +32,7 @@ from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import honoured
 from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of
-from lockstep.agent.gateway.page import landing_page
+from lockstep.agent.gateway.page import section
 from lockstep.agent.gateway.reading import Answered, Asked, Value, event, parse_body
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
@@ -89,7 +89,9 @@ class GatewayServer:
         self._keys: dict[bytes, str] = {}
         """Digest of a session's body -> the key of the latest first attempt."""
         is_open = not (key and claims_need_key)
-        self._listener.add(Site(routes=self._routes(), refuse=self._refuse, is_open=is_open))
+        self._listener.add(
+            Site(routes=self._routes(), refuse=self._refuse, is_open=is_open, section=self._section)
+        )
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -115,7 +117,6 @@ class GatewayServer:
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
-            web.get("/", self._page),
             web.get("/health", self._health),
             web.post("/sessions", self._create),
             web.get("/sessions", self._list),
@@ -374,10 +375,10 @@ class GatewayServer:
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok", "model": self.model})
 
-    async def _page(self, request: web.Request) -> web.Response:
+    def _section(self) -> str:
         names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
-        text = landing_page(
-            model=self.model,
+        return section(
+            self.model,
             addresses={
                 "OpenAI's clients, base_url": f"{self.url}/v1",
                 "Anthropic's clients, base_url": self.url,
@@ -388,7 +389,6 @@ class GatewayServer:
             | {name.replace("_", " "): self.counts[name] for name in names},
             errors=reversed(self._errors),
         )
-        return web.Response(text=text, content_type="text/html")
 
     async def _create(self, request: web.Request) -> web.Response:
         self._check_master(request)

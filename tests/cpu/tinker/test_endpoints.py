@@ -2,6 +2,7 @@
 
 import json
 import re
+import urllib.request
 import warnings
 from pathlib import Path
 
@@ -86,6 +87,9 @@ def test_what_a_server_should_have_is_answered(served, client_of):
     assert listed.cursor.total_count == 1
     session = train.model_id.partition(":")[0]
     assert session in rest.list_sessions().result().sessions
+    with urllib.request.urlopen(served.url) as answer:  # the page for people
+        page = answer.read().decode()
+    assert f"<code>{served.url}</code>" in page and "training runs</td><td><span>1<" in page
     sampler = train.save_weights_and_get_sampling_client().result()
     found = rest.get_sampler(sampler._sampling_session_id).result()
     assert found.base_model == "org/tiny" and found.model_path is None
