@@ -830,7 +830,7 @@ class TinkerService:
         }
 
     def counts(self) -> dict[str, int]:
-        """What the store holds, for people."""
+        """Counts what the store holds, for people."""
         live = sum(not session.ended for session in self._sessions.values())
         return {
             "sessions": len(self._sessions),
