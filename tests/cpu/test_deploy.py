@@ -58,7 +58,7 @@ def test_the_services_agree_with_each_other():
     trainer, engine = services["trainer"], services["vllm"]
     assert list(trainer["depends_on"]) == ["vllm"] and "http://vllm:8000" in trainer["command"]
     shared = [volume for volume in engine["volumes"] if volume in trainer["volumes"]]
-    assert "runs:/work/runs" in shared and len(shared) == 2
+    assert "runs:/srv/lockstep/runs" in shared and len(shared) == 2
     assert "lockstep.engines.vllm.worker.LockstepWorker" in engine["command"][-1]
 
 
