@@ -174,15 +174,9 @@ class CustomConfig(TaskConfig):
             raise ConfigError("task.path is empty: give the tasks, task.path=tasks.jsonl.")
         tasks = self._read(self.path, "train")
         held_out = self._read(self.eval_path or self.path, "train" if self.eval_path else "eval")
-        if held_out or len(tasks) < 2:
-            return split_tasks(tasks, held_out, self.eval_share, name=self.path, key=_id)
-        by_draw = sorted(tasks, key=lambda task: derive_seed("held out", task.id))
-        num_held = sum(derive_seed("held out", t.id) < self.eval_share * 2**63 for t in tasks)
-        held = {task.id for task in by_draw[: min(max(num_held, 1), len(tasks) - 1)]}
-        return {
-            "train": [task for task in tasks if task.id not in held],
-            "eval": [task for task in tasks if task.id in held],
-        }
+        return split_tasks(
+            tasks, held_out or None, self.eval_share, name=self.path, key=_id, holds_out_one=True
+        )
 
     def _read(self, path: str, split: Split) -> list[Task]:
         tasks: dict[str, Task] = {}

@@ -18,6 +18,7 @@ from lockstep.agent.tasks import (
     GeneratedSource,
     ListSource,
     TaskSource,
+    derive_seed,
     is_held_out,
     read_tasks,
 )
@@ -181,16 +182,22 @@ def split_tasks(
     *,
     name: str,
     key: Callable[[T], str],
+    holds_out_one: bool = False,
 ) -> dict[str, list[T]]:
     """Tasks by split, "train" and "eval".
 
-    held_out: tasks to evaluate on; None holds out `eval_share` of `tasks`, chosen by `key`.
-    name: where `tasks` come from, for errors. Raises DataError if a split is empty, or if a key is
-    in both.
+    held_out: tasks to evaluate on; None holds out `eval_share` of `tasks`, chosen by `key`;
+    holds_out_one: at least one of several. name: where `tasks` come from, for errors. Raises
+    DataError if a split is empty, or if a key is in both.
     """
     if held_out is None:
-        train = [task for task in tasks if not is_held_out(eval_share, key(task))]
-        evaluated = [task for task in tasks if is_held_out(eval_share, key(task))]
+        ranked = sorted(tasks, key=lambda task: derive_seed("held out", key(task)))
+        num_held_out = sum(is_held_out(eval_share, key(task)) for task in tasks)
+        if holds_out_one:
+            num_held_out = min(max(num_held_out, 1), len(tasks) - 1)
+        chosen = set(map(key, ranked[:num_held_out]))
+        train = [task for task in tasks if key(task) not in chosen]
+        evaluated = [task for task in tasks if key(task) in chosen]
     else:
         train, evaluated = list(tasks), list(held_out)
         if both := set(map(key, train)) & set(map(key, evaluated)):
