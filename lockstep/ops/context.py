@@ -25,6 +25,14 @@ KEY_BLOCK = 128
 """Keys that invariant ops sum in one piece, counted from the start of each sequence. Part of the
 numerics, unlike the page size, which only says where keys are stored."""
 
+SPLIT_KEYS = 512
+"""Keys that attention on a GPU sums by itself, counted from the start of each sequence; these sums
+are combined from the left. Part of the numerics there."""
+
+TILE_ROWS = 64  # rows of one piece of attention's work on a GPU: queries times heads of a key head
+
+WHOLE_ROW = 1 << 30  # page size of a row whose keys are adjacent
+
 MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this factor
 
 
@@ -36,6 +44,14 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     Guard: tests/cpu/test_determinism.py
     """
     return F.embedding(index, x.flatten(1)).view(*index.shape, *x.shape[1:])
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
+    """`array` on the device; on a GPU by way of pinned memory, so that the host does not wait."""
+    tensor, device = torch.from_numpy(array), torch.device(device)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -125,6 +141,130 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AttentionWork:
+    """Rows of variable length as attention on a GPU reads them, and its pieces of work.
+
+    All tensors are int32 on the device. They may be the static buffers of a CUDA graph: nothing
+    here is read on the host but the four numbers.
+    """
+
+    query_starts: Tensor
+    """[B + 1]: place of each row's first query; its queries are adjacent."""
+    lengths: Tensor
+    """[B]: keys that a row's last query sees. The queries are at the last positions."""
+    page_starts: Tensor
+    """[B]: where in `pages` the first page of a row is."""
+    pages: Tensor
+    """[*]: place of the first key of each page, the pages of a row in order."""
+    page_size: int
+    items: Tensor
+    """[W, 4]: (row, first of the row's queries times heads, split, slot). Split -1: all splits of
+    the keys in one piece. Otherwise the piece is one split, whose result waits in a slot."""
+    num_items: Tensor
+    """[1]: how many of the W are real."""
+    counters: Tensor
+    """[slots, key heads]: zeros, and zeros again after each call."""
+    max_queries: int
+    """Queries of the longest row."""
+    max_keys: int
+    """Keys of the longest row."""
+    tokens: Tensor | None = None
+    """[places]: token of each query, where rows share tokens; None: a place is a token."""
+    token_places: Tensor | None = None
+    """[T] int64: a place of each token, where rows share tokens."""
+
+    @classmethod
+    def of(
+        cls,
+        query_counts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        page_starts: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int64],
+        *,
+        page_size: int,
+        heads: tuple[int, int],
+        device: torch.device | str,
+        tokens: npt.NDArray[np.int64] | None = None,
+        token_places: npt.NDArray[np.int64] | None = None,
+    ) -> AttentionWork:
+        """heads: (of the queries, of the keys). See `plan_work`."""
+        items, num_slots = plan_work(
+            query_counts, lengths, heads=heads, num_programs=programs_of(device)
+        )
+        parts = [
+            np.concatenate([[0], np.cumsum(query_counts)]),
+            lengths,
+            page_starts,
+            pages,
+            items.reshape(-1),
+            np.array([len(items)]),
+            *([] if tokens is None else [tokens]),
+        ]
+        whole = to_device(np.concatenate(parts).astype(np.int32), device)
+        found = iter(whole.split([len(part) for part in parts]))
+        return cls(
+            next(found),
+            next(found),
+            next(found),
+            next(found),
+            page_size,
+            next(found).view(-1, 4),
+            next(found),
+            torch.zeros(num_slots, heads[1], dtype=torch.int32, device=device),
+            int(query_counts.max()),
+            int(lengths.max()),
+            None if tokens is None else next(found),
+            None if token_places is None else to_device(token_places, device),
+        )
+
+
+def programs_of(device: torch.device | str) -> int:
+    """Pieces of attention that run at once: two on each multiprocessor."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 32  # Triton's interpreter
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_work(
+    query_counts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    *,
+    heads: tuple[int, int],
+    num_programs: int,
+) -> tuple[npt.NDArray[np.int32], int]:
+    """(items [W, 4] of `AttentionWork`, the longest first; slots of partial results).
+
+    query_counts, lengths: [B] queries of each row and keys of its last query. A piece that reads
+    more keys than an even share of all is cut into its splits: with few rows they fill the chip,
+    and one long row does not outlast the others. The cut changes no bit.
+
+    >>> queries, lengths = np.array([1, 1]), np.array([1100, 9])
+    >>> items, num_slots = plan_work(queries, lengths, heads=(8, 2), num_programs=64)
+    >>> items.tolist(), num_slots
+    ([[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 2, 2], [1, 0, -1, -1]], 3)
+    """
+    repeat = heads[0] // heads[1]
+    num_tiles = -(-query_counts * repeat // TILE_ROWS)
+    row = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    first = (np.arange(len(row)) - (np.cumsum(num_tiles) - num_tiles)[row]) * TILE_ROWS
+    last_query = np.minimum((first + TILE_ROWS - 1) // repeat, query_counts[row] - 1)
+    num_keys = lengths[row] - query_counts[row] + last_query + 1
+    share = num_keys.sum() * heads[1] // num_programs
+    num_splits = -(-num_keys // SPLIT_KEYS)
+    is_cut = (num_keys > max(share, SPLIT_KEYS)) & (num_splits > 1)
+    num_items = np.where(is_cut, num_splits, 1)
+    tile = np.repeat(np.arange(len(row)), num_items)
+    split = np.arange(len(tile)) - (np.cumsum(num_items) - num_items)[tile]
+    cut = is_cut[tile]
+    slot = np.where(cut, np.cumsum(cut) - 1, -1)
+    items = np.stack([row[tile], first[tile], np.where(cut, split, -1), slot], 1)
+    cost = np.where(cut, np.minimum(SPLIT_KEYS, num_keys[tile]), num_keys[tile])
+    order = np.argsort(-cost, kind="stable")
+    return items[order].astype(np.int32), int(cut.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedContext:
     """Rows of packed tokens, without padding. A row sees only its own tokens, which may be anywhere
     among the T: rows with a common beginning share its tokens.
@@ -136,12 +276,11 @@ class PackedContext:
     [3, 4, 0, 1, 2]
     """
 
-    blocks: tuple[Tensor, ...]
-    """Rows of similar length, as padded blocks of attention: [B, L] int64 each, the token at each
-    place. Places past a row's end repeat its last token."""
-    place_index: Tensor | None
-    """[T] int64: index of each token's output in the blocks laid end to end (any one, where rows
-    share the token); None if that is the packed order already (rows of one length)."""
+    lengths: npt.NDArray[np.int64]
+    """[B], on the host: tokens of each row, at least 1."""
+    index: npt.NDArray[np.int64]
+    """[sum of lengths], on the host: tokens of the rows, laid end to end."""
+    device: torch.device
     memo: dict[Any, Any] = field(default_factory=dict)
     """Values that ops compute once per forward and read in every layer: how they cut the rows."""
 
@@ -149,36 +288,79 @@ class PackedContext:
     def of(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedContext:
         """Context of rows that follow one another and share nothing. lengths: in packed order, each
         at least 1."""
-        ends = np.cumsum(lengths)
-        return cls.of_rows(
-            [np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)], device=device
-        )
+        sizes = np.array(lengths, np.int64)
+        return cls(sizes, np.arange(sizes.sum()), torch.device(device))
 
     @classmethod
     def of_rows(
         cls, rows: Sequence[npt.NDArray[np.int64]], *, device: torch.device | str = "cpu"
     ) -> PackedContext:
         """rows: for each row, the indices of its tokens among the T, in the row's order."""
-        lens = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        flat = torch.from_numpy(np.concatenate(rows))
-        starts = torch.cumsum(lens, 0) - lens
-        order = torch.argsort(lens, descending=True, stable=True)
-        blocks: list[Tensor] = []
-        place = torch.empty(int(flat.max()) + 1, dtype=torch.int64)
-        base = at = 0
-        while at < len(order):
-            longest = int(lens[order[at]])
-            end = at + int((lens[order[at:]] * MAX_PADDING >= longest).sum())
-            chosen = order[at:end]
-            steps = torch.arange(longest)
-            last = lens[chosen, None] - 1
-            index = flat[starts[chosen, None] + torch.minimum(steps, last)]
-            inside = steps <= last
-            place[index[inside]] = (base + torch.arange(index.numel()).view_as(index))[inside]
-            blocks.append(index.to(device))
-            base, at = base + index.numel(), end
-        is_identity = base == len(place) and bool((place == torch.arange(base)).all())
-        return cls(tuple(blocks), None if is_identity else place.to(device))
+        sizes = np.array([len(row) for row in rows], np.int64)
+        return cls(sizes, np.concatenate(rows), torch.device(device))
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether token t of the T is at place t: the rows follow one another."""
+        if "ordered" not in self.memo:
+            self.memo["ordered"] = np.array_equal(self.index, np.arange(len(self.index)))
+        return self.memo["ordered"]
+
+    @property
+    def blocks(self) -> tuple[Tensor, ...]:
+        """Rows of similar length, as padded blocks of attention: [B, L] int64 each, the token at
+        each place. Places past a row's end repeat its last token."""
+        return self._padded()[0]
+
+    @property
+    def place_index(self) -> Tensor | None:
+        """[T] int64: index of each token's output in the blocks laid end to end (any one, where
+        rows share the token); None if that is the packed order already (rows of one length)."""
+        return self._padded()[1]
+
+    def _padded(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        if "padded" not in self.memo:
+            self.memo["padded"] = _pad_rows(self.lengths, self.index, self.device)
+        return self.memo["padded"]
+
+    def work(self, heads: tuple[int, int]) -> AttentionWork:
+        """The rows as attention on a GPU reads them. heads: (of the queries, of the keys)."""
+        if ("work", heads) not in self.memo:
+            starts = np.cumsum(self.lengths) - self.lengths
+            rows = {"page_starts": np.arange(len(starts)), "pages": starts, "page_size": WHOLE_ROW}
+            if not self.is_ordered:
+                places = np.empty(int(self.index.max()) + 1, np.int64)
+                places[self.index] = np.arange(len(self.index))
+                rows = {"page_starts": starts, "pages": self.index, "page_size": 1}
+                rows |= {"tokens": self.index, "token_places": places}
+            self.memo["work", heads] = AttentionWork.of(
+                self.lengths, self.lengths, **rows, heads=heads, device=self.device
+            )
+        return self.memo["work", heads]
+
+
+def _pad_rows(
+    lengths: npt.NDArray[np.int64], index: npt.NDArray[np.int64], device: torch.device
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    lens, flat = torch.from_numpy(lengths), torch.from_numpy(index)
+    starts = torch.cumsum(lens, 0) - lens
+    order = torch.argsort(lens, descending=True, stable=True)
+    blocks: list[Tensor] = []
+    place = torch.empty(int(flat.max()) + 1, dtype=torch.int64)
+    base = at = 0
+    while at < len(order):
+        longest = int(lens[order[at]])
+        end = at + int((lens[order[at:]] * MAX_PADDING >= longest).sum())
+        chosen = order[at:end]
+        steps = torch.arange(longest)
+        last = lens[chosen, None] - 1
+        tokens = flat[starts[chosen, None] + torch.minimum(steps, last)]
+        inside = steps <= last
+        place[tokens[inside]] = (base + torch.arange(tokens.numel()).view_as(tokens))[inside]
+        blocks.append(tokens.to(device))
+        base, at = base + tokens.numel(), end
+    is_identity = base == len(place) and bool((place == torch.arange(base)).all())
+    return tuple(blocks), None if is_identity else place.to(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,10 +414,13 @@ class PagedContext:
     """Same shape as `keys`."""
     write_index: Tensor
     """[T] int64: place of each new token's key and value: page * page_size + offset."""
-    blocks: tuple[PagedBlock, ...]
-    place_index: Tensor | None
+    blocks: tuple[PagedBlock, ...] = ()
+    """For ops that read padded blocks; () for those that read `work`."""
+    place_index: Tensor | None = None
     """[T] int64: index of each token's output in the blocks laid end to end ([B * Q] each); None if
     they are in order already."""
+    work: AttentionWork | None = None
+    """For ops that read it (`Ops.reads_work`)."""
 
     @classmethod
     def of(
@@ -245,11 +430,14 @@ class PagedContext:
         tables: npt.NDArray[np.int64],
         starts: Sequence[int],
         stops: Sequence[int],
+        *,
+        num_heads: int | None = None,
     ) -> PagedContext:
         """Context of sequences that each feed their positions [start, stop), one after another.
 
         tables: [B, P], the pages of each sequence in order; unused places name any valid page.
-        Neighbours that feed the same number of tokens share a block.
+        Neighbours that feed the same number of tokens share a block. num_heads: of the queries, for
+        ops that read `work` in place of blocks.
 
         >>> keys = torch.zeros(1, 2, 8, 16, 4)          # 8 pages of 16 places
         >>> tables = np.array([[3, 5], [2, 0]])
@@ -260,6 +448,18 @@ class PagedContext:
         size, device = keys.shape[3], keys.device
         at = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
         written = [row[a // size] * size + a % size for row, a in zip(tables, at, strict=True)]
+        write_index = to_device(np.concatenate(written), device)
+        if num_heads is not None:
+            work = AttentionWork.of(
+                np.array([len(a) for a in at]),
+                np.array(stops, np.int64),
+                np.arange(len(tables)) * tables.shape[1],
+                tables.reshape(-1) * size,
+                page_size=size,
+                heads=(num_heads, keys.shape[1]),
+                device=device,
+            )
+            return cls(keys, values, write_index, work=work)
         blocks: list[PagedBlock] = []
         first = token = 0
         for _, group in groupby(at, key=len):
@@ -269,8 +469,7 @@ class PagedContext:
             places, used = (torch.from_numpy(x).to(device) for x in (positions, pages))
             blocks.append(PagedBlock(None, places, used, num_keys, first_token=token))
             first, token = stop, token + positions.size
-        write_index = torch.from_numpy(np.concatenate(written)).to(device)
-        return cls(keys, values, write_index, tuple(blocks), None)
+        return cls(keys, values, write_index, tuple(blocks))
 
     def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Writes the new tokens' keys and values to their places."""
