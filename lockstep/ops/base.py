@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.errors import AlignmentError
-from lockstep.ops import flex, head
+from lockstep.ops import head
 from lockstep.ops.context import (
     AttentionSpec,
     PackedContext,
@@ -57,6 +57,10 @@ class Ops:
         """Dtype in which an engine keeps a second, contiguous copy of the running rows' keys and
         values (`ResidentRows`); None if attention reads pages alone. dtype: the model's."""
         return dtype
+
+    def reads_work(self, device: torch.device) -> bool:
+        """Whether attention reads `AttentionWork` in place of padded blocks."""
+        return device.type != "cpu"
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the products in a backward, for operands of this dtype."""
@@ -207,14 +211,22 @@ class Ops:
     def _packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
     ) -> Tensor:
-        if q.device.type == "cpu":
+        if not self.reads_work(q.device):
             return SinkAttention.apply(q, k, v, spec.sinks, spec, context)  # pyright: ignore
-        return flex.attend(q, k, v, spec, context)
+        from lockstep.ops import cuda_attention  # needs Triton
+
+        if torch.is_grad_enabled():
+            return cuda_attention.PackedAttention.apply(q, k, v, spec.sinks, spec, context)  # pyright: ignore
+        return cuda_attention.packed_attention(q, k, v, spec, context)[0]
 
     def _paged_attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
     ) -> Tensor:
         """`attention` over pages, to which the new keys and values were written."""
+        if self.reads_work(q.device):
+            from lockstep.ops import cuda_attention
+
+            return cuda_attention.paged_attention(q, spec, context)
         return paged_attention(
             q,
             k,

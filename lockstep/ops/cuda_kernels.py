@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.errors import MissingExtraError
-from lockstep.ops.context import KEY_BLOCK, AttentionSpec
 
 try:
     import triton
@@ -47,22 +46,9 @@ IS_INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels run on CPU tensors, in Triton's interpreter."""
 
 POINTER_ALIGNMENT = 16  # bytes; Triton specialises on it, and it is a thread's widest load
-NO_WINDOW = 1 << 30  # wider than any sequence
 ELEMENTS = 1024  # of one program of an elementwise kernel
 NORM_ELEMENTS = 4096  # of one program of a norm: one long row, or several short ones
 VOCABULARY_BLOCK = 4096  # logits summed in one piece: part of the numerics
-
-
-class AttentionTile(NamedTuple):
-    """Rows (queries times heads that share a key head) and keys of one step of attention. Depends
-    on the dtype alone: the same for one query and for thousands."""
-
-    rows: int
-    keys: int
-
-
-TWO_BYTE_ATTENTION = AttentionTile(64, KEY_BLOCK)  # wgmma needs at least 64 rows
-FLOAT32_ATTENTION = AttentionTile(64, 32)  # a quarter of a key block: products are unrolled
 
 
 class Tile(NamedTuple):
@@ -90,18 +76,21 @@ FLOAT32_TILE = Tile(64, 64, 32, 4, 2)
 DECODE_ROWS = 64  # rows up to which a tile of the training shape would be half empty
 
 
-def _kernel(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compiles a kernel once for all values of the arguments that are named."""
-    return triton.jit(do_not_specialize=list(unspecialized))
+def jit(*unspecialized: str, unaligned: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Compiles a kernel once for all values of the arguments that are named, and for all addresses
+    of those in `unaligned`."""
+    return triton.jit(
+        do_not_specialize=list(unspecialized), do_not_specialize_on_alignment=list(unaligned)
+    )
 
 
-@_kernel()
+@jit()
 def _unchanged(bound):
     return bound
 
 
 # The interpreter of Triton 3.6 cannot make a loop's bound of a tensor under numpy 2.4.
-_loop_bound = (lambda bound: bound.handle.data.item()) if IS_INTERPRETED else _unchanged
+loop_bound = (lambda bound: bound.handle.data.item()) if IS_INTERPRETED else _unchanged
 
 
 # -- GEMM --------------------------------------------------------------------------------------
@@ -141,9 +130,9 @@ def _launch_gemm(
     if out_MN.numel():
         num_places = triton.cdiv(M, tile.rows) if places is None else len(places)
         _gemm_kernel[(num_places, triton.cdiv(N, tile.outputs))](
-            _aligned(x_MK),
-            _aligned(weight),
-            None if bias is None else _aligned(bias),
+            aligned(x_MK),
+            aligned(weight),
+            None if bias is None else aligned(bias),
             out_MN,
             places,
             M,
@@ -158,7 +147,7 @@ def _launch_gemm(
     return out_MN
 
 
-@_kernel("M")
+@jit("M")
 def _gemm_kernel(
     x,
     weight,
@@ -213,18 +202,18 @@ def _gemm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Ops.rms_norm`. Rounded after the norm and again after the scale, like `Ops`."""
     D = x.shape[-1]
-    x_MD = _aligned(x.reshape(-1, D))
+    x_MD = aligned(x.reshape(-1, D))
     out = torch.empty_like(x_MD)
     if out.numel():
         width = triton.next_power_of_2(D)
         rows = max(1, NORM_ELEMENTS // width)
         _rms_norm_kernel[(triton.cdiv(len(x_MD), rows),)](
-            x_MD, _aligned(weight), out, len(x_MD), eps, weight.numel() // D, D, rows, width
+            x_MD, aligned(weight), out, len(x_MD), eps, weight.numel() // D, D, rows, width
         )
     return out.view(x.shape)
 
 
-@_kernel("M")
+@jit("M")
 def _rms_norm_kernel(
     x,
     weight,
@@ -250,19 +239,19 @@ def _rms_norm_kernel(
 def log_softmax(logits: Tensor, *, temperature: float, kept: Tensor | None) -> Tensor:
     """See `Ops.log_softmax`."""
     V = logits.shape[-1]
-    rows = _aligned(logits.reshape(-1, V))
+    rows = aligned(logits.reshape(-1, V))
     out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     if rows.numel():
         mask = None
         if kept is not None:
-            mask = _aligned(kept.expand(logits.shape).reshape(-1, V)).view(torch.uint8)
+            mask = aligned(kept.expand(logits.shape).reshape(-1, V)).view(torch.uint8)
         _log_softmax_kernel[(len(rows),)](
             rows, mask, out, temperature, V, VOCABULARY_BLOCK, num_warps=8
         )
     return out.view(logits.shape)
 
 
-@_kernel()
+@jit()
 def _log_softmax_kernel(logits, kept, out, temperature, V: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -281,7 +270,7 @@ def _log_softmax_kernel(logits, kept, out, temperature, V: tl.constexpr, BLOCK: 
         tl.store(out + row * V + start + column, value - normalizer, mask=start + column < V)
 
 
-@_kernel()
+@jit()
 def _load_logits(logits, kept, temperature, row, column, V: tl.constexpr):
     is_kept = column < V
     value = tl.load(logits + row * V + column, mask=is_kept, other=0.0).to(tl.float32) / temperature
@@ -300,12 +289,12 @@ def swiglu(gate_up: Tensor, *, alpha: float, limit: float | None) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], F)
     if out.numel():
         _swiglu_kernel[(triton.cdiv(out.numel(), ELEMENTS),)](
-            _aligned(gate_up), out, out.numel(), alpha, limit or 0.0, is_clamped, F, ELEMENTS
+            aligned(gate_up), out, out.numel(), alpha, limit or 0.0, is_clamped, F, ELEMENTS
         )
     return out
 
 
-@_kernel("size")
+@jit("size")
 def _swiglu_kernel(
     gate_up,
     out,
@@ -329,17 +318,17 @@ def _swiglu_kernel(
 
 def rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `Ops.rope`. cos and sin are rounded to x's dtype, like `Ops`."""
-    x_THD = _aligned(x_THD)
+    x_THD = aligned(x_THD)
     _, H, D = x_THD.shape
     out = torch.empty_like(x_THD)
     if out.numel():
         _rope_kernel[(triton.cdiv(out.numel(), ELEMENTS),)](
-            x_THD, _aligned(cos), _aligned(sin), out, out.numel(), H, D, ELEMENTS
+            x_THD, aligned(cos), aligned(sin), out, out.numel(), H, D, ELEMENTS
         )
     return out
 
 
-@_kernel("size")
+@jit("size")
 def _rope_kernel(x, cos, sin, out, size, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = at < size
@@ -359,12 +348,12 @@ def combine(out_TAD: Tensor, weights_TA: Tensor) -> Tensor:
     total_TD = out_TAD.new_empty(T, D)
     if total_TD.numel():
         _combine_kernel[(triton.cdiv(T * D, ELEMENTS),)](
-            _aligned(out_TAD), _aligned(weights_TA), total_TD, T * D, A, D, ELEMENTS
+            aligned(out_TAD), aligned(weights_TA), total_TD, T * D, A, D, ELEMENTS
         )
     return total_TD
 
 
-@_kernel("size")
+@jit("size")
 def _combine_kernel(
     out, weights, total, size, A: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -379,200 +368,7 @@ def _combine_kernel(
     tl.store(total + at, value.to(total.dtype.element_ty), mask=is_inside)
 
 
-# -- attention -----------------------------------------------------------------------------------
-
-
-class Vectors(NamedTuple):
-    """Heads of width D in memory: head h at place n is vector h * head_step + n * place_step.
-
-    Steps are in units of D, so the kernel knows a vector's alignment without knowing the steps.
-    """
-
-    storage: Tensor
-    head_step: int
-    place_step: int
-
-    @classmethod
-    def of_tokens(cls, x_THD: Tensor) -> Vectors:
-        """A place is a token. Copies `x_THD` unless it is an array of aligned vectors."""
-        D = x_THD.shape[2]
-        token, head, element = x_THD.stride()
-        if element != 1 or head % D or token % D or x_THD.data_ptr() % POINTER_ALIGNMENT:
-            x_THD = x_THD.clone(memory_format=torch.contiguous_format)
-            token, head, _ = x_THD.stride()
-        return cls(x_THD, head // D, token // D)
-
-    @classmethod
-    def of_pages(cls, cache_GPSD: Tensor) -> Vectors:
-        """A place is page * page_size + offset. Never copies."""
-        _, P, S, _ = cache_GPSD.shape
-        return cls(cache_GPSD, P * S, 1)
-
-
-def attention(
-    q: Vectors,
-    keys: Vectors,
-    values: Vectors,
-    out_NHD: Tensor,
-    lse_NH: Tensor,
-    *,
-    first: int,
-    tokens: Tensor,
-    positions: Tensor,
-    pages: Tensor,
-    page_size: int,
-    spec: AttentionSpec,
-    num_key_heads: int,
-) -> None:
-    """Causal attention of a block of B sequences with Q queries each.
-
-    tokens [B, Q]: the place of each query in q. positions [B, Q]: in its sequence; [1, Q] for all
-    sequences alike. pages [B, P]: key n of a sequence is at place pages[n // page_size] * page_size
-    + n % page_size; packed tokens are pages of one place. All int64. Writes B * Q rows of out and
-    of lse, from row `first` on; lse is the log-sum-exp of keys and sink.
-    """
-    H, D = out_NHD.shape[1:]
-    B, Q = tokens.shape
-    repeat = H // num_key_heads
-    tile = FLOAT32_ATTENTION if out_NHD.dtype.itemsize > 2 else TWO_BYTE_ATTENTION
-    grid = (B * num_key_heads, triton.cdiv(Q * repeat, tile.rows))
-    _attention_kernel[grid](
-        q.storage,
-        keys.storage,
-        values.storage,
-        None if spec.sinks is None else _aligned(spec.sinks),
-        _aligned(tokens),
-        _aligned(positions),
-        _aligned(pages),
-        out_NHD,
-        lse_NH,
-        first,
-        Q,
-        0 if len(positions) == 1 else Q,
-        pages.shape[1],
-        page_size,
-        q.head_step,
-        q.place_step,
-        keys.head_step,
-        keys.place_step,
-        values.head_step,
-        values.place_step,
-        NO_WINDOW if spec.window is None else spec.window,
-        spec.scale,
-        num_key_heads,
-        repeat,
-        D,
-        max(16, triton.next_power_of_2(D)),
-        tile.rows,
-        tile.keys,
-        num_warps=4,
-        num_stages=2,
-    )
-
-
-@_kernel(
-    "first",
-    "Q",
-    "position_step",
-    "P",
-    "page_size",
-    "q_head_step",
-    "q_step",
-    "k_head_step",
-    "k_step",
-    "v_head_step",
-    "v_step",
-    "window",
-)
-def _attention_kernel(
-    q,
-    k,
-    v,
-    sinks,
-    tokens,
-    positions,
-    pages,
-    out,
-    lse,
-    first,
-    Q,
-    position_step,
-    P,
-    page_size,
-    q_head_step,
-    q_step,
-    k_head_step,
-    k_step,
-    v_head_step,
-    v_step,
-    window,
-    scale,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Online softmax over blocks of KEYS keys, which begin at multiples of KEYS from the start of
-    the sequence. Rows are the queries of one key head: R heads of each query are adjacent.
-
-    Blocks before every row's window and after every row's position are left out. A block that is
-    read for another row changes nothing: its scores are -inf, so the maximum stays, the rescaling
-    is exp(0) = 1 (or 0, of a sum that is still 0), and exact zeros are added.
-    """
-    b = (tl.program_id(0) // G).to(tl.int64)
-    g = tl.program_id(0) % G
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_row = row < Q * R
-    query = row // R
-    head = g * R + row % R
-    position = tl.load(positions + b * position_step + query, mask=is_row, other=-1).to(tl.int32)
-    token = tl.load(tokens + b * Q + query, mask=is_row, other=0)
-    d = tl.arange(0, WIDTH)[None, :]
-    is_wide = d < D
-    at = (head * q_head_step + token * q_step)[:, None] * D + d
-    q_tile = tl.load(q + at, mask=is_row[:, None] & is_wide, other=0.0)
-
-    if sinks is None:
-        highest = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-    else:
-        highest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
-        total = tl.full((ROWS,), 1.0, tl.float32)  # the sink's own exp(sink - highest)
-    value = tl.zeros((ROWS, WIDTH), tl.float32)
-    stop = tl.max(position, 0) + 1
-    start = tl.maximum(tl.min(tl.where(is_row, position, stop), 0) - window + 1, 0)
-    for block in range(_loop_bound(start // KEYS), _loop_bound((stop + KEYS - 1) // KEYS)):
-        key = block * KEYS + tl.arange(0, KEYS)
-        is_key = key < stop
-        page = tl.load(pages + b * P + key // page_size, mask=is_key, other=0)
-        place = page * page_size + key % page_size
-        is_read = is_key[:, None] & is_wide
-        k_at = (g * k_head_step + place * k_step)[:, None] * D + d
-        v_at = (g * v_head_step + place * v_step)[:, None] * D + d
-        k_tile = tl.load(k + k_at, mask=is_read, other=0.0)
-        v_tile = tl.load(v + v_at, mask=is_read, other=0.0)
-
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-        age = position[:, None] - key[None, :]
-        scores = tl.where((age >= 0) & (age < window), scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf is NaN
-        rescale = tl.exp(highest - shift)
-        probs = tl.exp(scores - shift[:, None])
-        total = total * rescale + tl.sum(probs, 1)
-        value = value * rescale[:, None]
-        value = tl.dot(probs.to(v_tile.dtype), v_tile, value, input_precision="ieee")
-        highest = new_highest
-
-    where = (first + b * Q + query) * (G * R) + head
-    tl.store(lse + where, highest + tl.log(total), mask=is_row)
-    value = (value / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + where[:, None] * D + d, value, mask=is_row[:, None] & is_wide)
-
-
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """`x`, contiguous and at an aligned address. For another alignment Triton compiles another
     instance, whose threads may divide a row, and so sum it, in another way."""
     x = x.contiguous()

@@ -13,7 +13,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.ops import head
 from lockstep.ops.base import Ops
-from lockstep.ops.context import AttentionSpec, PackedContext, PagedBlock, PagedContext, Support
+from lockstep.ops.context import AttentionSpec, PackedContext, PagedContext, Support
 from lockstep.types import Ragged
 
 if importlib.util.find_spec("triton") is None:
@@ -226,7 +226,9 @@ def packed_attention(window, context):
 def test_attention_is_the_formula_forward_and_backward(
     heads, key_heads, width, window, has_sinks, monkeypatch
 ):
-    monkeypatch.setattr("lockstep.ops.cuda.BACKWARD_SCORES", 5 * heads * 70 * 20)  # several tiles
+    monkeypatch.setattr(
+        "lockstep.ops.cuda_attention.BACKWARD_SCORES", 5 * heads * 70 * 20
+    )  # several tiles
     inputs = attention_inputs(heads, key_heads, width, has_sinks)
     ours = packed_attention(window, PackedContext.of(LENGTHS))
 
@@ -271,53 +273,28 @@ class Cache:
         order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(7))
         self.pages, self.page_size = list(order.split(counts)), page_size
 
-    def context(self, blocks):
-        """blocks: of each, the (sequence, start, stop) that run as padded rows. Tokens stand one
-        after another in the order of the blocks."""
-        size = self.page_size
-        written, made, places, num_tokens, num_places = [], [], [], 0, 0
-        for chunks in blocks:
-            longest = max(stop - start for _, start, stop in chunks)
-            width = max(-(-stop // size) for _, _, stop in chunks)
-            tokens, positions = torch.empty(2, len(chunks), longest, dtype=torch.int64)
-            pages = torch.zeros(len(chunks), width, dtype=torch.int64)
-            for row, (sequence, start, stop) in enumerate(chunks):
-                steps = torch.arange(longest).clamp(max=stop - start - 1)
-                tokens[row], positions[row] = num_tokens + steps, start + steps
-                own = self.pages[sequence][:width]
-                pages[row, : len(own)] = own
-                at = torch.arange(start, stop)
-                written.append(own[at // size] * size + at % size)
-                places.append(num_places + row * longest + torch.arange(stop - start))
-                num_tokens += stop - start
-            num_places += tokens.numel()
-            is_even = len({stop - start for _, start, stop in chunks}) == 1
-            made.append(
-                PagedBlock(
-                    None if is_even else tokens,
-                    positions,
-                    pages,
-                    min(width * size, max(stop for _, _, stop in chunks)),
-                    first_token=int(tokens[0, 0]),
-                )
-            )
-        return PagedContext(
-            self.keys, self.values, torch.cat(written), tuple(made), torch.cat(places)
-        )
+    def context(self, step, heads):
+        """step: the (sequence, start, stop) that run, one after another."""
+        tables = np.zeros((len(step), max(len(pages) for pages in self.pages)), np.int64)
+        for table, (sequence, _, _) in zip(tables, step, strict=True):
+            own = self.pages[sequence]
+            table[: len(own)] = own
+        _, starts, stops = zip(*step, strict=True)
+        return PagedContext.of(self.keys, self.values, tables, starts, stops, num_heads=heads)
 
 
-STEPS = [  # blocks of (sequence, start, stop): prefill whole, in chunks, alone, padded, then decode
-    [[(0, 0, 33), (1, 0, 5)], [(2, 0, 1)]],
-    [[(0, 33, 34)], [(1, 5, 40), (2, 1, 3)]],
-    [[(0, 34, 35), (1, 40, 41), (2, 3, 4)]],
-    [[(1, 41, 43)], [(0, 35, 70), (2, 4, 5)]],
+STEPS = [  # (sequence, start, stop): prefill whole, in chunks, alone, then decode
+    [(0, 0, 33), (1, 0, 5), (2, 0, 1)],
+    [(0, 33, 34), (1, 5, 40), (2, 1, 3)],
+    [(0, 34, 35), (1, 40, 41), (2, 3, 4)],
+    [(1, 41, 43), (0, 35, 70), (2, 4, 5)],
 ]
 STEP_LENGTHS = [70, 43, 5]
 
 
 def tokens_of(step, first):
     """Where the tokens of a step stand among those of all sequences, packed."""
-    return torch.cat([first[i] + torch.arange(a, b) for block in step for i, a, b in block])
+    return torch.cat([first[i] + torch.arange(a, b) for i, a, b in step])
 
 
 @pytest.mark.parametrize(
@@ -333,15 +310,41 @@ def test_decode_and_chunks_have_the_bits_of_the_packed_forward(
     first = np.cumsum([0, *STEP_LENGTHS])
     cache = Cache(STEP_LENGTHS, page_size, key_heads, width)
     for step in STEPS:
-        tokens = torch.cat([first[i] + torch.arange(a, b) for block in step for i, a, b in block])
+        tokens = torch.cat([first[i] + torch.arange(a, b) for i, a, b in step])
         found = OPS.attention(
             q[tokens],
             k[tokens],
             v[tokens],
             AttentionSpec(sinks[0] if sinks else None, window, 0.3),
-            cache.context(step),
+            cache.context(step, heads),
         )
         assert torch.equal(found, packed[tokens]), step
+
+
+@pytest.mark.parametrize("num_programs", [1, 1000])
+def test_one_piece_has_the_bits_of_splits_that_are_combined(num_programs, monkeypatch):
+    """Every piece whole, or every split of its own and combined by the last program."""
+    for module in ("context", "cuda_attention"):
+        monkeypatch.setattr(f"lockstep.ops.{module}.SPLIT_KEYS", 32)
+    lengths = [150, 31]
+    q, k, v, sinks = attention_inputs(6, 2, 24, True, lengths)
+    for window in (None, 40):
+        packed = packed_attention(window, PackedContext.of(lengths))(q, k, v, sinks)
+        wanted = reference_attention(
+            q, k, v, sinks_H=sinks, window=window, scale=0.3, lengths=lengths
+        )
+        torch.testing.assert_close(packed, wanted, rtol=1e-5, atol=3e-6)
+        cache = Cache(lengths, 16, 2, 24)
+        monkeypatch.setattr("lockstep.ops.context.programs_of", lambda _: num_programs)
+        for step in ([(0, 0, 147), (1, 0, 30)], [(0, 147, 149), (1, 30, 31)], [(0, 149, 150)]):
+            tokens = tokens_of(step, [0, 150])
+            context = cache.context(step, 6)
+            found = OPS.attention(
+                q[tokens], k[tokens], v[tokens], AttentionSpec(sinks, window, 0.3), context
+            )
+            assert torch.equal(found, packed[tokens]), (window, step)
+            assert not context.work.counters.any()
+            assert (len(context.work.counters) > 0) == (num_programs > 1)
 
 
 # -- a whole model --------------------------------------------------------------------------------
@@ -392,10 +395,10 @@ def tiny_decoder(kind):
 
 
 MODEL_STEPS = [
-    [[(0, 0, 33), (1, 0, 5)]],
-    [[(0, 33, 34)], [(1, 5, 9)]],
-    [[(0, 34, 35), (1, 9, 10)]],
-    [[(0, 35, 40)]],
+    [(0, 0, 33), (1, 0, 5)],
+    [(0, 33, 34), (1, 5, 9)],
+    [(0, 34, 35), (1, 9, 10)],
+    [(0, 35, 40)],
 ]
 MODEL_LENGTHS = [40, 10]
 
@@ -418,7 +421,7 @@ def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(kind, most_was
     with torch.inference_mode():
         for step in MODEL_STEPS:
             tokens = tokens_of(step, first)
-            hidden = model(ids[tokens], positions[tokens], cache.context(step))
+            hidden = model(ids[tokens], positions[tokens], cache.context(step, 4))
             logp = OPS.log_softmax(model.logits(hidden))
             found = logp.gather(1, targets[tokens, None])[:, 0]
             assert torch.equal(found, packed[tokens]), step

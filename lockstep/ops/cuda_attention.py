@@ -1,0 +1,568 @@
+"""Attention on a GPU: one forward kernel for a sampler's steps and a trainer's packed rows, and the
+backward of both precisions.
+
+The keys of a sequence are cut into splits of SPLIT_KEYS, counted from its start. Within a split,
+blocks of keys are summed left to right (online softmax); the splits are combined left to right,
+after the sink. A program computes a tile of queries over all splits, or over a single one: then its
+result waits in memory, and the program that ends last combines the splits of the tile. Both run the
+same instructions in the same order, so how the work is cut changes no bit: a decode step of one
+long row fills the chip, and a packed row needs no memory for its splits.
+
+Backward is torch's own flash backward, given this forward's output and log-sums: it uses nothing
+but exp(score - lse) and dO . O, in which sinks are included (see `ops.packed`). In float32, which
+that kernel does not know, scores are computed again in tiles by stock products.
+
+# T tokens  H query heads  G key heads  R = H / G  D head width  B rows  L length of a padded block
+"""
+
+# Triton's annotations say that a reduction may give a tuple.
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.utils import deterministic
+
+from lockstep.ops.context import (
+    SPLIT_KEYS,
+    TILE_ROWS,
+    AttentionSpec,
+    AttentionWork,
+    PackedContext,
+    PagedContext,
+)
+from lockstep.ops.cuda_kernels import POINTER_ALIGNMENT, aligned, jit, loop_bound, tl, triton
+
+Tensor = torch.Tensor
+
+NO_WINDOW = 1 << 30  # wider than any sequence
+BACKWARD_SCORES = 1 << 26  # scores of one tile of float32's backward: 256 MiB
+FLASH_WIDTH = 256  # widest head of torch's flash backward
+
+
+class Tile(NamedTuple):
+    """Keys of one block, and the warps that share a tile. Depends on dtype and width alone: the
+    same for one query and for thousands. A tile has 64 rows, the fewest of wgmma."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(dtype: torch.dtype, width: int) -> Tile:
+    """The accumulators of a split and of the whole stay in registers: wide heads take more warps.
+    Guard: tests/gpu_host"""
+    if dtype.itemsize > 2:
+        return Tile(32, 4 if width <= 64 else 8, 1)
+    return Tile(64, 4 if width <= 128 else 8, 2)
+
+
+# -- the kernel -----------------------------------------------------------------------------------
+
+UNSPECIALIZED = (
+    "page_size",
+    "slot_rows",
+    "q_head_step",
+    "q_step",
+    "k_head_step",
+    "k_step",
+    "v_head_step",
+    "v_step",
+    "window",
+)
+INTEGERS = (
+    "tokens",
+    "query_starts",
+    "lengths",
+    "page_starts",
+    "pages",
+    "items",
+    "num_items",
+    "counters",
+)
+"""Tensors of single numbers: one instance whatever their addresses."""
+
+
+@jit()
+def _merge(highest, total, value, of_split, total_of_split, value_of_split):
+    """A running softmax and the next split. Explicit multiply-adds: the two callers must not be
+    contracted in two ways. A split that a row does not see leaves the row as it is."""
+    new = tl.maximum(highest, of_split)
+    shift = tl.where(new == float("-inf"), 0.0, new)  # -inf - -inf is NaN
+    old_share = tl.exp(highest - shift)
+    new_share = tl.exp(of_split - shift)
+    total = tl.fma(total, old_share, total_of_split * new_share)
+    value = tl.fma(
+        value,
+        tl.broadcast_to(old_share[:, None], value.shape),
+        value_of_split * new_share[:, None],
+    )
+    return new, total, value
+
+
+@jit(*UNSPECIALIZED, unaligned=INTEGERS)
+def _attention_kernel(
+    q,
+    k,
+    v,
+    sinks,
+    tokens,
+    query_starts,
+    lengths,
+    page_starts,
+    pages,
+    items,
+    num_items,
+    counters,
+    values_of_splits,
+    sums_of_splits,
+    out,
+    lse,
+    page_size,
+    slot_rows,
+    q_head_step,
+    q_step,
+    k_head_step,
+    k_step,
+    v_head_step,
+    v_step,
+    window,
+    scale,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Programs of key head `program_id(1)` take the items in turn. Rows of a tile are the queries
+    of one key head: R heads of each query are adjacent.
+
+    Blocks before every row's window and after every row's position are left out. A block that is
+    read for another row changes nothing: its scores are -inf, so the maximum stays, the rescaling
+    is exp(0) = 1 (or 0, of a sum that is still 0), and exact zeros are added.
+    """
+    g = tl.program_id(1)
+    d = tl.arange(0, WIDTH)[None, :]
+    is_wide = d < D
+    lane = tl.arange(0, ROWS)
+    for item in range(
+        loop_bound(tl.program_id(0)), loop_bound(tl.load(num_items)), loop_bound(tl.num_programs(0))
+    ):
+        b = tl.load(items + item * 4).to(tl.int64)
+        row = tl.load(items + item * 4 + 1) + lane
+        split = tl.load(items + item * 4 + 2)
+        slot = tl.load(items + item * 4 + 3).to(tl.int64)
+        first_place = tl.load(query_starts + b)
+        Q = tl.load(query_starts + b + 1) - first_place
+        page_start = tl.load(page_starts + b)
+        is_row = row < Q * R
+        query = row // R
+        head = g * R + row % R
+        place = (first_place + query).to(tl.int64)
+        position = tl.where(is_row, tl.load(lengths + b) - Q + query, -1)
+        token = place
+        if tokens is not None:
+            token = tl.load(tokens + place, mask=is_row, other=0).to(tl.int64)
+        at = (head * q_head_step + token * q_step)[:, None] * D + d
+        q_tile = tl.load(q + at, mask=is_row[:, None] & is_wide, other=0.0)
+
+        is_part = split >= 0
+        if sinks is None:
+            empty_highest = tl.full((ROWS,), float("-inf"), tl.float32)
+            empty_total = tl.zeros((ROWS,), tl.float32)
+        else:
+            empty_highest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
+            empty_total = tl.full((ROWS,), 1.0, tl.float32)  # the sink's own exp(sink - highest)
+        highest = tl.where(is_part, float("-inf"), empty_highest)
+        total = tl.where(is_part, 0.0, empty_total)
+        value = tl.zeros((ROWS, WIDTH), tl.float32)
+        split_highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        split_total = tl.zeros((ROWS,), tl.float32)
+        split_value = tl.zeros((ROWS, WIDTH), tl.float32)
+        stop = tl.max(position, 0) + 1
+        start = tl.maximum(tl.min(tl.where(is_row, position, stop), 0) - window + 1, 0)
+        num_splits = (stop + SPLIT - 1) // SPLIT
+        first_block = tl.where(is_part, tl.maximum(start, split * SPLIT), start) // KEYS
+        end = tl.where(is_part, tl.minimum(stop, (split + 1) * SPLIT), stop)
+        for block in range(loop_bound(first_block), loop_bound((end + KEYS - 1) // KEYS)):
+            if block % (SPLIT // KEYS) == 0:
+                highest, total, value = _merge(
+                    highest, total, value, split_highest, split_total, split_value
+                )
+                split_highest = tl.full((ROWS,), float("-inf"), tl.float32)
+                split_total = tl.zeros((ROWS,), tl.float32)
+                split_value = tl.zeros((ROWS, WIDTH), tl.float32)
+            key = block * KEYS + tl.arange(0, KEYS)
+            is_key = key < stop
+            page = tl.load(pages + page_start + key // page_size, mask=is_key, other=0)
+            at_key = (page + key % page_size).to(tl.int64)
+            is_read = is_key[:, None] & is_wide
+            k_at = (g * k_head_step + at_key * k_step)[:, None] * D + d
+            v_at = (g * v_head_step + at_key * v_step)[:, None] * D + d
+            k_tile = tl.load(k + k_at, mask=is_read, other=0.0)
+            v_tile = tl.load(v + v_at, mask=is_read, other=0.0)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+            age = position[:, None] - key[None, :]
+            scores = tl.where((age >= 0) & (age < window), scores, float("-inf"))
+            new_highest = tl.maximum(split_highest, tl.max(scores, 1))
+            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            rescale = tl.exp(split_highest - shift)
+            probs = tl.exp(scores - shift[:, None])
+            split_total = tl.fma(split_total, rescale, tl.sum(probs, 1))
+            split_value = split_value * rescale[:, None]
+            split_value = tl.dot(
+                probs.to(v_tile.dtype), v_tile, split_value, input_precision="ieee"
+            )
+            split_highest = new_highest
+        highest, total, value = _merge(
+            highest, total, value, split_highest, split_total, split_value
+        )
+
+        is_done = split < 0
+        if is_part:
+            at_slot = (slot * G + g) * slot_rows + lane
+            is_kept = is_row & (lane < slot_rows)
+            tl.store(sums_of_splits + at_slot * 2, highest, mask=is_kept)
+            tl.store(sums_of_splits + at_slot * 2 + 1, total, mask=is_kept)
+            at = at_slot[:, None] * D + d
+            tl.store(values_of_splits + at, value, mask=is_kept[:, None] & is_wide)
+            tl.debug_barrier()  # all threads have stored before one of them counts
+            counter = counters + (slot - split) * G + g
+            is_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1
+            if is_done:
+                tl.store(counter, 0)
+                highest = empty_highest
+                total = empty_total
+                value = tl.zeros((ROWS, WIDTH), tl.float32)
+                for part in range(0, loop_bound(num_splits)):
+                    at_slot = ((slot - split + part) * G + g) * slot_rows + lane
+                    of_part = tl.load(
+                        sums_of_splits + at_slot * 2,
+                        mask=is_kept,
+                        other=float("-inf"),
+                        cache_modifier=".cg",
+                    )
+                    total_of_part = tl.load(
+                        sums_of_splits + at_slot * 2 + 1,
+                        mask=is_kept,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    value_of_part = tl.load(
+                        values_of_splits + at_slot[:, None] * D + d,
+                        mask=is_kept[:, None] & is_wide,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    highest, total, value = _merge(
+                        highest, total, value, of_part, total_of_part, value_of_part
+                    )
+        if is_done:
+            where = place * (G * R) + head
+            tl.store(lse + where, highest + tl.log(total), mask=is_row)
+            value = (value / total[:, None]).to(out.dtype.element_ty)
+            tl.store(out + where[:, None] * D + d, value, mask=is_row[:, None] & is_wide)
+
+
+class Vectors(NamedTuple):
+    """Heads of width D in memory: head h at place n is vector h * head_step + n * place_step.
+
+    Steps are in units of D, so the kernel knows a vector's alignment without knowing the steps.
+    """
+
+    storage: Tensor
+    head_step: int
+    place_step: int
+
+    @classmethod
+    def of_tokens(cls, x_THD: Tensor) -> Vectors:
+        """A place is a token. Copies `x_THD` unless it is an array of aligned vectors."""
+        D = x_THD.shape[2]
+        token, head, element = x_THD.stride()
+        offset = x_THD.storage_offset() * x_THD.element_size()
+        if element != 1 or head % D or token % D or offset % POINTER_ALIGNMENT:
+            x_THD = x_THD.clone(memory_format=torch.contiguous_format)
+            token, head, _ = x_THD.stride()
+        return cls(x_THD, head // D, token // D)
+
+    @classmethod
+    def of_pages(cls, cache_GPSD: Tensor) -> Vectors:
+        """A place is page * page_size + offset. Never copies."""
+        _, P, S, _ = cache_GPSD.shape
+        return cls(cache_GPSD, P * S, 1)
+
+
+def attend(
+    q_THD: Tensor,
+    keys: Vectors,
+    values: Vectors,
+    work: AttentionWork,
+    spec: AttentionSpec,
+    *,
+    num_key_heads: int,
+    num_places: int,
+) -> tuple[Tensor, Tensor]:
+    """(out [places, H, D], lse [places, H] float32: log-sum-exp of keys and sink)."""
+    (_, H, D), G = q_THD.shape, num_key_heads
+    out = q_THD.new_empty(num_places, H, D)
+    lse = torch.empty(num_places, H, dtype=torch.float32, device=q_THD.device)
+    queries, tile = Vectors.of_tokens(q_THD), tile_of(q_THD.dtype, D)
+    slot_rows = min(TILE_ROWS, work.max_queries * (H // G))
+    num_slots = len(work.counters)
+    parts = torch.empty(num_slots, G, slot_rows, D, dtype=torch.float32, device=q_THD.device)
+    sums = torch.empty(num_slots, G, slot_rows, 2, dtype=torch.float32, device=q_THD.device)
+    _attention_kernel[(len(work.items), G)](
+        queries.storage,
+        keys.storage,
+        values.storage,
+        None if spec.sinks is None else aligned(spec.sinks),
+        work.tokens,
+        work.query_starts,
+        work.lengths,
+        work.page_starts,
+        work.pages,
+        work.items,
+        work.num_items,
+        work.counters,
+        parts,
+        sums,
+        out,
+        lse,
+        work.page_size,
+        slot_rows,
+        queries.head_step,
+        queries.place_step,
+        keys.head_step,
+        keys.place_step,
+        values.head_step,
+        values.place_step,
+        NO_WINDOW if spec.window is None else spec.window,
+        spec.scale,
+        G,
+        H // G,
+        D,
+        max(16, triton.next_power_of_2(D)),
+        TILE_ROWS,
+        tile.keys,
+        SPLIT_KEYS,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out, lse
+
+
+def paged_attention(q_THD: Tensor, spec: AttentionSpec, context: PagedContext) -> Tensor:
+    """[T, H, D], over pages to which the new keys and values were written."""
+    work = context.work
+    assert work is not None, "the context is for ops that read padded blocks"
+    keys, values = context.keys[spec.layer], context.values[spec.layer]
+    at = (Vectors.of_pages(x) for x in (keys, values))
+    return attend(q_THD, *at, work, spec, num_key_heads=len(keys), num_places=len(q_THD))[0]
+
+
+# -- packed rows ----------------------------------------------------------------------------------
+
+
+class PackedAttention(torch.autograd.Function):
+    """Packed rows are rows of one page each; rows that share tokens have pages of one token."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, spec, context):
+        out, lse = packed_attention(q, k, v, spec, context)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.settings = spec, context
+        return out
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        (grad_out,), (spec, context) = grad_outputs, ctx.settings
+        is_flash = q.dtype.itemsize == 2 and q.shape[2] <= FLASH_WIDTH
+        backward = _flash_backward if is_flash else _tiled_backward
+        grads = backward(grad_out, q, k, v, out, lse, spec, context)
+        grad_sinks = None
+        if sinks is not None:
+            through_TH = (grad_out.float() * out.float()).sum(-1)
+            grad_sinks = -(torch.exp(sinks.float() - lse) * through_TH).sum(0).to(sinks.dtype)
+        return *grads, grad_sinks, None, None
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, D], lse [T, H])."""
+    work = context.work((q.shape[1], k.shape[1]))
+    at = (Vectors.of_tokens(x) for x in (k, v))
+    out, lse = attend(q, *at, work, spec, num_key_heads=k.shape[1], num_places=len(context.index))
+    if work.token_places is not None:
+        return out.index_select(0, work.token_places), lse.index_select(0, work.token_places)
+    return out, lse
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    context: PackedContext,
+) -> tuple[Tensor, Tensor, Tensor]:
+    work = context.work((q.shape[1], k.shape[1]))
+    if work.tokens is None or work.token_places is None:
+        return _flash(grad_out, q, k, v, out, lse, spec, work)
+    # A token's output is that of one of its places: the gradient of the others is 0.
+    at_places = grad_out.new_zeros(len(work.tokens), *grad_out.shape[1:])
+    at_places = at_places.index_copy(0, work.token_places, grad_out)
+    rows = (x.index_select(0, work.tokens) for x in (q, k, v, out, lse))
+    found = _flash(at_places, *rows, spec, work)
+    summed = [_sum_places(x, work.tokens, len(q)) for x in found]
+    return summed[0], summed[1], summed[2]
+
+
+def _flash(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    work: AttentionWork,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Torch's backward in its deterministic form: otherwise dQ is summed by atomics."""
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+    before, fills = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    deterministic.fill_uninitialized_memory = False
+    try:
+        grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+            grad_out.contiguous(),
+            q,
+            k,
+            v,
+            out,
+            lse.t().contiguous(),
+            work.query_starts,
+            work.query_starts,
+            work.max_queries,
+            work.max_keys,
+            0.0,
+            True,
+            unused,
+            unused,
+            scale=spec.scale,
+            window_size_left=-1 if spec.window is None else spec.window - 1,
+            window_size_right=0,
+        )
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        deterministic.fill_uninitialized_memory = fills
+    return grad_q, grad_k, grad_v
+
+
+def _sum_places(x: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+    """[T, ...]: values of places, summed by token in one order. On CUDA it sorts, without
+    atomics."""
+    total = torch.zeros(num_tokens, *x.shape[1:], dtype=torch.float32, device=x.device)
+    return total.index_put_((tokens,), x.float(), accumulate=True).to(x.dtype)
+
+
+def _tiled_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse_TH: Tensor,
+    spec: AttentionSpec,
+    context: PackedContext,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By the definition. With P = exp(scores - lse), dS = P * (dP - dO . O)."""
+    through_TH = (grad_out.float() * out.float()).sum(-1)
+    # An output is read at one of its places; the gradient of its other places and of padding is 0.
+    grad_places, through_places = (_spread(x, context) for x in (grad_out, through_TH))
+    grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    first = 0
+    for index in context.blocks:
+        places = slice(first, first := first + index.numel())
+        parts = _block_gradients(
+            q[index],
+            k[index],
+            v[index],
+            grad_places[places].view(*index.shape, *q.shape[1:]),
+            lse_TH[index],
+            through_places[places].view(*index.shape, -1),
+            spec,
+        )
+        for grad, part in zip(grads, parts, strict=True):
+            # Rows may share tokens. On CUDA this sorts, then sums in one order, without atomics.
+            grad.index_put_((index,), part, accumulate=True)
+    grad_q, grad_k, grad_v = (grad.to(q.dtype) for grad in grads)
+    return grad_q, grad_k, grad_v
+
+
+def _spread(x_T: Tensor, context: PackedContext) -> Tensor:
+    """Puts each token's value at its place in the blocks laid end to end; 0 elsewhere."""
+    if context.place_index is None:
+        return x_T
+    num_places = sum(index.numel() for index in context.blocks)
+    places = x_T.new_zeros(num_places, *x_T.shape[1:])
+    places[context.place_index] = x_T
+    return places
+
+
+def _block_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    through: Tensor,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ [B, L, H, D], dK, dV [B, L, G, D]), float32. q, grad_out [B, L, H, D], k, v [B, L, G, D],
+    lse and through (dO . O) [B, L, H] float32."""
+    (B, L, H, D), G, window, scale = q.shape, k.shape[2], spec.window, spec.scale
+    q, grad_out = (x.view(B, L, G, -1, D).permute(0, 2, 3, 1, 4) for x in (q, grad_out))
+    lse, through = (x.view(B, L, G, -1, 1).permute(0, 2, 3, 1, 4) for x in (lse, through))
+    k, v = (x.transpose(1, 2).reshape(B * G, L, D) for x in (k, v))
+    grad_q = q.new_empty(q.shape, dtype=torch.float32)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    step = max(16, BACKWARD_SCORES // (B * H * L))
+    for start in range(0, L, step):
+        stop = min(L, start + step)
+        keys = slice(0 if window is None else max(0, start - window + 1), stop)
+
+        def tile(x: Tensor, rows: slice = slice(start, stop)) -> Tensor:
+            return x[:, :, :, rows].reshape(B * G, -1, x.shape[-1])
+
+        q_tile, grad_tile = tile(q), tile(grad_out)
+        probs = _matmul(q_tile, k[:, keys].transpose(1, 2)).mul_(scale).sub_(tile(lse)).exp_()
+        at_query = torch.arange(start, stop, device=q.device)[:, None]
+        at_key = torch.arange(keys.start, stop, device=q.device)
+        hidden = at_key > at_query
+        if window is not None:
+            hidden |= at_key <= at_query - window
+        probs.view(B * G, -1, *hidden.shape).masked_fill_(hidden, 0.0)
+        grad_v[:, keys] += _matmul(probs.to(q.dtype).transpose(1, 2), grad_tile)
+        grad_scores = _matmul(grad_tile, v[:, keys].transpose(1, 2)).sub_(tile(through))
+        grad_scores = grad_scores.mul_(probs).mul_(scale).to(q.dtype)
+        grad_k[:, keys] += _matmul(grad_scores.transpose(1, 2), q_tile)
+        grad_q[:, :, :, start:stop] = _matmul(grad_scores, k[:, keys]).view(
+            B, G, -1, stop - start, D
+        )
+    grad_k, grad_v = (x.view(B, G, L, D).transpose(1, 2) for x in (grad_k, grad_v))
+    return grad_q.permute(0, 3, 1, 2, 4).reshape(B, L, H, D), grad_k, grad_v
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product, summed and returned in float32."""
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32)
