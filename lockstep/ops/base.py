@@ -46,6 +46,8 @@ class Ops:
 
     name: ClassVar[str] = "plain"
     """Name in the fingerprint: plain, invariant or cuda."""
+    key_block: ClassVar[int] = 0
+    """Keys that attention sums in one piece; 0: the kernel decides."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ops:
         return self  # a copied model computes with the same ops
@@ -61,6 +63,18 @@ class Ops:
     def reads_work(self, device: torch.device) -> bool:
         """Whether attention reads `AttentionWork` in place of padded blocks."""
         return device.type != "cpu"
+
+    def describe_gemm(self, dtype: torch.dtype) -> str:
+        """How GEMMs of this dtype are computed, for the fingerprint."""
+        return ""
+
+    def take_one_tile(self) -> bool:
+        """Gives up speed so that GEMMs of few rows and of many agree; False if there is nothing to
+        give up."""
+        return False
+
+    def learn_library(self, weight_NK: Tensor) -> None:
+        """Finds where a library's product of this weight may be taken. The self-test asks it."""
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the products in a backward, for operands of this dtype."""

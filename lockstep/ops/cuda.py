@@ -16,23 +16,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_kernels as kernels
 from lockstep.ops.base import Context, Linear, Ops
-from lockstep.ops.context import AttentionSpec, PagedContext
+from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext
 
 Tensor = torch.Tensor
+
+
+LIBRARY_ROWS = (8192, 4096, 2048, 1024, 512)  # of products that cuBLAS may compute
+LIBRARY_OUTPUTS = 1 << 28  # of one such product: half a GiB
 
 
 class CudaOps(Ops):
     """`Ops` of Triton kernels. Raises ConfigError where it cannot run."""
 
     name = "cuda"
+    key_block = SPLIT_KEYS
 
     def __init__(self) -> None:
+        self.library: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        """(dtype, shape of a weight) -> numbers of rows, the largest first, for which cuBLAS was
+        found to give the bits of the kernel; see `learn_library`."""
         matmul = torch.backends.cuda.matmul
         if matmul.fp32_precision == "tf32":
             raise ConfigError(
@@ -45,10 +54,14 @@ class CudaOps(Ops):
                 "ops.invariant.InvariantOps; TRITON_INTERPRET=1 runs these kernels there, to test "
                 "them."
             )
+        self.tiles = kernels.tiles()
         self._squares: tuple[Tensor, Tensor] | None = None
         """(result of the last `add_linear`, its `kernels.squares`): the next norm reads them."""
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (), {"tiles": self.tiles, "library": self.library}
 
     def resident_dtype(self, dtype: torch.dtype) -> None:
         return None  # the kernel reads pages where they lie
@@ -56,7 +69,50 @@ class CudaOps(Ops):
     def reads_work(self, device: torch.device) -> bool:
         return True
 
-    gemm = staticmethod(kernels.gemm)
+    def gemm(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        sizes = self.library.get((x_MK.dtype, weight_NK.shape), ()) if bias_N is None else ()
+        if not sizes or len(x_MK) < sizes[-1]:
+            return kernels.gemm(x_MK, weight_NK, bias_N, self.tiles)
+        out, at = x_MK.new_empty(len(x_MK), len(weight_NK)), 0
+        for size in sizes:
+            while len(x_MK) - at >= size:
+                part = slice(at, at + size)
+                torch.mm(x_MK[part], weight_NK.t(), out=out[part])
+                at += size
+        if at < len(x_MK):
+            out[at:] = kernels.gemm(x_MK[at:], weight_NK, None, self.tiles)
+        return out
+
+    def learn_library(self, weight_NK: Tensor) -> None:
+        """Finds the numbers of rows for which cuBLAS, which is faster for many, gives the kernel's
+        bits: each is tried, and no other is ever handed to it. It picks a kernel by the number of
+        rows, and one that splits the inner sum has other bits."""
+        (N, K), dtype = weight_NK.shape, weight_NK.dtype
+        key = dtype, weight_NK.shape
+        if dtype.itemsize > 2 or key in self.library:
+            return
+        generator = torch.Generator(weight_NK.device).manual_seed(0)
+        found: list[int] = []
+        for size in LIBRARY_ROWS:
+            if size * N > LIBRARY_OUTPUTS:
+                continue
+            x_MK = torch.randn(size, K, generator=generator, device=weight_NK.device).to(dtype)
+            ours = kernels.gemm(x_MK, weight_NK, None, self.tiles)
+            if torch.equal(torch.mm(x_MK, weight_NK.t()), ours):
+                found.append(size)
+        self.library[key] = tuple(found)
+
+    def take_one_tile(self) -> bool:
+        """Computes all two-byte GEMMs in tiles of one shape from now on, for a chip whose tiles do
+        not agree; False if it does already."""
+        tiles = kernels.Tiles(*[self.tiles.few] * 4)
+        is_other, self.tiles = tiles != self.tiles, tiles
+        return is_other
+
+    def describe_gemm(self, dtype: torch.dtype) -> str:
+        """Tiles as rows x outputs x depth."""
+        used = self.tiles if dtype.itemsize == 2 else [kernels.FLOAT32_TILE]
+        return " ".join(f"{tile.rows}x{tile.outputs}x{tile.depth}" for tile in used)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
@@ -69,7 +125,7 @@ class CudaOps(Ops):
     def expert_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
     ) -> Tensor:
-        return kernels.expert_gemm(x, weight, bias, tokens_per_expert)
+        return kernels.expert_gemm(x, weight, bias, tokens_per_expert, self.tiles)
 
     def route(
         self,
@@ -114,13 +170,13 @@ class CudaOps(Ops):
     ) -> Tensor:
         if not _is_fused(x):
             return super().norm_linear(x, norm, eps, weight, bias)
-        return kernels.gemm(x, weight, bias, norm=(self._squares_of(x), norm, eps))
+        return kernels.gemm(x, weight, bias, self.tiles, norm=(self._squares_of(x), norm, eps))
 
     def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
         if not _is_fused(x):
             return super().norm_swiglu(x, norm, eps, weight)
         norms = (self._squares_of(x), norm, eps)
-        return kernels.gemm(x, weight, None, norm=norms, is_gated=True)
+        return kernels.gemm(x, weight, None, self.tiles, norm=norms, is_gated=True)
 
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
@@ -128,7 +184,7 @@ class CudaOps(Ops):
         if not _is_fused(x):
             return super().add_linear(residual, x, weight, bias)
         squares = kernels.empty_squares(residual)
-        out = kernels.gemm(x, weight, bias, residual=residual, squares_out=squares)
+        out = kernels.gemm(x, weight, bias, self.tiles, residual=residual, squares_out=squares)
         self._squares = (out, squares)
         return out
 
@@ -190,9 +246,11 @@ class _Run(torch.autograd.Function):
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether kernels compute several ops at once. In float32, where a product and a sum may round
-    once or twice, two kernels need not agree; the interpreter rounds each."""
-    return not torch.is_grad_enabled() and (x.dtype.itemsize == 2 or kernels.IS_INTERPRETED)
+    """Whether kernels compute several ops at once, for few rows. In float32, where a product and a
+    sum may round once or twice, two kernels need not agree; the interpreter rounds each."""
+    if torch.is_grad_enabled() or len(x) >= LIBRARY_ROWS[-1]:
+        return False
+    return x.dtype.itemsize == 2 or kernels.IS_INTERPRETED
 
 
 def _shares_of_all(logits: Tensor) -> Tensor:

@@ -72,13 +72,44 @@ class Tile(NamedTuple):
 
 
 FLOAT32_TILE = Tile(64, 64, 32, 4, 2)
+
+
+class Tiles(NamedTuple):
+    """Tiles of two-byte GEMMs by their size. Part of the fingerprint."""
+
+    narrow: Tile
+    """For few rows and few outputs: enough programs to read a weight at full bandwidth."""
+    few: Tile
+    """For few rows."""
+    large: Tile
+    huge: Tile
+    """For many rows."""
+
+    def of(self, num_rows: int, num_outputs: int, *, is_gated: bool) -> Tile:
+        if num_rows <= DECODE_ROWS:
+            return self.narrow if num_outputs < WIDE_OUTPUTS else self.few
+        tile = self.huge if num_rows >= HUGE_ROWS else self.large
+        # Two products at once have two accumulators.
+        return tile._replace(outputs=tile.outputs // 2) if is_gated else tile
+
+
 TILES = {
-    8: (Tile(64, 32, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3)),
-    9: (Tile(64, 32, 128, 4, 4), Tile(64, 64, 128, 4, 4), Tile(128, 128, 64, 8, 4)),
+    8: Tiles(
+        Tile(64, 32, 64, 4, 4),
+        Tile(64, 64, 64, 4, 4),
+        Tile(128, 128, 64, 8, 3),
+        Tile(128, 128, 64, 8, 3),
+    ),
+    9: Tiles(
+        Tile(64, 32, 128, 4, 4),
+        Tile(64, 64, 128, 4, 4),
+        Tile(128, 128, 64, 8, 4),
+        Tile(128, 256, 64, 8, 3),
+    ),
 }
-"""Generation of the chip -> tiles of two-byte GEMMs: for few rows and few outputs (narrow: enough
-programs to read a weight at full bandwidth), for few rows, for many."""
-DECODE_ROWS = 64  # rows up to which a tile of the training shape would be half empty
+"""Generation of the chip, from which on they are taken."""
+DECODE_ROWS = 64  # rows up to which a tile of the larger shapes would be half empty
+HUGE_ROWS = 1024
 WIDE_OUTPUTS = 8192  # outputs from which tiles of 64 are enough programs
 TILE_GROUP = 8  # tiles of rows that run together over all outputs, so that weights stay in L2
 SQUARES = 32  # neighbouring numbers whose squares a GEMM sums for the norm that follows
@@ -116,10 +147,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 # -- GEMM --------------------------------------------------------------------------------------
 
 
+def tiles() -> Tiles:
+    """Those of this chip."""
+    return TILES[max(known for known in TILES if known <= generation())]
+
+
 def gemm(
     x_MK: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
+    tiles: Tiles,
     *,
     residual: Tensor | None = None,
     norm: tuple[Tensor, Tensor, float] | None = None,
@@ -132,12 +169,16 @@ def gemm(
     normed first, as by `rms_norm`. squares_out: [M, N / SQUARES] float32, filled with `squares` of
     the result. is_gated: the result is `swiglu` of the product, [M, N / 2].
     """
+    num_outputs = len(weight_NK) // (2 if is_gated else 1)
+    tile = FLOAT32_TILE
+    if x_MK.dtype.itemsize == 2:
+        tile = tiles.of(len(x_MK), num_outputs, is_gated=is_gated)
     return _launch_gemm(
         x_MK,
         weight_NK,
         bias_N,
         None,
-        _tile(x_MK, len(x_MK), weight_NK.shape[0]),
+        tile,
         residual=residual,
         norm=norm,
         squares_out=squares_out,
@@ -146,10 +187,16 @@ def gemm(
 
 
 def expert_gemm(
-    x_MK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, rows_per_expert: Sequence[int]
+    x_MK: Tensor,
+    weight_ENK: Tensor,
+    bias_EN: Tensor | None,
+    rows_per_expert: Sequence[int],
+    tiles: Tiles,
 ) -> Tensor:
     """`gemm` of each expert with its rows of x, which are sorted by expert: [M, N], same bits."""
-    tile = _tile(x_MK, max(rows_per_expert), weight_ENK.shape[1])
+    tile = FLOAT32_TILE
+    if x_MK.dtype.itemsize == 2:
+        tile = tiles.of(max(rows_per_expert), weight_ENK.shape[1], is_gated=False)
     places: list[tuple[int, int, int]] = []
     first = 0
     for expert, count in enumerate(rows_per_expert):
@@ -158,15 +205,6 @@ def expert_gemm(
         first = stop
     table = torch.tensor(places, dtype=torch.int64).to(x_MK.device)
     return _launch_gemm(x_MK, weight_ENK, bias_EN, table, tile)
-
-
-def _tile(x: Tensor, num_rows: int, num_outputs: int) -> Tile:
-    if x.dtype.itemsize > 2:
-        return FLOAT32_TILE
-    narrow, middle, large = TILES[max(known for known in TILES if known <= generation())]
-    if num_rows > DECODE_ROWS:
-        return large
-    return narrow if num_outputs < WIDE_OUTPUTS else middle
 
 
 def _launch_gemm(
@@ -316,10 +354,12 @@ def _gemm_kernel(
 def _tree_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """[ROWS]: sums of x [ROWS, SIZE] over neighbours, then over neighbouring pairs, and so on: the
     same order in every kernel, whatever threads hold the numbers. SIZE: a power of two."""
-    if SIZE == 1:
-        return tl.reshape(x, (ROWS,))
-    left, right = tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
-    return _tree_sum(left + right, ROWS, SIZE // 2)
+    if SIZE > 1:
+        left, right = tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
+        total = _tree_sum(left + right, ROWS, SIZE // 2)
+    else:
+        total = tl.reshape(x, (ROWS,))
+    return total
 
 
 @jit()
@@ -354,6 +394,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             D,
             rows,
             width,
+            num_warps=8 if width >= NORM_ELEMENTS else 4,
         )
     return out.view(x.shape)
 

@@ -93,6 +93,7 @@ class InvariantOps(Ops):
     not either: they handle each row by itself."""
 
     name = "invariant"
+    key_block = KEY_BLOCK
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
@@ -103,6 +104,9 @@ class InvariantOps(Ops):
 
     def resident_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32  # attention computes in it: nothing is converted in each step
+
+    def describe_gemm(self, dtype: torch.dtype) -> str:
+        return "float32" if is_widened(dtype) else "native"
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float32 where the forward computes in it."""

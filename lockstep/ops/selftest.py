@@ -27,7 +27,7 @@ import torch
 from lockstep.ops.base import Ops
 from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext
 from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
-from lockstep.ops.invariant import InvariantOps, is_widened
+from lockstep.ops.invariant import InvariantOps
 
 Tensor = torch.Tensor
 
@@ -89,7 +89,7 @@ def prove(model: Any, *, ops: Ops | None = None) -> Proof:
         while True:
             op, failure, count = first_failure(model)
             num_checks += count
-            if not failure or not _raise_quantum(ops, op):
+            if not failure or not _change_rules(ops, op):
                 break
     except Exception as error:
         # A package that is missing, a switch that forbids it, a kernel that this device cannot
@@ -114,10 +114,10 @@ def _ops_of(device: torch.device) -> Ops:
     return CudaOps()
 
 
-def _raise_quantum(ops: Ops, failed: str) -> bool:
+def _change_rules(ops: Ops, failed: str) -> bool:
     """Changes the rules so that they may help; False if none is left that could."""
     if not isinstance(ops, InvariantOps):
-        return False
+        return failed != "attention" and ops.take_one_tile()
     rules = ops.rules
     if failed == "packed weights":
         rules = replace(rules, is_packing=False)
@@ -212,6 +212,9 @@ def first_failure(model: Any) -> tuple[str, str, int]:
         return failed, where, count
     if not torch.equal(trained, sampled.gather(1, ids[:, None])[:, 0]):
         return "log_probs", "log_probs: differs from the sampler's log_softmax", count
+    for call in [*calls, *of_head]:
+        if call.op == "linear":
+            ops.learn_library(call.args[1])
     return "", "", count + 1
 
 
@@ -418,11 +421,10 @@ def _same(left: list[Tensor], right: list[Tensor]) -> bool:
 def fingerprint(ops: Ops, dtype: torch.dtype, device: torch.device) -> Fingerprint:
     """Describes what `ops` compute with in this process."""
     name = str(dtype).removeprefix("torch.")
-    settings: dict[str, Any] = {} if type(ops) is Ops else {"key_block": KEY_BLOCK}
+    settings: dict[str, Any] = {"key_block": ops.key_block, "gemm": ops.describe_gemm(dtype)}
     if isinstance(ops, InvariantOps):
         settings["row_quantum"] = ops.rules.row_quantum
         settings["head_quantum"] = ops.rules.head_quantum
-        settings["gemm"] = "float32" if is_widened(dtype) else "native"
     machine, isa, libraries = _machine(device)
     return Fingerprint(
         ops=ops.name,
