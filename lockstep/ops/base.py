@@ -66,7 +66,7 @@ class Ops:
 
     def describe_gemm(self, dtype: torch.dtype) -> str:
         """How GEMMs of this dtype are computed, for the fingerprint."""
-        return ""
+        return "native"
 
     def take_one_tile(self) -> bool:
         """Gives up speed so that GEMMs of few rows and of many agree; False if there is nothing to
@@ -351,7 +351,7 @@ def rows_by_expert(tokens_per_expert: list[int]) -> Iterator[tuple[int, slice]]:
 def _is_grouped(x: Tensor, weight: Tensor) -> bool:
     """Whether one kernel can run all experts, however many rows each has. Source:
     torch.nn.functional.grouped_mm of torch 2.13, which takes rows of whole 16 bytes."""
-    if not x.is_cuda or x.dtype != torch.bfloat16:
+    if x.device.type == "cpu" or x.dtype != torch.bfloat16:
         return False
     return weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 

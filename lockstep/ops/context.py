@@ -50,8 +50,8 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 def to_device(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
     """`array` on the device; on a GPU by way of pinned memory, so that the host does not wait."""
     tensor, device = torch.from_numpy(array), torch.device(device)
-    if device.type != "cuda":
-        return tensor.to(device)
+    if device.type == "cpu":
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -85,8 +85,8 @@ class Support:
     def of(cls, support: Ragged, *, device: torch.device | str = "cpu") -> Support:
         token = np.repeat(np.arange(len(support)), support.sizes)
         return cls(
-            torch.from_numpy(support.values.astype(np.int64)).to(device),
-            torch.from_numpy(token).to(device),
+            to_device(support.values.astype(np.int64), device),
+            to_device(token, device),
             support.offsets,
             packed_tokens(support),
         )
@@ -107,18 +107,18 @@ class Support:
         packed = np.flatnonzero(self.is_packed[start:stop])
         if len(packed):
             is_listed = ~np.repeat(self.is_packed, np.diff(self.offsets))[first:last]
-            listed = torch.from_numpy(np.flatnonzero(is_listed)).to(ids.device)
+            listed = to_device(np.flatnonzero(is_listed), ids.device)
             token, ids = token[listed], ids[listed]
-        num_columns = vocab_size
-        if columns is not None:
-            left, right, _ = columns.indices(vocab_size)
-            inside = (ids >= left) & (ids < right)
-            token, ids, num_columns = token[inside], ids[inside] - left, right - left
-        kept = torch.zeros(stop - start, num_columns, dtype=torch.bool, device=self.ids.device)
+        left, right, _ = (columns or slice(None)).indices(vocab_size)
+        # Ids of other columns go to one more, which is cut off.
+        ids = torch.where((ids >= left) & (ids < right), ids - left, right - left)
+        shape = stop - start, right - left + 1
+        kept = torch.zeros(shape, dtype=torch.bool, device=self.ids.device)
         kept[token, ids] = True
+        kept = kept[:, :-1]
         is_whole = np.diff(self.offsets[start : stop + 1]) == 0
         if is_whole.any():
-            kept[torch.from_numpy(is_whole).to(kept.device)] = True
+            kept |= to_device(is_whole, kept.device)[:, None]
         shifts = torch.arange(32, device=kept.device)
         for row in packed.tolist():
             words = self.ids[self.offsets[start + row] + 1 : self.offsets[start + row + 1]]
@@ -222,7 +222,7 @@ class AttentionWork:
 def programs_of(device: torch.device | str) -> int:
     """Pieces of attention that run at once: two on each multiprocessor."""
     device = torch.device(device)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return 32  # Triton's interpreter
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -399,8 +399,8 @@ def paged_attention(q_THD: Tensor, spec: AttentionSpec, context: PagedContext) -
     work = context.work
     assert work is not None, "the context is for ops that read padded blocks"
     keys, values = context.keys[spec.layer], context.values[spec.layer]
-    at = (Vectors.of_pages(x) for x in (keys, values))
-    return attend(q_THD, *at, work, spec, num_key_heads=len(keys), num_places=len(q_THD))[0]
+    k, v = Vectors.of_pages(keys), Vectors.of_pages(values)
+    return attend(q_THD, k, v, work, spec, num_key_heads=len(keys), num_places=len(q_THD))[0]
 
 
 # -- packed rows ----------------------------------------------------------------------------------
@@ -434,8 +434,8 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], lse [T, H])."""
     work = context.work((q.shape[1], k.shape[1]))
-    at = (Vectors.of_tokens(x) for x in (k, v))
-    out, lse = attend(q, *at, work, spec, num_key_heads=k.shape[1], num_places=len(context.index))
+    at_k, at_v, num_places = Vectors.of_tokens(k), Vectors.of_tokens(v), len(context.index)
+    out, lse = attend(q, at_k, at_v, work, spec, num_key_heads=k.shape[1], num_places=num_places)
     if work.token_places is not None:
         return out.index_select(0, work.token_places), lse.index_select(0, work.token_places)
     return out, lse
@@ -457,10 +457,10 @@ def _flash_backward(
     # A token's output is that of one of its places: the gradient of the others is 0.
     at_places = grad_out.new_zeros(len(work.tokens), *grad_out.shape[1:])
     at_places = at_places.index_copy(0, work.token_places, grad_out)
-    rows = (x.index_select(0, work.tokens) for x in (q, k, v, out, lse))
-    found = _flash(at_places, *rows, spec, work)
-    summed = [_sum_places(x, work.tokens, len(q)) for x in found]
-    return summed[0], summed[1], summed[2]
+    q_P, k_P, v_P, out_P, lse_P = (x.index_select(0, work.tokens) for x in (q, k, v, out, lse))
+    found = _flash(at_places, q_P, k_P, v_P, out_P, lse_P, spec, work)
+    grad_q, grad_k, grad_v = (_sum_places(x, work.tokens, len(q)) for x in found)
+    return grad_q, grad_k, grad_v
 
 
 def _flash(
@@ -475,9 +475,10 @@ def _flash(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Torch's backward in its deterministic form: otherwise dQ is summed by atomics."""
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-    before, fills = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    before, filling = torch.get_deterministic_debug_mode(), "fill_uninitialized_memory"
+    fills = getattr(deterministic, filling)
     torch.set_deterministic_debug_mode("error")
-    deterministic.fill_uninitialized_memory = False
+    setattr(deterministic, filling, False)  # a property that type checkers do not know
     try:
         grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
             grad_out.contiguous(),
@@ -500,7 +501,7 @@ def _flash(
         )
     finally:
         torch.set_deterministic_debug_mode(before)
-        deterministic.fill_uninitialized_memory = fills
+        setattr(deterministic, filling, fills)
     return grad_q, grad_k, grad_v
 
 

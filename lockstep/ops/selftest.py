@@ -51,6 +51,7 @@ ROWWISE = {
 """op -> the positions of its arguments that have a row per token."""
 COMPOSED = {"norm_linear": (0,), "norm_swiglu": (0,), "add_linear": (0, 1), "rotary_attention": ()}
 """Like ROWWISE, of ops that a backend may compute at once; each is `Ops`' own composition."""
+PRODUCTS = {"linear", "expert_linear", "norm_linear", "norm_swiglu", "add_linear"}
 WATCHED = {*ROWWISE, *COMPOSED, "expert_linear", "attention"}
 
 
@@ -117,7 +118,7 @@ def _ops_of(device: torch.device) -> Ops:
 def _change_rules(ops: Ops, failed: str) -> bool:
     """Changes the rules so that they may help; False if none is left that could."""
     if not isinstance(ops, InvariantOps):
-        return failed != "attention" and ops.take_one_tile()
+        return failed in PRODUCTS and ops.take_one_tile()
     rules = ops.rules
     if failed == "packed weights":
         rules = replace(rules, is_packing=False)

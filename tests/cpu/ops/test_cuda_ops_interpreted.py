@@ -22,6 +22,7 @@ if torch.cuda.is_available():
     pytest.skip("the kernels are compiled here: tests/gpu", allow_module_level=True)
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
+    from lockstep.ops import cuda
     from lockstep.ops.cuda import CudaOps
 
 OPS = CudaOps()
@@ -329,9 +330,9 @@ def test_one_piece_has_the_bits_of_splits_that_are_combined(num_programs, width,
     """Every piece whole, or every split of its own and combined by the last program."""
     for module in ("context", "cuda_attention"):
         monkeypatch.setattr(f"lockstep.ops.{module}.SPLIT_KEYS", 32)
-    lengths = [150, 31]
+    lengths = [75, 31]
     q, k, v, sinks = attention_inputs(6, 2, width, True, lengths)
-    for window in (None, 40):
+    for window in (None, 40) if width < 100 else (40,):
         packed = packed_attention(window, PackedContext.of(lengths))(q, k, v, sinks)
         doubles = [x.double() for x in (q, k, v)]
         wanted = reference_attention(
@@ -341,8 +342,8 @@ def test_one_piece_has_the_bits_of_splits_that_are_combined(num_programs, width,
         torch.testing.assert_close(packed, wanted.float(), rtol=1e-5, atol=1e-5)
         cache = Cache(lengths, 16, 2, width)
         monkeypatch.setattr("lockstep.ops.context.programs_of", lambda _: num_programs)
-        for step in ([(0, 0, 147), (1, 0, 30)], [(0, 147, 149), (1, 30, 31)], [(0, 149, 150)]):
-            tokens = tokens_of(step, [0, 150])
+        for step in ([(0, 0, 72), (1, 0, 30)], [(0, 72, 74), (1, 30, 31)], [(0, 74, 75)]):
+            tokens = tokens_of(step, [0, 75])
             context = cache.context(step, 6)
             found = OPS.attention(
                 q[tokens], k[tokens], v[tokens], AttentionSpec(sinks, window, 0.3), context
@@ -350,6 +351,72 @@ def test_one_piece_has_the_bits_of_splits_that_are_combined(num_programs, width,
             assert torch.equal(found, packed[tokens]), (window, step)
             assert not context.work.counters.any()
             assert (len(context.work.counters) > 0) == (num_programs > 1)
+
+
+# -- ops at once ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_a_layers_ops_at_once_have_the_bits_of_their_parts(rows):
+    x, residual, weight = rand(rows, 72), rand(rows, 72, seed=1), rand(96, 72, seed=2)
+    norm, out_weight = rand(72, seed=3), rand(72, 72, seed=4)
+    with torch.no_grad():
+        stream = OPS.add_linear(residual, x, out_weight, norm)
+        assert torch.equal(stream, residual + OPS.linear(x, out_weight, norm))
+        # The squares come from the product before, and are summed anew for another tensor.
+        for found in (stream, stream.clone()):
+            normed = OPS.rms_norm(found, norm, 1e-5)
+            expected = OPS.linear(normed, weight, rand(96, seed=5))
+            assert torch.equal(
+                OPS.norm_linear(found, norm, 1e-5, weight, rand(96, seed=5)), expected
+            )
+            expected = OPS.swiglu(OPS.linear(normed, weight))
+            assert torch.equal(OPS.norm_swiglu(found, norm, 1e-5, weight), expected)
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_queries_and_keys_are_rotated_and_written_as_by_their_parts(has_norms):
+    H, G, D, lengths = 6, 2, 24, [33, 5]
+    qkv = rand(38, H + 2 * G, D)
+    cos, sin = rand(38, 1, D, seed=1), rand(38, 1, D, seed=2)
+    norms = (rand(D, seed=3), rand(D, seed=4)) if has_norms else None
+    found = []
+    for ops_class in (Ops, type(OPS)):
+        cache = Cache(lengths, 16, G, D)
+        context = cache.context([(0, 0, 33), (1, 0, 5)], H)
+        spec = AttentionSpec(rand(H, seed=5), 20, 0.3)
+        with torch.no_grad():
+            out = ops_class.rotary_attention(
+                OPS, qkv, cos, sin, spec, context, num_heads=H, norms=norms, eps=1e-5
+            )
+        found.append([out, cache.keys.nan_to_num(7.0), cache.values.nan_to_num(7.0)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# -- products by cuBLAS ---------------------------------------------------------------------------
+
+
+def test_cublas_computes_only_the_numbers_of_rows_for_which_it_has_the_kernels_bits(monkeypatch):
+    """A stand-in for cuBLAS that takes another order for 32 rows: those go to the others."""
+    calls = []
+
+    def library(x, weight_t, out=None):
+        calls.append(len(x))
+        found = cuda.kernels.gemm(x, weight_t.t().contiguous(), None, OPS.tiles)
+        found = found + 1e-3 if len(x) == 32 else found
+        return found if out is None else out.copy_(found)
+
+    ops = CudaOps()
+    weight = rand(24, 40, seed=1)
+    monkeypatch.setattr(cuda, "LIBRARY_ROWS", (64, 32, 16))
+    monkeypatch.setattr(cuda.torch, "mm", library)
+    ops.learn_library(weight)
+    assert list(ops.library.values()) == [(64, 16)]
+    calls.clear()
+    x = rand(163, 40)
+    found = ops.linear(x, weight)
+    assert calls == [64, 64, 16, 16]
+    assert torch.equal(found, OPS.linear(x, weight))
 
 
 # -- a whole model --------------------------------------------------------------------------------
