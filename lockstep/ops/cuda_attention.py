@@ -315,7 +315,7 @@ def attend(
     num_slots = len(work.counters)
     parts = torch.empty(num_slots, G, slot_rows, D, dtype=torch.float32, device=q_THD.device)
     sums = torch.empty(num_slots, G, slot_rows, 2, dtype=torch.float32, device=q_THD.device)
-    _attention_kernel[(len(work.items), G)](
+    _attention_kernel[(work.num_programs or len(work.items), G)](
         queries.storage,
         keys.storage,
         values.storage,
