@@ -31,6 +31,7 @@ are combined from the left. Part of the numerics there."""
 
 TILE_ROWS = 64  # rows of one piece of attention's work on a GPU: queries times heads of a key head
 
+VALUE_PARTS = 4  # most programs among which the columns of a piece's values are divided
 WHOLE_ROW = 1 << 30  # page size of a row whose keys are adjacent
 
 MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this factor
@@ -163,7 +164,7 @@ class AttentionWork:
     num_items: Tensor
     """[1]: how many of the W are real."""
     counters: Tensor
-    """[slots, key heads]: zeros, and zeros again after each call."""
+    """[slots, key heads, VALUE_PARTS]: zeros, and zeros again after each call."""
     max_queries: int
     """Queries of the longest row."""
     max_keys: int
@@ -212,7 +213,7 @@ class AttentionWork:
             page_size,
             next(found).view(-1, 4),
             next(found),
-            torch.zeros(num_slots, heads[1], dtype=torch.int32, device=device),
+            torch.zeros(num_slots, heads[1], VALUE_PARTS, dtype=torch.int32, device=device),
             int(query_counts.max()),
             int(lengths.max()),
             None if tokens is None else next(found),

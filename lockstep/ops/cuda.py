@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.ops import cuda_draws
 from lockstep.ops import cuda_kernels as kernels
 from lockstep.ops.base import Linear, Ops
 
@@ -104,6 +105,9 @@ class CudaOps(Ops):
         self, logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None
     ) -> Tensor:
         return kernels.log_softmax(logits, temperature=temperature, kept=kept)
+
+    draw = staticmethod(cuda_draws.draw)
+    nucleus = staticmethod(cuda_draws.nucleus)
 
 
 # -- gradients ------------------------------------------------------------------------------------

@@ -33,7 +33,15 @@ from lockstep.ops.context import (
     PackedContext,
     PagedContext,
 )
-from lockstep.ops.cuda_kernels import POINTER_ALIGNMENT, aligned, jit, loop_bound, tl, triton
+from lockstep.ops.cuda_kernels import (
+    POINTER_ALIGNMENT,
+    aligned,
+    generation,
+    jit,
+    loop_bound,
+    tl,
+    triton,
+)
 
 Tensor = torch.Tensor
 
@@ -43,20 +51,40 @@ FLASH_WIDTH = 256  # widest head of torch's flash backward
 
 
 class Tile(NamedTuple):
-    """Keys of one block, and the warps that share a tile. Depends on dtype and width alone: the
-    same for one query and for thousands. A tile has 64 rows, the fewest of wgmma."""
+    """Shape of a program. Depends on dtype and width alone: the same for one query and for
+    thousands. It has 64 rows, the fewest of wgmma.
+
+    The sums of a split and of all splits before it stay in registers, so a program takes at most
+    128 columns of the values, and in float32, whose products hold both factors in registers, less.
+    Guard: tests/gpu_host
+    """
 
     keys: int
+    """Keys of a block."""
+    chunk: int
+    """Columns of queries and keys that are multiplied at once."""
+    values: int
+    """Columns of the values."""
     num_warps: int
     num_stages: int
 
 
-def tile_of(dtype: torch.dtype, width: int) -> Tile:
-    """The accumulators of a split and of the whole stay in registers: wide heads take more warps.
-    Guard: tests/gpu_host"""
+TILES = {
+    8: {64: Tile(32, 64, 64, 4, 2), 128: Tile(64, 128, 128, 8, 2), 256: Tile(32, 256, 128, 8, 2)},
+    9: {64: Tile(64, 64, 64, 4, 2), 128: Tile(64, 128, 128, 8, 2), 256: Tile(64, 256, 128, 8, 2)},
+    10: {64: Tile(64, 64, 64, 8, 2), 128: Tile(32, 128, 128, 8, 2), 256: Tile(32, 128, 64, 8, 2)},
+}
+"""Generation of the chip -> width of a head -> tile of two-byte numbers: the largest of which ptxas
+puts nothing but registers to use."""
+
+
+def tile_of(dtype: torch.dtype, width: int, chip: int) -> Tile:
+    """width: a power of two. chip: major number of the compute capability."""
     if dtype.itemsize > 2:
-        return Tile(32, 4 if width <= 64 else 8, 1)
-    return Tile(64, 4 if width <= 128 else 8, 2)
+        return Tile(16, min(width, 32), min(width, 64), 8, 1)
+    generation = max(known for known in TILES if known <= chip)
+    tile = TILES[generation][max(width, 64)]
+    return tile._replace(chunk=min(width, tile.chunk), values=min(width, tile.values))
 
 
 # -- the kernel -----------------------------------------------------------------------------------
@@ -134,20 +162,25 @@ def _attention_kernel(
     R: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VALUES: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """Programs of key head `program_id(1)` take the items in turn. Rows of a tile are the queries
-    of one key head: R heads of each query are adjacent.
+    of one key head: R heads of each query are adjacent. `program_id(2)` is one of the parts, VALUES
+    wide, of the values.
 
     Blocks before every row's window and after every row's position are left out. A block that is
     read for another row changes nothing: its scores are -inf, so the maximum stays, the rescaling
     is exp(0) = 1 (or 0, of a sum that is still 0), and exact zeros are added.
     """
     g = tl.program_id(1)
-    d = tl.arange(0, WIDTH)[None, :]
-    is_wide = d < D
+    d = tl.arange(0, CHUNK)[None, :]
+    column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)[None, :]
+    is_column = column < D
     lane = tl.arange(0, ROWS)
     for item in range(
         loop_bound(tl.program_id(0)), loop_bound(tl.load(num_items)), loop_bound(tl.num_programs(0))
@@ -167,27 +200,27 @@ def _attention_kernel(
         token = place
         if tokens is not None:
             token = tl.load(tokens + place, mask=is_row, other=0).to(tl.int64)
-        at = (head * q_head_step + token * q_step)[:, None] * D + d
-        q_tile = tl.load(q + at, mask=is_row[:, None] & is_wide, other=0.0)
+        q_row = (head * q_head_step + token * q_step)[:, None] * D
+        q_tile = tl.load(q + q_row + d, mask=is_row[:, None] & (d < D), other=0.0)
 
-        is_part = split >= 0
+        is_cut = split >= 0
         if sinks is None:
             empty_highest = tl.full((ROWS,), float("-inf"), tl.float32)
             empty_total = tl.zeros((ROWS,), tl.float32)
         else:
             empty_highest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
             empty_total = tl.full((ROWS,), 1.0, tl.float32)  # the sink's own exp(sink - highest)
-        highest = tl.where(is_part, float("-inf"), empty_highest)
-        total = tl.where(is_part, 0.0, empty_total)
-        value = tl.zeros((ROWS, WIDTH), tl.float32)
+        highest = tl.where(is_cut, float("-inf"), empty_highest)
+        total = tl.where(is_cut, 0.0, empty_total)
+        value = tl.zeros((ROWS, VALUES), tl.float32)
         split_highest = tl.full((ROWS,), float("-inf"), tl.float32)
         split_total = tl.zeros((ROWS,), tl.float32)
-        split_value = tl.zeros((ROWS, WIDTH), tl.float32)
+        split_value = tl.zeros((ROWS, VALUES), tl.float32)
         stop = tl.max(position, 0) + 1
         start = tl.maximum(tl.min(tl.where(is_row, position, stop), 0) - window + 1, 0)
         num_splits = (stop + SPLIT - 1) // SPLIT
-        first_block = tl.where(is_part, tl.maximum(start, split * SPLIT), start) // KEYS
-        end = tl.where(is_part, tl.minimum(stop, (split + 1) * SPLIT), stop)
+        first_block = tl.where(is_cut, tl.maximum(start, split * SPLIT), start) // KEYS
+        end = tl.where(is_cut, tl.minimum(stop, (split + 1) * SPLIT), stop)
         for block in range(loop_bound(first_block), loop_bound((end + KEYS - 1) // KEYS)):
             if block % (SPLIT // KEYS) == 0:
                 highest, total, value = _merge(
@@ -195,17 +228,22 @@ def _attention_kernel(
                 )
                 split_highest = tl.full((ROWS,), float("-inf"), tl.float32)
                 split_total = tl.zeros((ROWS,), tl.float32)
-                split_value = tl.zeros((ROWS, WIDTH), tl.float32)
+                split_value = tl.zeros((ROWS, VALUES), tl.float32)
             key = block * KEYS + tl.arange(0, KEYS)
             is_key = key < stop
             page = tl.load(pages + page_start + key // page_size, mask=is_key, other=0)
             at_key = (page + key % page_size).to(tl.int64)
-            is_read = is_key[:, None] & is_wide
-            k_at = (g * k_head_step + at_key * k_step)[:, None] * D + d
-            v_at = (g * v_head_step + at_key * v_step)[:, None] * D + d
-            k_tile = tl.load(k + k_at, mask=is_read, other=0.0)
-            v_tile = tl.load(v + v_at, mask=is_read, other=0.0)
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+            k_row = (g * k_head_step + at_key * k_step)[:, None] * D
+            v_row = (g * v_head_step + at_key * v_step)[:, None] * D
+            k_tile = tl.load(k + k_row + d, mask=is_key[:, None] & (d < D), other=0.0)
+            v_tile = tl.load(v + v_row + column, mask=is_key[:, None] & is_column, other=0.0)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            for at in range(CHUNK, WIDTH, CHUNK):
+                part = at + d
+                q_part = tl.load(q + q_row + part, mask=is_row[:, None] & (part < D), other=0.0)
+                k_part = tl.load(k + k_row + part, mask=is_key[:, None] & (part < D), other=0.0)
+                scores = tl.dot(q_part, tl.trans(k_part), scores, input_precision="ieee")
+            scores = scores * scale
             age = position[:, None] - key[None, :]
             scores = tl.where((age >= 0) & (age < window), scores, float("-inf"))
             new_highest = tl.maximum(split_highest, tl.max(scores, 1))
@@ -222,50 +260,44 @@ def _attention_kernel(
             highest, total, value, split_highest, split_total, split_value
         )
 
+        at_slot = (slot * G + g) * slot_rows + lane
+        is_kept = is_row & (lane < slot_rows)
         is_done = split < 0
-        if is_part:
-            at_slot = (slot * G + g) * slot_rows + lane
-            is_kept = is_row & (lane < slot_rows)
+        num_parts = 0
+        if is_cut:
             tl.store(sums_of_splits + at_slot * 2, highest, mask=is_kept)
             tl.store(sums_of_splits + at_slot * 2 + 1, total, mask=is_kept)
-            at = at_slot[:, None] * D + d
-            tl.store(values_of_splits + at, value, mask=is_kept[:, None] & is_wide)
+            where = at_slot[:, None] * D + column
+            tl.store(values_of_splits + where, value, mask=is_kept[:, None] & is_column)
             tl.debug_barrier()  # all threads have stored before one of them counts
-            counter = counters + (slot - split) * G + g
+            counter = counters + ((slot - split) * G + g) * MOST_PARTS + tl.program_id(2)
             is_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1
             if is_done:
                 tl.store(counter, 0)
-                highest = empty_highest
-                total = empty_total
-                value = tl.zeros((ROWS, WIDTH), tl.float32)
-                for part in range(0, loop_bound(num_splits)):
-                    at_slot = ((slot - split + part) * G + g) * slot_rows + lane
-                    of_part = tl.load(
-                        sums_of_splits + at_slot * 2,
-                        mask=is_kept,
-                        other=float("-inf"),
-                        cache_modifier=".cg",
-                    )
-                    total_of_part = tl.load(
-                        sums_of_splits + at_slot * 2 + 1,
-                        mask=is_kept,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    value_of_part = tl.load(
-                        values_of_splits + at_slot[:, None] * D + d,
-                        mask=is_kept[:, None] & is_wide,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    highest, total, value = _merge(
-                        highest, total, value, of_part, total_of_part, value_of_part
-                    )
+                num_parts = num_splits
+        # The program that ends last combines; a whole piece has nothing to combine.
+        highest = tl.where(num_parts > 0, empty_highest, highest)
+        total = tl.where(num_parts > 0, empty_total, total)
+        value = tl.where(num_parts > 0, 0.0, value)
+        for part in range(0, loop_bound(num_parts)):
+            at_part = at_slot + (part - split) * G * slot_rows
+            sums = sums_of_splits + at_part * 2
+            of_part = tl.load(sums, mask=is_kept, other=float("-inf"), cache_modifier=".cg")
+            total_of_part = tl.load(sums + 1, mask=is_kept, other=0.0, cache_modifier=".cg")
+            value_of_part = tl.load(
+                values_of_splits + at_part[:, None] * D + column,
+                mask=is_kept[:, None] & is_column,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            highest, total, value = _merge(
+                highest, total, value, of_part, total_of_part, value_of_part
+            )
         if is_done:
             where = place * (G * R) + head
             tl.store(lse + where, highest + tl.log(total), mask=is_row)
-            value = (value / total[:, None]).to(out.dtype.element_ty)
-            tl.store(out + where[:, None] * D + d, value, mask=is_row[:, None] & is_wide)
+            result = (value / total[:, None]).to(out.dtype.element_ty)
+            tl.store(out + where[:, None] * D + column, result, mask=is_row[:, None] & is_column)
 
 
 class Vectors(NamedTuple):
@@ -310,12 +342,14 @@ def attend(
     (_, H, D), G = q_THD.shape, num_key_heads
     out = q_THD.new_empty(num_places, H, D)
     lse = torch.empty(num_places, H, dtype=torch.float32, device=q_THD.device)
-    queries, tile = Vectors.of_tokens(q_THD), tile_of(q_THD.dtype, D)
+    queries, width = Vectors.of_tokens(q_THD), max(16, triton.next_power_of_2(D))
+    tile = tile_of(q_THD.dtype, width, generation())
     slot_rows = min(TILE_ROWS, work.max_queries * (H // G))
     num_slots = len(work.counters)
     parts = torch.empty(num_slots, G, slot_rows, D, dtype=torch.float32, device=q_THD.device)
     sums = torch.empty(num_slots, G, slot_rows, 2, dtype=torch.float32, device=q_THD.device)
-    _attention_kernel[(work.num_programs or len(work.items), G)](
+    num_programs = work.num_programs or len(work.items)
+    _attention_kernel[(num_programs, G, width // tile.values)](
         queries.storage,
         keys.storage,
         values.storage,
@@ -345,12 +379,16 @@ def attend(
         G,
         H // G,
         D,
-        max(16, triton.next_power_of_2(D)),
+        width,
+        tile.chunk,
+        tile.values,
+        work.counters.shape[2],
         TILE_ROWS,
         tile.keys,
         SPLIT_KEYS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,
     )
     return out, lse
 
@@ -386,8 +424,7 @@ class PackedAttention(torch.autograd.Function):
         grads = backward(grad_out, q, k, v, out, lse, spec, context)
         grad_sinks = None
         if sinks is not None:
-            through_TH = (grad_out.float() * out.float()).sum(-1)
-            grad_sinks = -(torch.exp(sinks.float() - lse) * through_TH).sum(0).to(sinks.dtype)
+            grad_sinks = _sink_gradient(grad_out, out, lse, sinks)
         return *grads, grad_sinks, None, None
 
 
@@ -464,6 +501,55 @@ def _flash(
         torch.set_deterministic_debug_mode(before)
         deterministic.fill_uninitialized_memory = fills
     return grad_q, grad_k, grad_v
+
+
+SINK_TOKENS = 64  # of one program
+
+
+def _sink_gradient(grad_out: Tensor, out: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
+    """[H]: -sum exp(sink - lse) dO . O."""
+    T, H, D = out.shape
+    num_blocks = triton.cdiv(T, SINK_TOKENS)
+    parts = torch.empty(num_blocks, H, dtype=torch.float32, device=out.device)
+    _sink_gradient_kernel[(num_blocks, H)](
+        aligned(grad_out),
+        aligned(out),
+        lse_TH.contiguous(),
+        aligned(sinks),
+        parts,
+        T,
+        H,
+        D,
+        triton.next_power_of_2(D),
+        SINK_TOKENS,
+        enable_fp_fusion=True,
+    )
+    return parts.sum(0).to(sinks.dtype)
+
+
+@jit("T")
+def _sink_gradient_kernel(
+    grad,
+    out,
+    lse,
+    sinks,
+    parts,
+    T,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    h = tl.program_id(1)
+    d = tl.arange(0, WIDTH)[None, :]
+    where = (token * H + h)[:, None] * D + d
+    is_inside = (token < T)[:, None] & (d < D)
+    gradient = tl.load(grad + where, mask=is_inside, other=0.0).to(tl.float32)
+    value = tl.load(out + where, mask=is_inside, other=0.0).to(tl.float32)
+    log_sum = tl.load(lse + token * H + h, mask=token < T, other=float("inf"))
+    share = tl.exp(tl.load(sinks + h).to(tl.float32) - log_sum)
+    tl.store(parts + tl.program_id(0) * H + h, -tl.sum(share * tl.sum(gradient * value, 1), 0))
 
 
 def _sum_places(x: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:

@@ -27,6 +27,7 @@ tests/cpu/ops/test_cuda_compiled.py, tests/gpu/test_cuda_contract.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,12 @@ def jit(*unspecialized: str, unaligned: Sequence[str] = ()) -> Callable[[Callabl
     return triton.jit(
         do_not_specialize=list(unspecialized), do_not_specialize_on_alignment=list(unaligned)
     )
+
+
+@cache
+def generation() -> int:
+    """Major number of this GPU's compute capability; 9 in the interpreter."""
+    return 9 if IS_INTERPRETED else torch.cuda.get_device_capability()[0]
 
 
 @jit()

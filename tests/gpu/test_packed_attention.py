@@ -1,4 +1,4 @@
-"""The plain backend's packed attention on a GPU (flex_attention) against the formula."""
+"""The plain backend's packed attention on a GPU against the formula."""
 
 import numpy as np
 import pytest

@@ -103,12 +103,12 @@ def sample(
     logp, kept = ops.log_softmax(logits, temperature=rule.temperature, kept=allowed), allowed
     if rule.is_filtered:
         assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
-        ids, kept = _draw_filtered(logp, uniform, top_p, top_k)
+        ids, kept = _draw_filtered(logp, uniform, top_p, top_k, ops)
         kept = kept if allowed is None else kept & allowed
-    elif allowed is not None:
-        ids = _draw(logp.exp(), uniform)
+    elif allowed is not None or logits.is_cuda:  # a stock softmax there is not that of a row
+        ids = ops.draw(logp.exp(), uniform)
     else:
-        ids = _draw(_probs(logits, rule.temperature), uniform)
+        ids = ops.draw(_probs(logits, rule.temperature), uniform)
     if kept is not None and rule.distribution == "sampled":
         # The trainer's arithmetic over the support, not a log-prob minus a log mass.
         logp = ops.log_softmax(logits, temperature=rule.temperature, kept=kept)
@@ -135,16 +135,8 @@ def _probs(logits: Tensor, temperature: float) -> Tensor:
     return torch.softmax(logits if temperature == 1.0 else logits / temperature, -1)
 
 
-def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """[B, 1]: first id whose cumulative probability exceeds u times the sum. probs [B, V] need not
-    sum to 1; an id of probability 0 is never drawn."""
-    cumulative = probs.cumsum(-1)
-    target = cumulative[:, -1:] * uniform[:, None]
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=probs.shape[1] - 1)
-
-
 def _draw_filtered(
-    logp: Tensor, uniform: Tensor, top_p: Tensor, top_k: Tensor
+    logp: Tensor, uniform: Tensor, top_p: Tensor, top_k: Tensor, ops: Ops
 ) -> tuple[Tensor, Tensor]:
     """(ids [B, 1], kept [B, V] bool). Applies top-k, then top-p to the rest, in the order of
     Hugging Face and vLLM. Of equally likely tokens the smaller id comes first."""
@@ -153,9 +145,8 @@ def _draw_filtered(
     rank = torch.arange(probs.shape[1], device=probs.device)
     is_kept = (rank < top_k[:, None]) | (top_k[:, None] == 0)
     probs = probs * is_kept
-    before = probs.cumsum(-1) - probs
-    is_kept = is_kept & (before < top_p[:, None] * probs.sum(-1, keepdim=True))
-    ids = order.gather(1, _draw(probs * is_kept, uniform))
+    is_kept = is_kept & ops.nucleus(probs, top_p)
+    ids = order.gather(1, ops.draw(probs * is_kept, uniform))
     return ids, torch.empty_like(is_kept).scatter_(1, order, is_kept)
 
 

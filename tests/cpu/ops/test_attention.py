@@ -6,7 +6,7 @@ import torch
 from attention_formula import reference_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.ops import flex, packed
+from lockstep.ops import packed
 from lockstep.ops.base import Ops
 from lockstep.ops.context import (
     AttentionSpec,
@@ -211,19 +211,6 @@ def test_a_shared_beginning_is_attended_from_once():
     rows = [np.r_[0:shared, shared + own * i : shared + own * (i + 1)] for i in range(num_rows)]
     layout = packed.layout_of(PackedContext.of_rows(rows), 16)
     assert sum(piece.shape[0] for piece in layout.pieces) == 10 + 2 * num_rows
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 16])
-def test_the_form_for_gpus_gives_the_same_output(window):
-    """Only forward: torch's flex_attention has no backward on a CPU."""
-    inputs = make_inputs(dtype=torch.float32, lengths=[175])
-    context = PackedContext.of_rows(BRANCHES)
-    spec = AttentionSpec(inputs[3], window, 0.3)
-    with torch.compiler.set_stance("force_eager"):  # forms the whole score matrix
-        found = flex.attend(*inputs[:3], spec, context)
-    wanted, _ = packed.attend(*inputs[:3], spec, context)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_never_attends_to_its_neighbour():
