@@ -106,8 +106,11 @@ class CudaOps(Ops):
     ) -> Tensor:
         return kernels.log_softmax(logits, temperature=temperature, kept=kept)
 
-    draw = staticmethod(cuda_draws.draw)
-    nucleus = staticmethod(cuda_draws.nucleus)
+    def draw(self, probs: Tensor, uniform: Tensor) -> Tensor:
+        return cuda_draws.draw(probs, uniform)
+
+    def nucleus(self, probs: Tensor, top_p: Tensor) -> Tensor:
+        return cuda_draws.nucleus(probs, top_p)
 
 
 # -- gradients ------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from lockstep.engines.embedded.kv_cache import ZERO_PAGE, PagedCache
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Routing
 from lockstep.ops.context import (
+    VALUE_PARTS,
     AttentionWork,
     PagedContext,
     decode_capacity,
@@ -170,7 +171,8 @@ class DecodeGraphs:
         }
         self._inputs, self._num_changes = Inputs(fields, device), -1
         self._query_starts = torch.arange(C + 1, dtype=torch.int32, device=device)
-        self._counters = torch.zeros(num_slots, self._heads[1], dtype=torch.int32, device=device)
+        shape_of_counters = (num_slots, self._heads[1], VALUE_PARTS)
+        self._counters = torch.zeros(shape_of_counters, dtype=torch.int32, device=device)
         self._draws = torch.zeros(2 * C, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(C, shape.hidden_size, dtype=model.embedding.dtype, device=device)
 
