@@ -85,8 +85,9 @@ class Inputs:
             -(-np.dtype(dtype).itemsize * length // ALIGNMENT) * ALIGNMENT
             for dtype, length in fields.values()
         ]
-        is_cuda = device.type == "cuda"
-        self._pinned = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=is_cuda)
+        self._pinned = torch.from_numpy(np.zeros(sum(sizes), np.uint8))
+        if device.type == "cuda":
+            self._pinned = self._pinned.pin_memory()
         self._sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
