@@ -41,22 +41,35 @@ class Attention(nn.Module):
     def forward(
         self,
         x_TD: Tensor,
+        norm: Tensor,
         cos: Tensor,
         sin: Tensor,
         context: Context,
         ops: Ops,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        H, G = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x_TD, ops, adapters).view(len(x_TD), H + 2 * G, self.head_dim)
-        qk = qkv[:, : H + G]
+        """x + attention of the normed x."""
+        qkv = self.qkv_proj.of_norm(x_TD, norm, self.eps, ops, adapters)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            weight = torch.cat([self.q_norm.expand(H, -1), self.k_norm.expand(G, -1)])
-            qk = ops.rms_norm(qk, weight, self.eps)
-        q_THK, k_TGK = ops.rope(qk, cos, sin).split([H, G], 1)
-        spec = AttentionSpec(self.sink_logits(), self.window, self.scale, self.layer)
-        out_THK = ops.attention(q_THK, k_TGK, qkv[:, H + G :], spec, context)
-        return self.o_proj(out_THK.flatten(1), ops, adapters)
+            norms = self.q_norm, self.k_norm
+        out_THK = ops.rotary_attention(
+            qkv.view(len(x_TD), self.num_heads + 2 * self.num_kv_heads, self.head_dim),
+            cos,
+            sin,
+            AttentionSpec(self.sink_logits(), self.window, self.scale, self.layer),
+            context,
+            num_heads=self.num_heads,
+            norms=norms,
+            eps=self.eps,
+        )
+        return self.add_output(x_TD, out_THK.flatten(1), ops, adapters)
+
+    def add_output(
+        self, residual_TD: Tensor, x_TK: Tensor, ops: Ops, adapters: AdapterRows | None
+    ) -> Tensor:
+        """residual + the output projection of the heads [T, H * K]."""
+        return self.o_proj.added(residual_TD, x_TK, ops, adapters)
 
     def sink_logits(self) -> Tensor | None:
         """[H] logits of the sinks; None in a model without sinks."""

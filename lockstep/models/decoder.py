@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class Block(nn.Module):
-    """Attention and MLP; each reads a normed copy of the stream and is added to it."""
+    """Attention and MLP; each adds to the stream what it makes of a normed copy."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -59,8 +59,9 @@ class Block(nn.Module):
         routing: Routing | None,
         adapters: AdapterRows | None,
     ) -> Tensor:
-        normed = ops.rms_norm(x_TD, self.input_norm, self.eps)
-        x_TD = x_TD + self.attention(normed, cos, sin, context, ops, adapters)
+        x_TD = self.attention(x_TD, self.input_norm, cos, sin, context, ops, adapters)
+        if isinstance(self.mlp, MLP):
+            return self.mlp(x_TD, self.post_attention_norm, self.eps, ops, adapters)
         normed = ops.rms_norm(x_TD, self.post_attention_norm, self.eps)
         return x_TD + self.mlp(normed, ops, routing, adapters)
 

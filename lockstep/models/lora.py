@@ -39,6 +39,22 @@ class Projection(nn.Linear):
             return adapters.add(self, x_TK, out_TN, ops)
         return out_TN if self.lora is None else self.lora(x_TK, out_TN, ops)
 
+    def of_norm(
+        self, x_TK: Tensor, norm: Tensor, eps: float, ops: Ops, adapters: AdapterRows | None
+    ) -> Tensor:
+        """The projection of the normed x."""
+        if adapters is None and self.lora is None:
+            return ops.norm_linear(x_TK, norm, eps, self.weight, self.bias)
+        return self(ops.rms_norm(x_TK, norm, eps), ops, adapters)
+
+    def added(
+        self, residual_TN: Tensor, x_TK: Tensor, ops: Ops, adapters: AdapterRows | None
+    ) -> Tensor:
+        """residual + the projection of x."""
+        if adapters is None and self.lora is None:
+            return ops.add_linear(residual_TN, x_TK, self.weight, self.bias)
+        return residual_TN + self(x_TK, ops, adapters)
+
 
 class LowRank(nn.Module):
     """Adapter of a projection that may fuse several of Hugging Face's.

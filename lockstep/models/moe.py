@@ -62,13 +62,14 @@ class MLP(nn.Module):
         self.down_proj = Projection(width, config.hidden_size, bias=False)
 
     def forward(
-        self,
-        x_TD: Tensor,
-        ops: Ops,
-        routing: Routing | None = None,
-        adapters: AdapterRows | None = None,
+        self, x_TD: Tensor, norm: Tensor, eps: float, ops: Ops, adapters: AdapterRows | None = None
     ) -> Tensor:
-        return self.down_proj(ops.swiglu(self.gate_up_proj(x_TD, ops, adapters)), ops, adapters)
+        """x + the MLP of the normed x."""
+        if adapters is None and self.gate_up_proj.lora is None:
+            hidden_TF = ops.norm_swiglu(x_TD, norm, eps, self.gate_up_proj.weight)
+        else:
+            hidden_TF = ops.swiglu(self.gate_up_proj.of_norm(x_TD, norm, eps, ops, adapters))
+        return self.down_proj.added(x_TD, hidden_TF, ops, adapters)
 
 
 class MoE(nn.Module):

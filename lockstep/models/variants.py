@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 
+from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
@@ -67,19 +69,27 @@ def without_windows(model: Decoder) -> Decoder:
     return sharing(twin, model)
 
 
+class DroppingAttention(Attention):
+    """Attention whose output has dropout."""
+
+    def __init__(self, *args, share: float, generator: torch.Generator) -> None:
+        super().__init__(*args)
+        self._share, self._generator = share, generator
+
+    def add_output(
+        self, residual_TD: Tensor, x_TK: Tensor, ops: Ops, adapters: AdapterRows | None
+    ) -> Tensor:
+        out_TD = self.o_proj(x_TK, ops, adapters)
+        kept_TD = torch.rand(out_TD.shape, generator=self._generator) >= self._share
+        kept_TD = (kept_TD / (1 - self._share)).to(out_TD.device, out_TD.dtype)
+        return residual_TD + out_TD * kept_TD
+
+
 def with_dropout(model: Decoder, share: float, *, seed: int) -> Decoder:
     """`model` with dropout on the output of every attention, drawn anew in each call. seed: of a
     generator on the CPU, so that every device drops the same."""
     generator = torch.Generator().manual_seed(seed)
-
-    def drop(module: torch.nn.Module, inputs: Any, out_TD: Tensor) -> Tensor:
-        kept_TD = torch.rand(out_TD.shape, generator=generator) >= share
-        return out_TD * (kept_TD / (1 - share)).to(out_TD.device, out_TD.dtype)
-
-    twin = with_attention(model, Attention)
-    for block in twin.layers:
-        block.get_submodule("attention").register_forward_hook(drop)
-    return twin
+    return with_attention(model, partial(DroppingAttention, share=share, generator=generator))
 
 
 class PerturbedRouter(MoE):

@@ -238,6 +238,47 @@ class Ops:
             key_quantum=KEY_QUANTUM,
         )
 
+    # -- composed -----------------------------------------------------------------------------
+    # The parts of a layer, for ops that compute several at once. The bits are those of the parts.
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """`linear` of `rms_norm`: x [T, K] -> [T, N]."""
+        return self.linear(self.rms_norm(x, norm, eps), weight, bias)
+
+    def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """`swiglu` of `norm_linear`: x [T, K], weight [2F, K] -> [T, F]."""
+        return self.swiglu(self.norm_linear(x, norm, eps, weight))
+
+    def add_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """residual [T, N] + `linear` of x [T, K]."""
+        return residual + self.linear(x, weight, bias)
+
+    def rotary_attention(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        spec: AttentionSpec,
+        context: Context,
+        *,
+        num_heads: int,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """`attention` of qkv [T, H + 2 G, D], whose queries and keys are normed, if there are norms
+        (of queries [D], of keys [D]), and rotated: [T, H, D]. num_heads: H."""
+        H, G = num_heads, (qkv.shape[1] - num_heads) // 2
+        qk = qkv[:, : H + G]
+        if norms is not None:
+            weight = torch.cat([norms[0].expand(H, -1), norms[1].expand(G, -1)])
+            qk = self.rms_norm(qk, weight, eps)
+        q, k = self.rope(qk, cos, sin).split([H, G], 1)
+        return self.attention(q, k, qkv[:, H + G :], spec, context)
+
     # -- log-prob head ------------------------------------------------------------------------
 
     def log_probs(

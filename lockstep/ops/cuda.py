@@ -22,7 +22,8 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_draws
 from lockstep.ops import cuda_kernels as kernels
-from lockstep.ops.base import Linear, Ops
+from lockstep.ops.base import Context, Linear, Ops
+from lockstep.ops.context import AttentionSpec, PagedContext
 
 Tensor = torch.Tensor
 
@@ -45,6 +46,8 @@ class CudaOps(Ops):
                 "ops.invariant.InvariantOps; TRITON_INTERPRET=1 runs these kernels there, to test "
                 "them."
             )
+        self._squares: tuple[Tensor, Tensor] | None = None
+        """(result of the last `add_linear`, its `kernels.squares`): the next norm reads them."""
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
 
@@ -57,7 +60,11 @@ class CudaOps(Ops):
     gemm = staticmethod(kernels.gemm)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, self)
+        x_MK = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            out = Linear.apply(x_MK, weight, bias, self)
+        else:
+            out = self.gemm(x_MK, weight, bias)
         return out.view(*x.shape[:-1], len(weight))
 
     def expert_linear(
@@ -101,6 +108,56 @@ class CudaOps(Ops):
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _run(kernels.rope, super().rope, x, cos, sin)
 
+    # -- composed: for a forward without gradient ---------------------------------------------
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        if not _is_fused(x):
+            return super().norm_linear(x, norm, eps, weight, bias)
+        return kernels.gemm(x, weight, bias, norm=(self._squares_of(x), norm, eps))
+
+    def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        if not _is_fused(x):
+            return super().norm_swiglu(x, norm, eps, weight)
+        norms = (self._squares_of(x), norm, eps)
+        return kernels.gemm(x, weight, None, norm=norms, is_gated=True)
+
+    def add_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        if not _is_fused(x):
+            return super().add_linear(residual, x, weight, bias)
+        squares = kernels.empty_squares(residual)
+        out = kernels.gemm(x, weight, bias, residual=residual, squares_out=squares)
+        self._squares = (out, squares)
+        return out
+
+    def _squares_of(self, x: Tensor) -> Tensor:
+        if self._squares is not None and self._squares[0] is x:
+            return self._squares[1]
+        return kernels.squares(x)
+
+    def rotary_attention(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        spec: AttentionSpec,
+        context: Context,
+        *,
+        num_heads: int,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        if not (_is_fused(qkv) and isinstance(context, PagedContext)):
+            return super().rotary_attention(
+                qkv, cos, sin, spec, context, num_heads=num_heads, norms=norms, eps=eps
+            )
+        pages = context.keys[spec.layer], context.values[spec.layer]
+        q = kernels.rotate_and_write(qkv, cos, sin, norms, eps, *pages, context.write_index)
+        return self._paged_attention(q, qkv, qkv, spec, context)
+
     def log_softmax(
         self, logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None
     ) -> Tensor:
@@ -139,9 +196,17 @@ class _Run(torch.autograd.Function):
         return None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 
+def _is_fused(x: Tensor) -> bool:
+    """Whether kernels compute several ops at once. In float32, where a product and a sum may round
+    once or twice, two kernels need not agree; the interpreter rounds each."""
+    return not torch.is_grad_enabled() and (x.dtype.itemsize == 2 or kernels.IS_INTERPRETED)
+
+
 def _shares_of_all(logits: Tensor) -> Tensor:
     return kernels.log_softmax(logits, temperature=1.0, kept=None).exp()
 
 
 def _run(kernel: Callable[..., Tensor], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return kernel(*inputs)
     return _Run.apply(kernel, function, *inputs)  # pyright: ignore[reportReturnType]

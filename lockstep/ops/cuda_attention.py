@@ -38,6 +38,7 @@ from lockstep.ops.cuda_kernels import (
     aligned,
     generation,
     jit,
+    launch,
     loop_bound,
     tl,
     triton,
@@ -348,8 +349,9 @@ def attend(
     num_slots = len(work.counters)
     parts = torch.empty(num_slots, G, slot_rows, D, dtype=torch.float32, device=q_THD.device)
     sums = torch.empty(num_slots, G, slot_rows, 2, dtype=torch.float32, device=q_THD.device)
-    num_programs = work.num_programs or len(work.items)
-    _attention_kernel[(num_programs, G, width // tile.values)](
+    launch(
+        _attention_kernel,
+        (work.num_programs or len(work.items), G, width // tile.values),
         queries.storage,
         keys.storage,
         values.storage,
@@ -388,7 +390,6 @@ def attend(
         SPLIT_KEYS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        enable_fp_fusion=True,
     )
     return out, lse
 
@@ -511,7 +512,9 @@ def _sink_gradient(grad_out: Tensor, out: Tensor, lse_TH: Tensor, sinks: Tensor)
     T, H, D = out.shape
     num_blocks = triton.cdiv(T, SINK_TOKENS)
     parts = torch.empty(num_blocks, H, dtype=torch.float32, device=out.device)
-    _sink_gradient_kernel[(num_blocks, H)](
+    launch(
+        _sink_gradient_kernel,
+        (num_blocks, H),
         aligned(grad_out),
         aligned(out),
         lse_TH.contiguous(),
@@ -522,7 +525,6 @@ def _sink_gradient(grad_out: Tensor, out: Tensor, lse_TH: Tensor, sinks: Tensor)
         D,
         triton.next_power_of_2(D),
         SINK_TOKENS,
-        enable_fp_fusion=True,
     )
     return parts.sum(0).to(sinks.dtype)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.ops.cuda_kernels import VOCABULARY_BLOCK, aligned, jit, tl
+from lockstep.ops.cuda_kernels import VOCABULARY_BLOCK, aligned, jit, launch, tl
 
 Tensor = torch.Tensor
 
@@ -21,9 +21,8 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """See `Ops.draw`."""
     B, V = probs_BV.shape
     ids = torch.empty(B, 1, dtype=torch.int64, device=probs_BV.device)
-    _draw_kernel[(B,)](
-        aligned(probs_BV), uniform_B.contiguous(), ids, V, VOCABULARY_BLOCK, num_warps=8
-    )
+    inputs = aligned(probs_BV), uniform_B.contiguous()
+    launch(_draw_kernel, (B,), *inputs, ids, V, VOCABULARY_BLOCK, num_warps=8)
     return ids
 
 
@@ -53,9 +52,8 @@ def nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
     """See `Ops.nucleus`."""
     B, V = probs_BV.shape
     is_kept = torch.empty(B, V, dtype=torch.uint8, device=probs_BV.device)
-    _nucleus_kernel[(B,)](
-        aligned(probs_BV), top_p_B.contiguous(), is_kept, V, VOCABULARY_BLOCK, num_warps=8
-    )
+    inputs = aligned(probs_BV), top_p_B.contiguous()
+    launch(_nucleus_kernel, (B,), *inputs, is_kept, V, VOCABULARY_BLOCK, num_warps=8)
     return is_kept.view(torch.bool)
 
 

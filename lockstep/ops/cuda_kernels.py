@@ -71,10 +71,17 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-DECODE_TILE = Tile(64, 32, 64, 4, 4)  # narrow: enough programs to read a weight at full bandwidth
-TRAINING_TILE = Tile(128, 128, 64, 8, 3)
 FLOAT32_TILE = Tile(64, 64, 32, 4, 2)
+TILES = {
+    8: (Tile(64, 32, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3)),
+    9: (Tile(64, 32, 128, 4, 4), Tile(64, 64, 128, 4, 4), Tile(128, 128, 64, 8, 4)),
+}
+"""Generation of the chip -> tiles of two-byte GEMMs: for few rows and few outputs (narrow: enough
+programs to read a weight at full bandwidth), for few rows, for many."""
 DECODE_ROWS = 64  # rows up to which a tile of the training shape would be half empty
+WIDE_OUTPUTS = 8192  # outputs from which tiles of 64 are enough programs
+TILE_GROUP = 8  # tiles of rows that run together over all outputs, so that weights stay in L2
+SQUARES = 32  # neighbouring numbers whose squares a GEMM sums for the norm that follows
 
 
 def jit(*unspecialized: str, unaligned: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -100,19 +107,49 @@ def _unchanged(bound):
 loop_bound = (lambda bound: bound.handle.data.item()) if IS_INTERPRETED else _unchanged
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Runs a kernel. Products and sums may be fused where a kernel does not say how: Triton 3.10
+    changes its default. Kernels that must agree share a function or say `tl.fma`."""
+    kernel[grid](*arguments, enable_fp_fusion=True, **options)
+
+
 # -- GEMM --------------------------------------------------------------------------------------
 
 
-def gemm(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """x @ weight^T + bias, rounded once: [M, N]."""
-    return _launch_gemm(x_MK, weight_NK, bias_N, None, _tile(x_MK, len(x_MK)))
+def gemm(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    *,
+    residual: Tensor | None = None,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    squares_out: Tensor | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """x @ weight^T + bias, rounded once: [M, N].
+
+    residual: [M, N], added to the rounded result. norm: (`squares` of x, weight [K], eps): x is
+    normed first, as by `rms_norm`. squares_out: [M, N / SQUARES] float32, filled with `squares` of
+    the result. is_gated: the result is `swiglu` of the product, [M, N / 2].
+    """
+    return _launch_gemm(
+        x_MK,
+        weight_NK,
+        bias_N,
+        None,
+        _tile(x_MK, len(x_MK), weight_NK.shape[0]),
+        residual=residual,
+        norm=norm,
+        squares_out=squares_out,
+        is_gated=is_gated,
+    )
 
 
 def expert_gemm(
     x_MK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, rows_per_expert: Sequence[int]
 ) -> Tensor:
     """`gemm` of each expert with its rows of x, which are sorted by expert: [M, N], same bits."""
-    tile = _tile(x_MK, max(rows_per_expert))
+    tile = _tile(x_MK, max(rows_per_expert), weight_ENK.shape[1])
     places: list[tuple[int, int, int]] = []
     first = 0
     for expert, count in enumerate(rows_per_expert):
@@ -123,57 +160,95 @@ def expert_gemm(
     return _launch_gemm(x_MK, weight_ENK, bias_EN, table, tile)
 
 
-def _tile(x: Tensor, num_rows: int) -> Tile:
+def _tile(x: Tensor, num_rows: int, num_outputs: int) -> Tile:
     if x.dtype.itemsize > 2:
         return FLOAT32_TILE
-    return DECODE_TILE if num_rows <= DECODE_ROWS else TRAINING_TILE
+    narrow, middle, large = TILES[max(known for known in TILES if known <= generation())]
+    if num_rows > DECODE_ROWS:
+        return large
+    return narrow if num_outputs < WIDE_OUTPUTS else middle
 
 
 def _launch_gemm(
-    x_MK: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor | None, tile: Tile
+    x_MK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    places: Tensor | None,
+    tile: Tile,
+    *,
+    residual: Tensor | None = None,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    squares_out: Tensor | None = None,
+    is_gated: bool = False,
 ) -> Tensor:
-    (M, K), N = x_MK.shape, weight.shape[-2]
+    (M, K), N = x_MK.shape, weight.shape[-2] // (2 if is_gated else 1)
     out_MN = x_MK.new_empty(M, N)
     if out_MN.numel():
         num_places = triton.cdiv(M, tile.rows) if places is None else len(places)
-        _gemm_kernel[(num_places, triton.cdiv(N, tile.outputs))](
+        squares, norm_weight, eps = norm or (None, None, 0.0)
+        launch(
+            _gemm_kernel,
+            (num_places * triton.cdiv(N, tile.outputs),),
             aligned(x_MK),
             aligned(weight),
             None if bias is None else aligned(bias),
+            None if residual is None else aligned(residual),
+            squares,
+            None if norm_weight is None else aligned(norm_weight),
             out_MN,
+            squares_out,
             places,
+            num_places,
             M,
+            eps,
             N,
             K,
+            is_gated,
             tile.rows,
             tile.outputs,
             tile.depth,
+            TILE_GROUP,
+            triton.next_power_of_2(triton.cdiv(K, SQUARES)),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
     return out_MN
 
 
-@jit("M")
+@jit("num_places", "M")
 def _gemm_kernel(
     x,
     weight,
     bias,
+    residual,
+    squares,
+    norm,
     out,
+    squares_out,
     places,
+    num_places,
     M,
-    N,
+    eps,
+    N: tl.constexpr,
     K: tl.constexpr,
+    IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
 ):
     """places: (expert, first row, end of the expert's rows) of each tile of rows; None if dense."""
+    columns: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    group = tl.program_id(0) // (GROUP * columns)
+    size = tl.minimum(num_places - group * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * columns)
+    at_place = (group * GROUP + within % size).to(tl.int64)
     if places is None:
-        first = tl.program_id(0).to(tl.int64) * ROWS
+        first = at_place * ROWS
         stop = M.to(tl.int64)
     else:
-        place = places + tl.program_id(0) * 3
+        place = places + at_place * 3
         expert = tl.load(place)
         first = tl.load(place + 1)
         stop = tl.load(place + 2)
@@ -181,29 +256,82 @@ def _gemm_kernel(
         if bias is not None:
             bias += expert * N
     row = first + tl.arange(0, ROWS)
-    output = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = (within // size).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row = (row < stop)[:, None]
     is_output = (output < N)[None, :]
     k = tl.arange(0, DEPTH)
     x_tile = x + row[:, None] * K + k[None, :]
     weight_tile = weight + output[None, :] * K + k[:, None]
+    if norm is not None:
+        at = tl.arange(0, NUM_SQUARES)[None, :]
+        groups: tl.constexpr = (K + 31) // 32
+        parts = tl.load(
+            squares + row[:, None] * groups + at, mask=is_row & (at < groups), other=0.0
+        )
+        inverse = _inverse_rms(_tree_sum(parts, ROWS, NUM_SQUARES), eps, K)
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    total_up = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, K, DEPTH):
-        if K % DEPTH == 0:
-            a = tl.load(x_tile + start, mask=is_row, other=0.0)
-            b = tl.load(weight_tile + start, mask=is_output, other=0.0)
-        else:
-            is_inside = start + k < K
-            a = tl.load(x_tile + start, mask=is_row & is_inside[None, :], other=0.0)
-            b = tl.load(weight_tile + start, mask=is_output & is_inside[:, None], other=0.0)
+        is_inside = start + k < K
+        a = tl.load(x_tile + start, mask=is_row & is_inside[None, :], other=0.0)
+        b = tl.load(weight_tile + start, mask=is_output & is_inside[:, None], other=0.0)
+        if norm is not None:
+            scale = tl.load(norm + start + k, mask=is_inside, other=0.0)
+            a = _normed(a, inverse[:, None], scale[None, :])
         total = tl.dot(a, b, total, input_precision="ieee")
+        if IS_GATED:
+            up = tl.load(
+                weight_tile + N * K + start, mask=is_output & is_inside[:, None], other=0.0
+            )
+            total_up = tl.dot(a, up, total_up, input_precision="ieee")
+    dtype = out.dtype.element_ty
     if bias is not None:
         total += tl.load(bias + output, mask=output < N, other=0.0).to(tl.float32)[None, :]
-    where = out + row[:, None] * N + output[None, :]
-    tl.store(where, total.to(out.dtype.element_ty), mask=is_row & is_output)
+    if IS_GATED:
+        gate = total.to(dtype).to(tl.float32)
+        total = _gate(gate, total_up.to(dtype).to(tl.float32), 1.0)
+    result = total.to(dtype)
+    where = row[:, None] * N + output[None, :]
+    if residual is not None:
+        result = (
+            result.to(tl.float32)
+            + tl.load(residual + where, mask=is_row & is_output, other=0.0).to(tl.float32)
+        ).to(dtype)
+    tl.store(out + where, result, mask=is_row & is_output)
+    if squares_out is not None:
+        value = tl.where(is_output, result.to(tl.float32), 0.0)
+        by_group = tl.reshape(value * value, (ROWS * OUTPUTS // 32, 32))
+        sums = tl.reshape(_tree_sum(by_group, ROWS * OUTPUTS // 32, 32), (ROWS, OUTPUTS // 32))
+        at = (within // size) * (OUTPUTS // 32) + tl.arange(0, OUTPUTS // 32)[None, :]
+        groups_out: tl.constexpr = (N + 31) // 32
+        tl.store(
+            squares_out + row[:, None] * groups_out + at, sums, mask=is_row & (at < groups_out)
+        )
 
 
 # -- sums over one row ---------------------------------------------------------------------------
+
+
+@jit()
+def _tree_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS]: sums of x [ROWS, SIZE] over neighbours, then over neighbouring pairs, and so on: the
+    same order in every kernel, whatever threads hold the numbers. SIZE: a power of two."""
+    if SIZE == 1:
+        return tl.reshape(x, (ROWS,))
+    left, right = tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
+    return _tree_sum(left + right, ROWS, SIZE // 2)
+
+
+@jit()
+def _inverse_rms(sum_of_squares, eps, D: tl.constexpr):
+    return 1.0 / tl.sqrt(sum_of_squares / D + eps)
+
+
+@jit()
+def _normed(x, inverse, scale):
+    """Rounded after the norm and again after the scale, like `Ops`."""
+    value = (x.to(tl.float32) * inverse).to(x.dtype)
+    return (value.to(tl.float32) * scale.to(tl.float32)).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -214,8 +342,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if out.numel():
         width = triton.next_power_of_2(D)
         rows = max(1, NORM_ELEMENTS // width)
-        _rms_norm_kernel[(triton.cdiv(len(x_MD), rows),)](
-            x_MD, aligned(weight), out, len(x_MD), eps, weight.numel() // D, D, rows, width
+        launch(
+            _rms_norm_kernel,
+            (triton.cdiv(len(x_MD), rows),),
+            x_MD,
+            aligned(weight),
+            out,
+            len(x_MD),
+            eps,
+            weight.numel() // D,
+            D,
+            rows,
+            width,
         )
     return out.view(x.shape)
 
@@ -235,12 +373,38 @@ def _rms_norm_kernel(
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     d = tl.arange(0, WIDTH)[None, :]
     is_inside = (row < M) & (d < D)
-    value = tl.load(x + row * D + d, mask=is_inside, other=0.0).to(tl.float32)
-    rms = tl.sqrt(tl.sum(value * value, 1) / D + eps)[:, None]
-    normed = (value / rms).to(out.dtype.element_ty).to(tl.float32)
+    x_tile = tl.load(x + row * D + d, mask=is_inside, other=0.0)
+    value = x_tile.to(tl.float32)
+    inverse = _inverse_rms(_tree_sum(value * value, ROWS, WIDTH), eps, D)[:, None]
     scale = tl.load(weight + (row % NUM_WEIGHTS) * D + d, mask=is_inside, other=0.0)
-    normed *= scale.to(tl.float32)
-    tl.store(out + row * D + d, normed.to(out.dtype.element_ty), mask=is_inside)
+    tl.store(out + row * D + d, _normed(x_tile, inverse, scale), mask=is_inside)
+
+
+def empty_squares(x_MD: Tensor) -> Tensor:
+    """Memory for the `squares` of a tensor of this shape."""
+    M, D = x_MD.shape
+    return torch.empty(M, triton.cdiv(D, SQUARES), dtype=torch.float32, device=x_MD.device)
+
+
+def squares(x_MD: Tensor) -> Tensor:
+    """[M, D / SQUARES] float32: sums of the squares of neighbours, for `gemm` with a norm."""
+    M, D = x_MD.shape
+    out = empty_squares(x_MD)
+    groups = out.shape[1]
+    width = triton.next_power_of_2(groups)
+    if out.numel():
+        launch(_squares_kernel, (M,), aligned(x_MD), out, D, groups, width)
+    return out
+
+
+@jit()
+def _squares_kernel(x, out, D: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDTH * 32)
+    value = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    sums = _tree_sum(tl.reshape(value * value, (WIDTH, 32)), WIDTH, 32)
+    at = tl.arange(0, WIDTH)
+    tl.store(out + row * GROUPS + at, sums, mask=at < GROUPS)
 
 
 def log_softmax(logits: Tensor, *, temperature: float, kept: Tensor | None) -> Tensor:
@@ -252,8 +416,16 @@ def log_softmax(logits: Tensor, *, temperature: float, kept: Tensor | None) -> T
         mask = None
         if kept is not None:
             mask = aligned(kept.expand(logits.shape).reshape(-1, V)).view(torch.uint8)
-        _log_softmax_kernel[(len(rows),)](
-            rows, mask, out, temperature, V, VOCABULARY_BLOCK, num_warps=8
+        launch(
+            _log_softmax_kernel,
+            (len(rows),),
+            rows,
+            mask,
+            out,
+            temperature,
+            V,
+            VOCABULARY_BLOCK,
+            num_warps=8,
         )
     return out.view(logits.shape)
 
@@ -295,8 +467,17 @@ def swiglu(gate_up: Tensor, *, alpha: float, limit: float | None) -> Tensor:
     F = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], F)
     if out.numel():
-        _swiglu_kernel[(triton.cdiv(out.numel(), ELEMENTS),)](
-            aligned(gate_up), out, out.numel(), alpha, limit or 0.0, is_clamped, F, ELEMENTS
+        launch(
+            _swiglu_kernel,
+            (triton.cdiv(out.numel(), ELEMENTS),),
+            aligned(gate_up),
+            out,
+            out.numel(),
+            alpha,
+            limit or 0.0,
+            is_clamped,
+            F,
+            ELEMENTS,
         )
     return out
 
@@ -319,8 +500,12 @@ def _swiglu_kernel(
     if IS_CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1
-    value = up * (gate / (1 + tl.exp(-gate * alpha)))
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
+    tl.store(out + at, _gate(gate, up, alpha).to(out.dtype.element_ty), mask=at < size)
+
+
+@jit()
+def _gate(gate, up, alpha):
+    return up * (gate / (1 + tl.exp(-gate * alpha)))
 
 
 def rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -329,8 +514,17 @@ def rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     _, H, D = x_THD.shape
     out = torch.empty_like(x_THD)
     if out.numel():
-        _rope_kernel[(triton.cdiv(out.numel(), ELEMENTS),)](
-            x_THD, aligned(cos), aligned(sin), out, out.numel(), H, D, ELEMENTS
+        launch(
+            _rope_kernel,
+            (triton.cdiv(out.numel(), ELEMENTS),),
+            x_THD,
+            aligned(cos),
+            aligned(sin),
+            out,
+            out.numel(),
+            H,
+            D,
+            ELEMENTS,
         )
     return out
 
@@ -341,12 +535,112 @@ def _rope_kernel(x, cos, sin, out, size, H: tl.constexpr, D: tl.constexpr, BLOCK
     is_inside = at < size
     d = at % D
     angle_at = at // (H * D) * D + d
-    dtype = out.dtype.element_ty
-    c = tl.load(cos + angle_at, mask=is_inside, other=0.0).to(dtype).to(tl.float32)
-    s = tl.load(sin + angle_at, mask=is_inside, other=0.0).to(dtype).to(tl.float32)
-    value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
-    partner = tl.load(x + at - d + (d + D // 2) % D, mask=is_inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (value * c + partner * s).to(dtype), mask=is_inside)
+    c = tl.load(cos + angle_at, mask=is_inside, other=0.0)
+    s = tl.load(sin + angle_at, mask=is_inside, other=0.0)
+    value = tl.load(x + at, mask=is_inside, other=0.0)
+    partner = tl.load(x + at - d + (d + D // 2) % D, mask=is_inside, other=0.0)
+    tl.store(out + at, _rotated(value, partner, c, s), mask=is_inside)
+
+
+@jit()
+def _rotated(value, partner, c, s):
+    c = c.to(value.dtype).to(tl.float32)
+    s = s.to(value.dtype).to(tl.float32)
+    turned = tl.fma(value.to(tl.float32), c, partner.to(tl.float32) * s)
+    return turned.to(value.dtype)
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    write_index: Tensor,
+) -> Tensor:
+    """Queries [T, H, D], normed and rotated, of qkv [T, H + 2 G, D]; the keys, treated alike, and
+    the values are written into a layer's pages [G, P, S, D]."""
+    T, heads, D = qkv.shape
+    G, P, S, _ = keys.shape
+    H = heads - 2 * G
+    q = qkv.new_empty(T, H, D)
+    width = triton.next_power_of_2(D)
+    block = max(1, ELEMENTS // width)
+    q_norm, k_norm = norms or (None, None)
+    if q.numel():
+        launch(
+            _rotate_kernel,
+            (T, triton.cdiv(heads, block)),
+            aligned(qkv),
+            aligned(cos),
+            aligned(sin),
+            None if q_norm is None else aligned(q_norm),
+            None if k_norm is None else aligned(k_norm),
+            q,
+            keys,
+            values,
+            write_index,
+            P * S,
+            eps,
+            H,
+            G,
+            D,
+            width,
+            block,
+        )
+    return q
+
+
+@jit("num_places", unaligned=("write_index",))
+def _rotate_kernel(
+    qkv,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    q,
+    keys,
+    values,
+    write_index,
+    num_places,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    is_inside = (head < H + 2 * G) & (d < D)
+    across = (d + D // 2) % D
+    row = qkv + (token * (H + 2 * G) + head) * D
+    x = tl.load(row + d, mask=is_inside, other=0.0)
+    value = x
+    partner = tl.load(row + across, mask=is_inside, other=0.0)
+    is_query = head < H
+    is_key = is_inside & (head >= H) & (head < H + G)
+    if q_norm is not None:
+        wide = x.to(tl.float32)
+        inverse = _inverse_rms(_tree_sum(wide * wide, BLOCK, WIDTH), eps, D)[:, None]
+        scale = tl.load(q_norm + d, mask=is_query & (d < D), other=0.0)
+        scale += tl.load(k_norm + d, mask=is_key, other=0.0)
+        value = _normed(value, inverse, scale)
+        scale = tl.load(q_norm + across, mask=is_query & (d < D), other=0.0)
+        scale += tl.load(k_norm + across, mask=is_key, other=0.0)
+        partner = _normed(partner, inverse, scale)
+    c = tl.load(cos + token * D + d, mask=d < D, other=0.0)
+    s = tl.load(sin + token * D + d, mask=d < D, other=0.0)
+    turned = _rotated(value, partner, c, s)
+    tl.store(q + (token * H + head) * D + d, turned, mask=is_query & (d < D))
+    place = tl.load(write_index + token)
+    at_key = ((head - H) * num_places + place) * D + d
+    tl.store(keys + at_key, turned, mask=is_key)
+    at_value = ((head - H - G) * num_places + place) * D + d
+    tl.store(values + at_value, x, mask=is_inside & (head >= H + G))
 
 
 def combine(out_TAD: Tensor, weights_TA: Tensor) -> Tensor:
@@ -354,8 +648,16 @@ def combine(out_TAD: Tensor, weights_TA: Tensor) -> Tensor:
     T, A, D = out_TAD.shape
     total_TD = out_TAD.new_empty(T, D)
     if total_TD.numel():
-        _combine_kernel[(triton.cdiv(T * D, ELEMENTS),)](
-            aligned(out_TAD), aligned(weights_TA), total_TD, T * D, A, D, ELEMENTS
+        launch(
+            _combine_kernel,
+            (triton.cdiv(T * D, ELEMENTS),),
+            aligned(out_TAD),
+            aligned(weights_TA),
+            total_TD,
+            T * D,
+            A,
+            D,
+            ELEMENTS,
         )
     return total_TD
 

@@ -49,7 +49,9 @@ ROWWISE = {
     "log_softmax": (0,),
 }
 """op -> the positions of its arguments that have a row per token."""
-WATCHED = {*ROWWISE, "expert_linear", "attention"}
+COMPOSED = {"norm_linear": (0,), "norm_swiglu": (0,), "add_linear": (0, 1), "rotary_attention": ()}
+"""Like ROWWISE, of ops that a backend may compute at once; each is `Ops`' own composition."""
+WATCHED = {*ROWWISE, *COMPOSED, "expert_linear", "attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +157,10 @@ class _Recorder:
         self.calls: dict[Any, _Call] = {}
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(self._ops, name)
+        # A composed op is taken apart, so that its parts are recorded too.
+        function = (
+            partial(getattr(Ops, name), self) if name in COMPOSED else getattr(self._ops, name)
+        )
         return partial(self._run, name, function) if name in WATCHED else function
 
     def _run(self, op: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -242,6 +247,8 @@ def _first_failure(ops: Ops, calls: Sequence[_Call]) -> tuple[str, str, int]:
         "attention": _attention_checks,
         "expert_linear": _expert_checks,
         "grouped": _group_checks,
+        "rotary_attention": _rotary_checks,
+        **dict.fromkeys(("norm_linear", "norm_swiglu", "add_linear"), _composed_checks),
     }
     count = 0
     for call in calls:
@@ -288,6 +295,39 @@ def _selections(total: int) -> Iterator[slice]:
         if count < total:
             start = (0, (total - count) // 2, total - count)[i % 3]
             yield slice(start, start + count)
+
+
+def _composed_checks(ops: Ops, call: _Call) -> Iterator[str]:
+    """What is computed at once, for few rows and many, against its parts."""
+    stock = getattr(Ops, call.op)
+    if getattr(type(ops), call.op) is stock:
+        return
+    with torch.no_grad():
+        full = stock(ops, *call.args, **call.kwargs)
+        for rows in [slice(None), *_selections(len(full))]:
+            args = [a[rows] if i in COMPOSED[call.op] else a for i, a in enumerate(call.args)]
+            found = getattr(ops, call.op)(*args, **call.kwargs)
+            yield "" if torch.equal(found, full[rows]) else call.op
+
+
+def _rotary_checks(ops: Ops, call: _Call) -> Iterator[str]:
+    """The first row through pages: at once, and by its parts, with the keys that each writes."""
+    if type(ops).rotary_attention is Ops.rotary_attention:
+        return
+    qkv, cos, sin, spec, packed = call.args
+    spec, length, H = replace(spec, layer=0), int(packed.lengths[0]), call.kwargs["num_heads"]
+    G = (qkv.shape[1] - H) // 2
+    with torch.no_grad():
+        found: list[list[Tensor]] = []
+        for run in (Ops.rotary_attention, type(ops).rotary_attention):
+            shape = (2, 1, G, -(-length // KEY_BLOCK), KEY_BLOCK, qkv.shape[2])
+            keys, values = qkv.new_zeros(shape)
+            table = np.arange(keys.shape[2])[None]
+            context = PagedContext.of(keys, values, table, [0], [length], num_heads=H)
+            part = slice(length)
+            out = run(ops, qkv[part], cos[part], sin[part], spec, context, **call.kwargs)
+            found.append([out, keys, values])
+        yield "" if _same(*found) else call.op
 
 
 def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
@@ -339,7 +379,8 @@ def _group_checks(ops: Ops, call: _Call) -> Iterator[str]:
 def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """The first row's positions through a paged cache: in chunks, one by one, and two at once."""
     q, k, v, spec, packed = call.args
-    spec, length = replace(spec, layer=0), packed.blocks[0].shape[1]
+    spec, length = replace(spec, layer=0), int(packed.lengths[0])
+    num_heads = q.shape[1] if ops.reads_work(q.device) else None
     with torch.no_grad():
         full = ops.attention(q, k, v, spec, packed)[:length]
         for page_size in (KEY_BLOCK, 16):
@@ -353,7 +394,7 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
             start = 0
             for stop in steps:
                 part = slice(start, stop)
-                context = PagedContext.of(keys, values, table, [start], [stop])
+                context = PagedContext.of(keys, values, table, [start], [stop], num_heads=num_heads)
                 with torch.inference_mode():
                     out = ops.attention(q[part], k[part], v[part], spec, context)
                 yield "" if torch.equal(out, full[part]) else call.op
@@ -361,7 +402,7 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
             # The same positions again, as decode steps of several sequences over the same pages.
             places = [5, length // 2, last]
             tables, stops = table.repeat(len(places), 0), [at + 1 for at in places]
-            context = PagedContext.of(keys, values, tables, places, stops)
+            context = PagedContext.of(keys, values, tables, places, stops, num_heads=num_heads)
             with torch.inference_mode():
                 out = ops.attention(q[places], k[places], v[places], spec, context)
             yield "" if torch.equal(out, full[places]) else call.op

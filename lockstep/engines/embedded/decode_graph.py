@@ -24,6 +24,7 @@ from lockstep.engines.embedded.kv_cache import ZERO_PAGE, PagedCache
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Routing
 from lockstep.ops.context import (
+    SPLIT_KEYS,
     VALUE_PARTS,
     AttentionWork,
     PagedContext,
@@ -75,36 +76,33 @@ def graph_size(num_rows: int, most: int) -> int:
 
 
 class Inputs:
-    """Arrays on the host and tensors on the device of one layout; `send` copies all in one go."""
+    """Arrays on the host and tensors on the device, of one layout; a copy sends those in front."""
 
     def __init__(
         self, fields: dict[str, tuple[type[np.generic], int]], device: torch.device
     ) -> None:
-        """fields: dtype and length of each; the last one may be sent in part."""
-        sizes = [
-            -(-np.dtype(dtype).itemsize * length // ALIGNMENT) * ALIGNMENT
-            for dtype, length in fields.values()
-        ]
-        self._pinned = torch.from_numpy(np.zeros(sum(sizes), np.uint8))
+        """fields: dtype and length of each."""
+        starts, stop = {}, 0
+        for name, (dtype, length) in fields.items():
+            starts[name] = stop
+            stop += -(-np.dtype(dtype).itemsize * length // ALIGNMENT) * ALIGNMENT
+        self._pinned = torch.from_numpy(np.zeros(stop, np.uint8))
         if device.type == "cuda":
             self._pinned = self._pinned.pin_memory()
-        self._sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._sent = torch.zeros(stop, dtype=torch.uint8, device=device)
+        self._stops: dict[str, int] = {}
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
-        stop = 0
-        for (name, (dtype, length)), size in zip(fields.items(), sizes, strict=True):
-            start, stop = stop, stop + size
-            end = start + np.dtype(dtype).itemsize * length
-            self.host[name] = self._pinned.numpy()[start:end].view(dtype)
+        for name, (dtype, length) in fields.items():
+            stop = self._stops[name] = starts[name] + np.dtype(dtype).itemsize * length
+            self.host[name] = self._pinned.numpy()[starts[name] : stop].view(dtype)
             of_dtype = getattr(torch, np.dtype(dtype).name)
-            self.device[name] = self._sent[start:end].view(of_dtype)
-        self._last = stop - sizes[-1]
+            self.device[name] = self._sent[starts[name] : stop].view(of_dtype)
 
-    def send(self, num_last: int) -> None:
-        """num_last: entries of the last field that are read. The host must have read a result of
-        the step before, or it would overwrite what is still being copied."""
-        name = next(reversed(self.host))
-        stop = self._last + num_last * self.host[name].itemsize
+    def send(self, last: str, *, num_unused: int = 0) -> None:
+        """Sends the fields up to `last`, without the end of that one. The host must have read a
+        result of the step before, or it would overwrite what is still being copied."""
+        stop = self._stops[last] - num_unused * self.host[last].itemsize
         self._sent[:stop].copy_(self._pinned[:stop], non_blocking=True)
 
 
@@ -123,7 +121,7 @@ class DecodeGraphs:
         self._replays: dict[tuple[int, Rule | None], Replay] = {}
         self._rules: list[Rule] = []
         self._num_changes = -1
-        """State of the rows' pages that was sent."""
+        """State of the rows that was sent."""
 
     def drop(self) -> None:
         """Frees the memory of all graphs."""
@@ -161,10 +159,11 @@ class DecodeGraphs:
             "ids": (np.int64, C),
             "positions": (np.int64, C),
             "write_index": (np.int64, C),
-            "top_k": (np.int64, C),
-            "top_p": (np.float32, C),
             "uniform": (np.float32, C),
             "lengths": (np.int32, C),
+            # sent when the rows change
+            "top_k": (np.int64, C),
+            "top_p": (np.float32, C),
             "page_starts": (np.int32, C),
             "num_items": (np.int32, 1),
             "items": (np.int32, num_items * 4),
@@ -196,38 +195,32 @@ class DecodeGraphs:
         rows, host, n = self._rows, self._inputs.host, self._rows.num
         at, page_size = rows.positions[:n], rows.page_size
         page, offset = np.divmod(at, page_size)
-        of_rows = {
-            "ids": (rows.last_ids[:n], 0),
-            "positions": (at, 0),
-            "write_index": (
-                rows.pages[np.arange(n), page] * page_size + offset,
-                ZERO_PAGE * page_size,
-            ),
-            "top_k": (rows.top_k[:n], 0),
-            "top_p": (rows.top_p[:n], 1),
-            "uniform": (uniforms(rows.streams[:n], at + 1), 0),
-            "lengths": (at + 1, 1),
-        }
-        for name, (values, filler) in of_rows.items():
-            host[name][:n] = values
-            host[name][n:size] = filler
-        lengths = host["lengths"][:size].astype(np.int64)
+        unread = ZERO_PAGE * page_size
+        _fill(host["ids"], rows.last_ids[:n], 0, size)
+        _fill(host["positions"], at, 0, size)
+        written = rows.pages[np.arange(n), page] * page_size + offset
+        _fill(host["write_index"], written, unread, size)
+        _fill(host["uniform"], uniforms(rows.streams[:n], at + 1), 0, size)
+        _fill(host["lengths"], at + 1, 1, size)
+        if self._num_changes == rows.num_changes and (at % SPLIT_KEYS).all():
+            self._inputs.send("lengths")
+            return
+        self._num_changes = rows.num_changes
+        _fill(host["top_k"], rows.top_k[:n], 0, size)
+        _fill(host["top_p"], rows.top_p[:n], 1, size)
         items, _ = plan_work(
-            np.ones(size, np.int64), lengths, heads=self._heads, num_programs=self._num_programs
+            np.ones(size, np.int64),
+            host["lengths"][:size].astype(np.int64),
+            heads=self._heads,
+            num_programs=self._num_programs,
         )
         host["num_items"][0] = len(items)
         host["items"][: items.size] = items.reshape(-1)
-        if self._num_changes != rows.num_changes:
-            self._num_changes = rows.num_changes
-            width = int(rows.num_pages[:n].max())
-            self._num_places = 1 + n * width
-            host["pages"][0] = ZERO_PAGE * page_size
-            host["pages"][1 : self._num_places] = rows.pages[:n, :width].reshape(-1) * page_size
-            host["page_starts"][:] = 0
-            host["page_starts"][:n] = 1 + np.arange(n) * width
-            self._inputs.send(self._num_places)
-        else:
-            self._inputs.send(0)
+        pages = rows.pages[:n, : int(rows.num_pages[:n].max())]
+        host["pages"][0] = unread
+        host["pages"][1 : 1 + pages.size] = pages.reshape(-1) * page_size
+        _fill(host["page_starts"], 1 + np.arange(n) * pages.shape[1], 0, size)
+        self._inputs.send("pages", num_unused=len(host["pages"]) - 1 - pages.size)
 
     def _body(self, model: Decoder, size: int, rule: Rule | None) -> None:
         """One step of the first `size` rows, over the static tensors."""
@@ -261,3 +254,9 @@ class DecodeGraphs:
 
     def _draws_of(self, size: int) -> Tensor:
         return self._draws[: 2 * size].view(2, size)
+
+
+def _fill(field: npt.NDArray[Any], values: npt.NDArray[Any], filler: int, size: int) -> None:
+    """Writes the values of the rows, and the filler for those that fill up the graph."""
+    field[: len(values)] = values
+    field[len(values) : size] = filler
