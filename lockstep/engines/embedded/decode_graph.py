@@ -47,7 +47,8 @@ ALIGNMENT = 256  # bytes between the starts of two inputs, at least: that of tor
 
 
 class CudaGraphs:
-    """The `Capture` of a GPU. All graphs share one pool of memory, since one runs at a time."""
+    """The `Capture` of a GPU. Its graphs share one pool of memory, since one runs at a time; the
+    pool ends with the last of them."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -60,7 +61,8 @@ class CudaGraphs:
             body()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads, such as a trainer's, may go on to use the GPU.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             body()
         return graph.replay
 
@@ -114,8 +116,8 @@ class DecodeGraphs:
     head and the draws run eagerly. Rows with adapters of their own are not for a graph.
     """
 
-    def __init__(self, rows: Rows, cache: PagedCache, capture: Capture) -> None:
-        self._rows, self._cache, self._capture = rows, cache, capture
+    def __init__(self, rows: Rows, cache: PagedCache, make_capture: Callable[[], Capture]) -> None:
+        self._rows, self._cache, self._make_capture = rows, cache, make_capture
         self._read: tuple[object, ...] = ()
         """What the graphs were captured over."""
         self._replays: dict[tuple[int, Rule | None], Replay] = {}
@@ -150,6 +152,7 @@ class DecodeGraphs:
 
     def _make_tensors(self, model: Decoder) -> None:
         """Makes the tensors that the graphs read and write, other than weights and caches."""
+        self._capture = self._make_capture()
         rows, device, shape = self._rows, model.embedding.device, model.config
         C, num_pages = rows.pages.shape
         self._heads = (shape.num_heads, shape.num_kv_heads)

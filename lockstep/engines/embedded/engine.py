@@ -6,14 +6,15 @@ turn of an episode joins the next step. With shared weights a sync is a new vers
 
 Cost of a step: a part that does not depend on the batch, a part per token fed, and attention over
 each request's pages. Per request that comes or ends there is work in Python proportional to its
-length; per sampled token there is none.
+length; per sampled token there is none. On a GPU the running requests' part of a step is a CUDA
+graph (`decode_graph`), and prefill runs beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -82,8 +83,8 @@ class EmbeddedEngine(Engine):
     is_shared: the model is the trainer's; otherwise the engine's own, and weights must be handed
     over. A shared one's parameters may be trained in place between steps: call `load_weights(None,
     version=v)` after every update, or cached keys and values of older weights would be used.
-    capture: what makes a step of decode a graph, for ops that read `AttentionWork`; None is a CUDA
-    graph on a GPU, and no graph on a CPU.
+    make_capture: for ops that read `AttentionWork`, what makes a step of decode a graph. None: CUDA
+    graphs on a GPU, and no graph on a CPU.
 
     >>> engine = EmbeddedEngine(model, EmbeddedConfig())                        # doctest: +SKIP
     >>> async for delta in engine.generate(request): print(delta.token_ids)     # doctest: +SKIP
@@ -97,7 +98,7 @@ class EmbeddedEngine(Engine):
         token_bytes: Seq[bytes] | None = None,
         control_ids: Collection[int] = (),
         is_shared: bool = True,
-        capture: Capture | None = None,
+        make_capture: Callable[[], Capture] | None = None,
     ) -> None:
         shape, device = model.config, model.embedding.device
         self._model = model
@@ -129,10 +130,10 @@ class EmbeddedEngine(Engine):
             )
         self._rows = Rows(config.max_num_sequences, self.max_tokens, config.page_size)
         self._graphs = None
-        if capture is None and device.type == "cuda" and config.cuda_graphs:
-            capture = CudaGraphs()
-        if capture is not None and model.ops.reads_work(device):
-            self._graphs = DecodeGraphs(self._rows, self._cache, capture)
+        if make_capture is None and device.type == "cuda" and config.cuda_graphs:
+            make_capture = CudaGraphs
+        if make_capture is not None and model.ops.reads_work(device):
+            self._graphs = DecodeGraphs(self._rows, self._cache, make_capture)
         self._ledger: Ledger[Sequence] = Ledger()
         self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)
         self._watched: dict[Sequence, None] = {}

@@ -60,10 +60,10 @@ def make_engines(kind="qwen3", *, max_positions=256, **settings):
     defaults = {"page_size": 8, "kv_cache_tokens": 256, "max_num_sequences": 6}
     config = EmbeddedConfig(**(defaults | {"max_step_tokens": 24} | settings))
     capture, engines = Rerun(), []
-    for of_engine in (None, capture):
+    for make_capture in (None, lambda: capture):
         model = make_model(kind, max_positions=max_positions)
         model.ops = CudaOps()
-        engines.append(EmbeddedEngine(model, config, capture=of_engine))
+        engines.append(EmbeddedEngine(model, config, make_capture=make_capture))
     return *engines, capture
 
 
