@@ -124,7 +124,11 @@ class EmbeddedConfig(EngineConfig):
     resident_rows: bool = True
     """Hold the keys and values of running requests a second time, contiguous per request, so that
     decoding reads them in place and gathers no pages. Takes at most as much memory again as
-    kv_cache_tokens; batches that do not fit gather pages."""
+    kv_cache_tokens; batches that do not fit gather pages. Without effect on a GPU, whose attention
+    reads pages in place."""
+    cuda_graphs: bool = True
+    """Replay a step of sampled tokens as a CUDA graph, captured once per size of batch. Off, a GPU
+    waits for Python between its kernels. Without effect on a CPU."""
 
     def __post_init__(self) -> None:
         counts = ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size")

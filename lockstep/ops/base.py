@@ -335,6 +335,21 @@ class Ops:
             logits = logits.masked_fill(~kept, float("-inf"))
         return torch.log_softmax(logits, -1)
 
+    # -- draws --------------------------------------------------------------------------------
+
+    def draw(self, probs: Tensor, uniform: Tensor) -> Tensor:
+        """[B, 1] int64: first id whose cumulative probability exceeds u times the sum. probs [B, V]
+        float32 need not sum to 1; an id of probability 0 is not drawn. uniform: [B] float32."""
+        cumulative = probs.cumsum(-1)
+        target = cumulative[:, -1:] * uniform[:, None]
+        return torch.searchsorted(cumulative, target, right=True).clamp_(max=probs.shape[1] - 1)
+
+    def nucleus(self, probs: Tensor, top_p: Tensor) -> Tensor:
+        """[B, V] bool: the ids before which less than a share of `top_p` [B] is summed. probs [B,
+        V] float32, largest first."""
+        before = probs.cumsum(-1) - probs
+        return before < top_p[:, None] * probs.sum(-1, keepdim=True)
+
 
 # -- mechanism ------------------------------------------------------------------------------------
 

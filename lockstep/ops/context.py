@@ -173,6 +173,8 @@ class AttentionWork:
     """[places]: token of each query, where rows share tokens; None: a place is a token."""
     token_places: Tensor | None = None
     """[T] int64: a place of each token, where rows share tokens."""
+    num_programs: int | None = None
+    """Programs per key head that take the items in turn; None: one for each of the W."""
 
     @classmethod
     def of(
@@ -263,6 +265,19 @@ def plan_work(
     cost = np.where(cut, np.minimum(SPLIT_KEYS, num_keys[tile]), num_keys[tile])
     order = np.argsort(-cost, kind="stable")
     return items[order].astype(np.int32), int(cut.sum())
+
+
+def decode_capacity(
+    num_rows: int, max_keys: int, *, heads: tuple[int, int], num_programs: int
+) -> tuple[int, int]:
+    """(most items, most slots) that `plan_work` gives for rows of one query and up to `max_keys`
+    keys. Fewer rows than programs are cut, since each has more than an even share of the keys.
+    Guard: tests/cpu/engines/test_decode_graph.py
+    """
+    num_tiles = num_rows * -(-heads[0] // heads[1] // TILE_ROWS)
+    num_cut = min(num_tiles, num_programs // heads[1])
+    num_slots = num_cut * -(-max_keys // SPLIT_KEYS)
+    return num_tiles + num_slots, num_slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.ops import cuda_draws
 from lockstep.ops import cuda_kernels as kernels
 from lockstep.ops.base import Context, Linear, Ops
 from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext
@@ -218,6 +219,12 @@ class CudaOps(Ops):
         self, logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None
     ) -> Tensor:
         return kernels.log_softmax(logits, temperature=temperature, kept=kept)
+
+    def draw(self, probs: Tensor, uniform: Tensor) -> Tensor:
+        return cuda_draws.draw(probs, uniform)
+
+    def nucleus(self, probs: Tensor, top_p: Tensor) -> Tensor:
+        return cuda_draws.nucleus(probs, top_p)
 
 
 # -- gradients ------------------------------------------------------------------------------------

@@ -351,7 +351,7 @@ def attend(
     sums = torch.empty(num_slots, G, slot_rows, 2, dtype=torch.float32, device=q_THD.device)
     launch(
         _attention_kernel,
-        (len(work.items), G, width // tile.values),
+        (work.num_programs or len(work.items), G, width // tile.values),
         queries.storage,
         keys.storage,
         values.storage,

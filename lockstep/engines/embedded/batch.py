@@ -25,7 +25,13 @@ from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, Res
 from lockstep.engines.grammar import GrammarState
 from lockstep.engines.ledger import Entry
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PagedBlock, PagedContext, ResidentRows
+from lockstep.ops.context import (
+    AttentionWork,
+    PagedBlock,
+    PagedContext,
+    ResidentRows,
+    to_device,
+)
 from lockstep.types import Distribution, Float32Array, Int32Array, Routes, pack_support
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -97,12 +103,12 @@ def sample(
     logp, kept = ops.log_softmax(logits, temperature=rule.temperature, kept=allowed), allowed
     if rule.is_filtered:
         assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
-        ids, kept = _draw_filtered(logp, uniform, top_p, top_k)
+        ids, kept = _draw_filtered(logp, uniform, top_p, top_k, ops)
         kept = kept if allowed is None else kept & allowed
-    elif allowed is not None:
-        ids = _draw(logp.exp(), uniform)
+    elif allowed is not None or logits.is_cuda:  # a stock softmax there is not that of a row
+        ids = ops.draw(logp.exp(), uniform)
     else:
-        ids = _draw(_probs(logits, rule.temperature), uniform)
+        ids = ops.draw(_probs(logits, rule.temperature), uniform)
     if kept is not None and rule.distribution == "sampled":
         # The trainer's arithmetic over the support, not a log-prob minus a log mass.
         logp = ops.log_softmax(logits, temperature=rule.temperature, kept=kept)
@@ -112,22 +118,25 @@ def sample(
     return ids[:, 0], logp.gather(1, ids)[:, 0], None
 
 
+def pack_draws(ids: Tensor, logprobs: Tensor) -> Tensor:
+    """[2, B] int32: ids, and the bits of the log-probs. Read from the device in one copy."""
+    return torch.stack([ids.int(), logprobs.view(torch.int32)])
+
+
+def unpack_draws(packed: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """(ids, log-probs) on the host. Waits for the device."""
+    ids, bits = packed.cpu().numpy()
+    return ids.astype(np.int64), bits.view(np.float32)
+
+
 def _probs(logits: Tensor, temperature: float) -> Tensor:
     """exp(log_softmax) up to rounding, but cheaper."""
     logits = logits.float()
     return torch.softmax(logits if temperature == 1.0 else logits / temperature, -1)
 
 
-def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """[B, 1]: first id whose cumulative probability exceeds u times the sum. probs [B, V] need not
-    sum to 1; an id of probability 0 is never drawn."""
-    cumulative = probs.cumsum(-1)
-    target = cumulative[:, -1:] * uniform[:, None]
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=probs.shape[1] - 1)
-
-
 def _draw_filtered(
-    logp: Tensor, uniform: Tensor, top_p: Tensor, top_k: Tensor
+    logp: Tensor, uniform: Tensor, top_p: Tensor, top_k: Tensor, ops: Ops
 ) -> tuple[Tensor, Tensor]:
     """(ids [B, 1], kept [B, V] bool). Applies top-k, then top-p to the rest, in the order of
     Hugging Face and vLLM. Of equally likely tokens the smaller id comes first."""
@@ -136,9 +145,8 @@ def _draw_filtered(
     rank = torch.arange(probs.shape[1], device=probs.device)
     is_kept = (rank < top_k[:, None]) | (top_k[:, None] == 0)
     probs = probs * is_kept
-    before = probs.cumsum(-1) - probs
-    is_kept = is_kept & (before < top_p[:, None] * probs.sum(-1, keepdim=True))
-    ids = order.gather(1, _draw(probs * is_kept, uniform))
+    is_kept = is_kept & ops.nucleus(probs, top_p)
+    ids = order.gather(1, ops.draw(probs * is_kept, uniform))
     return ids, torch.empty_like(is_kept).scatter_(1, order, is_kept)
 
 
@@ -153,7 +161,7 @@ KEY_QUANTUM = 16
 
 
 Group = tuple[Rule, Tensor | slice, npt.NDArray[np.int64]]
-"""(rule, rows that draw by it as an index of tensors, the same rows on the host)."""
+"""(rule, rows that draw by it as an index of the logits, their numbers on the host)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -258,7 +266,10 @@ class Rows:
         self.sampled_ids = np.empty((capacity, max_context), np.int32)
         self.logprobs = np.empty((capacity, max_context), np.float32)
         self._rules: list[Rule] = []
-        self._groups: list[Group] | None = None
+        self._groups: tuple[int, list[Group]] | None = None
+        """First row that the last `sample` drew for, and the groups from there on."""
+        self.num_changes = 0
+        """Changes of rows and their pages."""
 
     def append(self, sequence: Sequence) -> None:
         """Adds a request whose tokens, except for the last, are computed or are in this step."""
@@ -299,6 +310,7 @@ class Rows:
         self.sequences.append(sequence)
         self.num += 1
         self._groups = None
+        self.num_changes += 1
 
     def remove(self, row: int) -> None:
         """Removes a row; the last row moves to its place."""
@@ -331,11 +343,13 @@ class Rows:
         self.sequences.pop()
         self.num = last
         self._groups = None
+        self.num_changes += 1
 
     def add_page(self, row: int, page: int) -> None:
         """Appends a page to a row."""
         self.pages[row, self.num_pages[row]] = page
         self.num_pages[row] += 1
+        self.num_changes += 1
 
     def full_rows(self) -> list[Sequence]:
         """Requests whose next token has no page yet."""
@@ -343,50 +357,55 @@ class Rows:
         full = self.positions[:n] >= self.num_pages[:n] * self.page_size
         return [self.sequences[i] for i in np.flatnonzero(full)] if full.any() else []
 
-    def sample(
-        self, logits: Tensor, ops: Ops
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, Int32Array]]:
-        """Draws one token per row from logits [num, V]: (ids, log-probs, row -> its support).
+    def shared_rule(self) -> Rule | None:
+        """The rule by which all rows draw; None where they differ."""
+        rule_of = self.rule_of[: self.num]
+        return self._rules[rule_of[0]] if (rule_of == rule_of[0]).all() else None
 
-        The third holds only rows that ask for their support.
+    def sample(
+        self, logits: Tensor, ops: Ops, *, first: int = 0
+    ) -> tuple[Tensor, dict[int, Int32Array]]:
+        """Draws one token for each row from `first` on, from logits [num - first, V]: (what
+        `pack_draws` gives, row -> its support).
+
+        The second holds only rows that ask for their support.
         """
-        n, device = self.num, logits.device
-        uniform = _tensor(uniforms(self.streams[:n], self.positions[:n] + 1), device)
-        ids = torch.empty(n, dtype=torch.int64, device=device)
-        logprobs = torch.empty(n, dtype=torch.float32, device=device)
+        device, rows = logits.device, slice(first, self.num)
+        uniform = to_device(uniforms(self.streams[rows], self.positions[rows] + 1), device)
+        ids = torch.empty(len(logits), dtype=torch.int64, device=device)
+        logprobs = torch.empty(len(logits), dtype=torch.float32, device=device)
         support: dict[int, Int32Array] = {}
-        if self._groups is None:
-            self._groups = self._group(device)
-        for rule, rows, places in self._groups:
+        if self._groups is None or self._groups[0] != first:
+            self._groups = first, self._group(first, device)
+        for rule, at, places in self._groups[1]:
             filters: dict[str, Tensor] = {}
             if rule.is_filtered:
                 filters = {
-                    "top_p": _tensor(self.top_p[places], device),
-                    "top_k": _tensor(self.top_k[places], device),
+                    "top_p": to_device(self.top_p[places], device),
+                    "top_k": to_device(self.top_k[places], device),
                 }
             if rule.is_constrained:
                 states = [self.sequences[place].grammar for place in places]
                 allowed = [state.allowed() for state in states if state is not None]
-                filters["allowed"] = _tensor(np.stack(allowed), device)
-            ids[rows], logprobs[rows], kept = sample(
-                logits[rows], uniform[rows], rule, ops, **filters
-            )
+                filters["allowed"] = to_device(np.stack(allowed), device)
+            ids[at], logprobs[at], kept = sample(logits[at], uniform[at], rule, ops, **filters)
             if kept is not None:
                 packed = [pack_support(row) for row in kept.cpu().numpy()]
                 support |= zip(places.tolist(), packed, strict=True)
-        return ids.cpu().numpy(), logprobs.cpu().numpy(), support
+        return pack_draws(ids, logprobs), support
 
     def constrained(self) -> list[Sequence]:
-        """Requests with a grammar that the last `sample` drew for."""
-        found = [places for rule, _, places in self._groups or () if rule.is_constrained]
-        return [self.sequences[place] for places in found for place in places]
+        """Requests with a grammar."""
+        rules = [i for i, rule in enumerate(self._rules) if rule.is_constrained]
+        rows = np.flatnonzero(np.isin(self.rule_of[: self.num], rules)) if rules else ()
+        return [self.sequences[row] for row in rows]
 
-    def _group(self, device: torch.device) -> list[Group]:
-        rule_of = self.rule_of[: self.num]
+    def _group(self, first: int, device: torch.device) -> list[Group]:
+        rule_of = self.rule_of[first : self.num]
         if (rule_of == rule_of[0]).all():
-            return [(self._rules[rule_of[0]], slice(None), np.arange(self.num))]
+            return [(self._rules[rule_of[0]], slice(None), np.arange(first, self.num))]
         places = {i: np.flatnonzero(rule_of == i) for i in np.unique(rule_of)}
-        return [(self._rules[i], _tensor(at, device), at) for i, at in places.items()]
+        return [(self._rules[i], to_device(at, device), first + at) for i, at in places.items()]
 
     def record(
         self,
@@ -428,38 +447,42 @@ class Chunk:
         return self.stop == self.sequence.num_to_compute
 
 
-def adapters_of(rows: Rows, chunks: Seq[Chunk]) -> npt.NDArray[np.int64]:
+def adapters_of(rows: Rows, chunks: Seq[Chunk], *, num_rows: int) -> npt.NDArray[np.int64]:
     """[T] number of the weights of each token that `build_inputs` feeds."""
-    of_rows = rows.adapters[: rows.num]
+    of_rows = rows.adapters[:num_rows]
     of_chunks = [np.full(c.stop - c.start, c.sequence.weights.number) for c in chunks]
     return np.concatenate([of_rows, *of_chunks]) if of_chunks else of_rows
 
 
 def build_inputs(
-    rows: Rows, chunks: Seq[Chunk], cache: PagedCache, resident: ResidentCache | None
+    rows: Rows,
+    chunks: Seq[Chunk],
+    cache: PagedCache,
+    resident: ResidentCache | None,
+    *,
+    num_rows: int,
+    num_heads: int | None = None,
 ) -> tuple[Tensor, Tensor, PagedContext, list[Chunk]]:
-    """(ids, positions, context) for the decoder in a step: rows first, then the chunks one after
-    another, and the chunks in that order. Loads the resident cache, so pending copies between pages
-    must run before."""
-    n, size, device = rows.num, rows.page_size, cache.keys.device
+    """(ids, positions, context) for the decoder in a step: the first `num_rows` rows, then the
+    chunks one after another, and the chunks in that order. Loads the resident cache, so pending
+    copies between pages must run before.
+
+    num_heads: of the queries, for ops that read `AttentionWork` in place of padded blocks.
+    """
+    n, size, device = num_rows, rows.page_size, cache.keys.device
     ids, positions = rows.last_ids[:n], rows.positions[:n]
     page, offset = np.divmod(positions, size)
     write_index = rows.pages[np.arange(n), page] * size + offset
-    layout = _Layout(size, device)
-    if n:
-        found = None if resident is None else _load_resident(rows, resident, device)
-        layout.add_rows(positions, rows.pages, rows.num_pages[:n], found)
-    ordered: list[Chunk] = []
-    if chunks:
-        groups = _group_chunks(chunks, size)
-        ordered = [chunks[i] for group in groups for i in group]
-        starts, stops = np.array([(c.start, c.stop) for c in ordered]).T
-        lengths = stops - starts
-        table = np.full((len(ordered), -(-int(stops.max()) // size)), ZERO_PAGE, np.int64)
+    groups = _group_chunks(chunks, size) if num_heads is None else [[*range(len(chunks))]]
+    ordered = [chunks[i] for group in groups for i in group]
+    starts, stops = np.array([(c.start, c.stop) for c in ordered], np.int64).reshape(-1, 2).T
+    lengths = stops - starts
+    before = np.cumsum(lengths) - lengths
+    table = np.full((len(ordered), -(-int(stops.max(initial=0)) // size)), ZERO_PAGE, np.int64)
+    if ordered:
         for row, chunk in enumerate(ordered):
             pages = chunk.sequence.held.pages[: table.shape[1]]
             table[row, : len(pages)] = pages
-        before = np.cumsum(lengths) - lengths
         for chunk, first in zip(ordered, (n + before).tolist(), strict=True):
             chunk.place = slice(first, first + chunk.stop - chunk.start)
         chunk_of = np.repeat(np.arange(len(ordered)), lengths)
@@ -468,15 +491,35 @@ def build_inputs(
         positions = np.concatenate([positions, at])
         written = table[chunk_of, at // size] * size + at % size
         write_index = np.concatenate([write_index, written])
+    if num_heads is None:
+        layout = _Layout(size, device)
+        if n:
+            found = None if resident is None else _load_resident(rows, resident, device)
+            layout.add_rows(rows.positions[:n], rows.pages, rows.num_pages[:n], found)
         first = 0
         for group in groups:
             part = slice(first, first := first + len(group))
             layout.add_chunks(n + before[part], lengths[part], starts[part], table[part])
+        blocks, place_index = layout.finish(len(ids))
+        work = None
+    else:
+        blocks, place_index = (), None
+        of_rows = rows.pages[:n, : int(rows.num_pages[:n].max(initial=0))]
+        firsts = np.arange(n) * of_rows.shape[1], np.arange(len(table)) * table.shape[1]
+        work = AttentionWork.of(
+            np.concatenate([np.ones(n, np.int64), lengths]),
+            np.concatenate([rows.positions[:n] + 1, stops]),
+            np.concatenate([firsts[0], of_rows.size + firsts[1]]),
+            np.concatenate([of_rows.reshape(-1), table.reshape(-1)]) * size,
+            page_size=size,
+            heads=(num_heads, cache.keys.shape[1]),
+            device=device,
+        )
     context = PagedContext(
-        cache.keys, cache.values, _tensor(write_index, device), *layout.finish(len(ids))
+        cache.keys, cache.values, to_device(write_index, device), blocks, place_index, work
     )
-    ids = _tensor(ids.astype(np.int64, copy=False), device)
-    return ids, _tensor(positions, device), context, ordered
+    ids = to_device(ids.astype(np.int64, copy=False), device)
+    return ids, to_device(positions, device), context, ordered
 
 
 class _Layout:
@@ -540,9 +583,9 @@ class _Layout:
         )
         self._blocks.append(
             PagedBlock(
-                None if is_ordered else _tensor(tokens, self._device),
-                _tensor(positions, self._device),
-                _tensor(pages, self._device),
+                None if is_ordered else to_device(tokens, self._device),
+                to_device(positions, self._device),
+                to_device(pages, self._device),
                 num_keys,
                 first_token=int(tokens[0, 0]),
                 resident=resident,
@@ -559,7 +602,7 @@ class _Layout:
         tokens = np.concatenate(self._places)
         places = np.empty(num_tokens, np.int64)
         places[tokens[::-1]] = np.arange(len(tokens))[::-1]
-        return tuple(self._blocks), _tensor(places, self._device)
+        return tuple(self._blocks), to_device(places, self._device)
 
 
 def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
@@ -596,10 +639,5 @@ def _load_resident(
         rows.is_loaded[missing] = True
     places = resident.first_places[:n] + rows.positions[:n, None]
     return ResidentRows(
-        resident.keys, resident.values, _tensor(places.reshape(-1), device), resident.memo()
+        resident.keys, resident.values, to_device(places.reshape(-1), device), resident.memo()
     )
-
-
-def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device)

@@ -6,14 +6,15 @@ turn of an episode joins the next step. With shared weights a sync is a new vers
 
 Cost of a step: a part that does not depend on the batch, a part per token fed, and attention over
 each request's pages. Per request that comes or ends there is work in Python proportional to its
-length; per sampled token there is none.
+length; per sampled token there is none. On a GPU the running requests' part of a step is a CUDA
+graph (`decode_graph`), and prefill runs beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,9 @@ from lockstep.engines.embedded.batch import (
     Weights,
     adapters_of,
     build_inputs,
+    unpack_draws,
 )
+from lockstep.engines.embedded.decode_graph import Capture, CudaGraphs, DecodeGraphs
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.engines.grammar import Vocabulary
@@ -53,6 +56,7 @@ from lockstep.models.lora_config import adapter_shapes
 from lockstep.models.moe import Routing
 from lockstep.models.peft_io import read_adapter
 from lockstep.ops.base import Ops
+from lockstep.ops.context import to_device
 from lockstep.ops.selftest import adapter_failure, fingerprint
 from lockstep.types import (
     Delta,
@@ -79,6 +83,8 @@ class EmbeddedEngine(Engine):
     is_shared: the model is the trainer's; otherwise the engine's own, and weights must be handed
     over. A shared one's parameters may be trained in place between steps: call `load_weights(None,
     version=v)` after every update, or cached keys and values of older weights would be used.
+    make_capture: for ops that read `AttentionWork`, what makes a step of decode a graph. None: CUDA
+    graphs on a GPU, and no graph on a CPU.
 
     >>> engine = EmbeddedEngine(model, EmbeddedConfig())                        # doctest: +SKIP
     >>> async for delta in engine.generate(request): print(delta.token_ids)     # doctest: +SKIP
@@ -92,8 +98,9 @@ class EmbeddedEngine(Engine):
         token_bytes: Seq[bytes] | None = None,
         control_ids: Collection[int] = (),
         is_shared: bool = True,
+        make_capture: Callable[[], Capture] | None = None,
     ) -> None:
-        shape = model.config
+        shape, device = model.config, model.embedding.device
         self._model = model
         self._shared = model if is_shared else None
         self._config, self._token_bytes = config, token_bytes
@@ -113,22 +120,27 @@ class EmbeddedEngine(Engine):
             page_size=config.page_size,
             is_caching=config.prefix_cache,
             dtype=model.embedding.dtype,
-            device=model.embedding.device,
+            device=device,
         )
         self._resident = None
         dtype = model.ops.resident_dtype(model.embedding.dtype)
-        if config.resident_rows and dtype is not None:
+        if config.resident_rows and dtype is not None and not model.ops.reads_work(device):
             self._resident = ResidentCache(
                 self._cache, max_tokens=config.kv_cache_tokens, dtype=dtype
             )
         self._rows = Rows(config.max_num_sequences, self.max_tokens, config.page_size)
+        self._graphs = None
+        if make_capture is None and device.type == "cuda" and config.cuda_graphs:
+            make_capture = CudaGraphs
+        if make_capture is not None and model.ops.reads_work(device):
+            self._graphs = DecodeGraphs(self._rows, self._cache, make_capture)
         self._ledger: Ledger[Sequence] = Ledger()
         self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)
         self._watched: dict[Sequence, None] = {}
         """Requests that need code after every token: stop strings, streams."""
         self._num_arrived = 0
         self._has_finished = False
-        self._fingerprint = fingerprint(model.ops, model.embedding.dtype, model.embedding.device)
+        self._fingerprint = fingerprint(model.ops, model.embedding.dtype, device)
         self._fingerprint_text = self._fingerprint.text
         self._driver: asyncio.Task[None] | None = None
 
@@ -322,6 +334,7 @@ class EmbeddedEngine(Engine):
             self._drop_cache()
             self._cache.deallocate()
             self._drop_resident()
+            self._drop_graphs()
             self._ledger.is_asleep = True
 
     async def wake(self) -> None:
@@ -340,6 +353,7 @@ class EmbeddedEngine(Engine):
         if not self._ledger.is_asleep:
             self._cache.deallocate()
             self._drop_resident()
+            self._drop_graphs()
 
     # -- arrival ------------------------------------------------------------------------------
 
@@ -413,28 +427,28 @@ class EmbeddedEngine(Engine):
                 await asyncio.sleep(0)
 
     def step(self) -> None:
-        """Samples a token for every running request, and prefills prompts in the same forward."""
+        """Samples a token for every running request, and prefills prompts beside it."""
         rows, cache = self._rows, self._cache
-        planned = self._scheduler.plan()
+        chunks, broken = self._scheduler.plan(), []
         num_fed = rows.num
-        assert num_fed or planned, "a request can run whenever there is one"
+        assert num_fed or chunks, "a request can run whenever there is one"
         cache.run_copies()
-        ids, positions, context, chunks = build_inputs(rows, planned, cache, self._resident)
-        adapters = None
-        if self._adapters and (numbers := adapters_of(rows, chunks)).any():
-            adapters = self._stacks.rows(self._model, numbers)
-        last_places = self._finish_prefill(chunks)
         with torch.inference_mode():
-            routing = None if cache.routes is None else Routing()
-            hidden = self._model(ids, positions, context, routing, adapters)
-            if routing is not None:
-                cache.write_routes(context.write_index, routing.stacked())
-            broken = self._score_chunks(chunks, hidden) if chunks else []
-            if rows.num:
-                if chunks:
-                    places = np.concatenate([np.arange(num_fed), np.array(last_places, np.int64)])
-                    hidden = hidden[torch.from_numpy(places).to(hidden.device)]
-                drawn, logprobs, support = rows.sample(self._model.logits(hidden), self._model.ops)
+            drawn, parts = None, []
+            num_eager = num_fed
+            if self._graphs is not None and num_fed and not rows.adapters[:num_fed].any():
+                drawn, hidden = self._graphs.run(self._model)
+                parts, num_eager = [] if hidden is None else [hidden], 0
+            if chunks or num_eager:
+                chunks, hidden = self._compute(chunks, num_rows=num_eager)
+                broken = self._score_chunks(chunks, hidden) if chunks else []
+                parts.append(self._predictors(chunks, hidden, num_rows=num_eager))
+            num_drawn, support = 0 if drawn is None else num_fed, {}
+            if rows.num > num_drawn:
+                hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+                logits = self._model.logits(hidden)
+                packed, support = rows.sample(logits, self._model.ops, first=num_drawn)
+                drawn = packed if drawn is None else torch.cat([drawn, packed], 1)
         for chunk in chunks:
             if chunk.sequence in broken:
                 self._fail_unfinite(
@@ -442,9 +456,41 @@ class EmbeddedEngine(Engine):
                 )
             else:
                 self._after_chunk(chunk)
-        if rows.num:
-            self._after_sampling(drawn, logprobs, support)
+        if drawn is not None:
+            self._after_sampling(*unpack_draws(drawn), support)
         self.stats["steps"] += 1
+
+    def _compute(self, chunks: Seq[Chunk], *, num_rows: int) -> tuple[list[Chunk], torch.Tensor]:
+        """Feeds the first `num_rows` rows and the chunks, outside of a graph: (the chunks in the
+        order of their tokens, hidden states [T, D])."""
+        rows, cache, model = self._rows, self._cache, self._model
+        reads_work = model.ops.reads_work(model.embedding.device)
+        ids, positions, context, chunks = build_inputs(
+            rows,
+            chunks,
+            cache,
+            self._resident,
+            num_rows=num_rows,
+            num_heads=model.config.num_heads if reads_work else None,
+        )
+        adapters = None
+        if self._adapters and (numbers := adapters_of(rows, chunks, num_rows=num_rows)).any():
+            adapters = self._stacks.rows(model, numbers)
+        routing = None if cache.routes is None else Routing()
+        hidden = model(ids, positions, context, routing, adapters)
+        if routing is not None:
+            cache.write_routes(context.write_index, routing.stacked())
+        return chunks, hidden
+
+    def _predictors(
+        self, chunks: Seq[Chunk], hidden: torch.Tensor, *, num_rows: int
+    ) -> torch.Tensor:
+        """Hidden states that a token is drawn from: those of rows, and of the last tokens of
+        prompts, which become rows."""
+        if not chunks:
+            return hidden
+        places = np.array([*range(num_rows), *self._finish_prefill(chunks)], np.int64)
+        return hidden[to_device(places, hidden.device)]
 
     def _finish_prefill(self, chunks: Seq[Chunk]) -> list[int]:
         """Adds rows for requests whose prefill ends in this step; returns the places of their last
@@ -484,8 +530,8 @@ class EmbeddedEngine(Engine):
         places = [np.arange(chunk.place.start, chunk.place.stop) for _, chunk in parts]
         device = hidden.device
         values, _ = self._model.log_probs(
-            hidden.index_select(0, torch.from_numpy(np.concatenate(places)).to(device)),
-            torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
+            hidden.index_select(0, to_device(np.concatenate(places), device)),
+            to_device(np.concatenate(ids).astype(np.int64), device),
             temperature=temperature,
         )
         found = np.split(values.cpu().numpy(), np.cumsum([len(part) for part in ids])[:-1])
@@ -684,6 +730,10 @@ class EmbeddedEngine(Engine):
     def _drop_resident(self) -> None:
         if self._resident is not None:
             self._resident.drop()
+
+    def _drop_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.drop()
 
     def _adapted(self, name: str, source: Decoder | str) -> Decoder:
         """A decoder with the adapter of `source`; it may have no weights besides."""

@@ -21,14 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.ops.context import KEY_BLOCK
+from lockstep.ops.context import KEY_BLOCK, to_device
 from lockstep.types import Routes, route_dtype
 
 Ids = npt.NDArray[np.int32]
 
 ZERO_PAGE = 0
-"""Never allocated and always zero. Fills the unused places of page tables, so that masked keys and
-values are finite, whatever other requests computed."""
+"""Never allocated. Fills the unused places of page tables. Ops that read these places find zeros
+there: masked keys and values must be finite, whatever other requests computed. With ops that do
+not, rows that fill up the batch of a graph write to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,8 +108,8 @@ class ResidentCache:
         """Copies pages [rows, P] to the rows."""
         cache = self._cache
         count, width = pages.shape
-        index = torch.from_numpy(pages.reshape(-1)).to(cache.keys.device)
-        at = torch.from_numpy(rows).to(index.device)
+        index = to_device(pages.reshape(-1), cache.keys.device)
+        at = to_device(rows, index.device)
         for paged, resident in ((cache.keys, self.keys), (cache.values, self.values)):
             layers, groups, _, size, dim = paged.shape
             read = paged.index_select(2, index).view(layers, groups, count, width * size, dim)
@@ -299,7 +300,7 @@ class PagedCache:
 
     def clear_free_pages(self) -> None:
         """Zeroes all free pages, after a request whose values were not finite."""
-        free = torch.tensor(self._free, device=self._device)
+        free = to_device(np.array(self._free, np.int64), self._device)
         self.keys.index_fill_(2, free, 0)
         self.values.index_fill_(2, free, 0)
 
@@ -307,7 +308,7 @@ class PagedCache:
         """Runs the copies of all leases opened since the last call."""
         if not self._copies:
             return
-        source, target = torch.tensor(self._copies, device=self._device).unbind(1)
+        source, target = to_device(np.array(self._copies, np.int64), self._device).unbind(1)
         self._copies.clear()
         for cache in (self.keys, self.values):
             cache.index_copy_(2, target, cache.index_select(2, source))
@@ -325,8 +326,8 @@ class PagedCache:
         if self.routes is None or start == stop:
             return self._no_routes
         page, offset = np.divmod(np.arange(start, stop), self.page_size)
-        places = torch.from_numpy(np.array(pages, np.int64)[page] * self.page_size + offset)
-        found = self.routes.flatten(0, 1).index_select(0, places.to(self.routes.device))
+        places = np.array(pages, np.int64)[page] * self.page_size + offset
+        found = self.routes.flatten(0, 1).index_select(0, to_device(places, self.routes.device))
         return found.cpu().numpy()
 
     def num_known(self, ids: Ids, *, root: int = 0) -> int:

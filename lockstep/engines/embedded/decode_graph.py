@@ -1,0 +1,265 @@
+"""Decode as a CUDA graph: one launch per step in place of a few hundred.
+
+A graph is captured once for each size of batch and way of drawing, and replayed over tensors at
+fixed places: the inputs of a step are written to pinned memory and sent in one copy, and the draws
+are read in one. Weights are read where they lie, so new ones that are written in place need no
+capture. Prefill runs eagerly beside it. With batch-invariant ops the padding of a batch to the size
+of a graph changes no bit.
+
+# B rows of a graph  C most rows  D model width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.engines.embedded.batch import Rows, Rule, pack_draws, sample, uniforms
+from lockstep.engines.embedded.kv_cache import ZERO_PAGE, PagedCache
+from lockstep.models.decoder import Decoder
+from lockstep.models.moe import Routing
+from lockstep.ops.context import (
+    SPLIT_KEYS,
+    VALUE_PARTS,
+    AttentionWork,
+    PagedContext,
+    decode_capacity,
+    plan_work,
+    programs_of,
+)
+
+Tensor = torch.Tensor
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+"""Records the launches of a function of no arguments, and returns what sends them again."""
+
+MAX_RULES = 4
+"""Ways of drawing that are captured, such as those of training and of evaluation. Rows of further
+ones share the graph that draws nothing."""
+
+ALIGNMENT = 256  # bytes between the starts of two inputs, at least: that of torch's own memory
+
+
+class CudaGraphs:
+    """The `Capture` of a GPU. Its graphs share one pool of memory, since one runs at a time; the
+    pool ends with the last of them."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, body: Callable[[], None]) -> Replay:
+        # The first run compiles kernels and fills caches, which a capture may not do.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            body()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as a trainer's, may go on to use the GPU.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            body()
+        return graph.replay
+
+
+def graph_size(num_rows: int, most: int) -> int:
+    """Rows of the graph for a batch: 1, 2, 4, 8, 16, 24 and so on in eights, and `most`.
+
+    >>> [graph_size(n, 20) for n in (1, 3, 8, 9, 17)]
+    [1, 4, 8, 16, 20]
+    """
+    size = 1 << (num_rows - 1).bit_length() if num_rows <= 8 else -(-num_rows // 8) * 8
+    return min(size, most)
+
+
+class Inputs:
+    """Arrays on the host and tensors on the device, of one layout; a copy sends those in front."""
+
+    def __init__(
+        self, fields: dict[str, tuple[type[np.generic], int]], device: torch.device
+    ) -> None:
+        """fields: dtype and length of each."""
+        starts, stop = {}, 0
+        for name, (dtype, length) in fields.items():
+            starts[name] = stop
+            stop += -(-np.dtype(dtype).itemsize * length // ALIGNMENT) * ALIGNMENT
+        self._pinned = torch.from_numpy(np.zeros(stop, np.uint8))
+        if device.type == "cuda":
+            self._pinned = self._pinned.pin_memory()
+        self._sent = torch.zeros(stop, dtype=torch.uint8, device=device)
+        self._stops: dict[str, int] = {}
+        self.host: dict[str, npt.NDArray[Any]] = {}
+        self.device: dict[str, Tensor] = {}
+        for name, (dtype, length) in fields.items():
+            stop = self._stops[name] = starts[name] + np.dtype(dtype).itemsize * length
+            self.host[name] = self._pinned.numpy()[starts[name] : stop].view(dtype)
+            of_dtype = getattr(torch, np.dtype(dtype).name)
+            self.device[name] = self._sent[starts[name] : stop].view(of_dtype)
+
+    def send(self, last: str, *, num_unused: int = 0) -> None:
+        """Sends the fields up to `last`, without the end of that one. The host must have read a
+        result of the step before, or it would overwrite what is still being copied."""
+        stop = self._stops[last] - num_unused * self.host[last].itemsize
+        self._sent[:stop].copy_(self._pinned[:stop], non_blocking=True)
+
+
+class DecodeGraphs:
+    """The graphs of an engine, captured when a batch first needs them.
+
+    Rows that draw by one rule (temperature, filters) draw inside the graph. Where the rules differ,
+    or draw from a grammar, or return their support, the graph ends at the hidden states, and the
+    head and the draws run eagerly. Rows with adapters of their own are not for a graph.
+    """
+
+    def __init__(self, rows: Rows, cache: PagedCache, make_capture: Callable[[], Capture]) -> None:
+        self._rows, self._cache, self._make_capture = rows, cache, make_capture
+        self._read: tuple[object, ...] = ()
+        """What the graphs were captured over."""
+        self._replays: dict[tuple[int, Rule | None], Replay] = {}
+        self._rules: list[Rule] = []
+        self._num_changes = -1
+        """State of the rows that was sent."""
+
+    def drop(self) -> None:
+        """Frees the memory of all graphs."""
+        self._replays.clear()
+        self._rules.clear()
+        self._read = ()
+
+    def run(self, model: Decoder) -> tuple[Tensor | None, Tensor | None]:
+        """Feeds the token of every row: (draws of all rows as `pack_draws` gives them, None), or
+        where the rows do not draw inside (None, hidden states [rows, D]). Both are overwritten by
+        the next call."""
+        rows, cache = self._rows, self._cache
+        read = (model, model.ops, model.lora, cache.keys, cache.routes)
+        if not self._read or any(a is not b for a, b in zip(read, self._read, strict=True)):
+            self.drop()
+            self._read = read
+            self._make_tensors(model)
+        size, rule = graph_size(rows.num, len(rows.last_ids)), self._captured_rule()
+        self._send(size)
+        if (size, rule) not in self._replays:
+            self._replays[size, rule] = self._capture(partial(self._body, model, size, rule))
+        self._replays[size, rule]()
+        if rule is None:
+            return None, self._hidden[: rows.num]
+        return self._draws_of(size)[:, : rows.num], None
+
+    def _make_tensors(self, model: Decoder) -> None:
+        """Makes the tensors that the graphs read and write, other than weights and caches."""
+        self._capture = self._make_capture()
+        rows, device, shape = self._rows, model.embedding.device, model.config
+        C, num_pages = rows.pages.shape
+        self._heads = (shape.num_heads, shape.num_kv_heads)
+        self._num_programs = programs_of(device)
+        num_items, num_slots = self._capacity(C)
+        fields: dict[str, tuple[type[np.generic], int]] = {
+            "ids": (np.int64, C),
+            "positions": (np.int64, C),
+            "write_index": (np.int64, C),
+            "uniform": (np.float32, C),
+            "lengths": (np.int32, C),
+            # sent when the rows change
+            "top_k": (np.int64, C),
+            "top_p": (np.float32, C),
+            "page_starts": (np.int32, C),
+            "num_items": (np.int32, 1),
+            "items": (np.int32, num_items * 4),
+            "pages": (np.int32, 1 + C * num_pages),
+        }
+        self._inputs, self._num_changes = Inputs(fields, device), -1
+        self._query_starts = torch.arange(C + 1, dtype=torch.int32, device=device)
+        shape_of_counters = (num_slots, self._heads[1], VALUE_PARTS)
+        self._counters = torch.zeros(shape_of_counters, dtype=torch.int32, device=device)
+        self._draws = torch.zeros(2 * C, dtype=torch.int32, device=device)
+        self._hidden = torch.zeros(C, shape.hidden_size, dtype=model.embedding.dtype, device=device)
+
+    def _capacity(self, size: int) -> tuple[int, int]:
+        max_keys = self._rows.pages.shape[1] * self._rows.page_size
+        return decode_capacity(size, max_keys, heads=self._heads, num_programs=self._num_programs)
+
+    def _captured_rule(self) -> Rule | None:
+        """The rule by which all rows draw, if a graph can."""
+        rule = self._rows.shared_rule()
+        if rule is None or rule.records_support or rule.is_constrained:
+            return None
+        if rule not in self._rules and len(self._rules) < MAX_RULES:
+            self._rules.append(rule)
+        return rule if rule in self._rules else None
+
+    def _send(self, size: int) -> None:
+        """Sends the inputs of the next step. Rows past the last one feed id 0 at position 0, and
+        write to a page that no other row reads."""
+        rows, host, n = self._rows, self._inputs.host, self._rows.num
+        at, page_size = rows.positions[:n], rows.page_size
+        page, offset = np.divmod(at, page_size)
+        unread = ZERO_PAGE * page_size
+        _fill(host["ids"], rows.last_ids[:n], 0, size)
+        _fill(host["positions"], at, 0, size)
+        written = rows.pages[np.arange(n), page] * page_size + offset
+        _fill(host["write_index"], written, unread, size)
+        _fill(host["uniform"], uniforms(rows.streams[:n], at + 1), 0, size)
+        _fill(host["lengths"], at + 1, 1, size)
+        if self._num_changes == rows.num_changes and (at % SPLIT_KEYS).all():
+            self._inputs.send("lengths")
+            return
+        self._num_changes = rows.num_changes
+        _fill(host["top_k"], rows.top_k[:n], 0, size)
+        _fill(host["top_p"], rows.top_p[:n], 1, size)
+        items, _ = plan_work(
+            np.ones(size, np.int64),
+            host["lengths"][:size].astype(np.int64),
+            heads=self._heads,
+            num_programs=self._num_programs,
+        )
+        host["num_items"][0] = len(items)
+        host["items"][: items.size] = items.reshape(-1)
+        pages = rows.pages[:n, : int(rows.num_pages[:n].max())]
+        host["pages"][0] = unread
+        host["pages"][1 : 1 + pages.size] = pages.reshape(-1) * page_size
+        _fill(host["page_starts"], 1 + np.arange(n) * pages.shape[1], 0, size)
+        self._inputs.send("pages", num_unused=len(host["pages"]) - 1 - pages.size)
+
+    def _body(self, model: Decoder, size: int, rule: Rule | None) -> None:
+        """One step of the first `size` rows, over the static tensors."""
+        cache, sent = self._cache, self._inputs.device
+        num_items, num_slots = self._capacity(size)
+        work = AttentionWork(
+            query_starts=self._query_starts[: size + 1],
+            lengths=sent["lengths"][:size],
+            page_starts=sent["page_starts"][:size],
+            pages=sent["pages"],
+            page_size=self._rows.page_size,
+            items=sent["items"].view(-1, 4)[:num_items],
+            num_items=sent["num_items"],
+            counters=self._counters[:num_slots],
+            max_queries=1,
+            max_keys=self._rows.pages.shape[1] * self._rows.page_size,
+            num_programs=min(num_items, self._num_programs),
+        )
+        write_index = sent["write_index"][:size]
+        context = PagedContext(cache.keys, cache.values, write_index, work=work)
+        routing = None if cache.routes is None else Routing()
+        hidden = model(sent["ids"][:size], sent["positions"][:size], context, routing)
+        if routing is not None:
+            cache.write_routes(write_index, routing.stacked())
+        if rule is None:
+            self._hidden[:size] = hidden
+            return
+        filters = {name: sent[name][:size] for name in ("top_p", "top_k") if rule.is_filtered}
+        drawn = sample(model.logits(hidden), sent["uniform"][:size], rule, model.ops, **filters)
+        self._draws_of(size).copy_(pack_draws(*drawn[:2]))
+
+    def _draws_of(self, size: int) -> Tensor:
+        return self._draws[: 2 * size].view(2, size)
+
+
+def _fill(field: npt.NDArray[Any], values: npt.NDArray[Any], filler: int, size: int) -> None:
+    """Writes the values of the rows, and the filler for those that fill up the graph."""
+    field[: len(values)] = values
+    field[len(values) : size] = filler

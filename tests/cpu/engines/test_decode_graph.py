@@ -1,0 +1,224 @@
+"""Decode as a graph against decode step by step: the same bits, in Triton's interpreter.
+
+Its capture is "run the body again", over the very tensors that a CUDA graph would read and write.
+"""
+
+import asyncio
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_models import VOCAB, make_model, prompt, request
+from full_counts import PROOF
+
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.decode_graph import MAX_RULES, graph_size
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.models.adapters import decoder_over
+from lockstep.models.lora import add_adapter
+from lockstep.models.lora_config import LoraConfig, lora_shape
+from lockstep.ops.context import decode_capacity, plan_work
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("the kernels are compiled here: tests/gpu", allow_module_level=True)
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
+    from lockstep.ops.cuda import CudaOps
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"  # numpy's, of 0 / 0 in rows of a tile that are not stored
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # and where one is launched
+
+
+class Rerun:
+    """A capture that counts, and whose replay runs the body again."""
+
+    def __init__(self):
+        self.num_captures = self.num_replays = 0
+
+    def __call__(self, body):
+        self.num_captures += 1
+
+        def replay():
+            self.num_replays += 1
+            body()
+
+        return replay
+
+
+def make_engines(kind="qwen3", *, max_positions=256, **settings):
+    """(engine that runs eagerly, engine with graphs, its capture), over weights of equal values."""
+    defaults = {"page_size": 8, "kv_cache_tokens": 256, "max_num_sequences": 6}
+    config = EmbeddedConfig(**(defaults | {"max_step_tokens": 24} | settings))
+    capture, engines = Rerun(), []
+    for make_capture in (None, lambda: capture):
+        model = make_model(kind, max_positions=max_positions)
+        model.ops = CudaOps()
+        engines.append(EmbeddedEngine(model, config, make_capture=make_capture))
+    return *engines, capture
+
+
+async def play(engine, schedule, *, updates=()):
+    """Asks each (turns of the loop to wait, request); new weights after these many turns."""
+
+    async def one(wait, asked):
+        for _ in range(wait):
+            await asyncio.sleep(0)
+        return [delta async for delta in engine.generate(asked)]
+
+    async def update():
+        for turn in range(max(updates, default=-1) + 1):
+            await asyncio.sleep(0)
+            if turn in updates:
+                with torch.no_grad():
+                    for weight in engine._shared.parameters():
+                        weight.mul_(1.01)
+                await engine.load_weights(None, version=turn)
+
+    replies, _ = await asyncio.gather(
+        asyncio.gather(*(one(wait, asked) for wait, asked in schedule)), update()
+    )
+    return replies
+
+
+def drawn(deltas):
+    """Everything that a reply says of its tokens."""
+    return (
+        np.concatenate([d.token_ids for d in deltas]).tolist(),
+        np.concatenate([d.logprobs for d in deltas]).view(np.int32).tolist(),
+        [(d.policy_version, d.finish_reason, len(d.token_ids)) for d in deltas],
+        [d.routed_experts.tolist() for d in deltas if d.routed_experts is not None],
+    )
+
+
+SCHEDULES = [("qwen3", 7, True), ("gpt_oss", 9, False)]
+if PROOF:
+    SCHEDULES += [(kind, 10 + i, i % 2 == 0) for i in range(6) for kind in ("qwen3", "gpt_oss")]
+
+
+def random_schedule(rng, *, is_routed, is_mixed):
+    shared = prompt(12, seed=int(rng.integers(100)))
+    schedule = []
+    for i in range(4):
+        own = prompt(int(rng.integers(1, 12)), seed=1000 + i)
+        ids = np.concatenate([shared[: int(rng.integers(0, 13))], own])
+        sampling = {"max_tokens": int(rng.integers(2, 7)), "record_routes": is_routed}
+        if rng.integers(2):
+            sampling["stop_ids"] = tuple(rng.integers(0, VOCAB, 3).tolist())
+        if is_mixed:
+            sampling |= [{}, {"temperature": 0.0}, {"top_p": 0.8, "top_k": 20}][rng.integers(3)]
+        else:
+            sampling |= {"temperature": 0.7, "top_p": 0.9}
+        schedule.append((int(rng.integers(4)), request(f"r{i}", ids, seed=i, **sampling)))
+    return schedule
+
+
+@pytest.mark.parametrize(("kind", "seed", "is_mixed"), SCHEDULES)
+def test_a_graph_draws_the_same_tokens_to_the_bit_over_random_schedules(kind, seed, is_mixed):
+    eager, graphed, capture = make_engines(kind, kv_cache_tokens=32)
+    found = []
+    for engine in (eager, graphed):
+        schedule = random_schedule(
+            np.random.default_rng(seed), is_routed=kind == "gpt_oss", is_mixed=is_mixed
+        )
+        found.append([drawn(r) for r in asyncio.run(play(engine, schedule, updates=(3, 5)))])
+    assert found[0] == found[1]
+    assert graphed.stats == eager.stats
+    if (kind, seed, is_mixed) in SCHEDULES[:2]:
+        assert graphed.stats["preemptions"] > 0 and graphed.stats["cached_tokens"] > 0
+        assert capture.num_replays > 5
+
+
+@pytest.mark.skipif(not PROOF, reason="make proof: long rows take the interpreter a while")
+def test_a_row_of_several_splits_decodes_to_the_same_bits_in_a_graph():
+    found = []
+    for engine in make_engines(max_positions=1024, kv_cache_tokens=1024, max_step_tokens=512)[:2]:
+        long = request("long", prompt(511), max_tokens=3)
+        short = request("short", prompt(5), max_tokens=3)
+        found.append([drawn(r) for r in asyncio.run(play(engine, [(0, long), (1, short)]))])
+    assert found[0] == found[1]
+
+
+def test_a_size_and_a_rule_are_captured_once_and_replayed_in_every_step():
+    _, engine, capture = make_engines()
+    pairs = [(0, request(str(i), prompt(9, seed=i), seed=i, max_tokens=3)) for i in range(4)]
+
+    asyncio.run(play(engine, pairs[:2]))
+    assert (capture.num_captures, capture.num_replays) == (1, 2)  # the prefill draws the first
+    asyncio.run(play(engine, pairs[2:], updates=(1,)))
+    assert capture.num_captures == 1, "weights are written in place"
+    colder = [(0, request("t", prompt(9), max_tokens=4, temperature=0.5))]
+    asyncio.run(play(engine, colder))
+    assert capture.num_captures == 2
+
+
+def test_memory_that_is_allocated_again_is_captured_again():
+    _, engine, capture = make_engines()
+    alike = [(0, request(name, prompt(9), seed=1, max_tokens=3)) for name in ("before", "after")]
+
+    async def sleep_between():
+        before = await play(engine, alike[:1])
+        await engine.sleep()
+        await engine.wake()
+        return before, await play(engine, alike[1:])
+
+    before, after = asyncio.run(sleep_between())
+    assert drawn(*before) == drawn(*after)
+    assert capture.num_captures == 2
+
+
+def test_rules_beyond_the_first_few_draw_behind_a_graph_that_they_share():
+    eager, engine, capture = make_engines()
+    for i in range(MAX_RULES + 2):
+        asked = [(0, request(str(i), prompt(9), max_tokens=2, temperature=1.0 + i))]
+        found = drawn(*asyncio.run(play(engine, asked)))
+    assert found == drawn(*asyncio.run(play(eager, asked)))
+    assert capture.num_captures == MAX_RULES + 1
+
+
+@pytest.mark.skipif(not PROOF, reason="make proof: ops are tested with an adapter's shapes first")
+def test_rows_with_an_adapter_run_eagerly_and_a_graph_takes_over_when_they_have_ended():
+    found, (*engines, capture) = [], make_engines()
+    for engine in engines:
+        adapted = decoder_over(engine._shared)
+        add_adapter(adapted, lora_shape(LoraConfig(rank=2), adapted.config), seed=0)
+        adapted.layers[0].attention.qkv_proj.lora.B[0].data.fill_(0.1)
+        asyncio.run(engine.load_adapter("a", adapted, version=1))
+        of_adapter = replace(request("a", prompt(9), max_tokens=3), adapter="a")
+        plain = request("b", prompt(9, seed=1), seed=1, max_tokens=7)
+        replies = asyncio.run(play(engine, [(0, of_adapter), (0, plain)]))
+        found.append([drawn(reply) for reply in replies])
+    assert found[0] == found[1]
+    assert (capture.num_captures, capture.num_replays) == (1, 4)
+
+
+def test_sizes_of_graphs_are_powers_of_two_and_then_eights():
+    assert [graph_size(n, 27) for n in range(1, 28)] == [
+        *(1, 2, 4, 4, 8, 8, 8, 8),
+        *[16] * 8,
+        *[24] * 8,
+        *[27] * 3,
+    ]
+
+
+def test_the_work_of_any_batch_fits_the_tensors_of_its_graph():
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        heads = [(8, 2), (16, 16), (64, 8), (128, 1)][rng.integers(4)]
+        num_rows, num_programs = int(rng.integers(1, 40)), int(rng.integers(1, 300))
+        longest = int(rng.integers(1, 20_000))
+        lengths = rng.integers(1, longest + 1, num_rows)
+        items, num_slots = plan_work(
+            np.ones(num_rows, np.int64), lengths, heads=heads, num_programs=num_programs
+        )
+        most = decode_capacity(num_rows, longest, heads=heads, num_programs=num_programs)
+        assert len(items) <= most[0] and num_slots <= most[1]
