@@ -38,6 +38,7 @@ try:
     import triton
     import triton.language as tl
     from triton import knobs
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
     raise MissingExtraError.of("triton", extra="cuda", needed_for="The CUDA backend") from None
 
@@ -236,6 +237,7 @@ def _launch_gemm(
             out_MN,
             squares_out,
             places,
+            *_blocks_of(x_MK, weight, tile, is_plain=norm is None and not is_gated),
             num_places,
             M,
             eps,
@@ -253,6 +255,21 @@ def _launch_gemm(
     return out_MN
 
 
+def _blocks_of(
+    x_MK: Tensor, weight: Tensor, tile: Tile, *, is_plain: bool
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Descriptors for the copy engine (TMA) of Hopper and later chips, for many rows of whole 16
+    bytes; otherwise None."""
+    (_, K), is_many = x_MK.shape, tile.rows > DECODE_ROWS
+    if not (is_plain and is_many and generation() >= 9 and K * x_MK.itemsize % 16 == 0):
+        return None, None
+    weight_ENK = aligned(weight).view(-1, *weight.shape[-2:])
+    return (
+        TensorDescriptor.from_tensor(aligned(x_MK), [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight_ENK, [1, tile.outputs, tile.depth]),
+    )
+
+
 @jit("num_places", "M")
 def _gemm_kernel(
     x,
@@ -264,6 +281,8 @@ def _gemm_kernel(
     out,
     squares_out,
     places,
+    x_blocks,
+    weight_blocks,
     num_places,
     M,
     eps,
@@ -276,12 +295,15 @@ def _gemm_kernel(
     GROUP: tl.constexpr,
     NUM_SQUARES: tl.constexpr,
 ):
-    """places: (expert, first row, end of the expert's rows) of each tile of rows; None if dense."""
+    """places: (expert, first row, end of the expert's rows) of each tile of rows; None if dense.
+    x_blocks, weight_blocks: x [M, K] and weight [E, N, K] for the copy engine; None reads by
+    threads. A block may hold rows past `stop`, which are another's and are not stored."""
     columns: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
     group = tl.program_id(0) // (GROUP * columns)
     size = tl.minimum(num_places - group * GROUP, GROUP)
     within = tl.program_id(0) % (GROUP * columns)
     at_place = (group * GROUP + within % size).to(tl.int64)
+    expert = at_place * 0
     if places is None:
         first = at_place * ROWS
         stop = M.to(tl.int64)
@@ -311,8 +333,14 @@ def _gemm_kernel(
     total_up = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, K, DEPTH):
         is_inside = start + k < K
-        a = tl.load(x_tile + start, mask=is_row & is_inside[None, :], other=0.0)
-        b = tl.load(weight_tile + start, mask=is_output & is_inside[:, None], other=0.0)
+        if x_blocks is None:
+            a = tl.load(x_tile + start, mask=is_row & is_inside[None, :], other=0.0)
+            b = tl.load(weight_tile + start, mask=is_output & is_inside[:, None], other=0.0)
+        else:
+            at_output = (within // size) * OUTPUTS
+            a = x_blocks.load([first.to(tl.int32), start])
+            block = weight_blocks.load([expert.to(tl.int32), at_output, start])
+            b = tl.trans(tl.reshape(block, (OUTPUTS, DEPTH)))
         if norm is not None:
             scale = tl.load(norm + start + k, mask=is_inside, other=0.0)
             a = _normed(a, inverse[:, None], scale[None, :])

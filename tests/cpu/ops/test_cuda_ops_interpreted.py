@@ -393,6 +393,21 @@ def test_queries_and_keys_are_rotated_and_written_as_by_their_parts(has_norms):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_blocks_of_the_copy_engine_have_the_bits_of_those_that_threads_read(monkeypatch):
+    x, weight = rand(200, 72), rand(3, 40, 72, seed=1)  # no multiple of any side of a tile
+    counts = [130, 0, 70]
+    dense, by_expert = OPS.linear(x, weight[0]), OPS.expert_linear(x, weight, None, counts)
+    monkeypatch.setattr(cuda.kernels, "FLOAT32_TILE", cuda.kernels.Tile(128, 32, 32, 4, 2))
+    blocks = []
+    made = cuda.kernels._blocks_of
+    monkeypatch.setattr(
+        cuda.kernels, "_blocks_of", lambda *a, **k: blocks.append(made(*a, **k)) or blocks[-1]
+    )
+    assert torch.equal(OPS.linear(x, weight[0]), dense)
+    assert torch.equal(OPS.expert_linear(x, weight, None, counts), by_expert)
+    assert len(blocks) == 2 and None not in (*blocks[0], *blocks[1])
+
+
 # -- products by cuBLAS ---------------------------------------------------------------------------
 
 
