@@ -119,14 +119,27 @@ def sample(
 
 
 def pack_draws(ids: Tensor, logprobs: Tensor) -> Tensor:
-    """[2, B] int32: ids, and the bits of the log-probs. Read from the device in one copy."""
+    """[2, B] int32: ids, and the bits of the log-probs; so that one copy reads both."""
     return torch.stack([ids.int(), logprobs.view(torch.int32)])
 
 
-def unpack_draws(packed: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """(ids, log-probs) on the host. Waits for the device."""
-    ids, bits = packed.cpu().numpy()
-    return ids.astype(np.int64), bits.view(np.float32)
+class Draws:
+    """The draws of one step, on their way to the host."""
+
+    def __init__(self, packed: Tensor, support: Mapping[int, Int32Array]) -> None:
+        """packed: of `pack_draws`; a later step may overwrite it."""
+        self.ids_on_device, self.support = packed[0], support
+        self._host = packed.to("cpu", non_blocking=True, copy=True)
+        self._is_done = torch.cuda.Event() if packed.is_cuda else None
+        if self._is_done is not None:
+            self._is_done.record()
+
+    def wait(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """(ids, log-probs) of the rows that were fed, when the device has computed them."""
+        if self._is_done is not None:
+            self._is_done.synchronize()
+        ids, bits = self._host.numpy()
+        return ids.astype(np.int64), bits.view(np.float32)
 
 
 def _probs(logits: Tensor, temperature: float) -> Tensor:
@@ -260,6 +273,8 @@ class Rows:
         self.rule_of = np.zeros(capacity, np.int64)
         self.adapters = np.zeros(capacity, np.int64)
         """Number of each row's `Weights`."""
+        self.places = np.zeros(capacity, np.int64)
+        """Place of each row in the batch that was fed last."""
         self.is_loaded = np.zeros(capacity, np.bool_)
         """Whether the row is in the resident cache."""
         # As long as the longest possible reply; untouched memory is not taken from the system.
@@ -334,6 +349,7 @@ class Rows:
                 self.stop_ids,
                 self.rule_of,
                 self.adapters,
+                self.places,
             ):
                 array[row] = array[last]
             self.is_loaded[row] = False
@@ -351,10 +367,10 @@ class Rows:
         self.num_pages[row] += 1
         self.num_changes += 1
 
-    def full_rows(self) -> list[Sequence]:
-        """Requests whose next token has no page yet."""
+    def full_rows(self, *, ahead: int = 0) -> list[Sequence]:
+        """Requests that have no page yet for the token to feed, or for the one `ahead` of it."""
         n = self.num
-        full = self.positions[:n] >= self.num_pages[:n] * self.page_size
+        full = self.positions[:n] + ahead >= self.num_pages[:n] * self.page_size
         return [self.sequences[i] for i in np.flatnonzero(full)] if full.any() else []
 
     def shared_rule(self) -> Rule | None:

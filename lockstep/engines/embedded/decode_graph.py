@@ -92,6 +92,7 @@ class Inputs:
         if device.type == "cuda":
             self._pinned = self._pinned.pin_memory()
         self._sent = torch.zeros(stop, dtype=torch.uint8, device=device)
+        self._is_sent = torch.cuda.Event() if device.type == "cuda" else None
         self._stops: dict[str, int] = {}
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
@@ -102,10 +103,16 @@ class Inputs:
             self.device[name] = self._sent[starts[name] : stop].view(of_dtype)
 
     def send(self, last: str, *, num_unused: int = 0) -> None:
-        """Sends the fields up to `last`, without the end of that one. The host must have read a
-        result of the step before, or it would overwrite what is still being copied."""
+        """Sends the fields up to `last`, without the end of that one."""
         stop = self._stops[last] - num_unused * self.host[last].itemsize
         self._sent[:stop].copy_(self._pinned[:stop], non_blocking=True)
+        if self._is_sent is not None:
+            self._is_sent.record()
+
+    def wait(self) -> None:
+        """Waits until the host's arrays may be written again."""
+        if self._is_sent is not None:
+            self._is_sent.synchronize()
 
 
 class DecodeGraphs:
@@ -131,18 +138,26 @@ class DecodeGraphs:
         self._rules.clear()
         self._read = ()
 
-    def run(self, model: Decoder) -> tuple[Tensor | None, Tensor | None]:
+    def run(
+        self, model: Decoder, *, drawn_ids: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Feeds the token of every row: (draws of all rows as `pack_draws` gives them, None), or
         where the rows do not draw inside (None, hidden states [rows, D]). Both are overwritten by
-        the next call."""
+        the next call.
+
+        drawn_ids: [rows] int32 on the device, for a step ahead of the rows' state: they were drawn,
+        the host has not read them, and these ids are fed.
+        """
         rows, cache = self._rows, self._cache
         read = (model, model.ops, model.lora, cache.keys, cache.routes)
         if not self._read or any(a is not b for a, b in zip(read, self._read, strict=True)):
             self.drop()
             self._read = read
             self._make_tensors(model)
-        size, rule = graph_size(rows.num, len(rows.last_ids)), self._captured_rule()
-        self._send(size)
+        size, rule = graph_size(rows.num, len(rows.last_ids)), self.captured_rule()
+        self._send(size, ahead=int(drawn_ids is not None))
+        if drawn_ids is not None:
+            self._inputs.device["ids"][: rows.num].copy_(drawn_ids)
         if (size, rule) not in self._replays:
             self._replays[size, rule] = self._capture(partial(self._body, model, size, rule))
         self._replays[size, rule]()
@@ -183,7 +198,7 @@ class DecodeGraphs:
         max_keys = self._rows.pages.shape[1] * self._rows.page_size
         return decode_capacity(size, max_keys, heads=self._heads, num_programs=self._num_programs)
 
-    def _captured_rule(self) -> Rule | None:
+    def captured_rule(self) -> Rule | None:
         """The rule by which all rows draw, if a graph can."""
         rule = self._rows.shared_rule()
         if rule is None or rule.records_support or rule.is_constrained:
@@ -192,11 +207,12 @@ class DecodeGraphs:
             self._rules.append(rule)
         return rule if rule in self._rules else None
 
-    def _send(self, size: int) -> None:
-        """Sends the inputs of the next step. Rows past the last one feed id 0 at position 0, and
-        write to a page that no other row reads."""
+    def _send(self, size: int, *, ahead: int) -> None:
+        """Sends the inputs of the next step, or of the one `ahead` of it. Rows past the last one
+        feed id 0 at position 0, and write to a page that no other row reads."""
         rows, host, n = self._rows, self._inputs.host, self._rows.num
-        at, page_size = rows.positions[:n], rows.page_size
+        at, page_size = rows.positions[:n] + ahead, rows.page_size
+        self._inputs.wait()
         page, offset = np.divmod(at, page_size)
         unread = ZERO_PAGE * page_size
         _fill(host["ids"], rows.last_ids[:n], 0, size)

@@ -28,13 +28,13 @@ from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import (
     Chunk,
+    Draws,
     Rows,
     Scoring,
     Sequence,
     Weights,
     adapters_of,
     build_inputs,
-    unpack_draws,
 )
 from lockstep.engines.embedded.decode_graph import Capture, CudaGraphs, DecodeGraphs
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
@@ -138,6 +138,8 @@ class EmbeddedEngine(Engine):
         self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)
         self._watched: dict[Sequence, None] = {}
         """Requests that need code after every token: stop strings, streams."""
+        self._ahead: Draws | None = None
+        """A step that the device has begun before the tokens of the last one were handled."""
         self._num_arrived = 0
         self._has_finished = False
         self._fingerprint = fingerprint(model.ops, model.embedding.dtype, device)
@@ -250,8 +252,7 @@ class EmbeddedEngine(Engine):
             self._end(reply, "abort")
 
     async def pause(self) -> None:
-        # A step never spans a turn of the event loop: none is running here.
-        self._ledger.is_paused = True
+        self._ledger.is_paused, self._ahead = True, None
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
         self._ledger.check_open()
@@ -269,6 +270,7 @@ class EmbeddedEngine(Engine):
         TornWeightsError if reading fails midway.
         """
         self._ledger.check_open()
+        self._ahead = None
         if source is None:
             if self._shared is None:
                 raise EngineError("load_weights: the engine has weights of its own; found None.")
@@ -335,6 +337,7 @@ class EmbeddedEngine(Engine):
             self._cache.deallocate()
             self._drop_resident()
             self._drop_graphs()
+            self._ahead = None
             self._ledger.is_asleep = True
 
     async def wake(self) -> None:
@@ -354,6 +357,7 @@ class EmbeddedEngine(Engine):
             self._cache.deallocate()
             self._drop_resident()
             self._drop_graphs()
+            self._ahead = None
 
     # -- arrival ------------------------------------------------------------------------------
 
@@ -427,8 +431,26 @@ class EmbeddedEngine(Engine):
                 await asyncio.sleep(0)
 
     def step(self) -> None:
-        """Samples a token for every running request, and prefills prompts beside it."""
-        rows, cache = self._rows, self._cache
+        """Samples a token for every running request, and prefills prompts beside it.
+
+        Where the next step has the same rows, the device begins it before this one's tokens are
+        read: replies are handled while it computes.
+        """
+        rows = self._rows
+        draws, self._ahead = self._ahead, None
+        if draws is None or not rows.num:
+            draws = self._launch()
+        self.stats["steps"] += 1
+        if draws is None:
+            return
+        places = rows.places[: rows.num].copy()
+        self._ahead = self._launch_ahead(draws, places)
+        ids, logprobs = draws.wait()
+        self._after_sampling(ids[places], logprobs[places], draws.support)
+
+    def _launch(self) -> Draws | None:
+        """Begins a step. None if it only prefills."""
+        rows, cache, draws = self._rows, self._cache, None
         chunks, broken = self._scheduler.plan(), []
         num_fed = rows.num
         assert num_fed or chunks, "a request can run whenever there is one"
@@ -436,7 +458,7 @@ class EmbeddedEngine(Engine):
         with torch.inference_mode():
             drawn, parts = None, []
             num_eager = num_fed
-            if self._graphs is not None and num_fed and not rows.adapters[:num_fed].any():
+            if self._graphs is not None and num_fed and self._can_replay():
                 drawn, hidden = self._graphs.run(self._model)
                 parts, num_eager = [] if hidden is None else [hidden], 0
             if chunks or num_eager:
@@ -449,6 +471,9 @@ class EmbeddedEngine(Engine):
                 logits = self._model.logits(hidden)
                 packed, support = rows.sample(logits, self._model.ops, first=num_drawn)
                 drawn = packed if drawn is None else torch.cat([drawn, packed], 1)
+            if drawn is not None:
+                draws = Draws(drawn, support)
+        rows.places[: rows.num] = np.arange(rows.num)
         for chunk in chunks:
             if chunk.sequence in broken:
                 self._fail_unfinite(
@@ -456,9 +481,27 @@ class EmbeddedEngine(Engine):
                 )
             else:
                 self._after_chunk(chunk)
-        if drawn is not None:
-            self._after_sampling(*unpack_draws(drawn), support)
-        self.stats["steps"] += 1
+        return draws
+
+    def _can_replay(self) -> bool:
+        return not self._rows.adapters[: self._rows.num].any()
+
+    def _launch_ahead(self, draws: Draws, places: np.ndarray) -> Draws | None:
+        """Begins the step after `draws`, of which each row's is at `places`; None where its rows
+        may be others, or do not draw inside a graph."""
+        rows, graphs = self._rows, self._graphs
+        if graphs is None or not self._can_replay() or graphs.captured_rule() is None:
+            return None
+        if not self._scheduler.plan_ahead():
+            return None
+        ids = draws.ids_on_device
+        with torch.inference_mode():
+            if len(places) < len(ids):
+                ids = ids[to_device(places, ids.device)]
+            drawn, _ = graphs.run(self._model, drawn_ids=ids)
+            assert drawn is not None, "the rule is captured"
+            rows.places[: rows.num] = np.arange(rows.num)
+            return Draws(drawn, {})
 
     def _compute(self, chunks: Seq[Chunk], *, num_rows: int) -> tuple[list[Chunk], torch.Tensor]:
         """Feeds the first `num_rows` rows and the chunks, outside of a graph: (the chunks in the

@@ -29,6 +29,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         """In order of rank."""
         self.prefilling: list[Sequence] = []
+        self._is_settled = False
+        """Whether nobody has come or gone since the last plan."""
 
     @property
     def num_running(self) -> int:
@@ -45,6 +47,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a request."""
+        self._is_settled = False
         insort(self._waiting, sequence, key=lambda waiting: waiting.rank)
 
     def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -73,6 +76,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence, *, keep: bool) -> None:
         lease, row = sequence.held, sequence.row
+        self._is_settled = False
         if row >= 0:
             rows = self.rows
             known = len(sequence.ids)
@@ -104,7 +108,26 @@ class Scheduler:
             stop = min(sequence.num_to_compute, sequence.num_computed + budget)
             chunks.append(Chunk(sequence, sequence.num_computed, stop))
             budget -= stop - sequence.num_computed
+        self._is_settled = True
         return chunks
+
+    def plan_ahead(self) -> bool:
+        """Allocates pages for the step after the one that is running, whose tokens are not known
+        yet. False if that step may have other rows: somebody waits or is prefilled, a row is at its
+        limit, or pages are short."""
+        rows, n = self.rows, self.rows.num
+        if self.prefilling or (self._waiting and not self._is_settled):
+            return False
+        if (rows.counts[:n] + 1 >= rows.limits[:n]).any():
+            return False
+        needy = rows.full_rows(ahead=1)
+        if len(needy) > self.cache.num_available:
+            return False
+        for sequence in needy:
+            page = self.cache.grow(sequence.held)
+            assert page is not None, "pages were counted"
+            rows.add_page(sequence.row, page)
+        return True
 
     def _give_pages(self) -> None:
         needy = self.rows.full_rows()

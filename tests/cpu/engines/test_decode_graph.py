@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_models import VOCAB, make_model, prompt, request
+from engine_models import VOCAB, make_model, packed_logprobs, prompt, request
 from full_counts import PROOF
 
 from lockstep.engines.config import EmbeddedConfig
@@ -67,27 +67,25 @@ def make_engines(kind="qwen3", *, max_positions=256, **settings):
     return *engines, capture
 
 
-async def play(engine, schedule, *, updates=()):
-    """Asks each (turns of the loop to wait, request); new weights after these many turns."""
+async def play(engine, schedule):
+    """Asks each (turns of the loop to wait, request)."""
 
     async def one(wait, asked):
         for _ in range(wait):
             await asyncio.sleep(0)
         return [delta async for delta in engine.generate(asked)]
 
-    async def update():
-        for turn in range(max(updates, default=-1) + 1):
-            await asyncio.sleep(0)
-            if turn in updates:
-                with torch.no_grad():
-                    for weight in engine._shared.parameters():
-                        weight.mul_(1.01)
-                await engine.load_weights(None, version=turn)
+    return await asyncio.gather(*(one(wait, asked) for wait, asked in schedule))
 
-    replies, _ = await asyncio.gather(
-        asyncio.gather(*(one(wait, asked) for wait, asked in schedule)), update()
-    )
-    return replies
+
+async def update(engine, *, turn, factor):
+    """Other weights, in place, after this many turns of the loop."""
+    for _ in range(turn):
+        await asyncio.sleep(0)
+    with torch.no_grad():
+        for weight in engine._shared.parameters():
+            weight.mul_(factor)
+    await engine.load_weights(None, version=1)
 
 
 def drawn(deltas):
@@ -130,12 +128,44 @@ def test_a_graph_draws_the_same_tokens_to_the_bit_over_random_schedules(kind, se
         schedule = random_schedule(
             np.random.default_rng(seed), is_routed=kind == "gpt_oss", is_mixed=is_mixed
         )
-        found.append([drawn(r) for r in asyncio.run(play(engine, schedule, updates=(3, 5)))])
+        found.append([drawn(r) for r in asyncio.run(play(engine, schedule))])
     assert found[0] == found[1]
-    assert graphed.stats == eager.stats
     if (kind, seed, is_mixed) in SCHEDULES[:2]:
         assert graphed.stats["preemptions"] > 0 and graphed.stats["cached_tokens"] > 0
         assert capture.num_replays > 5
+
+
+def test_tokens_on_either_side_of_an_update_have_the_bits_of_their_weights():
+    _, engine, capture = make_engines()
+    asked = [request(str(i), prompt(7, seed=i), seed=i, max_tokens=6) for i in range(2)]
+
+    async def with_update():
+        replies, _ = await asyncio.gather(
+            play(engine, [(0, each) for each in asked]), update(engine, turn=4, factor=1.1)
+        )
+        return replies
+
+    replies = asyncio.run(with_update())
+    of_version = {1: engine._shared, 0: make_model()}
+    of_version[0].ops = engine._shared.ops
+    for each, deltas in zip(asked, replies, strict=True):
+        assert [delta.policy_version for delta in deltas] == [0, 1]
+        ids = each.prompt_ids
+        for delta in deltas:
+            start, ids = len(ids), np.concatenate([ids, delta.token_ids])
+            wanted = packed_logprobs(of_version[delta.policy_version], ids)[start:]
+            assert np.array_equal(delta.logprobs, wanted)
+    assert capture.num_captures == 1
+
+
+def test_the_next_step_begins_before_the_tokens_of_one_are_handled():
+    _, engine, capture = make_engines()
+
+    async def replays_by_token():
+        asked = request("a", prompt(5), max_tokens=4, stream=True)
+        return [capture.num_replays async for _ in engine.generate(asked)]
+
+    assert asyncio.run(replays_by_token()) == [1, 2, 3, 3], "the prefill draws the first"
 
 
 @pytest.mark.skipif(not PROOF, reason="make proof: long rows take the interpreter a while")
@@ -154,7 +184,8 @@ def test_a_size_and_a_rule_are_captured_once_and_replayed_in_every_step():
 
     asyncio.run(play(engine, pairs[:2]))
     assert (capture.num_captures, capture.num_replays) == (1, 2)  # the prefill draws the first
-    asyncio.run(play(engine, pairs[2:], updates=(1,)))
+    asyncio.run(engine.load_weights(None, version=1))
+    asyncio.run(play(engine, pairs[2:]))
     assert capture.num_captures == 1, "weights are written in place"
     colder = [(0, request("t", prompt(9), max_tokens=4, temperature=0.5))]
     asyncio.run(play(engine, colder))
