@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.ops.base import Ops
+from lockstep.ops.base import Counts, Ops, on_host
 
 Tensor = torch.Tensor
 IntArray = npt.NDArray[np.int64]
@@ -142,10 +142,11 @@ class AdapterRows:
         """For each of `shapes`, the factors of all pairs of adapter and expert."""
         return [shape.factors.get((owner, attribute)) for shape in self.shapes]
 
-    def by_expert(self, token_R: Tensor, counts: list[int]) -> list[Groups]:
+    def by_expert(self, token_R: Tensor, counts: Counts) -> list[Groups]:
         """For each of `shapes`, rows sorted by expert (counts: how many each has) as groups, one
-        per pair of adapter and expert. token_R: [R] token of each row."""
-        return self._by_expert(token_R.cpu().numpy(), counts)
+        per pair of adapter and expert. token_R: [R] token of each row. The host waits for the
+        device: batches of several adapters over a mixture are not captured in a graph."""
+        return self._by_expert(token_R.cpu().numpy(), on_host(counts))
 
     def on_all_experts(self, num_experts: int) -> list[Groups]:
         """`by_expert` where every expert has every token; made once."""

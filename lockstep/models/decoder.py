@@ -32,7 +32,8 @@ class Block(nn.Module):
         self.input_norm = nn.Parameter(torch.ones(config.hidden_size))
         self.attention = Attention(config, layer)
         self.post_attention_norm = nn.Parameter(torch.ones(config.hidden_size))
-        if layer in config.routed_layers:
+        self.is_routed = layer in config.routed_layers
+        if self.is_routed:
             self.mlp = MoE(config, config.routed_layers.index(layer))
         else:
             self.mlp = MLP(config)
@@ -60,7 +61,7 @@ class Block(nn.Module):
         adapters: AdapterRows | None,
     ) -> Tensor:
         x_TD = self.attention(x_TD, self.input_norm, cos, sin, context, ops, adapters)
-        if isinstance(self.mlp, MLP):
+        if not self.is_routed:
             return self.mlp(x_TD, self.post_attention_norm, self.eps, ops, adapters)
         normed = ops.rms_norm(x_TD, self.post_attention_norm, self.eps)
         return x_TD + self.mlp(normed, ops, routing, adapters)

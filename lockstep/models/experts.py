@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.models.adapter_rows import AdapterRows, Groups, StackedFactors
-from lockstep.ops.base import Ops, rows_by_expert
+from lockstep.ops.base import Counts, Ops, grouped_mm, on_host, rows_by_expert
 
 Tensor = torch.Tensor
 
@@ -75,7 +75,7 @@ class ExpertProjection:
         return ExpertProjection(weight, bias, low)
 
     def forward(
-        self, x_RK: Tensor, counts: list[int], ops: Ops, groups: Sequence[Groups] = ()
+        self, x_RK: Tensor, counts: Counts, ops: Ops, groups: Sequence[Groups] = ()
     ) -> Tensor:
         """[R, N] of rows sorted by expert; counts: how many each expert has. groups: of
         `AdapterRows.by_expert`, for `of_rows`."""
@@ -88,14 +88,14 @@ class ExpertProjection:
         return out_RN + ops.expert_linear(self._inner(x_RK, low, counts, ops), low.B, None, counts)
 
     @staticmethod
-    def _inner(x_RK: Tensor, low: ExpertFactors, counts: list[int], ops: Ops) -> Tensor:
+    def _inner(x_RK: Tensor, low: ExpertFactors, counts: Counts, ops: Ops) -> Tensor:
         return ops.expert_linear(x_RK, low.A, None, counts) * low.scale
 
     def backward(
         self,
         grad_RN: Tensor,
         x_RK: Tensor,
-        counts: list[int],
+        counts: Counts,
         into: Sequence[Tensor | None],
         ops: Ops,
         *,
@@ -134,24 +134,24 @@ class _Plan:
     adapters: AdapterRows | None = None
 
     def chunks(self, experts_TA: Tensor) -> list[_Chunk]:
-        """One sort of all pairs, by chunk and then by expert: one wait for the device per layer."""
+        """One sort of all pairs, by chunk and then by expert. The host waits for the counts only
+        where it reads them: on a CPU."""
         (T, A), num_experts, device = experts_TA.shape, len(self.down.weight), experts_TA.device
         size = self.num_chunk_tokens
         if size is None:
-            rows = ROWS_PER_EXPERT.get(device.type, ROWS_PER_EXPERT["cpu"])
+            rows = ROWS_PER_EXPERT["cpu" if device.type == "cpu" else "cuda"]
             size = max(LEAST_CHUNK, rows * num_experts // A)
         num_chunks = -(-T // size)
         group_P = (
             torch.arange(T, device=device)[:, None] // size * num_experts + experts_TA
         ).flatten()
         order_P = group_P.argsort(stable=True)
-        counts = (
-            group_P.bincount(minlength=num_chunks * num_experts)
-            .view(num_chunks, num_experts)
-            .tolist()
-        )
+        counts = torch.zeros(num_chunks * num_experts, dtype=torch.int32, device=device)
+        counts.scatter_add_(0, group_P, torch.ones_like(group_P, dtype=torch.int32))
+        counts = counts.view(num_chunks, num_experts)
+        by_chunk = list(counts) if self.ops.reads_work(device) else counts.tolist()
         out: list[_Chunk] = []
-        for i, of_chunk in enumerate(counts):
+        for i, of_chunk in enumerate(by_chunk):
             start, stop = i * size, min((i + 1) * size, T)
             order_R = order_P[start * A : stop * A] - start * A
             out.append(_Chunk(slice(start, stop), order_R, of_chunk, A))
@@ -252,7 +252,7 @@ class _Mix(torch.autograd.Function):
 def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> Tensor:
     E, _, F = plan.down.weight.shape
     num_wasted = max(len(x_TD), READING) * x_TD.shape[1] * (E - experts_TA.shape[1]) * F
-    if num_wasted <= ALL_EXPERTS_MULTIPLIES:
+    if num_wasted <= ALL_EXPERTS_MULTIPLIES and x_TD.device.type == "cpu":
         # Every expert on every token: no sorting, and the pairs that count are the same.
         x_RD = x_TD.expand(E, *x_TD.shape).flatten(0, 1)
         place_TA = torch.arange(len(x_TD), device=x_TD.device)[:, None] + experts_TA * len(x_TD)
@@ -279,7 +279,7 @@ def _mix_chunk(x_TD: Tensor, weights_TA: Tensor, chunk: _Chunk, plan: _Plan) -> 
     return plan.ops.combine(chunk.by_slot(out_RD), weights_TA[chunk.tokens])
 
 
-def _experts(x_RD: Tensor, counts: list[int], plan: _Plan, groups: Sequence[Groups]) -> Tensor:
+def _experts(x_RD: Tensor, counts: Counts, plan: _Plan, groups: Sequence[Groups]) -> Tensor:
     active_RF = plan.activation(plan.gate_up.forward(x_RD, counts, plan.ops, groups))
     return plan.down.forward(active_RF, counts, plan.ops, groups)
 
@@ -289,7 +289,7 @@ class _Chunk:
     tokens: slice
     order_R: Tensor
     """[R] int64: pairs (token * A + slot, counted within the chunk) sorted by expert."""
-    counts: list[int]
+    counts: Counts
     """[E]: pairs of each expert."""
     num_active: int
 
@@ -315,15 +315,24 @@ def _zeros(x: Tensor, num_chunks: int) -> Tensor:
     return torch.zeros_like(x, dtype=torch.float32 if is_narrow else x.dtype)
 
 
-def _add_sums(grad_EN: Tensor, grad_RN: Tensor, share_R: Tensor | None, counts: list[int]) -> None:
-    for expert, part in rows_by_expert(counts):
+def _add_sums(grad_EN: Tensor, grad_RN: Tensor, share_R: Tensor | None, counts: Counts) -> None:
+    if isinstance(counts, Tensor) and grad_RN.dtype == torch.bfloat16:
+        # A product with one column that counts: its kernel takes eight.
+        column_R8 = grad_RN.new_zeros(len(grad_RN), 8)
+        column_R8[:, 0] = 1.0 if share_R is None else share_R
+        grad_EN += grouped_mm(grad_RN.t(), column_R8, counts)[..., 0]
+        return
+    for expert, part in rows_by_expert(on_host(counts)):
         of_expert = grad_RN[part]
         total = of_expert.sum(0) if share_R is None else share_R[part] @ of_expert
         grad_EN[expert] += total
 
 
-def _with_bias(grad_RN: Tensor, bias_EN: Tensor, counts: list[int]) -> Tensor:
+def _with_bias(grad_RN: Tensor, bias_EN: Tensor, counts: Counts) -> Tensor:
     """[R]: each row's product with the bias of its expert."""
+    if isinstance(counts, Tensor):
+        bias_RN = bias_EN.repeat_interleave(counts, 0, output_size=len(grad_RN))
+        return (grad_RN * bias_RN).sum(-1)
     out_R = grad_RN.new_zeros(len(grad_RN))
     for expert, part in rows_by_expert(counts):
         torch.mv(grad_RN[part], bias_EN[expert], out=out_R[part])

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -24,6 +25,7 @@ from lockstep.ops.context import (
     PackedContext,
     PagedContext,
     Support,
+    to_device,
 )
 from lockstep.ops.packed import SinkAttention
 from lockstep.ops.paged import paged_attention
@@ -31,6 +33,9 @@ from lockstep.ops.split import SplitContext, split_attention
 
 Tensor = torch.Tensor
 Context = PackedContext | PagedContext | SplitContext
+Counts = list[int] | Tensor
+"""[E] rows of each expert, of rows that are sorted by expert: a list, or for ops that read their
+inputs on the device (`Ops.reads_work`) an int32 tensor there, for which the host does not wait."""
 
 ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds the size of temporaries
 KEY_QUANTUM = 16  # attention reads a multiple of this many keys: it fills a vector register
@@ -61,7 +66,8 @@ class Ops:
         return dtype
 
     def reads_work(self, device: torch.device) -> bool:
-        """Whether attention reads `AttentionWork` in place of padded blocks."""
+        """Whether these ops read on the device what says how rows are cut: `AttentionWork` in place
+        of padded blocks, counts of rows in place of lists."""
         return device.type != "cpu"
 
     def describe_gemm(self, dtype: torch.dtype) -> str:
@@ -87,20 +93,20 @@ class Ops:
         return F.linear(x, weight, bias)
 
     def expert_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
     ) -> Tensor:
         """x [R, K], rows sorted by expert, weight [E, N, K], bias [E, N] -> [R, N].
 
-        tokens_per_expert: [E], sums to R: the first rows belong to expert 0, and so on.
+        tokens_per_expert: sums to R; the first rows belong to expert 0, and so on.
         Not differentiable: `models.experts` does that, by `expert_linear_backward`.
         """
         if _is_grouped(x, weight):
-            counts = torch.tensor(tokens_per_expert, device=x.device)
-            stops = counts.cumsum(0, dtype=torch.int32)
-            out = F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
+            counts = _on_device(tokens_per_expert, x.device)
+            out = grouped_mm(x, weight.transpose(1, 2), counts)
             if bias is None:
                 return out
             return out.add_(bias.repeat_interleave(counts, 0, output_size=len(x)))
+        tokens_per_expert = on_host(tokens_per_expert)
         rows = tokens_per_expert[0]
         if rows and tokens_per_expert.count(rows) == len(weight):
             x = x.view(len(weight), rows, -1)
@@ -120,7 +126,7 @@ class Ops:
         grad: Tensor,
         x: Tensor,
         weight: Tensor,
-        tokens_per_expert: list[int],
+        tokens_per_expert: Counts,
         *,
         grad_weight: Tensor | None,
     ) -> Tensor:
@@ -129,12 +135,11 @@ class Ops:
         grad_weight: [E, N, K]; the weight's gradient is added to it. None: it is not computed.
         """
         if _is_grouped(x, weight):
-            stops = torch.tensor(tokens_per_expert, device=x.device).cumsum(0, dtype=torch.int32)
             if grad_weight is not None:
-                grad_weight += F.grouped_mm(grad.t(), x, offs=stops)
-            return F.grouped_mm(grad, weight, offs=stops)
+                grad_weight += grouped_mm(grad.t(), x, tokens_per_expert)
+            return grouped_mm(grad, weight, tokens_per_expert)
         grad_x = torch.empty_like(x)
-        for expert, part in rows_by_expert(tokens_per_expert):
+        for expert, part in rows_by_expert(on_host(tokens_per_expert)):
             torch.mm(grad[part], weight[expert].to(grad.dtype), out=grad_x[part])
             if grad_weight is None:
                 continue
@@ -352,6 +357,21 @@ class Ops:
 
 
 # -- mechanism ------------------------------------------------------------------------------------
+
+
+def on_host(counts: Counts) -> list[int]:
+    """As a list. Waits for the device; for what has no kernel that reads them there (float32)."""
+    return counts.tolist() if isinstance(counts, Tensor) else counts
+
+
+def _on_device(counts: Counts, device: torch.device) -> Tensor:
+    return counts if isinstance(counts, Tensor) else to_device(np.array(counts, np.int32), device)
+
+
+def grouped_mm(x: Tensor, y: Tensor, counts: Counts) -> Tensor:
+    """`torch.nn.functional.grouped_mm`, given rows in place of offsets."""
+    offsets = _on_device(counts, x.device).cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(x, y, offs=offsets)
 
 
 def rows_by_expert(tokens_per_expert: list[int]) -> Iterator[tuple[int, slice]]:

@@ -18,13 +18,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_draws
 from lockstep.ops import cuda_kernels as kernels
-from lockstep.ops.base import Context, Linear, Ops
-from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext
+from lockstep.ops.base import Context, Counts, Linear, Ops
+from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext, to_device
 
 Tensor = torch.Tensor
 
@@ -125,8 +126,10 @@ class CudaOps(Ops):
         return out.view(*x.shape[:-1], len(weight))
 
     def expert_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
     ) -> Tensor:
+        if not isinstance(tokens_per_expert, Tensor):
+            tokens_per_expert = to_device(np.array(tokens_per_expert, np.int32), x.device)
         return kernels.expert_gemm(x, weight, bias, tokens_per_expert, self.tiles)
 
     def route(
@@ -137,18 +140,16 @@ class CudaOps(Ops):
         experts: Tensor | None = None,
         is_normalized: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        if experts is None:
-            # topk may break ties in another way for another number of rows; a stable sort may not.
-            experts = logits.sort(dim=-1, descending=True, stable=True)[1][:, :num_active]
-        if not is_normalized:
-            shares = _run(_shares_of_all, partial(torch.softmax, dim=-1), logits.float())
-            return shares.gather(-1, experts).to(logits.dtype), experts
-        top = logits.gather(-1, experts).float()
-        share = (top - top.amax(-1, keepdim=True)).exp()
-        total = share[:, 0]
-        for slot in range(1, num_active):
-            total = total + share[:, slot]
-        return (share / total[:, None]).to(logits.dtype), experts
+        found = kernels.route(logits.detach(), num_active, experts, is_normalized=is_normalized)
+        weights, chosen = found
+        if not torch.is_grad_enabled():
+            return found
+        stock = super().route
+
+        def differentiable(x: Tensor) -> Tensor:
+            return stock(x, num_active, experts=chosen, is_normalized=is_normalized)[0]
+
+        return _run(lambda _: weights, differentiable, logits), chosen
 
     def combine(self, out: Tensor, weights: Tensor) -> Tensor:
         return _run(kernels.combine, super().combine, out, weights)
@@ -259,10 +260,6 @@ def _is_fused(x: Tensor) -> bool:
     if torch.is_grad_enabled() or len(x) >= LIBRARY_ROWS[-1]:
         return False
     return x.dtype.itemsize == 2 or kernels.IS_INTERPRETED
-
-
-def _shares_of_all(logits: Tensor) -> Tensor:
-    return kernels.log_softmax(logits, temperature=1.0, kept=None).exp()
 
 
 def _run(kernel: Callable[..., Tensor], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -191,28 +191,22 @@ def expert_gemm(
     x_MK: Tensor,
     weight_ENK: Tensor,
     bias_EN: Tensor | None,
-    rows_per_expert: Sequence[int],
+    rows_per_expert: Tensor,
     tiles: Tiles,
 ) -> Tensor:
-    """`gemm` of each expert with its rows of x, which are sorted by expert: [M, N], same bits."""
-    tile = FLOAT32_TILE
+    """`gemm` of each expert with its rows of x, which are sorted by expert: [M, N], same bits.
+    rows_per_expert: [E] int32 on the device; they sum to M."""
+    M, (E, N, _), tile = len(x_MK), weight_ENK.shape, FLOAT32_TILE
     if x_MK.dtype.itemsize == 2:
-        tile = tiles.of(max(rows_per_expert), weight_ENK.shape[1], is_gated=False)
-    places: list[tuple[int, int, int]] = []
-    first = 0
-    for expert, count in enumerate(rows_per_expert):
-        stop = first + count
-        places += [(expert, at, stop) for at in range(first, stop, tile.rows)]
-        first = stop
-    table = torch.tensor(places, dtype=torch.int64).to(x_MK.device)
-    return _launch_gemm(x_MK, weight_ENK, bias_EN, table, tile)
+        tile = tiles.of(triton.cdiv(M, E), N, is_gated=False)
+    return _launch_gemm(x_MK, weight_ENK, bias_EN, rows_per_expert, tile)
 
 
 def _launch_gemm(
     x_MK: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    places: Tensor | None,
+    counts: Tensor | None,
     tile: Tile,
     *,
     residual: Tensor | None = None,
@@ -223,7 +217,9 @@ def _launch_gemm(
     (M, K), N = x_MK.shape, weight.shape[-2] // (2 if is_gated else 1)
     out_MN = x_MK.new_empty(M, N)
     if out_MN.numel():
-        num_places = triton.cdiv(M, tile.rows) if places is None else len(places)
+        num_places = triton.cdiv(M, tile.rows)
+        if counts is not None:  # a tile begins at each expert's first row: as many more at most
+            num_places = M // tile.rows + min(len(counts), M)
         squares, norm_weight, eps = norm or (None, None, 0.0)
         launch(
             _gemm_kernel,
@@ -236,7 +232,7 @@ def _launch_gemm(
             None if norm_weight is None else aligned(norm_weight),
             out_MN,
             squares_out,
-            places,
+            counts,
             *_blocks_of(x_MK, weight, tile, is_plain=norm is None and not is_gated),
             num_places,
             M,
@@ -249,6 +245,8 @@ def _launch_gemm(
             tile.depth,
             TILE_GROUP,
             triton.next_power_of_2(triton.cdiv(K, SQUARES)),
+            1 if counts is None else len(counts),
+            1 if counts is None else triton.next_power_of_2(len(counts)),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -280,7 +278,7 @@ def _gemm_kernel(
     norm,
     out,
     squares_out,
-    places,
+    counts,
     x_blocks,
     weight_blocks,
     num_places,
@@ -294,27 +292,37 @@ def _gemm_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_SQUARES: tl.constexpr,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
-    """places: (expert, first row, end of the expert's rows) of each tile of rows; None if dense.
-    x_blocks, weight_blocks: x [M, K] and weight [E, N, K] for the copy engine; None reads by
-    threads. A block may hold rows past `stop`, which are another's and are not stored."""
+    """counts: [E] rows of each expert; None if dense. x_blocks, weight_blocks: x [M, K] and weight
+    [E, N, K] for the copy engine; None reads by threads. A block may hold rows past `stop`, which
+    are another's and are not stored."""
     columns: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
     group = tl.program_id(0) // (GROUP * columns)
     size = tl.minimum(num_places - group * GROUP, GROUP)
     within = tl.program_id(0) % (GROUP * columns)
     at_place = (group * GROUP + within % size).to(tl.int64)
     expert = at_place * 0
-    if places is None:
+    if counts is None:
         first = at_place * ROWS
         stop = M.to(tl.int64)
     else:
-        place = places + at_place * 3
-        expert = tl.load(place)
-        first = tl.load(place + 1)
-        stop = tl.load(place + 2)
+        # The program's place among the tiles of all experts; places after them have no rows.
+        e = tl.arange(0, EXPERTS)
+        count = tl.load(counts + e, mask=e < E, other=0).to(tl.int64)
+        tiles = (count + ROWS - 1) // ROWS
+        is_before = tl.cumsum(tiles, 0) <= at_place
+        expert = tl.sum(is_before.to(tl.int64), 0)
+        begin = tl.sum(tl.where(is_before, count, 0), 0)
+        first = begin + (at_place - tl.sum(tl.where(is_before, tiles, 0), 0)) * ROWS
+        stop = begin + tl.sum(tl.where(e == expert, count, 0), 0)
+        expert = tl.minimum(expert, E - 1)
         weight += expert * N * K
         if bias is not None:
             bias += expert * N
+    if first >= stop:
+        return
     row = first + tl.arange(0, ROWS)
     output = (within // size).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row = (row < stop)[:, None]
@@ -710,6 +718,72 @@ def _rotate_kernel(
     tl.store(keys + at_key, turned, mask=is_key)
     at_value = ((head - H - G) * num_places + place) * D + d
     tl.store(values + at_value, x, mask=is_inside & (head >= H + G))
+
+
+def route(
+    logits_TE: Tensor, num_active: int, experts_TA: Tensor | None, *, is_normalized: bool
+) -> tuple[Tensor, Tensor]:
+    """See `Ops.route`. Of equal logits the smaller expert comes first."""
+    T, E = logits_TE.shape
+    weights_TA = logits_TE.new_empty(T, num_active)
+    chosen_TA = torch.empty(T, num_active, dtype=torch.int64, device=logits_TE.device)
+    if T:
+        launch(
+            _route_kernel,
+            (T,),
+            aligned(logits_TE),
+            None if experts_TA is None else aligned(experts_TA),
+            weights_TA,
+            chosen_TA,
+            is_normalized,
+            E,
+            triton.next_power_of_2(E),
+            num_active,
+            triton.next_power_of_2(num_active),
+            num_warps=1,
+        )
+    return weights_TA, chosen_TA
+
+
+@jit()
+def _route_kernel(
+    logits,
+    given,
+    weights,
+    chosen,
+    IS_NORMALIZED: tl.constexpr,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    A: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EXPERTS)
+    slot = tl.arange(0, SLOTS)
+    logit = tl.load(logits + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    left = logit
+    top = tl.full((SLOTS,), float("-inf"), tl.float32)
+    expert = tl.zeros((SLOTS,), tl.int64)
+    for a in range(A):
+        if given is None:
+            best = tl.minimum(tl.argmax(left, 0, tie_break_left=True), E - 1).to(tl.int64)
+        else:
+            best = tl.load(given + token * A + a)
+        top = tl.where(slot == a, tl.sum(tl.where(e == best, logit, 0.0), 0), top)
+        expert = tl.where(slot == a, best, expert)
+        left = tl.where(e == best, float("-inf"), left)
+    if IS_NORMALIZED:
+        share = tl.exp(top - tl.max(top, 0))
+        total = 0.0
+        for a in range(A):
+            total += tl.sum(tl.where(slot == a, share, 0.0), 0)
+    else:
+        highest = tl.max(logit, 0)
+        share = tl.exp(top - highest)
+        total = tl.sum(tl.exp(logit - highest), 0)
+    where = token * A + slot
+    tl.store(weights + where, (share / total).to(weights.dtype.element_ty), mask=slot < A)
+    tl.store(chosen + where, expert, mask=slot < A)
 
 
 def combine(out_TAD: Tensor, weights_TA: Tensor) -> Tensor:

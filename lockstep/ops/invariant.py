@@ -33,9 +33,11 @@ from lockstep.ops import packed
 from lockstep.ops.base import (
     ACTIVATION_CHUNK,
     Activation,
+    Counts,
     Linear,
     Ops,
     activation_chunks,
+    on_host,
     rows_by_expert,
 )
 from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext
@@ -163,9 +165,9 @@ class InvariantOps(Ops):
         )
 
     def expert_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: list[int]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
     ) -> Tensor:
-        x_RK, weight_ENK, bias_EN, counts = x, weight, bias, tokens_per_expert
+        x_RK, weight_ENK, bias_EN, counts = x, weight, bias, on_host(tokens_per_expert)
         rows, (E, N, K), is_wide = counts[0], weight_ENK.shape, is_widened(x_RK.dtype)
         is_even = 0 < rows <= PACKED_ROWS and counts.count(rows) == E
         # A packed weight is made wide once, a batch of them in each call.
@@ -196,7 +198,7 @@ class InvariantOps(Ops):
         grad: Tensor,
         x: Tensor,
         weight: Tensor,
-        tokens_per_expert: list[int],
+        tokens_per_expert: Counts,
         *,
         grad_weight: Tensor | None,
     ) -> Tensor:
