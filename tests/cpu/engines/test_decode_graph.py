@@ -199,8 +199,8 @@ def test_a_row_of_several_splits_decodes_to_the_same_bits_in_a_graph():
 def test_a_size_and_a_rule_are_captured_once_and_replayed_in_every_step():
     _, engine, capture = make_engines()
     pair = [(0, request(str(i), prompt(9, seed=i), seed=i, max_tokens=3)) for i in range(2)]
-    alone = [(0, request("a", prompt(9), max_tokens=3))]
-    colder = [(0, request("b", prompt(9), max_tokens=3, temperature=0.5))]
+    alone = [(0, request("a", prompt(9, seed=2), max_tokens=3))]
+    colder = [(0, request("b", prompt(9, seed=3), max_tokens=3, temperature=0.5))]
 
     found = []
     for schedule in (pair, alone, colder):
