@@ -126,7 +126,7 @@ class DecodeGraphs:
     def __init__(self, rows: Rows, cache: PagedCache, make_capture: Callable[[], Capture]) -> None:
         self._rows, self._cache, self._make_capture = rows, cache, make_capture
         self._read: tuple[object, ...] = ()
-        """What the graphs were captured over."""
+        """The objects that the graphs were captured over."""
         self._replays: dict[tuple[int, Rule | None], Replay] = {}
         self._rules: list[Rule] = []
         self._num_changes = -1
