@@ -126,9 +126,11 @@ def pack_draws(ids: Tensor, logprobs: Tensor) -> Tensor:
 class Draws:
     """The draws of one step, on their way to the host."""
 
-    def __init__(self, packed: Tensor, support: Mapping[int, Int32Array]) -> None:
-        """packed: of `pack_draws`; a later step may overwrite it."""
-        self.ids_on_device, self.support = packed[0], support
+    def __init__(
+        self, packed: Tensor, num_rows: int, support: Mapping[int, Int32Array] | None = None
+    ) -> None:
+        """packed: of `pack_draws`, those of the rows first; a later step may overwrite it."""
+        self.ids_on_device, self.support = packed[0, :num_rows], support or {}
         self._host = packed.to("cpu", non_blocking=True, copy=True)
         self._is_done = torch.cuda.Event() if packed.is_cuda else None
         if self._is_done is not None:

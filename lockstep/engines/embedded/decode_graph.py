@@ -126,7 +126,7 @@ class DecodeGraphs:
     def __init__(self, rows: Rows, cache: PagedCache, make_capture: Callable[[], Capture]) -> None:
         self._rows, self._cache, self._make_capture = rows, cache, make_capture
         self._read: tuple[object, ...] = ()
-        """What the graphs were captured over."""
+        """The objects that the graphs were captured over."""
         self._replays: dict[tuple[int, Rule | None], Replay] = {}
         self._rules: list[Rule] = []
         self._num_changes = -1
@@ -141,9 +141,9 @@ class DecodeGraphs:
     def run(
         self, model: Decoder, *, drawn_ids: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Feeds the token of every row: (draws of all rows as `pack_draws` gives them, None), or
-        where the rows do not draw inside (None, hidden states [rows, D]). Both are overwritten by
-        the next call.
+        """Feeds the token of every row: (draws [2, B] of the rows and of what fills up the graph,
+        as `pack_draws` gives them; None), or where the rows do not draw inside (None, hidden states
+        [rows, D]). Both are overwritten by the next call.
 
         drawn_ids: [rows] int32 on the device, for a step ahead of the rows' state: they were drawn,
         the host has not read them, and these ids are fed.
@@ -163,7 +163,7 @@ class DecodeGraphs:
         self._replays[size, rule]()
         if rule is None:
             return None, self._hidden[: rows.num]
-        return self._draws_of(size)[:, : rows.num], None
+        return self._draws_of(size), None
 
     def _make_tensors(self, model: Decoder) -> None:
         """Makes the tensors that the graphs read and write, other than weights and caches."""

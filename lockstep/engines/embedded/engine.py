@@ -470,9 +470,9 @@ class EmbeddedEngine(Engine):
                 hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
                 logits = self._model.logits(hidden)
                 packed, support = rows.sample(logits, self._model.ops, first=num_drawn)
-                drawn = packed if drawn is None else torch.cat([drawn, packed], 1)
+                drawn = packed if drawn is None else torch.cat([drawn[:, :num_fed], packed], 1)
             if drawn is not None:
-                draws = Draws(drawn, support)
+                draws = Draws(drawn, rows.num, support)
         rows.places[: rows.num] = np.arange(rows.num)
         for chunk in chunks:
             if chunk.sequence in broken:
@@ -501,7 +501,7 @@ class EmbeddedEngine(Engine):
             drawn, _ = graphs.run(self._model, drawn_ids=ids)
             assert drawn is not None, "the rule is captured"
             rows.places[: rows.num] = np.arange(rows.num)
-            return Draws(drawn, {})
+            return Draws(drawn, rows.num)
 
     def _compute(self, chunks: Seq[Chunk], *, num_rows: int) -> tuple[list[Chunk], torch.Tensor]:
         """Feeds the first `num_rows` rows and the chunks, outside of a graph: (the chunks in the

@@ -98,7 +98,7 @@ def drawn(deltas):
     )
 
 
-SCHEDULES = [("qwen3", 7, True), ("gpt_oss", 9, False)]
+SCHEDULES = [("gpt_oss", 7, True)]
 if PROOF:
     SCHEDULES += [(kind, 10 + i, i % 2 == 0) for i in range(6) for kind in ("qwen3", "gpt_oss")]
 
@@ -130,7 +130,7 @@ def test_a_graph_draws_the_same_tokens_to_the_bit_over_random_schedules(kind, se
         )
         found.append([drawn(r) for r in asyncio.run(play(engine, schedule))])
     assert found[0] == found[1]
-    if (kind, seed, is_mixed) in SCHEDULES[:2]:
+    if (kind, seed, is_mixed) == SCHEDULES[0]:
         assert graphed.stats["preemptions"] > 0 and graphed.stats["cached_tokens"] > 0
         assert capture.num_replays > 5
 
@@ -155,7 +155,7 @@ def test_tokens_on_either_side_of_an_update_have_the_bits_of_their_weights():
             start, ids = len(ids), np.concatenate([ids, delta.token_ids])
             wanted = packed_logprobs(of_version[delta.policy_version], ids)[start:]
             assert np.array_equal(delta.logprobs, wanted)
-    assert capture.num_captures == 1
+    assert capture.num_captures == 1, "weights are written in place"
 
 
 def test_the_next_step_begins_before_the_tokens_of_one_are_handled():
@@ -166,6 +166,24 @@ def test_the_next_step_begins_before_the_tokens_of_one_are_handled():
         return [capture.num_replays async for _ in engine.generate(asked)]
 
     assert asyncio.run(replays_by_token()) == [1, 2, 3, 3], "the prefill draws the first"
+
+
+def test_an_abort_and_a_pause_between_two_steps_change_no_token_of_the_others():
+    eager, engine, _ = make_engines()
+    asked = [request(str(i), prompt(5, seed=i), seed=i, max_tokens=6) for i in range(2)]
+
+    async def interrupted():
+        replies = asyncio.ensure_future(play(engine, [(0, each) for each in asked]))
+        while engine.stats["sampled_tokens"] < 4:
+            await asyncio.sleep(0)
+        await engine.abort("0")
+        await engine.pause()
+        await engine.resume(kv="keep")
+        return await replies
+
+    aborted, whole = asyncio.run(interrupted())
+    assert aborted[-1].finish_reason == "abort"
+    assert drawn(whole) == drawn(*asyncio.run(play(eager, [(0, asked[1])])))
 
 
 @pytest.mark.skipif(not PROOF, reason="make proof: long rows take the interpreter a while")
@@ -180,16 +198,15 @@ def test_a_row_of_several_splits_decodes_to_the_same_bits_in_a_graph():
 
 def test_a_size_and_a_rule_are_captured_once_and_replayed_in_every_step():
     _, engine, capture = make_engines()
-    pairs = [(0, request(str(i), prompt(9, seed=i), seed=i, max_tokens=3)) for i in range(4)]
+    pair = [(0, request(str(i), prompt(9, seed=i), seed=i, max_tokens=3)) for i in range(2)]
+    alone = [(0, request("a", prompt(9, seed=2), max_tokens=3))]
+    colder = [(0, request("b", prompt(9, seed=3), max_tokens=3, temperature=0.5))]
 
-    asyncio.run(play(engine, pairs[:2]))
-    assert (capture.num_captures, capture.num_replays) == (1, 2)  # the prefill draws the first
-    asyncio.run(engine.load_weights(None, version=1))
-    asyncio.run(play(engine, pairs[2:]))
-    assert capture.num_captures == 1, "weights are written in place"
-    colder = [(0, request("t", prompt(9), max_tokens=4, temperature=0.5))]
-    asyncio.run(play(engine, colder))
-    assert capture.num_captures == 2
+    found = []
+    for schedule in (pair, alone, colder):
+        asyncio.run(play(engine, schedule))
+        found.append((capture.num_captures, capture.num_replays))
+    assert found == [(1, 2), (2, 4), (3, 6)], "each prefill draws the first token"
 
 
 def test_memory_that_is_allocated_again_is_captured_again():
@@ -209,7 +226,7 @@ def test_memory_that_is_allocated_again_is_captured_again():
 
 def test_rules_beyond_the_first_few_draw_behind_a_graph_that_they_share():
     eager, engine, capture = make_engines()
-    for i in range(MAX_RULES + 2):
+    for i in range(MAX_RULES + 1):
         asked = [(0, request(str(i), prompt(9), max_tokens=2, temperature=1.0 + i))]
         found = drawn(*asyncio.run(play(engine, asked)))
     assert found == drawn(*asyncio.run(play(eager, asked)))
