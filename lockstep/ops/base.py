@@ -176,6 +176,12 @@ class Ops:
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         return wide.softmax(-1).gather(-1, experts).to(logits.dtype), experts
 
+    def sort_pairs(self, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Pairs of token and slot, sorted by expert, of experts [T, A] int64, where the ops have a
+        kernel for it: (order [T * A] int64, place of each pair [T, A] int64, rows of each expert
+        [E] int32). A stable sort."""
+        return None
+
     def combine(self, out: Tensor, weights: Tensor) -> Tensor:
         """Each token's expert outputs [T, A, D], times weights [T, A], summed -> [T, D]."""
         return (out * weights[..., None]).sum(1)
