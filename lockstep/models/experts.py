@@ -142,6 +142,8 @@ class _Plan:
             rows = ROWS_PER_EXPERT["cpu" if device.type == "cpu" else "cuda"]
             size = max(LEAST_CHUNK, rows * num_experts // A)
         num_chunks = -(-T // size)
+        if size >= T and (found := self.ops.sort_pairs(experts_TA, num_experts)) is not None:
+            return [_Chunk(slice(0, T), *found)]
         group_P = (
             torch.arange(T, device=device)[:, None] // size * num_experts + experts_TA
         ).flatten()
@@ -154,7 +156,9 @@ class _Plan:
         for i, of_chunk in enumerate(by_chunk):
             start, stop = i * size, min((i + 1) * size, T)
             order_R = order_P[start * A : stop * A] - start * A
-            out.append(_Chunk(slice(start, stop), order_R, of_chunk, A))
+            place_R = torch.empty_like(order_R)
+            place_R[order_R] = torch.arange(len(order_R), device=device)
+            out.append(_Chunk(slice(start, stop), order_R, place_R.view(-1, A), of_chunk))
         return out
 
 
@@ -289,20 +293,19 @@ class _Chunk:
     tokens: slice
     order_R: Tensor
     """[R] int64: pairs (token * A + slot, counted within the chunk) sorted by expert."""
+    place_CA: Tensor
+    """[C, A] int64: place of each pair in that order."""
     counts: Counts
-    """[E]: pairs of each expert."""
-    num_active: int
+    """Pairs of each expert."""
 
     @property
     def token_R(self) -> Tensor:
         """[R] int64: the token of each sorted pair."""
-        return self.order_R // self.num_active
+        return self.order_R // self.place_CA.shape[1]
 
     def by_slot(self, sorted_R: Tensor) -> Tensor:
         """[R, ...] of sorted pairs as [C, A, ...]."""
-        place_R = torch.empty_like(self.order_R)
-        place_R[self.order_R] = torch.arange(len(self.order_R), device=place_R.device)
-        return _rows(sorted_R, place_R.view(-1, self.num_active))
+        return _rows(sorted_R, self.place_CA)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

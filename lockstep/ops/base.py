@@ -38,6 +38,7 @@ Counts = list[int] | Tensor
 inputs on the device (`Ops.reads_work`) an int32 tensor there, for which the host does not wait."""
 
 ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds the size of temporaries
+GPU_ACTIVATION_CHUNK = 1 << 25  # where a launch must be worth its while
 KEY_QUANTUM = 16  # attention reads a multiple of this many keys: it fills a vector register
 
 
@@ -175,6 +176,12 @@ class Ops:
         # A softmax in two bytes loses the small probabilities.
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         return wide.softmax(-1).gather(-1, experts).to(logits.dtype), experts
+
+    def sort_pairs(self, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Pairs of token and slot, sorted by expert, of experts [T, A] int64, where the ops have a
+        kernel for it: (order [T * A] int64, place of each pair [T, A] int64, rows of each expert
+        [E] int32). A stable sort."""
+        return None
 
     def combine(self, out: Tensor, weights: Tensor) -> Tensor:
         """Each token's expert outputs [T, A, D], times weights [T, A], summed -> [T, D]."""
@@ -452,7 +459,8 @@ class Linear(torch.autograd.Function):
 
 
 def activation_chunks(gate_up: Tensor) -> Iterator[slice]:
-    rows = max(1, 2 * ACTIVATION_CHUNK // gate_up[0].numel()) if len(gate_up) else 1
+    most = ACTIVATION_CHUNK if gate_up.device.type == "cpu" else GPU_ACTIVATION_CHUNK
+    rows = max(1, 2 * most // gate_up[0].numel()) if len(gate_up) else 1
     yield from (slice(at, at + rows) for at in range(0, len(gate_up), rows))
 
 

@@ -151,6 +151,11 @@ class CudaOps(Ops):
 
         return _run(lambda _: weights, differentiable, logits), chosen
 
+    def sort_pairs(self, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        if experts.numel() > kernels.MOST_PAIRS:
+            return None
+        return kernels.sort_pairs(experts, num_experts)
+
     def combine(self, out: Tensor, weights: Tensor) -> Tensor:
         return _run(kernels.combine, super().combine, out, weights)
 

@@ -786,6 +786,62 @@ def _route_kernel(
     tl.store(chosen + where, expert, mask=slot < A)
 
 
+MOST_PAIRS = 2048  # each is compared with all others; from here on a sort is faster
+PAIRS = 64  # of one program
+
+
+def sort_pairs(experts_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Ops.sort_pairs`. A pair's place is the number of pairs before it."""
+    num_pairs, device = experts_TA.numel(), experts_TA.device
+    order = torch.empty(num_pairs, dtype=torch.int64, device=device)
+    place = torch.empty_like(experts_TA)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    if num_pairs == 0:
+        return order, place, counts.zero_()
+    launch(
+        _sort_pairs_kernel,
+        (triton.cdiv(num_pairs, PAIRS) + triton.cdiv(num_experts, PAIRS),),
+        aligned(experts_TA),
+        order,
+        place,
+        counts,
+        num_pairs,
+        num_experts,
+        PAIRS,
+    )
+    return order, place, counts
+
+
+@jit("num_pairs")
+def _sort_pairs_kernel(
+    experts, order, place, counts, num_pairs, E: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The first programs find the places of BLOCK pairs each, the others count BLOCK experts."""
+    num_blocks = (num_pairs + BLOCK - 1) // BLOCK
+    lane = tl.arange(0, BLOCK)
+    is_counting = tl.program_id(0) >= num_blocks
+    mine = tl.program_id(0) * BLOCK + lane
+    is_mine = mine < num_pairs
+    expert = tl.load(experts + mine, mask=is_mine, other=0)
+    if is_counting:
+        mine = (tl.program_id(0) - num_blocks) * BLOCK + lane
+        is_mine = mine < E
+        expert = mine.to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for block in range(loop_bound(num_blocks)):
+        other = block * BLOCK + lane
+        of_other = tl.load(experts + other, mask=other < num_pairs, other=E)[None, :]
+        is_same = of_other == expert[:, None]
+        is_before = (of_other < expert[:, None]) | (is_same & (other[None, :] < mine[:, None]))
+        is_counted = tl.where(is_counting, is_same, is_before)
+        total += tl.sum(is_counted.to(tl.int32), 1)
+    if is_counting:
+        tl.store(counts + mine, total, mask=is_mine)
+    else:
+        tl.store(place + mine, total.to(tl.int64), mask=is_mine)
+        tl.store(order + total, mine.to(tl.int64), mask=is_mine)
+
+
 def combine(out_TAD: Tensor, weights_TA: Tensor) -> Tensor:
     """See `Ops.combine`. Slots are added in order, in float32, and rounded once."""
     T, A, D = out_TAD.shape

@@ -88,9 +88,11 @@ class Inputs:
         for name, (dtype, length) in fields.items():
             starts[name] = stop
             stop += -(-np.dtype(dtype).itemsize * length // ALIGNMENT) * ALIGNMENT
-        self._pinned = torch.from_numpy(np.zeros(stop, np.uint8))
+        memory = np.zeros(stop, np.uint8)
+        self._pinned = torch.from_numpy(memory)
         if device.type == "cuda":
             self._pinned = self._pinned.pin_memory()
+            memory = self._pinned.numpy()
         self._sent = torch.zeros(stop, dtype=torch.uint8, device=device)
         self._is_sent = torch.cuda.Event() if device.type == "cuda" else None
         self._stops: dict[str, int] = {}
@@ -98,7 +100,7 @@ class Inputs:
         self.device: dict[str, Tensor] = {}
         for name, (dtype, length) in fields.items():
             stop = self._stops[name] = starts[name] + np.dtype(dtype).itemsize * length
-            self.host[name] = self._pinned.numpy()[starts[name] : stop].view(dtype)
+            self.host[name] = memory[starts[name] : stop].view(dtype)
             of_dtype = getattr(torch, np.dtype(dtype).name)
             self.device[name] = self._sent[starts[name] : stop].view(of_dtype)
 

@@ -408,6 +408,15 @@ def test_blocks_of_the_copy_engine_have_the_bits_of_those_that_threads_read(monk
     assert len(blocks) == 2 and None not in (*blocks[0], *blocks[1])
 
 
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_pairs_are_sorted_as_by_a_stable_sort(tokens):
+    experts = torch.rand(tokens, 70, generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :3]
+    order, place, counts = OPS.sort_pairs(experts, 70)
+    assert torch.equal(order, experts.flatten().argsort(stable=True))
+    assert torch.equal(order[place.flatten()], torch.arange(3 * tokens))
+    assert counts.tolist() == experts.flatten().bincount(minlength=70).tolist()
+
+
 # -- products by cuBLAS ---------------------------------------------------------------------------
 
 
