@@ -1,6 +1,6 @@
 """What a decode step and a training micro-batch ask of a GPU, found without one.
 
-python tests/gpu_host/figures.py MODEL CHIP [--dtype float32] [--no-kernels]
+PYTHONPATH=docs/proof python tests/gpu_host/figures.py MODEL CHIP [--dtype float32] [--no-kernels]
 
 A script: it changes torch and Triton for the whole process. One JSON line on stdout.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from compiled import resources
-from models import config_of
+from gpu_models import config_of
 from stub_gpu import DEVICE, Counts, StubGpu, stub_gpu
 
 from lockstep.engines.config import EmbeddedConfig

@@ -16,6 +16,7 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("the stand-in is for machines without a GPU", allow_module_level=True)
 
+PROOFS = Path(__file__).parents[2] / "docs" / "proof"
 DENSE = ["Qwen3-0.6B", "Qwen3-8B", "Llama-3.1-8B"]
 MIXTURES = ["Qwen3-30B-A3B", "gpt-oss-20b"]
 CHIPS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -34,6 +35,7 @@ def case(request, tmp_path_factory):
     name, chip, dtype = request.param
     # In a process of its own: the stand-in changes torch and Triton.
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    env["PYTHONPATH"] = os.pathsep.join([str(PROOFS), str(PROOFS.parents[1])])
     env.pop("TRITON_INTERPRET", None)
     script = Path(__file__).with_name("figures.py")
     command = [sys.executable, script, name, str(chip), "--dtype", dtype]
