@@ -13,16 +13,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError
+from lockstep.launch.gpu import Device
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
 from lockstep.training.config import TrainerConfig, frozen_names
-
-Device = Literal["cpu", "cuda"]
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -109,7 +109,7 @@ async def open_base(
             directory=model_files.directory,
             vocab_size=info.vocab_size,
             max_tokens=info.max_tokens,
-            dtype=config.dtype,
+            dtype=config.compute_dtype,
             seed=config.seed,
             run=f"{config.name}-{name}",
             scratch=place,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +391,7 @@ def open_run(
     """
     is_leader = ranks is None or ranks.is_leader
     path = Path(out) if out else default_run_path(config.name)
+    config = replace(config, dtype=config.compute_dtype)  # a run says what it computed in
     if ranks is not None:
         ranks.check_same(to_dict(config))
         path = ranks.from_leader(path)
