@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -130,3 +131,24 @@ def taken_by_others(free: int, total: int) -> str:
 
 def _dotted(numbers: tuple[int, int]) -> str:
     return f"{numbers[0]}.{numbers[1]}"
+
+
+def main() -> int:
+    """Says whether the GPU can be used: 0 if so, and 1 with what is missing if not."""
+    try:
+        check_gpu("device=cuda")
+    except (ConfigError, MissingExtraError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    import torch
+
+    capability = _dotted(torch.cuda.get_device_capability())
+    print(
+        f"{torch.cuda.get_device_name()} can be used: compute capability {capability}, "
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {version('triton')}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

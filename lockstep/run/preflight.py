@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
 from lockstep.config import differences, from_dict, tag, to_dict
-from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
@@ -27,7 +27,7 @@ from lockstep.errors import (
 )
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.gpu import Device, taken_by_others
-from lockstep.memory import GIB, MemoryPlan, PlanFacts, available_bytes, plan_memory
+from lockstep.memory import DTYPE_BYTES, GIB, MemoryPlan, PlanFacts, available_bytes, plan_memory
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import HUB_FILES, locate_model
@@ -138,6 +138,7 @@ SHARED = ("model", "dtype", "device", "threads", "contract", "engine", "parallel
 
 def check_side_by_side(configs: Sequence[Config]) -> None:
     """Raises ConfigError unless these runs can share one base model, one engine and one process."""
+    configs = [replace(config, dtype=config.compute_dtype) for config in configs]
     first, names = configs[0], [config.name for config in configs]
     if len(set(names)) < len(names):
         raise ConfigError(
@@ -213,6 +214,30 @@ def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -
         plan.check(*host, is_host=True)
 
 
+def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> EngineConfig:
+    """The engine's settings with the sizes that fit beside the trainer; those of engines that have
+    a GPU each stay open until their weights are there."""
+    engine, model = config.engine, model_files.model
+    if not isinstance(engine, EmbeddedConfig) or isinstance(model, FallbackConfig):
+        return engine
+    if device == "cpu":
+        return engine.sized(longest=config.max_tokens)
+    if engine.replicas and not engine.share_device:
+        return engine
+    found, limit = memory_plan(config, model_files, device=device), memory_limit(config, device)
+    assert found is not None and limit is not None, "the decoder, on a GPU that was checked"
+    room = found.cache_room(limit[0], takes_turns=engine.share_device)
+    if engine.replicas:
+        room -= found.parts["weights"]  # a copy on the same GPU
+    dtype = config.compute_dtype if engine.dtype == "same" else engine.dtype
+    return engine.sized(
+        room,
+        token_bytes=model.cached_per_token * DTYPE_BYTES[dtype],
+        longest=config.max_tokens,
+        most_tokens=config.agent.max_in_flight * config.max_tokens or None,
+    )
+
+
 def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
     """(bytes of the device, what says so); None if that is not known."""
     if config.memory_limit_gib:
@@ -270,9 +295,12 @@ def memory_plan(
             critic = ModelConfig.from_directory(locate_model(name)) if name else model
         may_be = config.contract != "none" and not why_no_contract(config)
         total = config.groups_per_step * config.group_size * config.max_tokens
+        engine = config.engine if isinstance(config.engine, EmbeddedConfig) else None
+        if engine is not None:  # one that is not sized yet: as small as it can be
+            engine = engine.sized(None if device == "cpu" else 0, longest=config.max_tokens)
         facts = replace(
             facts,
-            engine=config.engine if isinstance(config.engine, EmbeddedConfig) else None,
+            engine=engine,
             has_reference=config.objective.reads_reference_logprobs,
             critic=critic,
             critic_freeze=config.critic.freeze,
@@ -513,7 +541,7 @@ def internals(
         "sampler": (
             f"{tag(type(config.engine))} engine"
             f"{f' in {dtype}, over a cast copy of the weights' if is_cast else ''}; "
-            f"{renderer.name} tokens, token in, token out"
+            f"{renderer.name} tokens, token in, token out{_cache(config)}"
         ),
         "template": proof.line if proof is not None else "",
         "thinking": (
@@ -538,6 +566,19 @@ def _dtype(config: ModelChoice) -> str:
     device, dtype = config.expected_device, config.compute_dtype
     where = "GPU" if device == "cuda" else "CPU"
     return f"{dtype}, the default on a {where}" if dtype == DEFAULT_DTYPES[device] else dtype
+
+
+def _cache(config: Config) -> str:
+    """The sizes that were found for an engine on a GPU; empty on a CPU, and while they are open."""
+    engine = config.engine
+    if config.expected_device == "cpu" or not isinstance(engine, EmbeddedConfig):
+        return ""
+    if not engine.kv_cache_tokens or not engine.max_num_sequences:
+        return ""
+    return (
+        f"; {engine.max_num_sequences} requests at once, keys and values of "
+        f"{engine.kv_cache_tokens:,} tokens"
+    )
 
 
 def describe_memory(

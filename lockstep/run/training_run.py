@@ -27,11 +27,12 @@ from lockstep.run.build import (
     build,
     checkpoint_of,
     recipe_of,
+    resolve_device,
     tokenizer_of,
 )
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
-from lockstep.run.preflight import ModelFiles, internals
+from lockstep.run.preflight import ModelFiles, internals, sized_engine
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
@@ -427,6 +428,7 @@ def open_run(
         warn=lambda text: shown.note(text, "warning"),
     )
     with directory or nullcontext():
+        config = replace(config, engine=sized_engine(config, model_files, resolve_device(config)))
         parts = build(config, model_files, ranks=ranks, base=base, scratch=path, on_wait=shown.note)
         run = TrainingRun(
             config,

@@ -55,8 +55,16 @@ def refused(setting="device=cuda"):
     return str(caught.value)
 
 
-def test_a_gpu_that_can_be_used_is_not_refused(machine):
+def test_a_gpu_that_can_be_used_is_not_refused(machine, capsys):
     check_gpu("device=cuda")
+    assert gpu.main() == 0
+    assert capsys.readouterr().out == (
+        "NVIDIA H200 can be used: compute capability 9.0, "
+        f"torch {torch.__version__}, CUDA 13.0, Triton 3.6.0\n"
+    )
+    machine.capability = (7, 0)
+    assert gpu.main() == 1
+    assert "compute capability 7.0" in capsys.readouterr().err
 
 
 def test_a_torch_without_cuda_is_named_with_the_build_to_install(machine, monkeypatch):
