@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.config import share_of
 
 CPU_CACHE_TOKENS, CPU_SEQUENCES = 65536, 64
-"""Of an engine on a CPU, where a step of 64 requests costs little more than one of 1."""
+"""Sizes of an engine on a CPU, where a step of 64 requests costs little more than one of 1."""
 GPU_SEQUENCES = (64, 256)
 """Least and most of an engine on a GPU; in between, as many of the longest episodes as its cache
 holds. Guesses until measured."""
