@@ -3,13 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lockstep import tinker_server
 from lockstep.cli import main
 from lockstep.config import resolve
 from lockstep.engines.config import CPU_CACHE_TOKENS, GPU_SHARE, EmbeddedConfig
+from lockstep.engines.embedded import engine
 from lockstep.errors import ConfigError
 from lockstep.memory import (
     DTYPE_BYTES,
@@ -226,10 +229,23 @@ def test_an_engine_is_sized_for_what_the_plan_leaves_of_a_gpu():
 
 
 def test_an_engine_on_a_cpu_has_fixed_sizes_that_hold_the_longest_episode():
-    engine = EmbeddedConfig().sized(longest=512)
-    assert (engine.kv_cache_tokens, engine.max_num_sequences) == (65536, 64)
+    found = EmbeddedConfig().sized(longest=512)
+    assert (found.kv_cache_tokens, found.max_num_sequences) == (65536, 64)
     assert EmbeddedConfig().sized(longest=100_000).kv_cache_tokens == 100_096
     assert EmbeddedConfig(max_step_tokens=8).sized().max_num_sequences == 8
+
+
+def test_an_engine_that_has_a_gpu_alone_takes_nine_tenths_of_what_is_free(monkeypatch):
+    """Tinker's base takes a quarter: the same process trains."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 80 * GIB))
+    weight = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 2)
+    model = SimpleNamespace(config=QWEN3, embedding=weight)
+    token_bytes = QWEN3.cached_per_token * 2
+    alone = engine._sized(EmbeddedConfig(), model)
+    assert alone.kv_cache_tokens == int(0.9 * 8 * GIB) // token_bytes // 128 * 128
+    assert alone.max_num_sequences == 256
+    beside = tinker_server._sized(EmbeddedConfig(), model, longest=512)
+    assert beside.kv_cache_tokens == 2 * GIB // token_bytes // 128 * 128
 
 
 def test_a_card_too_small_is_refused_with_the_settings_that_help(monkeypatch):
