@@ -28,7 +28,8 @@ PROCESS_BYTES: dict[Device, int] = {"cpu": 400 * MIB, "cuda": 600 * MIB}
 """Python, torch and its libraries after a first update (measured), or CUDA's context and the
 workspaces of its libraries (a guess until it is measured)."""
 
-HEAD_CHUNK_BYTES = 128 * MIB  # ops.head.CHUNK_BYTES
+# ops.head.CHUNK_BYTES and GPU_CHUNK_BYTES
+HEAD_CHUNK_BYTES: dict[Device, int] = {"cpu": 128 * MIB, "cuda": 512 * MIB}
 HEAD_CHUNKS: dict[Device, int] = {"cpu": 2, "cuda": 5}
 """Chunks of logits alive at once; those on a GPU are a guess until measured."""
 
@@ -285,7 +286,7 @@ def _training(facts: PlanFacts) -> Parts:
     per_weight = 4 if facts.dtype == "float32" else 4 + facts.a  # in the master, and its own
     if facts.trainer.offload == "optimizer":
         per_weight = facts.a
-    chunk = min(HEAD_CHUNK_BYTES, T * c.vocab_size * 4)
+    chunk = min(HEAD_CHUNK_BYTES[facts.device], T * c.vocab_size * 4)
     head = HEAD_CHUNKS[facts.device] * chunk + 2 * T * c.hidden_size * 4
     if trained.keys() & {"embedding", "untied_head"}:
         head += c.vocab_size * c.hidden_size * 4

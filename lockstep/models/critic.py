@@ -23,7 +23,7 @@ from lockstep.models.hf_io import load_weights, read_tensors, save_checkpoint
 from lockstep.models.shapes import HEAD
 from lockstep.models.sharding import shard
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedContext
+from lockstep.ops.context import PackedContext, take_rows
 
 Tensor = torch.Tensor
 
@@ -52,7 +52,7 @@ class ValueModel(nn.Module):
         """
         hidden_TD = self.body(ids_T, positions_T, context)
         # The head is always float32: with 8 bits, values before and after a token would be equal.
-        hidden_ND = hidden_TD.index_select(0, states_N).float()
+        hidden_ND = take_rows(hidden_TD, states_N).float()
         return self.body.ops.linear(hidden_ND, self.value_head)[:, 0]
 
 

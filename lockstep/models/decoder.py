@@ -17,7 +17,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Context, Ops
-from lockstep.ops.context import PackedContext, Support
+from lockstep.ops.context import PackedContext, Support, take_rows
 from lockstep.ops.split import SplitContext
 
 Tensor = torch.Tensor
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         predictors [N] among the T. The one call that a trainer makes."""
         hidden_TD = self(ids_T, positions_T, context, routing)
         return self.ops.log_probs(
-            hidden_TD.index_select(0, predictors_N),
+            take_rows(hidden_TD, predictors_N),
             self.head,
             targets_N,
             temperature=temperature,

@@ -90,7 +90,7 @@ class FallbackModel(nn.Module):
         if self.has_plain_head:
             hidden_TD = self(ids_T, positions_T, context, routing)
             return self.ops.log_probs(
-                hidden_TD.index_select(0, predictors_N),
+                take_rows(hidden_TD, predictors_N),
                 self.head,
                 targets_N,
                 temperature=temperature,
@@ -98,7 +98,7 @@ class FallbackModel(nn.Module):
             )
         self._check(context, routing)
         logits_TV = self._run(self.inner, lambda out: out.logits, ids_T, positions_T, context)
-        logits_NV = logits_TV.index_select(0, predictors_N)
+        logits_NV = take_rows(logits_TV, predictors_N)
         kept_NV = None if support is None else support.mask(slice(None), logits_NV.shape[1])
         logprobs_NV = self.ops.log_softmax(logits_NV, temperature=temperature, kept=kept_NV)
         terms_NV = logprobs_NV.exp() * logprobs_NV

@@ -38,6 +38,7 @@ Counts = list[int] | Tensor
 inputs on the device (`Ops.reads_work`) an int32 tensor there, for which the host does not wait."""
 
 ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds the size of temporaries
+GPU_ACTIVATION_CHUNK = 1 << 25  # where a launch must be worth its while
 KEY_QUANTUM = 16  # attention reads a multiple of this many keys: it fills a vector register
 
 
@@ -458,7 +459,8 @@ class Linear(torch.autograd.Function):
 
 
 def activation_chunks(gate_up: Tensor) -> Iterator[slice]:
-    rows = max(1, 2 * ACTIVATION_CHUNK // gate_up[0].numel()) if len(gate_up) else 1
+    most = ACTIVATION_CHUNK if gate_up.device.type == "cpu" else GPU_ACTIVATION_CHUNK
+    rows = max(1, 2 * most // gate_up[0].numel()) if len(gate_up) else 1
     yield from (slice(at, at + rows) for at in range(0, len(gate_up), rows))
 
 

@@ -430,7 +430,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             D,
             rows,
             width,
-            num_warps=8 if width >= NORM_ELEMENTS else 4,
+            num_warps=8,
         )
     return out.view(x.shape)
 

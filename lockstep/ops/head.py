@@ -18,16 +18,21 @@ from lockstep.ops.context import sum_dtype
 
 Tensor = torch.Tensor
 
-CHUNK_BYTES = 128 << 20  # logits that live at once, forward and backward
+CHUNK_BYTES = 128 << 20  # logits that live at once on a CPU, forward and backward
+GPU_CHUNK_BYTES = 512 << 20  # and on a GPU
 ROW_QUANTUM = 16  # rows of a chunk are a multiple of this, so that no ops have to pad them
 TILE_ROWS = 4096  # in backward: enough to read the weight seldom, few enough for wide tiles
 BLOCK_BYTES = 1 << 20  # one thread of a CPU works on this much at once: it stays in the cache
 
 
-def chunk_rows(vocab_size: int) -> int:
+def _chunk_bytes(device: torch.device) -> int:
+    return CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
+
+
+def chunk_rows(vocab_size: int, device: torch.device) -> int:
     """Tokens whose logits live at once. Logits of at most this many tokens are formed once: their
     log-probs are kept for backward."""
-    rows = max(1, CHUNK_BYTES // (4 * vocab_size))
+    rows = max(1, _chunk_bytes(device) // (4 * vocab_size))
     return rows - rows % ROW_QUANTUM if rows > ROW_QUANTUM else rows
 
 
@@ -41,11 +46,12 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, ops, temperature, support):
+        ctx.set_materialize_grads(False)  # an output that is not used has no gradient, not zeros
         T, V = len(ids), len(weight)
         logprobs = hidden.new_empty(ids.shape, dtype=torch.float32)
         entropy, log_sums = hidden.new_empty(2, T, dtype=torch.float32)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        rows = chunk_rows(V)
+        rows = chunk_rows(V, hidden.device)
         # A single chunk is no larger than what one tile takes in backward anyway: keep it.
         is_kept = rows >= T and (needs_hidden or needs_weight)
         kept = hidden.new_empty(T, V, dtype=torch.float32) if is_kept else None
@@ -78,10 +84,12 @@ class LogProbs(torch.autograd.Function):
         hidden, weight, ids, entropy, log_sums, kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         T, V = len(ids), len(weight)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
         if ids.ndim == 1:
             ids, grad_logprobs = ids[:, None], grad_logprobs[:, None]
-        has_entropy_grad = bool((grad_entropy != 0).any())
-        if not has_entropy_grad:
+        # A coefficient of 0 saves work, where looking for one does not wait for a device.
+        if grad_entropy is not None and ids.device.type == "cpu" and not grad_entropy.any():
             grad_entropy = None
 
         def gradient(logp: Tensor, here: slice, columns: slice, choices: Tensor | None) -> Tensor:
@@ -94,16 +102,17 @@ class LogProbs(torch.autograd.Function):
                 through = logp.add(entropy[here, None]).mul_(grad_entropy[here, None])
                 grad.mul_(through.add_(upstream)).neg_()
             for k in range(ids.shape[1]):  # one by one: a token may name an id twice
-                at = ids[here, k] - columns.start
-                row = ((at >= 0) & (at < logp.shape[1])).nonzero()[:, 0]
-                grad[row, at[row]] += grad_logprobs[here, k][row]
+                at = ids[here, k, None] - columns.start
+                is_inside = (at >= 0) & (at < logp.shape[1])
+                added = torch.where(is_inside, grad_logprobs[here, k, None], 0.0)
+                grad.scatter_add_(1, at.clamp(0, logp.shape[1] - 1), added)
             return grad if temperature == 1.0 else grad.div_(temperature)
 
         wide_hidden = hidden.to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=sum_dtype(dtype)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         tile_rows = min(max(T, 1), TILE_ROWS)
-        tile_columns = max(1, CHUNK_BYTES // (4 * tile_rows))
+        tile_columns = max(1, _chunk_bytes(hidden.device) // (4 * tile_rows))
         for columns in _steps(V, tile_columns):
             total: Tensor | None = None
             wide_weight = weight[columns].to(dtype)

@@ -302,7 +302,7 @@ def _selections(total: int) -> Iterator[slice]:
 
 
 def _composed_checks(ops: Ops, call: _Call) -> Iterator[str]:
-    """What is computed at once, for few rows and many, against its parts."""
+    """Compares what is computed at once, for few rows and many, with its parts."""
     stock = getattr(Ops, call.op)
     if getattr(type(ops), call.op) is stock:
         return

@@ -30,7 +30,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.lora_config import GROUPS, Group, LoraConfig, lora_sites
 from lockstep.models.peft_io import check_policy, load_policy, save_policy
 from lockstep.objectives.losses import TokenBatch
-from lockstep.ops.context import PackedContext
+from lockstep.ops.context import PackedContext, take_rows
 from lockstep.store.files import write_json
 from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.losses import (
@@ -366,7 +366,7 @@ class TinkerLearner:
         found: list[tuple[Tensor, Tensor]] = []
         for places, has_grad in ((live, torch.is_grad_enabled()), (idle, False)):
             with torch.set_grad_enabled(has_grad):
-                hidden = hidden_TD.index_select(0, batch.predictors[places])
+                hidden = take_rows(hidden_TD, batch.predictors[places])
                 found.append(self.decoder.log_probs(hidden, batch.targets[places]))
         order_P = torch.cat([live, idle]).argsort()
         logprobs_PK, entropy_P = (

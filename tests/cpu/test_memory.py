@@ -125,7 +125,7 @@ def test_a_block_keeps_what_is_planned_for_it(kind, dtype, backend):
 
 
 def test_sizes_that_other_files_decide_are_theirs():
-    assert head.CHUNK_BYTES == HEAD_CHUNK_BYTES
+    assert {"cpu": head.CHUNK_BYTES, "cuda": head.GPU_CHUNK_BYTES} == HEAD_CHUNK_BYTES
     assert experts.ROWS_PER_EXPERT == EXPERT_CHUNK_ROWS
     assert experts.LEAST_CHUNK == LEAST_EXPERT_CHUNK
 

@@ -254,7 +254,8 @@ class EmbeddedEngine(Engine):
             self._end(reply, "abort")
 
     async def pause(self) -> None:
-        self._ledger.is_paused, self._ahead = True, None
+        self._ledger.is_paused = True
+        self._drop_ahead()
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
         self._ledger.check_open()
@@ -272,7 +273,7 @@ class EmbeddedEngine(Engine):
         TornWeightsError if reading fails midway.
         """
         self._ledger.check_open()
-        self._ahead = None
+        self._drop_ahead()
         if source is None:
             if self._shared is None:
                 raise EngineError("load_weights: the engine has weights of its own; found None.")
@@ -336,10 +337,10 @@ class EmbeddedEngine(Engine):
         self._ledger.check_open()
         if not self._ledger.is_asleep:
             self._drop_cache()
+            self._drop_ahead()
             self._cache.deallocate()
             self._drop_resident()
             self._drop_graphs()
-            self._ahead = None
             self._ledger.is_asleep = True
 
     async def wake(self) -> None:
@@ -356,10 +357,10 @@ class EmbeddedEngine(Engine):
         self._fail_all(EngineError("the engine was closed while the request was in flight."))
         self._ledger.is_closed = True
         if not self._ledger.is_asleep:
+            self._drop_ahead()
             self._cache.deallocate()
             self._drop_resident()
             self._drop_graphs()
-            self._ahead = None
 
     # -- arrival ------------------------------------------------------------------------------
 
@@ -458,15 +459,14 @@ class EmbeddedEngine(Engine):
         assert num_fed or chunks, "a request can run whenever there is one"
         cache.run_copies()
         with torch.inference_mode():
-            drawn, parts = None, []
+            drawn, computed, parts = None, None, []
             num_eager = num_fed
             if self._graphs is not None and num_fed and self._can_replay():
                 drawn, hidden = self._graphs.run(self._model)
                 parts, num_eager = [] if hidden is None else [hidden], 0
             if chunks or num_eager:
-                chunks, hidden = self._compute(chunks, num_rows=num_eager)
-                broken = self._score_chunks(chunks, hidden) if chunks else []
-                parts.append(self._predictors(chunks, hidden, num_rows=num_eager))
+                chunks, computed = self._compute(chunks, num_rows=num_eager)
+                parts.append(self._predictors(chunks, computed, num_rows=num_eager))
             num_drawn, support = 0 if drawn is None else num_fed, {}
             if rows.num > num_drawn:
                 hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -475,6 +475,8 @@ class EmbeddedEngine(Engine):
                 drawn = packed if drawn is None else torch.cat([drawn[:, :num_fed], packed], 1)
             if drawn is not None:
                 draws = Draws(drawn, rows.num, support)
+            if chunks and computed is not None:
+                broken = self._score_chunks(chunks, computed)  # waits for the device
         rows.places[: rows.num] = np.arange(rows.num)
         for chunk in chunks:
             if chunk.sequence in broken:
@@ -775,6 +777,13 @@ class EmbeddedEngine(Engine):
     def _drop_resident(self) -> None:
         if self._resident is not None:
             self._resident.drop()
+
+    def _drop_ahead(self) -> None:
+        """Forgets the step that was begun ahead. It has changed nothing that is read, and its draws
+        are repeated where its rows go on."""
+        if self._ahead is not None:
+            self._ahead.wait()
+            self._ahead = None
 
     def _drop_graphs(self) -> None:
         if self._graphs is not None:

@@ -1,12 +1,10 @@
-"""The CUDA backend where there is no GPU: its kernels compile, and it says what is missing."""
+"""The CUDA backend where there is no GPU: it says what is missing."""
 
 import importlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from lockstep.errors import MissingExtraError
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="pip install 'lockstep-rl[cuda]'"
 )
-HOPPER_SHARED = 227 << 10  # bytes that one program may have
-AMPERE_SHARED = 99 << 10  # of the smaller chips: consumer cards
 
 
 def run(tmp_path, *arguments):
@@ -26,22 +22,6 @@ def run(tmp_path, *arguments):
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, env=env
     )
-
-
-@needs_triton
-def test_both_tiles_of_a_product_are_chains_of_one_instruction(tmp_path):
-    """What `cuda_kernels.Tile` promises: an instruction of the same rows and depth."""
-    done = run(tmp_path, Path(__file__).with_name("compile_cuda_kernels.py"))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    instructions = {name: entry["instructions"] for name, entry in found.items()}
-    assert instructions["gemm decode 80"] == instructions["gemm training 80"] == ["m16n8k16"]
-    assert instructions["gemm decode 90"] == ["m64n32k16"]
-    assert instructions["gemm training 90"] == ["m64n128k16"]
-    assert instructions["gemm float32 80"] == instructions["attention float32 80"] == []
-    for name, entry in found.items():
-        limit = HOPPER_SHARED if name.endswith("90") else AMPERE_SHARED
-        assert entry["shared"] <= limit, name
 
 
 @needs_triton

@@ -15,6 +15,8 @@ if torch.cuda.is_available():
     pytest.skip("the kernels are compiled here: tests/gpu", allow_module_level=True)
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
+    import interpreted_kernels  # noqa: F401  (products in one order)
+
     from lockstep.ops import cuda
 
 pytestmark = pytest.mark.filterwarnings(
