@@ -13,8 +13,10 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 TORCH_VERSION = >=2.11,<2.14
 ifeq ($(HAS_GPU),)
 TORCH = $(PIP) install --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0"
+PACKAGE = .
 else
 TORCH = $(PIP) install "torch$(TORCH_VERSION)"
+PACKAGE = ".[cuda]"
 endif
 
 .PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-tinker check docs bench proof soak studies models clean
@@ -29,7 +31,8 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	$(PIP) install -e .
+	$(PIP) install -e $(PACKAGE)
+	$(if $(HAS_GPU),-$(BIN)/python -m lockstep.launch.gpu)
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed

@@ -13,32 +13,33 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
-from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.config import GPU_SHARE, EmbeddedConfig
 from lockstep.errors import ConfigError
+from lockstep.launch.gpu import Device
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
 from lockstep.training.config import TrainerConfig, frozen_names
 
-Device = Literal["cpu", "cuda"]
-
 MIB, GIB = 1 << 20, 1 << 30
 
 PROCESS_BYTES: dict[Device, int] = {"cpu": 400 * MIB, "cuda": 600 * MIB}
 """Python, torch and its libraries after a first update (measured), or CUDA's context and the
-workspaces of its libraries (not measured)."""
+workspaces of its libraries (a guess until it is measured)."""
 
 # ops.head.CHUNK_BYTES and GPU_CHUNK_BYTES
 HEAD_CHUNK_BYTES: dict[Device, int] = {"cpu": 128 * MIB, "cuda": 512 * MIB}
 HEAD_CHUNKS: dict[Device, int] = {"cpu": 2, "cuda": 5}
-"""Chunks of logits alive at once."""
+"""Chunks of logits alive at once; those on a GPU are a guess until measured."""
 
 EXPERT_CHUNK_ROWS: dict[Device, int] = {"cpu": 128, "cuda": 1024}  # models.experts.ROWS_PER_EXPERT
 LEAST_EXPERT_CHUNK = 1024  # models.experts.LEAST_CHUNK
 
 PROCESS = "process"
+KV_CACHE = "KV cache"
+STEP_PARTS = ("gradients", "activations", "log-prob head", "one block at work")
+"""Parts that are there while an update is computed, and not while the engine samples."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -52,7 +53,7 @@ LOWERED_BY = {
     "AdamW moments": "lora, trainer.freeze or trainer.offload=optimizer",
     "gradients": "lora or trainer.freeze",
     "reference policy": "objective.kl_coef=0 or lora",
-    "KV cache": "a smaller engine.kv_cache_tokens",
+    KV_CACHE: "a smaller engine.kv_cache_tokens",
     "engines in processes of their own": "fewer engine.replicas",
     "packed weights of the contract": "contract=none",
     "the engine's copy of the weights": "parallel.shard=false",
@@ -94,6 +95,13 @@ class MemoryPlan:
             f"about {_gib(self.num_bytes)} GiB{where}{each} at the peak{there}: "
             f"{', '.join(texts)}{host}"
         )
+
+    def cache_room(self, num_bytes: int, *, takes_turns: bool) -> int:
+        """Bytes of the GPU that are left for keys and values, where so many are free. takes_turns:
+        the cache is given back before each update."""
+        away = (KV_CACHE, *STEP_PARTS) if takes_turns else (KV_CACHE,)
+        others = sum(size for name, size in self.parts.items() if name not in away)
+        return int(GPU_SHARE * num_bytes) - others
 
     def check(self, num_bytes: int, source: str, *, is_host: bool = False) -> None:
         """Raises ConfigError if the plan does not fit into `num_bytes` of the device, or its parts
@@ -241,7 +249,7 @@ def _unfrozen(
 def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:
     """The embedded engine in this process, or on a CPU its processes."""
     c = facts.model
-    per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim
+    per_token = c.cached_per_token
     num_pages = engine.kv_cache_tokens // engine.page_size + 1
     cache = per_token * num_pages * engine.page_size * facts.a
     if engine.resident_rows and facts.device == "cpu":
@@ -256,7 +264,7 @@ def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:
         return {"engines in processes of their own": count * each + weights}
     return {
         # With share_device the cache is given back before an update.
-        "KV cache": 0 if engine.share_device else cache,
+        KV_CACHE: 0 if engine.share_device else cache,
         "packed weights of the contract": packed,
         "the engine's copy of the weights": weights if facts.is_sharded else 0,
     }

@@ -155,7 +155,7 @@ def open_served(
         directory=directory,
         vocab_size=model_files.model.vocab_size,
         max_tokens=config.max_tokens,
-        dtype=config.dtype,
+        dtype=config.compute_dtype,
         seed=config.seed,
         run=config.name,
         scratch=scratch,

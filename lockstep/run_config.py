@@ -19,7 +19,8 @@ from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, PoolConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
-from lockstep.launch.placement import LocalPlacement, PlacementConfig
+from lockstep.launch.gpu import Device, shows_gpu
+from lockstep.launch.placement import LocalPlacement, PlacementConfig, RayPlacement
 from lockstep.models.lora_config import LoraConfig
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
 from lockstep.ops.contract import ContractChoice
@@ -33,6 +34,10 @@ from lockstep.training.config import (
     SFTConfig,
     TrainerConfig,
 )
+
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+DEFAULT_DTYPES: dict[Device, ComputeDtype] = {"cpu": "float32", "cuda": "bfloat16"}
+"""A GPU multiplies bfloat16 many times faster than float32; most CPUs do not."""
 
 MAX_STEPS, MAX_EPISODES = 10**8, 10**6
 """More would be a slip of the hand, and years."""
@@ -96,8 +101,9 @@ class ModelChoice:
     """Seed of tasks, sampling and every other draw."""
     max_tokens: int = 512
     """Longest row: prompt, sampled and observed tokens of one episode."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Number format of the trainer, and of the sampler unless engine.dtype differs. The optimizer
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the trainer, and of the sampler unless engine.dtype differs; auto is
+    bfloat16 on a GPU and float32 on a CPU, and a run stores which. The optimizer
     keeps float32 masters; float16 gradients are scaled (trainer.loss_scale)."""
     threads: int = 1
     """CPU threads of torch."""
@@ -116,6 +122,18 @@ class ModelChoice:
     """Optimizer, schedule and micro-batches."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Several processes, one model."""
+
+    @property
+    def expected_device(self) -> Device:
+        """The device that `device=auto` will choose, as far as can be seen without torch."""
+        if self.device == "auto":
+            return "cuda" if shows_gpu() else "cpu"
+        return self.device
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """The setting `dtype`, or what it is by default on this device."""
+        return DEFAULT_DTYPES[self.expected_device] if self.dtype == "auto" else self.dtype
 
     def __post_init__(self) -> None:
         check_numbers(self, "", "max_tokens", least=1)
@@ -184,6 +202,12 @@ class Config(ModelChoice):
     """Trajectories to keep, and extra loggers."""
 
     @property
+    def expected_device(self) -> Device:
+        if self.device == "auto" and isinstance(self.placement, RayPlacement):
+            return "cuda" if self.placement.trainer_gpus else "cpu"
+        return ModelChoice.expected_device.__get__(self)
+
+    @property
     def chosen_correction(self) -> Correction:
         """The setting `correction`, or what it is by default with this engine."""
         if self.correction is not None:
@@ -195,7 +219,7 @@ class Config(ModelChoice):
         """Whether the sampler is the trainer's own decoder, in its dtype and with its weights: the
         two then differ in their ops at most."""
         engine = self.engine
-        is_own = isinstance(engine, EmbeddedConfig) and engine.dtype in ("same", self.dtype)
+        is_own = isinstance(engine, EmbeddedConfig) and engine.dtype in ("same", self.compute_dtype)
         return is_own and not self.max_staleness
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lockstep.config import overlaid, to_dict
-from lockstep.memory import Device
+from lockstep.launch.gpu import Device
 from lockstep.observe.live import RunHeader, ViewKind, open_view
 from lockstep.recipes import find_supervised_recipe
 from lockstep.renderers.base import Renderer
@@ -28,7 +28,6 @@ from lockstep.run.preflight import (
     check_memory,
     check_parallel,
     describe_memory,
-    expected_device,
     read_model_files,
     write_renderer,
 )
@@ -53,7 +52,7 @@ def train_supervised(
         config = find_supervised_recipe(config)
     config = overlaid(config, settings)
     with tempfile.TemporaryDirectory() as scratch:
-        begun = config
+        begun = config = replace(config, dtype=config.compute_dtype)  # a run says which it was
         if config.create:
             from lockstep.models.tiny import create_tiny_model
 
@@ -80,7 +79,7 @@ def check_supervised(
     check_fallback(config)
     model_files = read_model_files(config)
     check_parallel(config, model_files.model)
-    check_memory(config, model_files, device or expected_device(config))
+    check_memory(config, model_files, device or config.expected_device)
     return model_files, _rows(config, model_files)
 
 

@@ -20,6 +20,7 @@ from lockstep.run_config import ServeConfig
 
 if TYPE_CHECKING:
     from lockstep.agent.gateway.listener import Listener
+    from lockstep.models.decoder import Decoder
     from lockstep.tinker.embedded import Base
     from lockstep.tinker.server import TinkerServer
 
@@ -63,6 +64,18 @@ def check_engine(config: ServeConfig) -> None:
             raise ConfigError(f"api=tinker: {text}.")
 
 
+def _sized(engine: EmbeddedConfig, decoder: Decoder, *, longest: int) -> EmbeddedConfig:
+    """Settings of an engine in this process: on a GPU with a quarter of what is free, since
+    training and samplers of whole models need the rest (a guess until measured)."""
+    import torch
+
+    weight, room = decoder.embedding, None
+    if weight.device.type == "cuda":
+        room = torch.cuda.mem_get_info(weight.device)[0] // 4
+    size = decoder.config.cached_per_token * weight.element_size()
+    return engine.sized(room, token_bytes=size, longest=longest)
+
+
 async def open_base(
     config: ServeConfig, name: str, model: str, *, place: Path, note: Callable[[str], None]
 ) -> OpenedBase:
@@ -93,11 +106,10 @@ async def open_base(
     )
     base_of = partial(Base, info=info, directory=model_files.directory, decoder=decoder)
     if isinstance(config.engine, EmbeddedConfig) and not config.engine.replicas:
-        tokens = tokenizer.all_token_bytes()
         make = partial(
             EmbeddedEngine,
-            config=config.engine,
-            token_bytes=tokens,
+            config=_sized(config.engine, decoder, longest=info.max_tokens),
+            token_bytes=tokenizer.all_token_bytes(),
             control_ids=tokenizer.control_ids,
         )
         base = base_of(engine=make(decoder), make_engine=partial(make, is_shared=False))
@@ -109,7 +121,7 @@ async def open_base(
             directory=model_files.directory,
             vocab_size=info.vocab_size,
             max_tokens=info.max_tokens,
-            dtype=config.dtype,
+            dtype=config.compute_dtype,
             seed=config.seed,
             run=f"{config.name}-{name}",
             scratch=place,

@@ -10,6 +10,15 @@ from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 from lockstep.launch.config import share_of
 
+CPU_CACHE_TOKENS, CPU_SEQUENCES = 65536, 64
+"""Sizes of an engine on a CPU, where a step of 64 requests costs little more than one of 1."""
+GPU_SEQUENCES = (64, 256)
+"""Least and most of an engine on a GPU; in between, as many of the longest episodes as its cache
+holds. Guesses until measured."""
+GPU_SHARE = 0.9
+"""Share of a GPU's free memory that is planned for; the rest is for fragments of torch's allocator
+and workspaces of libraries. A guess until measured."""
+
 SampleDtype = Literal["same", "float32", "bfloat16", "float16"]
 
 
@@ -106,15 +115,16 @@ class EmbeddedConfig(EngineConfig):
     dtype: SampleDtype = "same"
     """Dtype of the sampler; same is the trainer's. Another one samples from a copy of the weights,
     cast at every sync: the contract is then off, and the gap is measured."""
-    max_num_sequences: int = 64
-    """Requests that run at the same time; more wait. A step of 64 costs little more than one of
-    1."""
+    max_num_sequences: int = 0
+    """Requests that run at the same time; more wait. 0 is 64 on a CPU; on a GPU 64 to 256, as many
+    of the longest episodes as kv_cache_tokens holds."""
     max_step_tokens: int = 2048
     """Most tokens that one step computes. Longer prompts are prefilled in chunks beside the sampled
     tokens, so that a long prompt never blocks the other requests."""
-    kv_cache_tokens: int = 65536
+    kv_cache_tokens: int = 0
     """Tokens whose keys and values are held: those of running requests, then cached prefixes. Bytes
-    = tokens x 2 x layers x key heads x head width x bytes of the dtype."""
+    = tokens x 2 x layers x key heads x head width x bytes of the dtype. 0 is 65536 on a CPU; on a
+    GPU what the plan of its memory leaves, up to agent.max_in_flight episodes of max_tokens."""
     page_size: int = 128
     """Tokens per page of the cache."""
     prefix_cache: bool = True
@@ -131,16 +141,16 @@ class EmbeddedConfig(EngineConfig):
     waits for Python between its kernels. Without effect on a CPU."""
 
     def __post_init__(self) -> None:
-        counts = ("max_num_sequences", "max_step_tokens", "kv_cache_tokens", "page_size")
-        check_numbers(self, "engine.", *counts, least=1)
-        check_numbers(self, "engine.", "replicas", "restarts", least=0)
+        check_numbers(self, "engine.", "max_step_tokens", "page_size", least=1)
+        counts = ("max_num_sequences", "kv_cache_tokens", "replicas", "restarts")
+        check_numbers(self, "engine.", *counts, least=0)
         if self.max_step_tokens < self.max_num_sequences:
             raise ConfigError(
                 f"engine.max_step_tokens={self.max_step_tokens} is smaller than "
                 f"engine.max_num_sequences={self.max_num_sequences}: each running request samples "
                 "one token per step. Raise the first or lower the second."
             )
-        if self.kv_cache_tokens < self.page_size:
+        if 0 < self.kv_cache_tokens < self.page_size:
             raise ConfigError(
                 f"engine.kv_cache_tokens={self.kv_cache_tokens} holds not even one page "
                 f"(engine.page_size={self.page_size}). Raise the first or lower the second."
@@ -162,7 +172,37 @@ class EmbeddedConfig(EngineConfig):
             return self
         return replace(self, replicas=len(share_of(self.replicas, rank, world, "engine.replicas")))
 
+    def sized(
+        self,
+        room: int | None = None,
+        *,
+        token_bytes: int = 1,
+        longest: int = 1,
+        most_tokens: int | None = None,
+    ) -> EmbeddedConfig:
+        """These settings with numbers in place of 0. room: bytes of a GPU for keys and values; None
+        is a CPU. token_bytes: those of one token. longest: tokens of the longest episode, which the
+        cache holds in any case. most_tokens: more are of no use.
+
+        >>> EmbeddedConfig().sized(32 << 30, token_bytes=147456, longest=4096).kv_cache_tokens
+        232960
+        """
+        tokens, count = self.kv_cache_tokens, self.max_num_sequences
+        if not tokens:
+            tokens = CPU_CACHE_TOKENS if room is None else max(room, 0) // token_bytes
+            if room is not None and most_tokens is not None:
+                tokens = min(tokens, most_tokens)
+            num_pages = max(tokens // self.page_size, -(-longest // self.page_size))
+            tokens = num_pages * self.page_size
+        if not count:
+            least, most = GPU_SEQUENCES
+            count = CPU_SEQUENCES if room is None else min(max(tokens // longest, least), most)
+            count = min(count, self.max_step_tokens)
+        return replace(self, kv_cache_tokens=tokens, max_num_sequences=count)
+
     def check_budget(self, max_tokens: int) -> None:
+        if not self.kv_cache_tokens:
+            return
         room = self.kv_cache_tokens // self.page_size * self.page_size
         if room < max_tokens:
             raise ConfigError(

@@ -108,6 +108,11 @@ class ModelConfig(_Kind):
     """MLP width of `dense_layers`."""
 
     @property
+    def cached_per_token(self) -> int:
+        """Numbers that a cache holds per token: keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
     def routed_layers(self) -> tuple[int, ...]:
         """Layers with experts, in order. Routes and loads are indexed by position in this tuple:
         routed layer 0 is its first entry."""

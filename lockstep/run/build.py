@@ -17,7 +17,7 @@ from lockstep.errors import (
     ConfigError,
     RunError,
 )
-from lockstep.memory import Device
+from lockstep.launch.gpu import Device, check_gpu
 from lockstep.models import peft_format
 from lockstep.models.locate import locate_model
 from lockstep.ops.contract import TRUE_ON_POLICY, ContractChoice, why_not_same
@@ -160,7 +160,7 @@ def build(
         directory=model_files.directory,
         vocab_size=model_files.model.vocab_size,
         max_tokens=config.max_tokens,
-        dtype=config.dtype,
+        dtype=config.compute_dtype,
         seed=config.seed,
         run=config.name if scratch is None else scratch.name,
         scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",
@@ -227,7 +227,7 @@ def build(
         critic = Critic(
             load_value_model(
                 directory,
-                dtype=getattr(torch, config.dtype),
+                dtype=getattr(torch, config.compute_dtype),
                 device=model.embedding.device,
                 mesh=mesh,
                 ops=model.ops,
@@ -361,7 +361,7 @@ def load_model(
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     device = resolve_device(config)
-    dtype = getattr(torch, config.dtype)
+    dtype = getattr(torch, config.compute_dtype)
     if config.fallback:
         from lockstep.models.fallback import load_fallback
 
@@ -384,13 +384,11 @@ def load_model(
 
 
 def resolve_device(config: ModelChoice) -> Device:
-    """The device that the setting names here. Raises ConfigError for a GPU that is missing."""
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise ConfigError("device=cuda, and torch sees no GPU. Choose device=cpu or auto.")
-    return "cuda" if has_gpu and config.device != "cpu" else "cpu"
+    """The device that the setting names here. Raises ConfigError for a GPU that is there or asked
+    for, and cannot be used."""
+    if config.expected_device == "cuda":
+        check_gpu(f"device={config.device}")
+    return config.expected_device
 
 
 # -- checkpoints and texts of a run ---------------------------------------------------------------

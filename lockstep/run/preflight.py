@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
 from lockstep.config import differences, from_dict, tag, to_dict
-from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
@@ -26,7 +26,8 @@ from lockstep.errors import (
     RendererError,
 )
 from lockstep.launch.event_loop import run_to_end
-from lockstep.memory import GIB, Device, MemoryPlan, PlanFacts, available_bytes, plan_memory
+from lockstep.launch.gpu import Device, taken_by_others
+from lockstep.memory import DTYPE_BYTES, GIB, MemoryPlan, PlanFacts, available_bytes, plan_memory
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import HUB_FILES, locate_model
@@ -46,7 +47,7 @@ from lockstep.renderers.jinja.source import has_template
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import current_hooks
-from lockstep.run_config import Config, ModelChoice, SupervisedConfig
+from lockstep.run_config import DEFAULT_DTYPES, Config, ModelChoice, SupervisedConfig
 from lockstep.types import Message
 
 RENDERER_FILE = "renderer.json"
@@ -118,7 +119,7 @@ def preflight(
         )
     check_parallel(config, model_files.model)
     if is_training and not config.placement.is_elsewhere():
-        check_memory(config, model_files, expected_device(config))
+        check_memory(config, model_files, config.expected_device)
     config.task.check()
     split = "train" if is_training else "eval"
     firsts = config.task.first_tasks(split=split, seed=config.seed)
@@ -137,6 +138,7 @@ SHARED = ("model", "dtype", "device", "threads", "contract", "engine", "parallel
 
 def check_side_by_side(configs: Sequence[Config]) -> None:
     """Raises ConfigError unless these runs can share one base model, one engine and one process."""
+    configs = [replace(config, dtype=config.compute_dtype) for config in configs]
     first, names = configs[0], [config.name for config in configs]
     if len(set(names)) < len(names):
         raise ConfigError(
@@ -212,6 +214,30 @@ def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -
         plan.check(*host, is_host=True)
 
 
+def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> EngineConfig:
+    """The engine's settings with the sizes that fit beside the trainer; those of engines that have
+    a GPU each stay open until their weights are there."""
+    engine, model = config.engine, model_files.model
+    if not isinstance(engine, EmbeddedConfig) or isinstance(model, FallbackConfig):
+        return engine
+    if device == "cpu":
+        return engine.sized(longest=config.max_tokens)
+    if engine.replicas and not engine.share_device:
+        return engine
+    found, limit = memory_plan(config, model_files, device=device), memory_limit(config, device)
+    assert found is not None and limit is not None, "the decoder, on a GPU that was checked"
+    room = found.cache_room(limit[0], takes_turns=engine.share_device)
+    if engine.replicas:
+        room -= found.parts["weights"]  # a copy on the same GPU
+    dtype = config.compute_dtype if engine.dtype == "same" else engine.dtype
+    return engine.sized(
+        room,
+        token_bytes=model.cached_per_token * DTYPE_BYTES[dtype],
+        longest=config.max_tokens,
+        most_tokens=config.agent.max_in_flight * config.max_tokens or None,
+    )
+
+
 def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
     """(bytes of the device, what says so); None if that is not known."""
     if config.memory_limit_gib:
@@ -224,7 +250,8 @@ def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
 
     if not torch.cuda.is_available():
         return None
-    return torch.cuda.mem_get_info()[0], "free on the GPU"
+    free, total = torch.cuda.mem_get_info()
+    return free, f"free on the GPU{taken_by_others(free, total)}"
 
 
 def _host_memory(config: ModelChoice) -> tuple[int, str] | None:
@@ -250,7 +277,7 @@ def memory_plan(
         return None
     facts = PlanFacts(
         model=model,
-        dtype=config.dtype,
+        dtype=config.compute_dtype,
         device=device,
         trainer=config.trainer,
         lora=model_files.lora,
@@ -268,9 +295,12 @@ def memory_plan(
             critic = ModelConfig.from_directory(locate_model(name)) if name else model
         may_be = config.contract != "none" and not why_no_contract(config)
         total = config.groups_per_step * config.group_size * config.max_tokens
+        engine = config.engine if isinstance(config.engine, EmbeddedConfig) else None
+        if engine is not None:  # one that is not sized yet: as small as it can be
+            engine = engine.sized(None if device == "cpu" else 0, longest=config.max_tokens)
         facts = replace(
             facts,
-            engine=config.engine if isinstance(config.engine, EmbeddedConfig) else None,
+            engine=engine,
             has_reference=config.objective.reads_reference_logprobs,
             critic=critic,
             critic_freeze=config.critic.freeze,
@@ -278,13 +308,6 @@ def memory_plan(
             max_update_tokens=max(total // config.trainer.updates_per_batch, config.max_tokens),
         )
     return plan_memory(facts)
-
-
-def expected_device(config: ModelChoice) -> Device:
-    """The device that `device=auto` will choose, as far as can be seen without torch."""
-    if config.device == "auto":
-        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-    return config.device
 
 
 def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -> ModelFiles:
@@ -454,8 +477,8 @@ def why_no_contract(config: Config) -> str:
     if config.contract == "auto" and current_hooks().no_contract:
         return current_hooks().no_contract
     dtype = getattr(config.engine, "dtype", "same")
-    if dtype not in ("same", config.dtype):
-        return f"engine.dtype={dtype} is not the trainer's {config.dtype}"
+    if dtype not in ("same", config.compute_dtype):
+        return f"engine.dtype={dtype} is not the trainer's {config.compute_dtype}"
     return ""
 
 
@@ -508,17 +531,17 @@ def internals(
     experts = f", {model.num_experts} experts, {model.num_active_experts} active"
     shape = f"{model.architecture}, {model.num_layers} layers of width {model.hidden_size}"
     dtype = getattr(config.engine, "dtype", "same")
-    is_cast = dtype not in ("same", config.dtype)
+    is_cast = dtype not in ("same", config.compute_dtype)
     proof = renderer.proof if isinstance(renderer, JinjaRenderer) else None
     reason = "contract=none" if config.contract == "none" else why_no_contract(config)
     promise = f"contract={config.contract}: the self-test decides, on the model's own shapes"
     promise = f"stock ops: {reason}" if reason else promise
     said = {
-        "model": f"{config.model}: {shape}{experts if model.is_moe else ''}, {config.dtype}",
+        "model": f"{config.model}: {shape}{experts if model.is_moe else ''}, {_dtype(config)}",
         "sampler": (
             f"{tag(type(config.engine))} engine"
             f"{f' in {dtype}, over a cast copy of the weights' if is_cast else ''}; "
-            f"{renderer.name} tokens, token in, token out"
+            f"{renderer.name} tokens, token in, token out{_cache(config)}"
         ),
         "template": proof.line if proof is not None else "",
         "thinking": (
@@ -538,11 +561,31 @@ def internals(
     ]
 
 
+def _dtype(config: ModelChoice) -> str:
+    """The dtype, and why it is that one."""
+    device, dtype = config.expected_device, config.compute_dtype
+    where = "GPU" if device == "cuda" else "CPU"
+    return f"{dtype}, the default on a {where}" if dtype == DEFAULT_DTYPES[device] else dtype
+
+
+def _cache(config: Config) -> str:
+    """The sizes that were found for an engine on a GPU; empty on a CPU, and while they are open."""
+    engine = config.engine
+    if config.expected_device == "cpu" or not isinstance(engine, EmbeddedConfig):
+        return ""
+    if not engine.kv_cache_tokens or not engine.max_num_sequences:
+        return ""
+    return (
+        f"; {engine.max_num_sequences} requests at once, keys and values of "
+        f"{engine.kv_cache_tokens:,} tokens"
+    )
+
+
 def describe_memory(
     config: ModelChoice, model_files: ModelFiles, *, numerics: Numerics | None = None
 ) -> str:
     """The predicted peak; before a model is loaded also the memory that the device has."""
-    device = expected_device(config)
+    device = config.expected_device
     found = memory_plan(config, model_files, device=device, numerics=numerics)
     if found is None:
         return "not predicted: transformers computes the model"
@@ -561,7 +604,7 @@ def _trained(config: Config, model_files: ModelFiles) -> str:
     if isinstance(model, FallbackConfig):
         return said
     facts = PlanFacts(
-        model=model, dtype=config.dtype, device="cpu", trainer=config.trainer, lora=lora
+        model=model, dtype=config.compute_dtype, device="cpu", trainer=config.trainer, lora=lora
     )
     trained = num_elements(facts.trained())
     total = num_elements(decoder_shapes(model) | (adapter_shapes(lora) if lora else {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from lockstep.run.build import (
     build,
     checkpoint_of,
     recipe_of,
+    resolve_device,
     tokenizer_of,
 )
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
-from lockstep.run.preflight import ModelFiles, internals
+from lockstep.run.preflight import ModelFiles, internals, sized_engine
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
@@ -391,6 +392,7 @@ def open_run(
     """
     is_leader = ranks is None or ranks.is_leader
     path = Path(out) if out else default_run_path(config.name)
+    config = replace(config, dtype=config.compute_dtype)  # a run says what it computed in
     if ranks is not None:
         ranks.check_same(to_dict(config))
         path = ranks.from_leader(path)
@@ -426,6 +428,7 @@ def open_run(
         warn=lambda text: shown.note(text, "warning"),
     )
     with directory or nullcontext():
+        config = replace(config, engine=sized_engine(config, model_files, resolve_device(config)))
         parts = build(config, model_files, ranks=ranks, base=base, scratch=path, on_wait=shown.note)
         run = TrainingRun(
             config,

@@ -3,13 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lockstep import tinker_server
 from lockstep.cli import main
 from lockstep.config import resolve
-from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.config import CPU_CACHE_TOKENS, GPU_SHARE, EmbeddedConfig
+from lockstep.engines.embedded import engine
 from lockstep.errors import ConfigError
 from lockstep.memory import (
     DTYPE_BYTES,
@@ -35,10 +38,13 @@ from lockstep.recipes import find_recipe, find_supervised_recipe
 from lockstep.run.preflight import (
     ModelFiles,
     Numerics,
+    check_memory,
+    internals,
     memory_plan,
     plan,
     preflight,
     read_model_files,
+    sized_engine,
 )
 from lockstep.supervised import check_supervised
 from lockstep.training.config import TrainerConfig
@@ -162,8 +168,8 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     assert {"reference policy", "KV cache", "packed weights of the contract"} <= names
     assert isinstance(config.engine, EmbeddedConfig)
     cache = 2 * 2 * 2 * 32 * 2  # keys and values, layers, key heads, head width, bytes
-    in_rows = 2 * cache * config.engine.kv_cache_tokens  # float32 under the contract
-    assert part(found, "KV cache") == cache * (config.engine.kv_cache_tokens + 128) + in_rows
+    in_rows = 2 * cache * CPU_CACHE_TOKENS  # float32 under the contract
+    assert part(found, "KV cache") == cache * (CPU_CACHE_TOKENS + 128) + in_rows
     beside = plan_run(resolve(config, ["engine.replicas=1"]), GPT_OSS)
     assert part(beside, "KV cache") == 0
     assert part(beside, "engines in processes of their own") > part(found, "KV cache")
@@ -187,6 +193,69 @@ def test_an_engine_that_shares_the_device_has_no_memory_while_the_trainer_trains
     shared = replace(facts, engine=EmbeddedConfig(kv_cache_tokens=4096, share_device=True))
     kv = part(plan_memory(facts), "KV cache")
     assert kv > 0 and plan_memory(shared).num_bytes == plan_memory(facts).num_bytes - kv
+
+
+def test_an_engine_is_sized_for_what_the_plan_leaves_of_a_gpu():
+    """memory_limit_gib stands for the GPU's free memory."""
+    files = ModelFiles(Path(), QWEN3, renderer_config=None, renderer=None)
+    token_bytes = 2 * 2 * 2 * 32 * 2  # keys and values, layers, key heads, head width, bytes
+
+    def sized(*settings):
+        config = resolve(find_recipe("quickstart"), ["device=cuda", "max_tokens=500", *settings])
+        return config, sized_engine(config, files, "cuda")
+
+    config, roomy = sized("memory_limit_gib=8")
+    assert roomy.kv_cache_tokens == 256 * 500 // 128 * 128  # agent.max_in_flight bounds it
+    assert roomy.max_num_sequences == 256
+    tight, small = sized("memory_limit_gib=1.1")
+    settled = replace(tight, engine=small)
+    found = memory_plan(settled, files, device="cuda")
+    free = 1.1 * GIB * GPU_SHARE - found.num_bytes
+    assert 512 < small.kv_cache_tokens < roomy.kv_cache_tokens
+    # At most a page is left over, besides the page that nobody reads.
+    assert -128 * token_bytes <= free <= 128 * token_bytes
+    assert small.max_num_sequences == max(64, small.kv_cache_tokens // 500)
+    _, shared = sized("memory_limit_gib=1.1", "engine.share_device=true")
+    assert shared.kv_cache_tokens > small.kv_cache_tokens  # an update's memory is free meanwhile
+    _, least = sized("memory_limit_gib=0.1")
+    assert least.kv_cache_tokens == 512, "an episode in whole pages: the plan refuses it then"
+    _, beside = sized("memory_limit_gib=8", "engine.replicas=1")
+    assert beside.kv_cache_tokens == 0, "its process has a GPU of its own, and sizes it there"
+    _, given = sized("memory_limit_gib=8", "engine.kv_cache_tokens=4096")
+    assert (given.kv_cache_tokens, given.max_num_sequences) == (4096, 64)
+    assert "256 requests at once, keys and values of 128,000 tokens" in " ".join(
+        internals(replace(config, engine=roomy), preflight(find_recipe("quickstart")))
+    )
+
+
+def test_an_engine_on_a_cpu_has_fixed_sizes_that_hold_the_longest_episode():
+    found = EmbeddedConfig().sized(longest=512)
+    assert (found.kv_cache_tokens, found.max_num_sequences) == (65536, 64)
+    assert EmbeddedConfig().sized(longest=100_000).kv_cache_tokens == 100_096
+    assert EmbeddedConfig(max_step_tokens=8).sized().max_num_sequences == 8
+
+
+def test_an_engine_that_has_a_gpu_alone_takes_nine_tenths_of_what_is_free(monkeypatch):
+    """Tinker's base takes a quarter: the same process trains."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 80 * GIB))
+    weight = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 2)
+    model = SimpleNamespace(config=QWEN3, embedding=weight)
+    token_bytes = QWEN3.cached_per_token * 2
+    alone = engine._sized(EmbeddedConfig(), model)
+    assert alone.kv_cache_tokens == int(0.9 * 8 * GIB) // token_bytes // 128 * 128
+    assert alone.max_num_sequences == 256
+    beside = tinker_server._sized(EmbeddedConfig(), model, longest=512)
+    assert beside.kv_cache_tokens == 2 * GIB // token_bytes // 128 * 128
+
+
+def test_a_card_too_small_is_refused_with_the_settings_that_help(monkeypatch):
+    """The other process on the card is named too: tests/cpu/launch/test_gpu.py."""
+    config = resolve(find_recipe("quickstart"), ["device=cuda"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 4, GIB // 4))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    with pytest.raises(ConfigError, match=r"there are 0.25 GiB \(free on the GPU\).*less with"):
+        check_memory(config, read_model_files(config), "cuda")
 
 
 def test_ranks_divide_state_and_tokens_and_the_engine_has_a_copy():

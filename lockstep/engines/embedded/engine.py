@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from lockstep.engines.base import Capabilities, Engine, Scores
-from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.config import GPU_SHARE, EmbeddedConfig
 from lockstep.engines.embedded.batch import (
     Chunk,
     Draws,
@@ -101,6 +101,8 @@ class EmbeddedEngine(Engine):
         make_capture: Callable[[], Capture] | None = None,
     ) -> None:
         shape, device = model.config, model.embedding.device
+        if not (config.kv_cache_tokens and config.max_num_sequences):
+            config = _sized(config, model)
         self._model = model
         self._shared = model if is_shared else None
         self._config, self._token_bytes = config, token_bytes
@@ -832,3 +834,12 @@ class EmbeddedEngine(Engine):
             load_weights(self._model, tensors, where=where)
         except Exception as error:
             raise TornWeightsError(f"{where}: the weights were half loaded: {error}") from error
+
+
+def _sized(config: EmbeddedConfig, model: Decoder) -> EmbeddedConfig:
+    """The settings with sizes for the model's device: of a GPU what is free of it now, for an
+    engine that has it alone."""
+    weight, room = model.embedding, None
+    if weight.device.type == "cuda":
+        room = int(GPU_SHARE * torch.cuda.mem_get_info(weight.device)[0])
+    return config.sized(room, token_bytes=model.config.cached_per_token * weight.element_size())

@@ -1,0 +1,154 @@
+"""Whether this machine's GPU can be used, and if not, why: said before a model is loaded.
+
+torch is imported inside functions: settings are read without it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from lockstep.errors import ConfigError, MissingExtraError
+
+Device = Literal["cpu", "cuda"]
+
+LEAST_CAPABILITY = (8, 0)
+"""Ampere: the first chips whose tensor cores take bfloat16, which the kernels are written for."""
+LEAST_TRITON = (3, 6)
+"""The oldest release that comes with a torch that is accepted."""
+TAKEN_SHARE = 0.1
+"""Share of a GPU's memory from which on its other processes are named."""
+
+
+def shows_gpu(root: Path = Path("/")) -> bool:
+    """Whether an NVIDIA driver is loaded (or, in WSL 2, handed in) and its GPUs are not hidden."""
+    drivers = ("dev/nvidiactl", "usr/lib/wsl/lib/libcuda.so.1")
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not is_hidden and any((root / driver).exists() for driver in drivers)
+
+
+def check_gpu(setting: str) -> None:
+    """Raises ConfigError or MissingExtraError if torch and the kernels cannot use the GPU of this
+    process. setting: what asks for one."""
+    import torch
+
+    if reason := _why_unseen():
+        raise ConfigError(f"{setting}, and torch {torch.__version__} {reason}. Or set device=cpu.")
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if capability < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"{setting}: {name} has compute capability {_dotted(capability)}, and the kernels need "
+            f"{_dotted(LEAST_CAPABILITY)} or newer (A100, RTX 30 and later). Choose another GPU of "
+            "this machine with CUDA_VISIBLE_DEVICES=N, or device=cpu."
+        )
+    if find_spec("triton") is None:
+        raise MissingExtraError.of("triton", extra="cuda", needed_for=setting)
+    found = version("triton")
+    if tuple(int(part) for part in found.split(".")[:2]) < LEAST_TRITON:
+        raise ConfigError(
+            f"{setting}: Triton {found} is installed, and the kernels need "
+            f"{_dotted(LEAST_TRITON)} or newer. Install torch 2.11 or newer, which brings it."
+        )
+    if reason := _why_no_compiler():
+        raise ConfigError(
+            f"{setting}: Triton compiles a launcher for each kernel in C, and {reason}. Or set "
+            "device=cpu."
+        )
+
+
+def _why_unseen() -> str:
+    """Why torch cannot use a GPU, and the remedy; empty if it can."""
+    import torch
+
+    if torch.version.cuda is None:
+        return (
+            "is built without CUDA. Install its default build: pip install --force-reinstall "
+            f"torch=={torch.__version__.partition('+')[0]}"
+        )
+    if torch.cuda.is_available():
+        return ""
+    remedy = "`nvidia-smi` shows what the driver sees"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if "too old" in text:
+            remedy = f"Update the driver, or install a torch for a CUDA before {torch.version.cuda}"
+        elif "no NVIDIA driver" in text:
+            remedy = "Install NVIDIA's driver; give a container the GPUs (docker run --gpus all)"
+        elif hidden := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            remedy = f"CUDA_VISIBLE_DEVICES={hidden} must name one that `nvidia-smi -L` lists"
+        return f"cannot use one: {text.partition('. ')[0].rstrip('.')}. {remedy}"
+    return f"sees none. {remedy}"
+
+
+def _why_no_compiler() -> str:
+    """Why Triton could not compile C here, and the remedy; empty if it can."""
+    asked = os.environ.get("CC")
+    if asked is not None and shutil.which(asked) is None:
+        return f"CC={asked} is no program here. Set CC to a C compiler, or unset it"
+    if asked is None and not (shutil.which("gcc") or shutil.which("clang")):
+        return "this machine has neither gcc nor clang. Install one (apt-get install gcc)"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return f"{header} is missing. Install Python's headers (apt-get install python3-dev)"
+    return ""
+
+
+def taken_by_others(free: int, total: int) -> str:
+    """Says, after a number of free bytes, who has the rest of this process' GPU; empty if that is
+    little. Processes outside of this container are not known by name."""
+    import torch
+
+    taken = total - free - torch.cuda.memory_reserved()
+    if taken < TAKEN_SHARE * total:
+        return ""
+    gpu = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    query = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader")
+    try:
+        answer = subprocess.check_output(("nvidia-smi", *query), text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        answer = ""
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
+    others = [
+        f"process {row[1]} ({row[2]})"
+        for row in rows
+        if len(row) == 3 and row[0] == gpu and row[1] != str(os.getpid())
+    ]
+    by = ", ".join(others) or "other processes"
+    return (
+        f", where {by} took {taken / 2**30:.1f} of {total / 2**30:.1f} GiB: end what you do not "
+        "need, or choose another GPU with CUDA_VISIBLE_DEVICES=N"
+    )
+
+
+def _dotted(numbers: tuple[int, int]) -> str:
+    return f"{numbers[0]}.{numbers[1]}"
+
+
+def main() -> int:
+    """Says whether the GPU can be used: 0 if so, and 1 with what is missing if not."""
+    try:
+        check_gpu("device=cuda")
+    except (ConfigError, MissingExtraError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    import torch
+
+    capability = _dotted(torch.cuda.get_device_capability())
+    print(
+        f"{torch.cuda.get_device_name()} can be used: compute capability {capability}, "
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {version('triton')}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
