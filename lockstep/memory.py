@@ -50,7 +50,7 @@ _FEWER_TOKENS = "a smaller trainer.max_tokens_per_microbatch"
 LOWERED_BY = {
     "weights": "dtype=bfloat16",
     "float32 masters": "lora, trainer.freeze or trainer.offload=optimizer",
-    "AdamW moments": "lora, trainer.freeze or trainer.offload=optimizer",
+    "AdamW moments": "trainer.moments=float8, lora, trainer.freeze or trainer.offload=optimizer",
     "gradients": "lora or trainer.freeze",
     "reference policy": "objective.kl_coef=0 or lora",
     KV_CACHE: "a smaller engine.kv_cache_tokens",
@@ -232,7 +232,10 @@ def _add_optimizer(
     parts = host if is_offloaded else device
     if facts.dtype != "float32" or is_offloaded:
         parts[f"{whose}float32 masters"] = size
-    parts[f"{whose}AdamW moments"] = 2 * size
+    # A byte each, and a scale of four for 256 of them.
+    packed = 2 * (size // 4 + size // 256)
+    is_packed = facts.trainer.moments == "float8"
+    parts[f"{whose}AdamW moments"] = packed if is_packed else 2 * size
     if is_offloaded:
         parts[f"{whose}gradients"] = size
 

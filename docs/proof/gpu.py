@@ -170,7 +170,7 @@ def tests_gpu(where: Where) -> Figures:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     # 5: no test was collected, where there is no GPU
     expect(done.returncode in ((0, 5) if where.small else (0,)), done.stdout[-2000:])
-    return {"said": done.stdout.strip().splitlines()[-1]}
+    return {"said": done.stdout.strip().splitlines()[-1:]}
 
 
 @case("truth", "attention against float64", seconds=120)

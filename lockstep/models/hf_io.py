@@ -36,7 +36,6 @@ from lockstep.models.tensor_file import (
     Outgoing,
     StoredTensor,
     blocks_of,
-    in_file_order,
     read_header,
     rows_of,
     write_tensors,
@@ -435,9 +434,8 @@ def save_checkpoint(
         for file in sorted(set(placed.values()))
     }
     if not is_writer:
-        for of_file in files.values():
-            for tensor in in_file_order(of_file):
-                tensor.view()
+        for file, of_file in files.items():
+            write_tensors(Path(directory) / file, of_file, is_writer=False)
         return
     with replacing(directory) as beside:
         for file, of_file in files.items():

@@ -129,17 +129,18 @@ class Outgoing:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def in_file_order(tensors: Sequence[Outgoing]) -> list[Outgoing]:
-    """Tensors in the order in which `write_tensors` writes them."""
-    return sorted(tensors, key=lambda t: (-t.dtype.itemsize, DTYPE_NAMES[t.dtype], t.name))
-
-
-def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> None:
+def write_tensors(path: Path, tensors: Sequence[Outgoing], *, is_writer: bool = True) -> None:
     """Writes the bytes that the library would write, without all tensors in memory.
 
+    is_writer: False on ranks that only help to gather each tensor.
     Guard: tests/cpu/models/test_tensor_file.py
     """
-    ordered = in_file_order(tensors)
+    # In the order of the file, in which all ranks gather.
+    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, DTYPE_NAMES[t.dtype], t.name))
+    if not is_writer:
+        for tensor in ordered:
+            tensor.view()
+        return
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in ordered:

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file, save_file
 
 from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora_config import GROUPS, Group, LoraConfig, lora_sites
 from lockstep.models.peft_io import check_policy, load_policy, save_policy
+from lockstep.models.tensor_file import read_header, write_tensors
 from lockstep.objectives.losses import TokenBatch
 from lockstep.ops.context import PackedContext, take_rows
 from lockstep.store.files import write_json
@@ -213,8 +213,7 @@ class TinkerLearner:
         save_policy(self.decoder, root, like=self.like)
         if with_optimizer:
             (root / STATE).mkdir()
-            tensors = {n: t.contiguous().cpu() for n, t in self.optimizer.stream_state()}
-            save_file(tensors, str(root / STATE / OPTIMIZER))
+            write_tensors(root / STATE / OPTIMIZER, self.optimizer.state_tensors())
             counters = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
             write_json(root / STATE / COUNTERS, counters)
 
@@ -238,7 +237,7 @@ class TinkerLearner:
             counters = {"num_updates": 0, "num_skipped": 0}
             if with_optimizer:
                 counters = json.loads((root / STATE / COUNTERS).read_text())
-                tensors = load_file(str(root / STATE / OPTIMIZER))
+                tensors = read_header(root / STATE / OPTIMIZER)
                 self.optimizer.load_state_tensors(tensors, where=str(root / STATE / OPTIMIZER))
             load_policy(self.decoder, root)
         except CheckpointError as error:

@@ -108,6 +108,9 @@ class TrainerConfig(LearnerConfig):
     offload: Offload = "none"
     """optimizer: AdamW's moments and the float32 masters are kept and updated in the host's memory;
     gradients go there and weights come back. For a model on a GPU."""
+    moments: Literal["float32", "float8"] = "float32"
+    """float8: AdamW's moments take 2 bytes a parameter in place of 8, in blocks of 256 numbers with
+    one scale. Rounded to 4 significant bits after every update."""
     routing_replay: RoutingReplay = "none"
     """Experts of a mixture in the trainer. none: chosen by its own router. rollout: those that the
     sampler's router chose, in every forward (R3). recompute: those that the trainer's router chose

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file, save_file
 
 from lockstep.errors import CheckpointError
 from lockstep.launch.place import hearing_interrupts
@@ -22,6 +21,7 @@ from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.critic import ValueModel
 from lockstep.models.decoder import Decoder
 from lockstep.models.sharding import local_part
+from lockstep.models.tensor_file import read_header, write_tensors
 from lockstep.store.files import write_json
 from lockstep.training.config import TrainerConfig
 from lockstep.training.loss_scale import LossScale
@@ -222,13 +222,10 @@ class Learner:
         if self.is_writer:
             directory.mkdir(parents=True, exist_ok=True)
         self._save_model(directory)
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self.optimizer.stream_state():
-            if self.is_writer:
-                tensors[name] = tensor.contiguous().cpu()
+        tensors = self.optimizer.state_tensors()
+        write_tensors(directory / OPTIMIZER, tensors, is_writer=self.is_writer)
         if not self.is_writer:
             return
-        save_file(tensors, str(directory / OPTIMIZER))
         counters = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
         state = {**counters, "version": self.version, **self.loss_scale.state()}
         write_json(directory / self.state_file, state)
@@ -244,7 +241,7 @@ class Learner:
         counters: Mapping[str, Any] = {"num_updates": 0, "num_skipped": 0}
         if not weights_only:
             counters = _read(directory / self.state_file, lambda path: json.loads(path.read_text()))
-            tensors = _read(directory / OPTIMIZER, lambda path: load_file(str(path)))
+            tensors = read_header(directory / OPTIMIZER)
             self.optimizer.load_state_tensors(tensors, where=str(directory / OPTIMIZER))
         self._load_model(directory)
         self.optimizer.read_parameters()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,9 @@ from torch.optim.adamw import adamw
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.shapes import misfits
 from lockstep.models.sharding import local_part, mesh_of, part_like, whole_like
+from lockstep.models.tensor_file import Outgoing, StoredTensor
 from lockstep.training.config import TrainerConfig, frozen_names
+from lockstep.training.moments import PackedMoment
 
 if TYPE_CHECKING:
     from lockstep.launch.ranks import Ranks
@@ -96,21 +99,28 @@ class Optimizer:
         meshes = {n: mesh for n, p in self.parameters.items() if (mesh := mesh_of(p)) is not None}
         self._sharded = list(meshes)
         self._sharded_over = next(iter(meshes.values()), None)
-        self._state: dict[str, dict[str, Tensor]] = {}
+        self._state: dict[str, dict[str, Tensor | PackedMoment]] = {}
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter and name not in meshes:
+                # The gradient goes to the master while backward is running, and its memory back.
+                parameter.register_post_accumulate_grad_hook(partial(self._collect, name))
         self.configure(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
     def collect_gradients(self) -> None:
         """Adds the gradients of the last backward to the masters', in float32."""
         for name, parameter in self.parameters.items():
-            master = self.masters[name]
-            if master is parameter or parameter.grad is None:
-                continue
-            gradient = local_part(parameter.grad)
-            if master.grad is None:
-                master.grad = gradient.to(master.device, torch.float32)
-            else:
-                master.grad.add_(gradient.to(master.device))
-            parameter.grad = None
+            self._collect(name, parameter)
+
+    def _collect(self, name: str, parameter: Tensor) -> None:
+        master = self.masters[name]
+        if master is parameter or parameter.grad is None:
+            return
+        gradient = local_part(parameter.grad)
+        if master.grad is None:
+            master.grad = gradient.to(master.device, torch.float32)
+        else:
+            master.grad.add_(gradient.to(master.device))
+        parameter.grad = None
 
     def sum_gradients(self, ranks: Ranks) -> None:
         """Sums the collected gradients over the ranks; backward has done so for sharded
@@ -161,7 +171,11 @@ class Optimizer:
                 gradient.mul_(gradient_scale)
         with torch.no_grad():
             for is_decaying in (True, False):
-                self._step(lr, [n for n in self.gradients() if is_decayed(n) == is_decaying])
+                names = [n for n in self.gradients() if is_decayed(n) == is_decaying]
+                # Packed moments are unpacked for one parameter at a time.
+                together = [[n] for n in names] if self._config.moments == "float8" else [names]
+                for group in together:
+                    self._step(lr, group)
             for name, parameter in self.parameters.items():
                 if not self._is_own_master(name):
                     local_part(parameter.detach()).copy_(self.masters[name])
@@ -177,7 +191,7 @@ class Optimizer:
                     "step": torch.zeros((), dtype=torch.float32, device=master.device),
                     **{key: torch.zeros_like(master) for key in _MOMENTS},
                 }
-        states = [self._state[name] for name in names]
+        states = [{k: _numbers(x) for k, x in self._state[name].items()} for name in names]
         adamw(
             masters,
             [master.grad for master in masters if master.grad is not None],
@@ -193,6 +207,9 @@ class Optimizer:
             eps=self._eps,
             maximize=False,
         )
+        if self._config.moments == "float8":
+            for name, state in zip(names, states, strict=True):
+                self._state[name] |= {key: PackedMoment.of(state[key]) for key in _MOMENTS}
 
     def read_parameters(self) -> None:
         """Copies float32 parameters to those masters that are copies of them."""
@@ -203,21 +220,31 @@ class Optimizer:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def stream_state(self) -> Iterator[tuple[str, Tensor]]:
+    def state_tensors(self) -> list[Outgoing]:
         """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`, and `master/NAME` where the parameter is
-        not float32; one at a time, whole. Collective where sharded."""
+        not float32: whole, each gathered when it is written. Collective where sharded."""
+        out: list[Outgoing] = []
         for name, master in self.masters.items():
-            state = self._state.get(name, {})
+            parameter, state = self.parameters[name], self._state.get(name, {})
             parts = {"master": master} if self._has_stored_master(name) else {}
             parts |= {key: state[key] for key in _MOMENTS if key in state}
             for key, part in parts.items():
-                yield f"{key}/{name}", whole_like(part.detach(), self.parameters[name])
+                whole = partial(_whole, part, parameter)
+                shape = tuple(parameter.shape)
+                out.append(Outgoing(f"{key}/{name}", shape, torch.float32, whole))
             if "step" in state:
-                yield f"step/{name}", state["step"].detach().reshape(1)
+                step = _numbers(state["step"]).reshape(1)
+                out.append(Outgoing(f"step/{name}", (1,), step.dtype, lambda step=step: step))
+        return out
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Raises CheckpointError listing every tensor that is missing, extra or misshapen, before
-        anything is changed."""
+    def load_state_tensors(
+        self, tensors: Mapping[str, Tensor | StoredTensor], *, where: str
+    ) -> None:
+        """Takes tensors in memory, or in their file, from which each is read by itself.
+
+        Raises CheckpointError listing every tensor that is missing, extra or misshapen, before
+        anything is changed.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self.parameters.items():
             shape = tuple(parameter.shape)
@@ -236,12 +263,15 @@ class Optimizer:
             parameter = self.parameters[name]
             if (kept := tensors.get(f"master/{name}")) is not None:
                 with torch.no_grad():
-                    master.copy_(part_like(kept, parameter))
+                    master.copy_(part_like(_numbers(kept), parameter))
             if (step := tensors.get(f"step/{name}")) is not None:
-                state = {"step": step.reshape(()).to(master.device, copy=True)}
+                kept = _numbers(step).reshape(()).to(master.device, copy=True)
+                state: dict[str, Tensor | PackedMoment] = {"step": kept}
                 for key in _MOMENTS:
-                    part = part_like(tensors[f"{key}/{name}"], parameter)
-                    state[key] = part.to(master.device, copy=True)
+                    part = part_like(_numbers(tensors[f"{key}/{name}"]), parameter)
+                    part = part.to(master.device, copy=True)
+                    is_packed = self._config.moments == "float8"
+                    state[key] = PackedMoment.of(part) if is_packed else part
                 self._state[name] = state
 
     def _is_own_master(self, name: str) -> bool:
@@ -252,6 +282,16 @@ class Optimizer:
     def _has_stored_master(self, name: str) -> bool:
         """Whether the master is saved: a float32 parameter holds the same numbers as its master."""
         return self.parameters[name].dtype != torch.float32
+
+
+def _numbers(tensor: Tensor | StoredTensor | PackedMoment) -> Tensor:
+    if isinstance(tensor, PackedMoment):
+        return tensor.unpacked()
+    return tensor.read() if isinstance(tensor, StoredTensor) else tensor.detach()
+
+
+def _whole(part: Tensor | PackedMoment, parameter: torch.nn.Parameter) -> Tensor:
+    return whole_like(_numbers(part), parameter)
 
 
 def _master(parameter: torch.nn.Parameter, is_offloaded: bool) -> Tensor:

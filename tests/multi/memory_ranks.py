@@ -28,7 +28,10 @@ def script(directory, ranks=None, **settings):
     if ranks is not None:
         dist.barrier()
     weights = {n: whole(p.detach()).clone() for n, p in trainer.model.named_parameters()}
-    return weights, {n: t.clone() for n, t in dict(trainer.optimizer.stream_state()).items()}
+    return weights, {
+        n: t.clone()
+        for n, t in {t.name: t.view() for t in trainer.optimizer.state_tensors()}.items()
+    }
 
 
 def work(rank, directory):

@@ -77,7 +77,10 @@ def script(trainer, directory):
     trainer.save(Path(directory) / "saved")
     if trainer.ranks is not None:
         dist.barrier()
-    out["state"] = {n: t.clone() for n, t in dict(trainer.optimizer.stream_state()).items()}
+    out["state"] = {
+        n: t.clone()
+        for n, t in {t.name: t.view() for t in trainer.optimizer.state_tensors()}.items()
+    }
     out |= bad_updates(trainer, rows)
     if trainer.model.config.routed_layers:
         out["replays"] = {replay: replay_once(trainer, replay) for replay in REPLAYS}
@@ -156,6 +159,9 @@ def reload(directory, kind, ranks=None, is_sharded=False):
     source = Path(directory) / f"alone-{kind}"
     trainer = make_arm(source / "again", kind, ranks=ranks, is_sharded=is_sharded, seed=5)
     trainer.load(source / "saved")
-    state = {n: t.clone() for n, t in dict(trainer.optimizer.stream_state()).items()}
+    state = {
+        n: t.clone()
+        for n, t in {t.name: t.view() for t in trainer.optimizer.state_tensors()}.items()
+    }
     metrics = trainer.update(make_rows(LENGTHS, seed=4), PPOClip(), Correction.bypass())
     return {"state": state, "metrics": metrics, "version": trainer.version}

@@ -54,7 +54,11 @@ def test_a_run_with_an_adapter_resumes_to_the_same_bits(tmp_path, kind, dtype):
     for trainer in (straight, resumed):
         train(trainer, 2, seed=1)
     assert_same_bits(snapshot(resumed), snapshot(straight))
-    masters = [n for n in dict(straight.optimizer.stream_state()) if n.startswith("master/")]
+    masters = [
+        n
+        for n in {t.name: t.view() for t in straight.optimizer.state_tensors()}
+        if n.startswith("master/")
+    ]
     assert bool(masters) == (dtype is not None) and all("lora" in n for n in masters)
 
 
@@ -73,7 +77,7 @@ def test_the_weights_of_an_adapter_start_a_run_with_a_fresh_optimizer(tmp_path):
     trainer.save(tmp_path / "saved")
     fresh = make_trainer(tmp_path, lora=LORA)
     fresh.load(tmp_path / "saved", weights_only=True)
-    assert fresh.version == 0 and not dict(fresh.optimizer.stream_state())
+    assert fresh.version == 0 and not {t.name: t.view() for t in fresh.optimizer.state_tensors()}
     adapters = {n: p for n, p in trainer.model.named_parameters() if "lora" in n}
     assert_same_bits(adapters, {n: fresh.model.get_parameter(n) for n in adapters})
 

@@ -138,7 +138,10 @@ def set_rollout(trainer, rows):
 def snapshot(trainer):
     """Every weight and optimizer tensor, copied."""
     weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    state = {f"state/{n}": t.clone() for n, t in dict(trainer.optimizer.stream_state()).items()}
+    state = {
+        f"state/{n}": t.clone()
+        for n, t in {t.name: t.view() for t in trainer.optimizer.state_tensors()}.items()
+    }
     return weights | state
 
 
