@@ -203,7 +203,8 @@ async def opened(
     async with contextlib.AsyncExitStack() as stack:
         backend = EmbeddedBackend([each.base for each in bases.values()], config.trainer)
         stack.push_async_callback(backend.close)
-        stored, models = to_dict(config), base_names(config)
+        stored = to_dict(replace(config, dtype=config.compute_dtype))
+        models = base_names(config)
         records = RunRecords(
             out / "runs",
             bases=backend.base_models,
