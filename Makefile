@@ -19,7 +19,7 @@ TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 PACKAGE = ".[cuda]"
 endif
 
-.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-tinker check docs bench proof soak studies models clean
+.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-tinker check docs bench proof gpu gpu-host soak studies models clean
 
 install: $(VENV)/.installed
 
@@ -178,6 +178,15 @@ proof: install-dev
 	$(BIN)/python docs/proof/tasks.py
 	$(BIN)/python docs/proof/sandbox.py
 	$(BIN)/python docs/proof/soak.py
+
+# What one GPU computes, whether the contract holds there, and how fast it is: at most 8 minutes each.
+# No network: where there is no $(VENV), the machine's own Python.
+gpu:
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),python3) docs/proof/gpu.py $(or $(PART),truth) --resume
+
+# What steps ask of a GPU, found without one: 4 minutes.
+gpu-host: install-dev
+	$(BIN)/python docs/proof/gpu_host.py
 
 # Everything foreign misbehaves, runs are killed, a server has 500 clients: 20 minutes.
 soak: install-dev

@@ -225,6 +225,35 @@ def sandbox_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def gpu_host_table() -> str:
+    models = json.loads((ROOT / "docs" / "proof" / "gpu_host.json").read_text())["models"]
+    head = (
+        "launches of a layer in a decode step, 1 row and 64 ragged ones",
+        "waits and copies of a step",
+        "launches of attention's backward",
+        "registers, at most: sm_80, sm_90, sm_100",
+        "spilled bytes",
+    )
+    rows = [f"| model | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    for name, chips in models.items():
+        of = chips["sm_90"]
+        step = of["decode"]["64 ragged rows"]
+        kernels = [list(chip["kernels"].values()) for chip in chips.values()]
+        registers = ", ".join(str(max(used["registers"] for used in each)) for each in kernels)
+        spilled = max(used["spilled"] for each in kernels for used in each)
+        launches = of["launches per layer"]
+        rows.append(
+            f"| {name} | {launches['1 row']:g}, {launches['64 ragged rows']:g} | "
+            f"{step['syncs']:g} wait, {step['copies to the GPU']:g} copy in, "
+            f"{step['copies to the host']:g} out | {of[BACKWARD]['launches']:g} | {registers} | "
+            f"{spilled} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+BACKWARD = "attention's backward"
+
+
 def columns_table() -> str:
     from lockstep.types import COLUMNS
 
@@ -574,6 +603,7 @@ TABLES = {
     "investigation": investigation_rows,
     "metrics": metrics_table,
     "sandbox": sandbox_table,
+    "gpu_host": gpu_host_table,
     "columns": columns_table,
     "rooms": rooms_table,
     "figures": figures_table,
