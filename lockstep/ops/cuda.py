@@ -1,15 +1,15 @@
 """Batch-invariant ops for CUDA: the contract of `ops.invariant`, kept by Triton kernels.
 
-Forward uses the kernels of `ops.cuda_kernels` alone, so no global switch of torch can change a
-log-prob. Backward is stock torch; it need not be invariant, and depends on three switches:
+Forward uses Triton's kernels, and cuBLAS for numbers of rows for which the self-test found it to
+give their bits. Backward is stock torch and need not be invariant. Three switches of torch matter:
 
     torch.backends.cuda.matmul.fp32_precision         "tf32" is refused: gradients in float32 would
                                                       have 10 bits. It is not torch's default.
     ...matmul.allow_bf16_reduced_precision_reduction  turned off here, since torch's default is on:
     ...matmul.allow_fp16_reduced_precision_reduction  partial sums would be rounded to two bytes.
 
-# T tokens  B rows of a block  L its length  H query heads  G key heads  R = H / G  D head width
-# M GEMM rows  K inner width  N outputs  E experts  A active experts
+# T tokens  H query heads  G key heads  D head width  M GEMM rows  K inner width  N outputs
+# E experts  A active experts
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from lockstep.ops.base import Context, Counts, Linear, Ops
 from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext, to_device
 
 Tensor = torch.Tensor
-
 
 LIBRARY_ROWS = (8192, 4096, 2048, 1024, 512)  # of products that cuBLAS may compute
 LIBRARY_OUTPUTS = 1 << 28  # of one such product: half a GiB

@@ -1,24 +1,24 @@
-"""Triton kernels whose sums have one order, whatever else is in the batch. Only this module imports
-Triton.
+"""Triton kernels whose sums have one order, whatever else is in the batch. Attention's is in
+`ops.cuda_attention`, those of draws are in `ops.cuda_draws`.
 
 A row's bits depend on the row alone, because of three rules:
 
     One instance for both callers. Whatever differs between a decode step, a prefill chunk and a
     packed row (row counts, strides, page sizes, places in memory) is an argument that the compiler
     may not specialise on, and pointers are 16-byte aligned: the same machine code runs for all.
-    One order per sum. No split-K, no atomics, no autotuning: a sum walks fixed blocks left to right
-    inside one program, from the start of the row or of the sequence.
+    One order per sum. No split-K, no atomic sums, no autotuning: a sum walks fixed blocks left to
+    right, from the start of the row or of the sequence. Where two kernels compute the same number,
+    a function that both call says the order: `_tree_sum`, `tl.fma`.
     Rows of a tile are alike. A tile has one shape however many of its rows are real; the others are
     zero. Keys that a tile reads beyond those of a row add exact zeros to that row.
 
-TRITON_INTERPRET=1, set before this module is imported, runs the kernels on CPU tensors in float32
-(its bfloat16 products are wrong). That checks indexing, masks and the order of blocks, but not the
-arithmetic of tensor cores.   Guards: tests/cpu/ops/test_cuda_ops_interpreted.py,
-tests/cpu/ops/test_cuda_compiled.py, tests/gpu/test_cuda_contract.py
+TRITON_INTERPRET=1, set before this module is imported, runs the kernels on CPU tensors. That checks
+indexing, masks and the order of blocks, but not the arithmetic of tensor cores.
+Guards: tests/cpu/ops/test_cuda_ops_interpreted.py, tests/gpu_host/test_figures.py,
+tests/gpu/test_cuda_contract.py
 
 # M rows  K inner width  N outputs  E experts  V vocabulary  T tokens  H query heads  G key heads
-# R = H / G  D head width  B sequences of a block  Q queries of each  P pages  A active experts
-# F activation width
+# D head width  P pages  S keys of a page  A active experts  F activation width
 """
 
 # Triton's annotations say that a reduction may give a tuple.

@@ -3,9 +3,11 @@
 A short forward of the model is recorded. Then each op gets the same rows in other batches (alone,
 few, many, at other places, on one thread, in inference mode as the engine runs), and attention the
 same positions through a paged cache. Any bit that changes is a failure, reported with the op and
-the shape. On a CPU the row quantum is raised until nothing changes.
+the shape. What the ops compute at once is compared with its parts. On a CPU the row quantum is
+raised until nothing changes; on a GPU all products take one tile where two do not agree.
 
-Cost: a forward over some 300 tokens and a few more calls of each op; a second for small models.
+Cost: a forward over some 300 tokens (1100 on a GPU) and a few more calls of each op; a second for
+small models.
 
 # T tokens  H query heads  G key heads  D head width  E experts  R token-expert pairs
 """
@@ -25,7 +27,13 @@ import numpy as np
 import torch
 
 from lockstep.ops.base import Ops
-from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext
+from lockstep.ops.context import (
+    KEY_BLOCK,
+    SPLIT_KEYS,
+    AttentionSpec,
+    PackedContext,
+    PagedContext,
+)
 from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
 from lockstep.ops.invariant import InvariantOps
 
@@ -36,6 +44,7 @@ ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 64, 65, 127)
 MANY_ROWS = 2048  # as in a packed batch; tried where it costs little
 MANY_ROWS_MULTIPLIES = 1 << 30  # a tenth of a second on one core
 ROW_LENGTHS = (2 * KEY_BLOCK + 9, 40)  # of the two rows of the recorded forward
+GPU_ROW_LENGTHS = (2 * SPLIT_KEYS + 9, 40)  # so that attention combines splits
 NUM_GROUPS = 5  # adapters of one shape that are multiplied at once
 MAX_FORWARD_MULTIPLIES = 1 << 34  # a second on one core: longer forwards are shortened
 
@@ -179,8 +188,11 @@ def _record(model: Any) -> tuple[list[_Call], Tensor]:
     """One call of each op and shape, and the hidden states [T, D]."""
     config, device, ops = model.config, model.head.device, model.ops
     size = sum(p.numel() for p in model.parameters())
-    longest = min(config.max_positions, max(MAX_FORWARD_MULTIPLIES // size, KEY_BLOCK + 9))
-    lengths = [min(length, longest) for length in ROW_LENGTHS]
+    wanted, longest = GPU_ROW_LENGTHS, config.max_positions
+    if not ops.reads_work(device):
+        wanted = ROW_LENGTHS
+        longest = min(longest, max(MAX_FORWARD_MULTIPLIES // size, KEY_BLOCK + 9))
+    lengths = [min(length, longest) for length in wanted]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (sum(lengths),), generator=generator).to(device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)

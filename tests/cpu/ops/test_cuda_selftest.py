@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 def test_the_self_test_proves_the_kernels_and_finds_a_defect(defect, monkeypatch):
     """A defect in what a sampler's steps alone compute. With one tile for all, the last is gone."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for name, value in (("ROW_LENGTHS", (66, 9)), ("ROW_COUNTS", (1, 65)), ("MANY_ROWS", 75)):
+    for name, value in (("GPU_ROW_LENGTHS", (66, 9)), ("ROW_COUNTS", (1, 65)), ("MANY_ROWS", 75)):
         monkeypatch.setattr(selftest, name, value)
     monkeypatch.setattr(cuda, "LIBRARY_ROWS", (512,))
     monkeypatch.setattr(cuda, "LIBRARY_OUTPUTS", 0)
