@@ -420,7 +420,8 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         (grad_out,), (spec, context) = grad_outputs, ctx.settings
-        is_flash = q.dtype.itemsize == 2 and q.shape[2] <= FLASH_WIDTH
+        D = q.shape[2]
+        is_flash = q.dtype.itemsize == 2 and D <= FLASH_WIDTH and D % 8 == 0
         backward = _flash_backward if is_flash else _tiled_backward
         grads = backward(grad_out, q, k, v, out, lse, spec, context)
         grad_sinks = None
