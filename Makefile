@@ -177,6 +177,7 @@ proof: install-dev
 	$(BIN)/python docs/proof/dialogues.py
 	$(BIN)/python docs/proof/tasks.py
 	$(BIN)/python docs/proof/sandbox.py
+	$(BIN)/python docs/proof/gpu_host.py
 	$(BIN)/python docs/proof/soak.py
 
 # What one GPU computes, whether the contract holds there, and how fast it is: at most 8 minutes each.
