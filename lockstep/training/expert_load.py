@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from lockstep.ops.context import to_device
 from lockstep.training.packing import PackedBatch
 
 Tensor = torch.Tensor
@@ -25,9 +26,10 @@ def expert_load(batch: PackedBatch, chosen_TLA: Tensor, num_experts: int) -> Ten
     layer_L = torch.arange(L, device=chosen_TLA.device)
     place_TLA = layer_L[:, None] * num_experts + chosen_TLA.long()
     rows_T = np.bincount(np.concatenate(batch.inputs), minlength=T)  # that contain each token
-    weight_T = torch.from_numpy(rows_T.astype(np.float64)).to(chosen_TLA.device)
+    weight_T = to_device(rows_T.astype(np.float64), chosen_TLA.device)
     weight_TLA = weight_T[:, None, None].expand(T, L, A)
-    counts = torch.bincount(place_TLA.flatten(), weight_TLA.flatten(), minlength=L * num_experts)
+    counts = weight_TLA.new_zeros(L * num_experts)  # whole numbers: exact in any order
+    counts.scatter_add_(0, place_TLA.flatten(), weight_TLA.flatten())
     return counts.view(L, num_experts)
 
 

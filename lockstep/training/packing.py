@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.errors import AlignmentError, ConfigError, TokenError
-from lockstep.ops.context import PackedContext, Support
+from lockstep.ops.context import PackedContext, Support, to_device
 from lockstep.types import COLUMNS, UNKNOWN_EXPERT, Int64Array, Ragged, Sample, listed_ids
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def _pack_rows(
             packed_routes[at] = of_row
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return to_device(np.ascontiguousarray(array), device)
 
     def at_targets(arrays: Iterable[npt.NDArray[Any]]) -> Tensor:
         return tensor(np.concatenate([a[p] for a, p in zip(arrays, places, strict=True)]))
