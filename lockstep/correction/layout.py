@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import AlignmentError
+from lockstep.ops.context import to_device
 
 Tensor = torch.Tensor
 Int64Array = npt.NDArray[np.int64]
@@ -121,7 +122,7 @@ class Layout:
 
     def lengths(self, device: torch.device | str) -> Tensor:
         """[R] int64: tokens of each row, padding included."""
-        return torch.from_numpy(np.diff(self.offsets)).to(device)
+        return to_device(np.diff(self.offsets), device)
 
     def row_counts(self, device: torch.device | str = "cpu") -> Tensor:
         """[R] float64: the tokens of each row that count."""

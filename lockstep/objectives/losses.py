@@ -21,7 +21,7 @@ import torch
 
 from lockstep.correction import kl
 from lockstep.correction.kl import RATIO_LIMIT
-from lockstep.correction.layout import Layout
+from lockstep.correction.layout import Int64Array, Layout
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives.config import (
     CISPO,
@@ -99,6 +99,8 @@ class TokenBatch:
     """[T] int64: index of each token among the `num_all` trained tokens of its micro-batch, of
     which the correction rejected the others. None: all were kept."""
     num_all: int = 0
+    sizes: Int64Array | None = None
+    """[num_rows]: tokens of each row, on the host. None counts them, for which a GPU is waited."""
 
     def select(self, values: Tensor) -> Tensor:
         """[num_all] -> [T]: the values of the tokens that were kept."""
@@ -113,7 +115,10 @@ class TokenBatch:
     @property
     def layout(self) -> Layout:
         """The rows of the tokens, for losses that need sums over a row."""
-        return Layout.packed(torch.bincount(self.row, minlength=self.num_rows))
+        sizes = self.sizes
+        return Layout.packed(
+            torch.bincount(self.row, minlength=self.num_rows) if sizes is None else sizes
+        )
 
     def column(self, name: str) -> Tensor:
         """Raises AlignmentError if the samples do not have it."""

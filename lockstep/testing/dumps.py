@@ -101,7 +101,7 @@ class Source:
             trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
         )
         read = [self._read(row) for row in rows]
-        batches = pack(read, plan_microbatches(read, MICROBATCH_TOKENS))
+        batches = list(pack(read, plan_microbatches(read, MICROBATCH_TOKENS)))
         num_trained = sum(row.num_trained for row in rows)
         for _ in range(num_updates):
             optimizer.zero_grad()

@@ -20,6 +20,7 @@ from lockstep.errors import AlignmentError, ContractError
 from lockstep.objectives.aggregation import token_weights
 from lockstep.objectives.config import Aggregate
 from lockstep.objectives.losses import TokenBatch
+from lockstep.ops.context import to_device
 from lockstep.training.packing import PackedBatch
 from lockstep.types import Sample
 
@@ -40,44 +41,40 @@ def keep_tokens(
     correction: Correction | None,
     *,
     version: int,
-    is_measured: bool = False,
-) -> tuple[TokenBatch, Reports]:
-    """The tokens of a micro-batch that are trained, as a loss sees them, and their mismatch.
+) -> tuple[TokenBatch, Corrected | None]:
+    """The tokens of a micro-batch that are trained, as a loss sees them; and what the correction
+    found, if it weighed or judged them by this forward. Only then a GPU is waited for.
 
     logprobs, entropy: [N] float32 of this forward, with gradient. correction: None keeps every
-    token. Rows with the column `importance_weights` were weighed over their whole batch before;
-    is_measured: their mismatch is measured by this forward all the same. version: of the policy,
-    for the age of tokens.
+    token; one that changes no token keeps those with a recorded log-prob. Rows with the column
+    `importance_weights` were weighed over their whole batch before. version: of the policy, for
+    the age of tokens.
 
     A correction that rejects token 1 of three gives a batch of two, `kept=[0, 2]`; its `spread`
     puts their losses back at places 0 and 2, and 0.0 at place 1.
     """
-    columns, reports = dict(batch.columns), Reports()
-    weights = keep = None
-    constant = logprobs.detach()
-    if correction is None:
-        if "rollout_logprobs" in columns:
-            reports = {"mismatch": measure_batch(batch, constant, version)}
-    else:
-        behaviour = columns.get(BEHAVIOUR[correction.behaviour])
+    columns, on_host, device = dict(batch.columns), batch.host_columns, logprobs.device
+    weights = keep = weighed = None
+    if correction is not None:
+        name = BEHAVIOUR[correction.behaviour]
         if WEIGHTS in columns:
-            weights = columns[WEIGHTS]
-            keep = weights > 0
-            if is_measured:
-                reports = {"mismatch": measure_batch(batch, constant, version)}
-        elif behaviour is not None:
-            weighed = _weigh(batch, constant, behaviour, correction, version)
+            weights, keep = columns[WEIGHTS], on_host[WEIGHTS] > 0
+        elif name in columns and correction.changes_tokens:
+            weighed = _weigh(batch, logprobs.detach(), on_host[name], correction, version)
             keep = weighed.keep
-            weights = weighed.weights if correction.level != "none" else None
-            reports = {"mismatch": weighed.report}
-            if correction.behaviour == "averaged":
-                raw = measure_batch(batch, constant, version)
-                reports = {"mismatch": raw, "mismatch_averaged": weighed.report}
+            if correction.level != "none":
+                weights = to_device(weighed.weights.numpy(), device)
+        elif name in columns:
+            keep = on_host[name].isfinite()
         if correction.anchor == "on_policy":
-            columns["old_logprobs"] = constant
-        elif correction.anchor == "rollout" and behaviour is not None:
-            columns["old_logprobs"] = behaviour
-    kept = None if keep is None or bool(keep.all()) else keep.nonzero()[:, 0]
+            columns["old_logprobs"] = logprobs.detach()
+        elif correction.anchor == "rollout" and name in columns:
+            columns["old_logprobs"] = columns[name]
+    sizes, kept = batch.sizes, None
+    if keep is not None and not keep.all():
+        places = np.flatnonzero(keep.numpy())
+        row = np.repeat(np.arange(batch.num_rows), sizes)[places]
+        sizes, kept = np.bincount(row, minlength=batch.num_rows), to_device(places, device)
 
     def at_kept(values: Tensor) -> Tensor:
         return values if kept is None else values.index_select(0, kept)
@@ -91,26 +88,53 @@ def keep_tokens(
         weights=None if weights is None else at_kept(weights),
         kept=kept,
         num_all=len(logprobs),
+        sizes=sizes,
     )
-    return tokens, reports
+    return tokens, weighed
+
+
+def reports_of(
+    batch: PackedBatch,
+    logprobs: Tensor,
+    correction: Correction | None,
+    weighed: Corrected | None,
+    *,
+    version: int,
+    is_measured: bool,
+) -> Reports:
+    """The mismatch of a micro-batch that was trained. weighed: what `keep_tokens` gave with it.
+    is_measured: rows that were weighed over their whole batch before are measured all the same."""
+    columns = batch.host_columns
+    if correction is None or WEIGHTS in columns:
+        has_some = "rollout_logprobs" in columns if correction is None else is_measured
+        return {"mismatch": measure_batch(batch, logprobs, version)} if has_some else {}
+    behaviour = columns.get(BEHAVIOUR[correction.behaviour])
+    if behaviour is None:
+        return {}
+    found = (weighed or _weigh(batch, logprobs, behaviour, correction, version)).report
+    if correction.behaviour == "rollout":
+        return {"mismatch": found}
+    return {"mismatch": measure_batch(batch, logprobs, version), "mismatch_averaged": found}
 
 
 def measure_batch(batch: PackedBatch, logprobs: Tensor, version: int) -> MismatchReport:
     """The mismatch between `rollout_logprobs` and [N] log-probs of the trainer."""
-    if "rollout_logprobs" not in batch.columns:
+    if "rollout_logprobs" not in batch.host_columns:
         raise AlignmentError(
             "the samples have no rollout_logprobs: there is nothing to compare the trainer with."
         )
-    rollout = batch.columns["rollout_logprobs"]
+    rollout = batch.host_columns["rollout_logprobs"]
     return _weigh(batch, logprobs, rollout, Correction(), version).report
 
 
 def _weigh(
     batch: PackedBatch, logprobs: Tensor, behaviour: Tensor, correction: Correction, version: int
 ) -> Corrected:
-    positions = batch.positions.index_select(0, batch.predictors) + 1
-    facts = _facts(batch.columns.get, positions, version)
-    return weigh(logprobs, behaviour, correction, layout=Layout.packed(batch.sizes), facts=facts)
+    """behaviour: [N] on the host, where all of this is computed."""
+    positions = torch.from_numpy(np.concatenate(batch.places))
+    facts = _facts(batch.host_columns.get, positions, version)
+    layout = Layout.packed(batch.sizes)
+    return weigh(logprobs.cpu(), behaviour, correction, layout=layout, facts=facts)
 
 
 def weigh_samples(
@@ -193,14 +217,10 @@ def loss_weights(
     total = max(denominator, 1e-30)
 
     def weights_of(batch: PackedBatch) -> Tensor:
-        mask = batch.columns[WEIGHTS] > 0 if is_kept_only else None
-        return token_weights(
-            Layout.packed(batch.sizes, mask),
-            aggregate,
-            fixed_length=fixed_length,
-            denominator=total,
-            device=batch.ids.device,
-        )
+        mask = batch.host_columns[WEIGHTS] > 0 if is_kept_only else None
+        layout = Layout.packed(batch.sizes, mask)
+        weights = token_weights(layout, aggregate, fixed_length=fixed_length, denominator=total)
+        return to_device(weights.numpy(), batch.ids.device)
 
     return weights_of
 
@@ -240,9 +260,10 @@ def check_equal(
 ) -> None:
     """Raises UnequalTokenError at the first token of this version whose two log-probs differ.
 
-    logprobs: [N] float32 of the training forward. Tokens of older versions may differ.
+    logprobs: [N] float32 of the training forward, on the host. Tokens of older versions may differ.
     """
-    recorded, versions = batch.columns.get("rollout_logprobs"), batch.columns.get("policy_version")
+    columns = batch.host_columns
+    recorded, versions = columns.get("rollout_logprobs"), columns.get("policy_version")
     if recorded is None or versions is None:
         raise AlignmentError(
             "rows under a numerics contract need rollout_logprobs and policy_version: the contract "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -179,7 +179,7 @@ class Learner:
 
     # -- micro-batches --------------------------------------------------------------------------
 
-    def pack(self, samples: Sequence[Sample]) -> list[PackedBatch]:
+    def pack(self, samples: Sequence[Sample]) -> Iterator[PackedBatch]:
         """This rank's micro-batches of `samples`: always the same for the same samples.
 
         Raises TokenError for a row that the model cannot read, besides what `packing` raises.
@@ -192,7 +192,7 @@ class Learner:
         *,
         routes: Sequence[npt.NDArray[np.int16]] | None = None,
         num_unread: int = 0,
-    ) -> list[PackedBatch]:
+    ) -> Iterator[PackedBatch]:
         """routes: experts to replay, per sample. num_unread: tokens at each row's end that the
         model does not read."""
         model = self.decoder.config

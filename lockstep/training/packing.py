@@ -7,7 +7,7 @@ The shift from "position t" to "predicts token t + 1" happens here, in `shift`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,8 @@ class PackedBatch:
     """[N] int64 in [0, R): the row of each trained token."""
     columns: dict[str, Tensor]
     """name -> [N, ...]: the samples' dense columns at the trained tokens."""
+    host_columns: dict[str, Tensor]
+    """The same columns on the host, so that no decision about a token waits for the device."""
     ragged: dict[str, Ragged]
     """name -> N entries: the ragged ones, on the host."""
     places: tuple[Int64Array, ...]
@@ -247,8 +249,9 @@ def pack(
     routes: Sequence[npt.NDArray[np.int16]] | None = None,
     rank: int = 0,
     num_ranks: int = 1,
-) -> list[PackedBatch]:
-    """The micro-batches of `plan`, columns moved by index without knowing their names.
+) -> Iterator[PackedBatch]:
+    """The micro-batches of `plan`, columns moved by index without knowing their names. Each is
+    made when it is asked for: on a GPU, while the one before is computed.
 
     routes: [T, layers, active] per sample, the experts to replay. rank, num_ranks: that rank's
     share of the micro-batches only, see `deal`.
@@ -270,10 +273,10 @@ def pack(
             f"rows {expected} have tokens that are marked as trained, but the plan packs {packed}: "
             "each of them once, and no others."
         )
-    return [
+    return (
         _pack_rows(samples, rows, device, routes, is_filler=is_filler)
         for rows, is_filler in deal(plan, rank, num_ranks)
-    ]
+    )
 
 
 def _column_names(sample: Sample) -> list[str]:
@@ -309,22 +312,24 @@ def _pack_rows(
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return to_device(np.ascontiguousarray(array), device)
 
-    def at_targets(arrays: Iterable[npt.NDArray[Any]]) -> Tensor:
-        return tensor(np.concatenate([a[p] for a, p in zip(arrays, places, strict=True)]))
+    def at_targets(arrays: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        return np.concatenate([a[p] for a, p in zip(arrays, places, strict=True)])
 
+    columns = {
+        name: at_targets(s.columns[name] for s in chosen)
+        for name in _column_names(chosen[0])
+        if name in chosen[0].columns
+    }
     return PackedBatch(
         rows=tuple(rows),
         ids=tensor(ids).long(),
         positions=tensor(positions),
         context=PackedContext.of_rows(index, device=device),
         predictors=tensor(np.concatenate([i[p] for i, (p, _) in zip(index, shifted, strict=True)])),
-        targets=at_targets(s.token_ids for s in chosen).long(),
+        targets=tensor(at_targets(s.token_ids for s in chosen)).long(),
         row=tensor(np.repeat(np.arange(len(rows)), [len(p) for p in places])),
-        columns={
-            name: at_targets(s.columns[name] for s in chosen)
-            for name in _column_names(chosen[0])
-            if name in chosen[0].columns
-        },
+        columns={name: tensor(values) for name, values in columns.items()},
+        host_columns={name: torch.from_numpy(values) for name, values in columns.items()},
         ragged={
             name: Ragged.concatenate(
                 [s.ragged[name].take(p) for s, p in zip(chosen, places, strict=True)]

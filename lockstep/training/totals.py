@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Totals:
         """Trained tokens, those that the correction kept; in forwards that replay: tokens fed,
         those of them with routes, and these times the layers."""
         self.reports: dict[str, MismatchReport] = {}
+        """Filled after the last micro-batch, so that none waits for its log-probs."""
 
     def add(
         self,
@@ -45,11 +46,9 @@ class Totals:
         *,
         loss: Tensor,
         logprobs_N: Tensor,
-        reports: Mapping[str, MismatchReport],
         routing: Routing | None,
     ) -> None:
         """out: None where the correction kept no token. loss: [] float64, as it was summed."""
-        self.reports = merge_reports(self.reports, reports)
         self._add("loss", loss)
         self._add("logprob", logprobs_N.sum(dtype=torch.float64))
         self.counts.update(tokens=len(logprobs_N), kept=len(tokens.logprobs))

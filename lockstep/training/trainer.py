@@ -10,7 +10,8 @@ these in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +21,8 @@ import numpy.typing as npt
 import torch
 
 from lockstep.correction.config import Correction
-from lockstep.correction.metrics import MismatchReport
+from lockstep.correction.metrics import MismatchReport, merge_reports
+from lockstep.correction.weighing import Corrected
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.models import sequence_parallel
 from lockstep.models.decoder import Decoder
@@ -41,6 +43,7 @@ from lockstep.training.correcting import (
     keep_tokens,
     loss_weights,
     measure_batch,
+    reports_of,
     weigh_samples,
 )
 from lockstep.training.learner import (
@@ -67,6 +70,21 @@ recorded (equal under the contract), or a forward before the first update."""
 
 OLD_ROUTES = COLUMN["recompute"]
 POLICY = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A micro-batch after its backward; without gradient, on the device."""
+
+    batch: PackedBatch
+    logprobs: Tensor
+    """[N]."""
+    losses: Tensor
+    """[N], 0.0 where a token is not trained on."""
+    weights: Tensor
+    """[N], the correction's, 0.0 where a token is not trained on."""
+    weighed: Corrected | None
+    """Found by the correction, if it needed this forward's log-probs on the host."""
 
 
 class Trainer(Learner):
@@ -205,7 +223,6 @@ class Trainer(Learner):
                 "denominator=kept), which one forward_backward cannot see before it trains. Use "
                 "Trainer.update, or fill the column importance_weights first."
             )
-        batches = self.pack(samples)
         is_kept_only = is_weighed and correction is not None and correction.denominator == "kept"
         weights_of = loss_weights(
             samples,
@@ -214,26 +231,35 @@ class Trainer(Learner):
             denominator=denominator,
             is_kept_only=is_kept_only,
         )
-        is_measured = column is not None
-        backward = partial(self._backward, loss_fn, weights_of, correction, is_measured)
+        backward = partial(self._backward, loss_fn, weights_of, correction)
         self._passes.append((samples, backward))
         totals = Totals(self.device, num_experts=self.model.config.num_experts)
-        logprobs, losses, weights = [], [], []
-        for batch in batches:
-            logprobs_N, loss_N, weight_N = backward(batch, totals)
-            logprobs.append((batch, logprobs_N))
-            losses.append((batch, loss_N))
-            weights.append((batch, weight_N))
+        trained = [backward(batch, totals) for batch in self.pack(samples)]
+        # Nothing above waits for the device: it computes while the host prepares what follows.
+        logprobs = [(part.batch, part.logprobs.cpu()) for part in trained]
         self._check_contract(samples, logprobs)
+        for part, (batch, logprobs_N) in zip(trained, logprobs, strict=True):
+            if not batch.is_filler:
+                found = reports_of(
+                    batch,
+                    logprobs_N,
+                    correction,
+                    part.weighed,
+                    version=self.version,
+                    is_measured=column is not None,
+                )
+                totals.reports = merge_reports(totals.reports, found)
         if column is not None:
             _keep(samples, self._by_row(samples, logprobs), column)
         if correction is not None and correction.changes_tokens and not is_weighed:
+            weights = [(part.batch, part.weights) for part in trained]
             _keep(samples, self._by_row(samples, weights, fill=0.0), WEIGHTS)
         if self.ranks is not None:
             totals = reduce(Totals.merge, self.ranks.gather_data(totals.on_host()))
         self._num_kept += totals.counts["kept"]
         metrics = totals.to_metrics()
         if not np.isfinite(metrics["train/loss"]):
+            losses = [(part.batch, part.losses) for part in trained]
             found = self._by_row(samples, losses, fill=0.0)
             self._bad_loss = self._bad_loss or _name_bad_losses(samples, found)
         return metrics
@@ -356,28 +382,15 @@ class Trainer(Learner):
         loss_fn: LossFn,
         weights_of: Callable[[PackedBatch], Tensor],
         correction: Correction | None,
-        is_measured: bool,
         batch: PackedBatch,
         totals: Totals | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward and backward of a micro-batch, whose figures are added to `totals`.
-
-        is_measured: whether rows that were weighed before are measured in this forward too.
-        Returns at its N tokens, without gradient: log-probs, losses, and the correction's weights;
-        the last two are 0.0 where a token is not trained on.
-        """
+    ) -> _Trained:
+        """Forward and backward of a micro-batch, whose figures are added to `totals`."""
         routing = routing_of(batch)
         if routing is None and self.model.config.routed_layers:
             routing = Routing()  # keeps what is chosen, for `moe/...`
         logprobs, entropy = self._log_probs(batch, routing)
-        tokens, reports = keep_tokens(
-            batch,
-            logprobs,
-            entropy,
-            correction,
-            version=self.version,
-            is_measured=is_measured,
-        )
+        tokens, weighed = keep_tokens(batch, logprobs, entropy, correction, version=self.version)
         weight_N = weights_of(batch)
         loss_N, out = torch.zeros_like(logprobs.detach()), None
         if batch.is_filler or not len(tokens.logprobs):
@@ -397,11 +410,10 @@ class Trainer(Learner):
                 out,
                 loss=(loss_N.double() * weight_N).sum(),
                 logprobs_N=logprobs.detach(),
-                reports=reports,
                 routing=routing,
             )
         weights = torch.ones_like(tokens.logprobs) if tokens.weights is None else tokens.weights
-        return logprobs.detach(), loss_N, tokens.spread(weights)
+        return _Trained(batch, logprobs.detach(), loss_N, tokens.spread(weights), weighed)
 
     def _log_probs(
         self,
@@ -428,7 +440,7 @@ class Trainer(Learner):
 
     # -- routes -----------------------------------------------------------------------------------
 
-    def pack(self, samples: Sequence[Sample]) -> list[PackedBatch]:
+    def pack(self, samples: Sequence[Sample]) -> Iterator[PackedBatch]:
         """The micro-batches of a training forward, with the routes that it replays. Raises
         RoutingReplayError for routes that it cannot replay."""
         return self._pack(samples, routes=self._routes(samples, is_training=True))

@@ -215,7 +215,7 @@ def test_gradients_gather_over_micro_batches_of_any_size_at_the_same_log_probs(
     found = []
     for budget in (longest, 2 * longest, 20 * longest):
         trainer.config = replace(trainer.config, max_tokens_per_microbatch=budget)
-        num_batches = len(trainer.pack(rows))
+        num_batches = len(list(trainer.pack(rows)))
         trainer.forward_backward(rows, make_loss(Reinforce()), column="logprobs")
         found.append((num_batches, [row.columns["logprobs"].copy() for row in rows]))
         trainer.optimizer.zero_gradients()

@@ -110,12 +110,28 @@ def test_logits_and_gradients_equal_transformers(pair):
 
     weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(4))
     (found.log_softmax(-1) * weight).sum().backward()
-    (wanted.log_softmax(-1) * weight).sum().backward()
     mine = as_in_transformers(ours, {n: p.grad for n, p in ours.named_parameters()})
-    other = {n: p.grad for n, p in theirs.named_parameters()}
+    other = their_gradients(theirs, lengths, ids, weight)
     assert mine.keys() == other.keys()
-    errors = {n: float((mine[n] - other[n]).norm() / other[n].norm()) for n in other}
-    assert max(errors.values()) <= 1e-5, errors
+    if max(distances(mine, other).values()) <= 1e-5:
+        return
+    # Sums that cancel (a sink's) are less exact in float32, on either side: float64 is the judge.
+    theirs.set_experts_implementation("eager")
+    exact = their_gradients(theirs.double(), lengths, ids, weight)
+    own = distances(other, exact)
+    wrong = {n: x for n, x in distances(mine, exact).items() if x > max(1e-5, own[n])}
+    assert not wrong, own
+
+
+def their_gradients(theirs, lengths, ids, weight):
+    theirs.zero_grad()
+    logits = torch.cat([theirs(input_ids=row[None]).logits[0] for row in ids.split(lengths)])
+    (logits.log_softmax(-1) * weight).sum().backward()
+    return {name: p.grad.clone() for name, p in theirs.named_parameters()}
+
+
+def distances(found, wanted):
+    return {n: float((found[n] - x).norm() / x.norm()) for n, x in wanted.items()}
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"])

@@ -58,7 +58,8 @@ def test_k3_is_never_negative_where_exp_minus_one_minus_d_is():
     assert float(found.min()) >= 0
     exact = 0.5 * float(d.double().square().mean())  # the next term is d^3 / 6: 1e-4 of it
     assert float(found.double().mean()) == pytest.approx(exact, rel=1e-4)
-    assert float(direct.double().mean()) != pytest.approx(exact, rel=0.1)
+    off = (direct.double() - found.double()).abs().mean()  # how far its sum is off depends on exp
+    assert float(off) > exact, "of each token, as the formula is written down"
 
 
 def test_k3_is_never_negative_for_any_two_float32_log_probs():

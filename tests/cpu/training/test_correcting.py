@@ -33,7 +33,7 @@ def make_case(path, *, noise=0.5, version=0, **config):
         row.set("rollout_logprobs", np.minimum(moved, 0).astype(np.float32))
         row.set("policy_version", np.where(row.loss_mask, version, -1).astype(np.int32))
         row.set("turn", np.where(row.loss_mask, 0, -1).astype(np.int32))
-    assert len(trainer.pack(rows)) > 1
+    assert len(list(trainer.pack(rows))) > 1
     return trainer, rows
 
 

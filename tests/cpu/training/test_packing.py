@@ -44,7 +44,7 @@ def samples(draw):
 @given(samples(), st.integers(12, 40))
 def test_every_trained_token_arrives_once_with_its_own_columns(rows, budget):
     plan = plan_microbatches(rows, budget)
-    batches = pack(rows, plan)
+    batches = list(pack(rows, plan))
     assert sum(len(b.targets) for b in batches) == sum(s.num_trained for s in rows)
     seen = []
     for batch in batches:
