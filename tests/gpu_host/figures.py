@@ -21,14 +21,21 @@ from compiled import resources
 from gpu_models import config_of
 from stub_gpu import DEVICE, Counts, StubGpu, stub_gpu
 
+from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Draws
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.models.decoder import Decoder
-from lockstep.ops.context import AttentionSpec, PackedContext, to_device
+from lockstep.objectives.config import CISPO, DPPO, GSPO, ObjectiveConfig, PPOClip, Reinforce
+from lockstep.objectives.losses import make_loss
+from lockstep.ops.context import AttentionSpec, PackedContext
 from lockstep.ops.contract import Fingerprint
 from lockstep.ops.cuda import CudaOps
-from lockstep.types import Request, SamplingParams
+from lockstep.training.config import TrainerConfig
+from lockstep.training.correcting import loss_weights
+from lockstep.training.totals import Totals
+from lockstep.training.trainer import Trainer
+from lockstep.types import Request, Sample, SamplingParams
 
 STEPS = 4
 ROWS = 64
@@ -130,25 +137,43 @@ def described(counts: Counts, steps: int = 1) -> dict[str, Any]:
 
 
 def train(gpu: StubGpu, name: str, num_layers: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Counts of a micro-batch after one of other lengths. A host sync would be an error of fake
-    tensors."""
-    model = make_model(name, num_layers, dtype)
+    """Counts of the trainer's own micro-batch, packing and loss included, after one of other
+    lengths; the most of all objectives."""
+    config = TrainerConfig(max_tokens_per_microbatch=1 << 14)
+    trainer = Trainer(make_model(name, num_layers, dtype), config, like="unused")
+    rng = np.random.default_rng(0)
 
-    def run(*lengths: int) -> None:
-        T = sum(lengths)
-        ids, positions = (to_device(np.zeros(T, np.int64), DEVICE) for _ in range(2))
-        predictors = to_device(np.arange(T - 100), DEVICE)
-        context = PackedContext.of(lengths, device=DEVICE)
-        logprobs, entropy = model.score(
-            ids, positions, context, predictors_N=predictors, targets_N=ids[: T - 100]
-        )
-        (logprobs.sum() + entropy.sum()).backward()
+    def rows(*lengths: int) -> list[Sample]:
+        out: list[Sample] = []
+        for number, length in enumerate(lengths):
+            mask = np.arange(length) >= length // 3
+            mask[-1] = number != 1  # this one's last token is not trained
+            sample = Sample(
+                id=f"{number}", token_ids=np.full(length, number, np.int32), loss_mask=mask
+            )
+            for column in ("rollout_logprobs", "advantages"):
+                sample.set(column, -rng.random(length).astype(np.float32))
+            sample.columns["rollout_logprobs"][-2] = np.nan  # was not recorded
+            sample.set("policy_version", np.zeros(length, np.int32))
+            out.append(sample)
+        return out
 
-    run(1000, 2000, 1096)
-    before = len(gpu.instances)
-    with gpu.counting() as counts:
-        run(77, 1302, 1999, 401)
-    return {"syncs": 0, "recompilations": len(gpu.instances) - before, **described(counts)}
+    def run(objective: ObjectiveConfig, samples: list[Sample]) -> None:
+        weights_of = loss_weights(samples, objective.aggregate)
+        totals = Totals(trainer.device, num_experts=trainer.model.config.num_experts)
+        for batch in trainer.pack(samples):
+            trainer._backward(make_loss(objective), weights_of, Correction.bypass(), batch, totals)
+
+    out: dict[str, Any] = {}
+    for objective in (PPOClip(), GSPO(), CISPO(), DPPO(), Reinforce()):
+        run(objective, rows(1000, 2000, 1096))
+        before = len(gpu.instances)
+        with gpu.counting() as counts:
+            run(objective, rows(77, 1302, 1999, 401))
+        found = {"waits": counts.waits, "recompilations": len(gpu.instances) - before}
+        found |= described(counts)
+        out = {key: max(value, out.get(key, 0)) for key, value in found.items()}
+    return out
 
 
 def attention_backward(gpu: StubGpu, name: str) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.jit import JITFunction
 
 backend_registration._setup_privateuseone_for_python_backend("gpu")  # for the whole process
@@ -47,7 +47,9 @@ class Counts:
     to_device: int = 0
     """Copies from the host."""
     to_host: int = 0
-    """Copies to the host: each waits for the GPU."""
+    """Copies to the host."""
+    waits: int = 0
+    """Copies that the host waits for: those to it, and those from memory that is not pinned."""
 
     @property
     def num_launches(self) -> int:
@@ -75,11 +77,18 @@ class StubGpu:
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, gpu: StubGpu) -> None:
+    def __init__(self, gpu: StubGpu, fakes: FakeTensorMode) -> None:
         super().__init__()
-        self._gpu = gpu
+        self._gpu, self._fakes = gpu, fakes
+
+    def _faked(self, x: torch.Tensor) -> torch.Tensor:
+        return x if isinstance(x, FakeTensor) else self._fakes.from_tensor(x)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if _is_of_host(args, kwargs or {}):
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         out = func(*args, **(kwargs or {}))
         counts, name = self._gpu.counts, func.overloadpacket.__name__
         tensors = [x for x in (out if isinstance(out, tuple | list) else [out]) if _is_on_gpu(x)]
@@ -89,11 +98,21 @@ class _Watch(TorchDispatchMode):
         if is_moved and bool(inputs) != bool(tensors):
             counts.to_host += not tensors
             counts.to_device += bool(tensors)
+            counts.waits += not (tensors and (kwargs or {}).get("non_blocking"))
         elif name == "copy_" and not _is_on_gpu(args[1]):
             counts.to_device += 1
+            counts.waits += not (len(args) > 2 and args[2])
         elif tensors and name not in NO_KERNEL:
             counts.aten[name] += 1
         return out
+
+
+def _is_of_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op reads and makes real tensors of the host alone: it is run."""
+    if torch.device(kwargs.get("device") or "cpu") != torch.device("cpu"):
+        return False
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    return not any(isinstance(x, FakeTensor) for x in leaves)
 
 
 def _is_on_gpu(x: Any) -> bool:
@@ -117,7 +136,8 @@ def stub_gpu(monkeypatch: pytest.MonkeyPatch, *, chip: int = 9) -> Iterator[Stub
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: H200)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (chip, 0))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: torch.empty(x.shape, dtype=x.dtype))
-    with FakeTensorMode(allow_non_fake_inputs=True), _Watch(gpu), monkeypatch.context() as inside:
+    fakes = FakeTensorMode()
+    with fakes, _Watch(gpu, fakes), monkeypatch.context() as inside:
         inside.setattr(torch.cuda, "is_available", lambda: True)
         yield gpu
 

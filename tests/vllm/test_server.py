@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 import torch
 from vllm_models import make_changed, make_checkpoint, run, trainer_logprobs
 
+from lockstep.engines.vllm import wire
 from lockstep.engines.vllm.started import VllmServer
+from lockstep.engines.weight_link import WeightSender
 from lockstep.errors import CapabilityError, EngineError, LeaseError
 from lockstep.models import peft_format
-from lockstep.models.hf_io import load_checkpoint
+from lockstep.models.hf_io import hf_tensors, load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig
@@ -70,6 +73,32 @@ def reload_by_vllm(engine, directory):
 
 def load(engine, directory, version):
     run(engine.load_weights(str(directory), version=version))
+
+
+def send(engine, directory, version):
+    run(engine.load_weights(hf_tensors(load_checkpoint(directory)), version=version))
+
+
+def sender_elsewhere(sender, **settings):
+    return sender(**settings | {"is_same_host": False})
+
+
+def test_a_server_that_ended_is_started_again_for_tensors_and_refuses_those_of_another_model(
+    started, place
+):
+    directory = make_checkpoint("qwen3", place / "again")
+    new = make_changed(directory, place / "again-new")
+    other = make_checkpoint("qwen2", place / "again-other")
+    ids = np.arange(3, 67, dtype=np.int32)
+    with started(directory) as engine:
+        send(engine, new, 1)
+        engine.wire.server.process.stop()
+        send(engine, new, 2)
+        assert gap_to_trainer(engine, new, ids) < TOLERANCE
+        with pytest.raises(EngineError, match="lack 4 of the 19 parameters"):
+            send(engine, other, 3)
+        send(engine, directory, 4)
+        assert gap_to_trainer(engine, directory, ids) < TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +253,9 @@ def test_sleep_on_a_cpu_frees_nothing_and_is_not_claimed(dense):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
-def test_new_weights_are_exact_where_vllms_own_reload_is_only_for_dense_ones(kind, started, place):
+def test_new_weights_are_exact_where_vllms_own_reload_is_only_for_dense_ones(
+    kind, started, place, monkeypatch
+):
     directory = make_checkpoint(kind, place / kind)
     new = make_changed(directory, place / f"{kind}-new")
     newer = make_changed(new, place / f"{kind}-newer", seed=2)
@@ -235,6 +266,11 @@ def test_new_weights_are_exact_where_vllms_own_reload_is_only_for_dense_ones(kin
             load(engine, weights, version)
             assert gap_to_trainer(engine, weights, ids) < TOLERANCE
             assert engine.version == version
+        for version, weights in enumerate((new, newer), start=4):
+            send(engine, weights, version)
+            assert gap_to_trainer(engine, weights, ids) < TOLERANCE
+            # From another machine, they would come by broadcast.
+            monkeypatch.setattr(wire, "WeightSender", partial(sender_elsewhere, WeightSender))
         reload_by_vllm(engine, new)
         gap = gap_to_trainer(engine, new, ids)
     if kind == "qwen3":

@@ -19,6 +19,7 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from lockstep.engines.http_wire import (
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
+from lockstep.engines.weight_link import WeightSender, is_same_host
 from lockstep.errors import (
     CapabilityError,
     EngineDownError,
@@ -159,7 +161,8 @@ class VllmWire(HttpWire):
                 "package on its PYTHONPATH, or leave engine.urls out: the run starts a server."
             )
         rpc = {"method": "lockstep_facts", "kwargs": {}}
-        found = client.call_now("/collective_rpc", rpc)["results"][0]
+        workers = client.call_now("/collective_rpc", rpc)["results"]
+        found, self._num_workers = workers[0], len(workers)
         config, self._why_not_in_place = found["config"], found["why_not_in_place"]
         check_same_config("vllm", client.url, context, config, SHAPE_FIELDS)
         asked = {"max_tokens": 1, "detokenize": False, "ignore_eos": True}
@@ -178,6 +181,8 @@ class VllmWire(HttpWire):
         sources: tuple[WeightSource, ...] = ("adapter",) if has_adapters else ()
         if not self._why_not_in_place or server is not None:
             sources = ("directory", *sources)
+        if not self._why_not_in_place and settings["parallel_config"]["data_parallel_size"] == 1:
+            sources = ("tensors", *sources)
         is_caching = bool(settings["cache_config"]["enable_prefix_caching"])
         self.capabilities = Capabilities(
             name="vllm",
@@ -315,7 +320,10 @@ class VllmWire(HttpWire):
         await self._client.post("/resume")
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """source: a directory of a checkpoint or adapter that the server can read."""
+        """source: tensors, or a directory of a checkpoint or adapter that the server can read."""
+        if isinstance(source, Mapping):
+            await self._send(source)
+            return
         directory = Path(str(source)).absolute()
         if self._is_gone:
             await self._restart(directory, "it had ended")
@@ -328,6 +336,29 @@ class VllmWire(HttpWire):
                 await self._client.post("/wake_up?tags=weights")
             call = {"method": "lockstep_load_directory", "kwargs": {"directory": str(directory)}}
             await self._client.post("/collective_rpc", call)
+
+    async def _send(self, tensors: Mapping[str, Any]) -> None:
+        if self._is_gone:
+            await self._restart(self._context.directory, "it had ended")
+        if self._is_asleep:
+            await self._client.post("/wake_up?tags=weights")
+        host = urlsplit(self.url).hostname or ""
+        is_here = self.server is not None or is_same_host(host)
+        link = WeightSender(num_workers=self._num_workers, host=host, is_same_host=is_here)
+        call = {"method": "lockstep_load_link", "kwargs": link.invitation}
+        answer = asyncio.create_task(self._client.post("/collective_rpc", call))
+        try:
+            await asyncio.to_thread(link.send, tensors.items(), has_failed=answer.done)
+        except EngineError:
+            link.close()
+            await answer  # if it has an error of its own, that says more
+            raise
+        except BaseException:
+            answer.cancel()
+            raise
+        finally:
+            link.close()
+        await answer
 
     async def read_label(self) -> str:
         """The label; empty for a server that is gone and that the next load restarts."""

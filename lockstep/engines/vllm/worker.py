@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lockstep.engines.vllm.cpu_adapters import mend_mixed_adapters
 from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
 from lockstep.engines.vllm.weights import read_checkpoint, update_weights, why_not_in_place
+from lockstep.engines.weight_link import receive
 
 # vLLM imports this module, and calls nothing of it, before it makes the model.
 widen_narrow_heads()
@@ -21,6 +24,8 @@ class LockstepWorker:
 
     model_runner: Any
     vllm_config: Any
+    rank: int
+    device: torch.device
 
     def lockstep_facts(self) -> dict[str, Any]:
         """The model's config.json, and the reason why its weights cannot be replaced while it runs
@@ -39,3 +44,8 @@ class LockstepWorker:
         afterwards."""
         model = self.model_runner.get_model()
         update_weights(model, self.vllm_config, read_checkpoint(directory))
+
+    def lockstep_load_link(self, **invitation: Any) -> None:
+        """Loads the tensors that a trainer sends meanwhile: see `WeightSender.invitation`."""
+        tensors = receive(rank=self.rank, device=self.device, **invitation)
+        update_weights(self.model_runner.get_model(), self.vllm_config, tensors)

@@ -26,7 +26,7 @@ KEPT = {
         "return_sampling_mask", "dtype",
     ),
     "cache_config": ("enable_prefix_caching",),
-    "parallel_config": ("worker_extension_cls", "tensor_parallel_size"),
+    "parallel_config": ("worker_extension_cls", "tensor_parallel_size", "data_parallel_size"),
     "scheduler_config": ("policy", "enable_chunked_prefill"),
     "device_config": ("device",),
 }  # fmt: skip
