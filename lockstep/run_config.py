@@ -257,10 +257,11 @@ class Config(ModelChoice):
         if not self.max_staleness:
             return
         where = f"max_staleness={self.max_staleness}"
-        if self.contract == "true-on-policy":
+        if self.contract == "true-on-policy" and self.sync.kv == "keep":
             raise ConfigError(
-                f"contract=true-on-policy with {where}: tokens are trained that older weights have "
-                "sampled. Set max_staleness=0, or contract=auto."
+                "contract=true-on-policy with sync.kv=keep: new weights would sample over keys of "
+                "old ones, which is no policy that the trainer has. Set sync.kv=drop, or "
+                "contract=auto."
             )
         if self.engine.share_device:
             raise ConfigError(

@@ -229,6 +229,28 @@ def merge_reports(
     return out
 
 
+def split_by_age(metrics: Mapping[str, float], *, is_exact: bool) -> dict[str, float]:
+    """`mismatch/k3_numerics` and `mismatch/k3_staleness`, which add up to `mismatch/k3`.
+
+    Numerics is the mean over tokens of age 0, staleness the rest. is_exact: a contract holds, under
+    which numerics is 0 at every age. Empty if no token is older than 0, and if none is of age 0 to
+    tell numerics by.
+
+    >>> split_by_age({"mismatch/k3": 0.5, "mismatch/by_age/0/k3": 0.125, "mismatch/by_age/1/k3": 2},
+    ...              is_exact=False)
+    {'mismatch/k3_numerics': 0.125, 'mismatch/k3_staleness': 0.375}
+    """
+    of_age = "mismatch/by_age/"
+    numerics = 0.0 if is_exact else metrics.get(f"{of_age}0/k3")
+    is_older = any(
+        name.startswith(of_age) and not name.startswith(f"{of_age}0/") for name in metrics
+    )
+    if numerics is None or not is_older:
+        return {}
+    staleness = metrics["mismatch/k3"] - numerics
+    return {"mismatch/k3_numerics": numerics, "mismatch/k3_staleness": staleness}
+
+
 def histogram_of(d: Tensor) -> Tensor:
     """[BINS] float64: the tokens of each bin. d: [N], finite."""
     # Counted by sign, exponent and highest bits of each float32, as one number.
@@ -275,12 +297,14 @@ def _figures(s: Mapping[str, float], abs_d: float) -> dict[str, float]:
 
 
 def _parts_seen(groups: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """name -> index of the groups to report: those of a part of which two or more were seen."""
+    """name -> index of the groups to report: those of a part of which two or more were seen, and
+    ages above 0."""
     out: dict[str, int] = {}
     at = 1
     for part in PARTS:
         seen = [i for i in range(len(part.labels)) if groups[at + i]["compared"]]
-        if part.name != "forced" and len(seen) > 1:
+        is_told = len(seen) > 1 or (part.name == "age" and seen != [0])
+        if part.name != "forced" and is_told:
             out |= {f"by_{part.name}/{part.labels[i]}": at + i for i in seen}
         at += len(part.labels)
     return out

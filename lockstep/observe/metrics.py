@@ -40,6 +40,8 @@ _MISMATCH: tuple[tuple[str, str, Direction, str], ...] = (
     ("k1", "nats", "none", "Mean of rollout minus trainer log-prob; cancels under a shift."),
     ("k2", "nats", "down", "Half the mean square of the log-prob difference."),
     ("k3", "nats", "down", "Low-variance estimate of KL(rollout, trainer); never negative."),
+    ("k3_numerics", "nats", "down", "k3 at age 0, or 0 under the contract."),
+    ("k3_staleness", "nats", "none", "The rest of k3: the policy has moved since the draw."),
     ("k1_unforced", "nats", "none", "k1 over tokens with a rollout probability up to 0.99."),
     ("k2_unforced", "nats", "down", "k2 over tokens with a rollout probability up to 0.99."),
     ("k3_unforced", "nats", "down", "k3 over tokens with a rollout probability up to 0.99."),

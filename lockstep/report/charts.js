@@ -84,6 +84,8 @@ function chartSpecs() {
     { title: "Correction: weights", unit: "1", series: [
       named("correction/weight_mean", "mean"), named("correction/ess", "effective sample size"), named("correction/normalizer", "divided by")] },
     { title: "Mismatch of the averaged behaviour", unit: "nats", isLog: true, series: mismatchOf("mismatch_averaged") },
+    { title: "Mismatch: numerics and staleness (k3)", unit: "nats", series: [
+      named("mismatch/k3_numerics", "numerics"), named("mismatch/k3_staleness", "staleness")] },
     mismatchBy("age", "Mismatch by age (k3)"),
     mismatchBy("turn", "Mismatch by turn (k3)"),
     mismatchBy("position", "Mismatch by place in the row (k3)"),

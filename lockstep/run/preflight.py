@@ -472,8 +472,8 @@ def why_no_contract(config: Config) -> str:
             "agent.record_support=false: the trainer cannot know what a token was drawn from. Set "
             "agent.record_support=true"
         )
-    if config.max_staleness:
-        return f"max_staleness={config.max_staleness}: older weights than the trained ones sample"
+    if config.sync.kv == "keep":
+        return "sync.kv=keep: new weights sample over keys of old ones"
     if config.contract == "auto" and current_hooks().no_contract:
         return current_hooks().no_contract
     dtype = getattr(config.engine, "dtype", "same")

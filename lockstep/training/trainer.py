@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.correction.config import Correction
-from lockstep.correction.metrics import MismatchReport, merge_reports
+from lockstep.correction.metrics import MismatchReport, merge_reports, split_by_age
 from lockstep.correction.weighing import Corrected
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.models import sequence_parallel
@@ -285,7 +285,7 @@ class Trainer(Learner):
         num_recomputed = self.num_recomputed
         scored_by = self._scored_by(samples, correction)
         if scored_by == "forward":
-            _keep(samples, self.forward(samples), "logprobs")
+            self._score(samples)
         elif scored_by == "sampler":
             _keep(samples, [s.columns["rollout_logprobs"] for s in samples], "old_logprobs")
         rows, weighed = list(samples), {}
@@ -294,6 +294,7 @@ class Trainer(Learner):
         metrics = self._step(rows, objective, correction, is_scored=scored_by == "forward")
         # The sampler's log-probs are compared in the first update's forward, not while weighing.
         metrics = weighed | metrics if scored_by == "sampler" else metrics | weighed
+        metrics |= split_by_age(metrics, is_exact=self.contract is not None)
         return metrics | {"tokens/recomputed": float(self.num_recomputed - num_recomputed)}
 
     # -- the parts of an update -----------------------------------------------------------------
@@ -340,9 +341,24 @@ class Trainer(Learner):
             return "training"
         if self.config.routing_replay == "recompute" or self.contract is None:
             return "forward"
-        versions = [s.columns["policy_version"][s.loss_mask] for s in samples]
-        is_current = all((found == self.version).all() for found in versions)
-        return "sampler" if is_current else "forward"
+        return "sampler" if all(map(self._is_current, samples)) else "forward"
+
+    def _is_current(self, sample: Sample) -> bool:
+        """Whether the version in training drew every trained token: under the contract its recorded
+        log-probs are then those of a forward."""
+        return bool((sample.columns["policy_version"][sample.loss_mask] == self.version).all())
+
+    def _score(self, samples: Sequence[Sample]) -> None:
+        """Fills `old_logprobs` and `logprobs` by a forward, or under the contract from what the
+        sampler recorded where no older version drew a token of the row."""
+        is_known = self.contract is not None and self.config.routing_replay != "recompute"
+        current = [s for s in samples if is_known and self._is_current(s)]
+        others = [s for s in samples if not (is_known and self._is_current(s))]
+        for sample in current:
+            recorded = np.where(sample.loss_mask, sample.columns["rollout_logprobs"], np.nan)
+            sample.set("old_logprobs", recorded.astype(np.float32))
+        self.forward(others)
+        _keep(samples, [s.columns["old_logprobs"] for s in samples], "logprobs")
 
     def _step(
         self,

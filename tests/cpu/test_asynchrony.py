@@ -148,6 +148,41 @@ def test_tokens_of_the_version_in_training_have_the_trainers_log_probs(ahead):
         assert row["mismatch/by_age/2-3/max_abs_diff"] > 1e-3
 
 
+@pytest.mark.parametrize("correction", ["mis", "bypass"])
+def test_under_the_contract_what_differs_is_age_alone(tmp_path, correction):
+    """Tokens of the version in training are equal bit for bit, and older ones to the version that
+    drew them: its weights, kept in a checkpoint, give what was recorded."""
+    path = tmp_path / "run"
+    config = config_of(
+        "steps=4", "max_staleness=2", f"correction={correction}", "contract=auto",
+        "checkpoint.every=1", "checkpoint.keep_last=9", run=str(path),
+    )  # fmt: skip
+    parts = build(replace(config, max_staleness=0), preflight(config))
+    if not parts.numerics.is_kept:
+        pytest.skip(parts.numerics.line)
+    assert train(config, out=path, view="json").status == "done"
+    run = check_steps(path, config)
+    assert run.environment["contract"] == "true-on-policy"
+    for row in run.metrics[1:4]:
+        assert row["mismatch/by_age/0/compared_tokens"] > 0
+        assert row["mismatch/by_age/0/unequal_tokens"] == row["mismatch/k3_numerics"] == 0
+        assert row["mismatch/k3_staleness"] == row["mismatch/k3"] > 0
+        assert all(map(find_metric, row))
+    num_older = 0
+    for step, groups in steps_of(run).items():
+        rows = rows_for_training(groups, config.advantage, control_ids=frozenset())
+        for version in range(step + 1):
+            kept = path / "checkpoints" / f"step-{version:06d}" / "policy"
+            model = load_checkpoint(kept if version else locate_model(config.model))
+            model.ops = parts.trainer.model.ops
+            trainer = Trainer(model, TrainerConfig(), like="unused")
+            for row, found in zip(rows, trainer.forward(rows, column=None), strict=True):
+                drawn = row.loss_mask & (row.columns["policy_version"] == version)
+                assert np.array_equal(found[drawn], row.columns["rollout_logprobs"][drawn])
+                num_older += int(drawn.sum()) * (version < step)
+    assert num_older > 100
+
+
 def test_the_clock_tells_waiting_from_sampling(ahead):
     for row in ahead.metrics[:6]:
         assert row["time/wait_seconds"] <= row["time/step_seconds"]
@@ -334,7 +369,7 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint_without_losing_a_task(
     [
         (("max_staleness=-1",), "must be at least 0"),
         (("sync.kv=keep",), "no episode lasts over an update"),
-        (("contract=true-on-policy", "max_staleness=1"), "older weights have sampled"),
+        (("contract=true-on-policy", "max_staleness=1", "sync.kv=keep"), "over keys of old ones"),
         (("correction=on_policy", "max_staleness=1"), "fixes at 1 the ratio"),
         (("correction=averaged", "max_staleness=1", "sync.kv=keep"), "averages another policy"),
         (("engine.share_device=true", "max_staleness=1"), "sleeps while the trainer trains"),
