@@ -278,6 +278,10 @@ class VllmConfig(ServedConfig):
 
     can_record_routes: ClassVar[bool] = True
 
+    decoder: Literal["auto", "lockstep", "vllm"] = "auto"
+    """Model that computes the tokens: vLLM's own, or Lockstep's decoder inside vLLM, which gives the
+    trainer's bits (contract=true-on-policy). auto is lockstep where that contract is named and there
+    is a decoder of the architecture, else vllm."""
     in_process: bool = False
     """Run vLLM inside the training process, whose environment must have it."""
     python: str = ""
@@ -322,6 +326,8 @@ class VllmConfig(ServedConfig):
             )
         if self.urls:
             self._check_attached()
+        if self.decoder == "lockstep" and (reason := self.why_no_decoder):
+            raise ConfigError(f"engine.decoder=lockstep: {reason}, or set engine.decoder=vllm.")
         counts = ("replicas", "max_num_sequences", "tensor_parallel")
         check_numbers(self, "engine.", *counts, least=1)
         check_numbers(self, "engine.", "max_adapter_rank", "kv_cache_gib", least=0)
@@ -342,8 +348,35 @@ class VllmConfig(ServedConfig):
             return ServedConfig.replica_configs(self)
         return (replace(self, replicas=1),) * self.replicas
 
+    @property
+    def why_no_decoder(self) -> str:
+        """Why Lockstep's decoder cannot run under these settings, and what to do; empty if it
+        can."""
+        given = [value for value in self.args if value.startswith(("--quantization", "-q"))]
+        for is_bad, text in (
+            (
+                self.tensor_parallel > 1,
+                f"engine.tensor_parallel={self.tensor_parallel} would sum the parts of a product in "
+                "another order than the trainer. Set engine.tensor_parallel=1 and take more "
+                "engine.replicas",
+            ),
+            (
+                self.max_adapter_rank > 0,
+                f"engine.max_adapter_rank={self.max_adapter_rank} keeps the adapter beside the "
+                "weights, which it computes merged. Leave it out",
+            ),
+            (bool(given), f"it computes no quantised weights. Leave {' '.join(given)} out"),
+            (
+                self.deterministic,
+                "engine.deterministic=true is for vLLM's own kernels. Leave it out",
+            ),
+        ):
+            if is_bad:
+                return text
+        return ""
+
     def _check_attached(self) -> None:
-        applies = {entry.name for entry in fields(ServedConfig)}
+        applies = {"decoder", *(entry.name for entry in fields(ServedConfig))}
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name not in applies and value != entry.default:

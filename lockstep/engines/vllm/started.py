@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.server_process import ServerProcess
+from lockstep.engines.vllm import plugin
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.launch.place import free_port
@@ -36,18 +38,24 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def engine_arguments(
-    config: VllmConfig, context: EngineContext, directory: Path, *, has_gpu: bool, max_tokens: int
+    config: VllmConfig,
+    context: EngineContext,
+    directory: Path,
+    *,
+    has_gpu: bool,
+    max_tokens: int,
+    is_ours: bool,
 ) -> list[str]:
     """Arguments for every vLLM engine of a run, in a server or in this process, for the checkpoint
-    in `directory` and texts of up to `max_tokens`. Raises CapabilityError for what vLLM has on GPUs
-    only."""
+    in `directory` and texts of up to `max_tokens`. is_ours: it runs Lockstep's decoder. Raises
+    CapabilityError for what vLLM has on GPUs only."""
     if config.deterministic and not has_gpu:
         raise CapabilityError(
             "engine.deterministic=true: vLLM's batch-invariant kernels are for GPUs, and there is "
             "none here. Leave it out: what the batch changes is measured at every step."
         )
     cache_gib = config.kv_cache_gib or (0.0 if has_gpu else CPU_CACHE_GIB)
-    settings = {
+    settings: dict[str, Any] = {
         "model": directory,
         "dtype": context.dtype if config.dtype == "same" else config.dtype,
         "seed": context.seed,
@@ -66,9 +74,12 @@ def engine_arguments(
     ]
     if cache_gib:
         settings["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
-    if overrides := config_overrides(directory):
+    if is_ours:
+        settings |= plugin.settings_for(getattr(context.model, "ops", None))
+        flags += plugin.FLAGS
+    elif overrides := config_overrides(directory):
         settings["hf-overrides"] = json.dumps(overrides)
-    if not has_gpu:
+    if not has_gpu and not is_ours:
         # A prompt that is computed in parts rolls back its request's draws, which torch's CPU
         # generator cannot: the engine ends ("CPU Generator does not use offset").
         settings["max-num-batched-tokens"] = max(CPU_STEP_TOKENS, max_tokens)
@@ -159,6 +170,7 @@ class VllmServer:
                 self._directory,
                 has_gpu=self._has_gpu,
                 max_tokens=context.max_tokens,
+                is_ours=False,
             ),
             *arguments,
             *config.args,

@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
+from lockstep.engines.vllm.model import LockstepForCausalLM
 from lockstep.errors import CapabilityError, CheckpointError, EngineError
 
 FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -56,6 +57,8 @@ def read_checkpoint(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
     """Reason why this model's weights cannot be replaced while it runs; empty if they can."""
+    if isinstance(model, LockstepForCausalLM):
+        return ""
     kind = vllm_config.model_config.hf_config.model_type
     if kind not in FAMILIES:
         return f"a model of type {kind}; known are {', '.join(FAMILIES)}"
@@ -104,6 +107,9 @@ def update_weights(
     EngineError if a weight is missing or misshapen: the model is then half new, and its engine must
     be restarted.
     """
+    if isinstance(model, LockstepForCausalLM):
+        model.load_weights(weights)
+        return
     if reason := why_not_in_place(model, vllm_config):
         raise CapabilityError(
             f"vLLM cannot take new weights while it runs: {reason}. The engine must be started "

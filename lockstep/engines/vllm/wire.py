@@ -35,6 +35,7 @@ from lockstep.engines.http_wire import (
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine
+from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.errors import (
     CapabilityError,
@@ -87,9 +88,9 @@ SCORE_SETTINGS: Mapping[str, Any] = {
 """Sampling parameters of a call that scores its prompt."""
 
 
-def sampling_settings(request: Request) -> dict[str, Any]:
-    """The sampling parameters of a request by vLLM's names. Raises CapabilityError for a
-    temperature at which vLLM would not draw."""
+def sampling_settings(request: Request, *, is_ours: bool) -> dict[str, Any]:
+    """The sampling parameters of a request by vLLM's names. is_ours: for Lockstep's decoder. Raises
+    CapabilityError for a temperature at which vLLM would not draw."""
     sampling = request.sampling
     if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise CapabilityError(
@@ -106,7 +107,9 @@ def sampling_settings(request: Request) -> dict[str, Any]:
         "logprobs": 0,  # of the sampled token alone
         "detokenize": False,
     }
-    if sampling.temperature > 0:
+    if is_ours:
+        settings["extra_args"] = {SEED: request.seed, DISTRIBUTION: sampling.distribution}
+    elif sampling.temperature > 0:
         settings["seed"] = request.seed
     if sampling.record_routes:
         settings["routed_experts_prompt_start"] = request.routes_from
@@ -141,6 +144,7 @@ class VllmWire(HttpWire):
         help, if it lacks what a run needs or serves another model."""
         super().__init__(client, context)
         self.server, self._is_asleep = server, False
+        self._is_ours = False
         _asked(client, "/version", "vLLM")
         info = _asked(
             client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -200,7 +204,7 @@ class VllmWire(HttpWire):
     # -- calls --------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        settings = sampling_settings(request)
+        settings = sampling_settings(request, is_ours=self._is_ours)
         body = self._body(
             request.id, request.prompt_ids, settings, request.priority, request.adapter
         )

@@ -1,0 +1,93 @@
+"""Lockstep's decoder as a model of vLLM: its registration, and what a vLLM must be started with. No
+torch and no vLLM.
+
+vLLM calls `register` in each of its processes, by the entry point `vllm.general_plugins` of this
+package's installation; the servers and engines that a run starts call it themselves.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+
+from lockstep.config import read_json
+from lockstep.engines.base import EngineContext
+from lockstep.engines.config import VllmConfig
+from lockstep.errors import CapabilityError, CheckpointError
+from lockstep.models.config import ARCHITECTURES
+from lockstep.ops.contract import TRUE_ON_POLICY
+
+ARCHITECTURE = "LockstepForCausalLM"
+"""Name of the model in vLLM, for --hf-overrides."""
+
+KNOWN_VERSIONS = ("0.32",)
+"""Minor versions of vLLM whose interfaces the model, the cache and the sampler were tested with."""
+
+SETTINGS: dict[str, str] = {
+    "hf-overrides": json.dumps({"architectures": [ARCHITECTURE]}),
+    "worker-cls": "lockstep.engines.vllm.decoder_worker.DecoderWorker",
+    "logits-processors": "lockstep.engines.vllm.sampler:Draws",
+}
+"""Arguments of vLLM by which it runs Lockstep's decoder."""
+
+FLAGS = ("enforce-eager", "no-async-scheduling")
+"""No compiler, which would order sums anew; and a step's draws know the tokens of the one before."""
+
+OPS = "lockstep_ops"
+"""Key of vLLM's additional configuration: the trainer's ops, pickled, in base64."""
+
+SEED = "lockstep_seed"
+"""Key of a request's seed in vLLM's `extra_args`. vLLM's own `seed` would make a generator, which
+cannot be rolled back on a CPU when a prompt is computed in chunks."""
+
+DISTRIBUTION = "lockstep_distribution"
+"""Key of the distribution whose log-probs are recorded; without it, the one of the draws."""
+
+ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""The other model runner draws by kernels of its own, in place of a sampler."""
+
+
+def settings_for(ops: object) -> dict[str, str]:
+    """Arguments of vLLM by which Lockstep's decoder computes as the trainer does. ops: the
+    trainer's; None lets the decoder's own self-test find them."""
+    if ops is None:
+        return SETTINGS
+    text = base64.b64encode(pickle.dumps(ops)).decode()
+    return SETTINGS | {"additional-config": json.dumps({OPS: text})}
+
+
+def register() -> None:
+    """Tells vLLM in this process where the model is; vLLM imports it when it makes one."""
+    from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
+
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, f"lockstep.engines.vllm.model:{ARCHITECTURE}")
+
+
+def check_version(version: str) -> None:
+    """Raises CapabilityError for a vLLM in which the decoder was not tested."""
+    if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
+        known = ", ".join(f"{name}.x" for name in KNOWN_VERSIONS)
+        raise CapabilityError(
+            f"engine.decoder=lockstep: Lockstep's decoder is known to run in vLLM {known}, and this "
+            f"is {version}. Install one of those, or set engine.decoder=vllm."
+        )
+
+
+def runs_decoder(config: VllmConfig, context: EngineContext) -> bool:
+    """Whether an engine that the run starts runs Lockstep's decoder.
+
+    Raises CapabilityError if that is asked for and there is none of the model's architecture.
+    """
+    path = context.directory / "config.json"
+    architecture = read_json(path, CheckpointError).get("model_type")
+    is_known = architecture in ARCHITECTURES
+    if config.decoder == "lockstep" and not is_known:
+        raise CapabilityError(
+            f"engine.decoder=lockstep: there is no decoder of a {architecture}, only of "
+            f"{', '.join(ARCHITECTURES)}. vLLM may have one: set engine.decoder=vllm."
+        )
+    if config.decoder != "auto":
+        return config.decoder == "lockstep"
+    return is_known and context.contract == TRUE_ON_POLICY and not config.why_no_decoder
