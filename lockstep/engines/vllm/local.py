@@ -13,7 +13,7 @@ import asyncio
 import gc
 import itertools
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +141,12 @@ class LocalWire(Wire):
             torch.set_num_threads = set_threads
             torch.set_num_threads(threads)
         if not self._is_ours and self._weights.lacks_tied_head(engine.vllm_config):
-            self._update(engine, self._weights.read_checkpoint(directory))
+            self._update(engine, directory)
         return engine
 
-    def _update(self, engine: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _update(self, engine: Any, source: Mapping[str, torch.Tensor] | str | Path) -> None:
         update = self._weights.update_weights
-        engine.apply_model(lambda model: update(model, engine.vllm_config, weights))
+        engine.apply_model(lambda model: update(model, engine.vllm_config, source))
 
     def _capabilities(self) -> Capabilities:
         config, model = self._config, self._engine.vllm_config.model_config
@@ -289,9 +289,7 @@ class LocalWire(Wire):
             self._take_adapter(source, version)
         elif not self._why_not_in_place:
             assert source is not None, "this engine shares no weights: `capabilities` says so"
-            is_directory = isinstance(source, str)
-            read = self._weights.read_checkpoint
-            self._update(self._engine, read(source) if is_directory else source.items())
+            self._update(self._engine, source)
         elif isinstance(source, str):
             self._context.on_wait(f"vLLM is started again: {self._why_not_in_place}")
             self._shut_down()

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import vllm
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
-from lockstep.engines.vllm.plugin import OPS
+from lockstep.engines.vllm.plugin import OPS, check_version
 from lockstep.errors import CapabilityError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
@@ -107,14 +108,14 @@ class LockstepForCausalLM(nn.Module):
             return self.decoder.logits(hidden_states)
 
     def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | str
+        self, weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | str | Path
     ) -> set[str]:
         """Copies a checkpoint's tensors, by their Hugging Face names, or those of a directory.
         Returns the names of what was filled. At first finds the ops by which the trainer computes.
 
         Raises CheckpointError, before anything is changed, for tensors that do not fit.
         """
-        if isinstance(weights, str):
+        if isinstance(weights, (str, Path)):
             load_into(self.decoder, weights)
         else:
             tensors = weights if isinstance(weights, Mapping) else dict(weights)
@@ -132,7 +133,8 @@ class LockstepForCausalLM(nn.Module):
 
 
 def check_runnable(vllm_config: Any) -> None:
-    """Raises CapabilityError for settings of vLLM under which its numbers would be others."""
+    """Raises CapabilityError for a vLLM, or settings of it, in which the numbers would be others."""
+    check_version(vllm.__version__)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for is_bad, text in (
         (parallel.world_size > 1, "runs in one process: set tensor and pipeline parallel to 1"),

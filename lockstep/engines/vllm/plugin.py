@@ -10,7 +10,9 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+from collections.abc import Mapping
 
+import lockstep
 from lockstep.config import read_json
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
@@ -20,6 +22,9 @@ from lockstep.ops.contract import TRUE_ON_POLICY
 
 ARCHITECTURE = "LockstepForCausalLM"
 """Name of the model in vLLM, for --hf-overrides."""
+
+ENTRY_POINT = "[vllm.general_plugins]\nlockstep = lockstep.engines.vllm.plugin:register\n"
+"""The entry of `pyproject.toml`, as installed packages have it."""
 
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces the model, the cache and the sampler were tested with."""
@@ -72,6 +77,30 @@ def check_version(version: str) -> None:
         raise CapabilityError(
             f"engine.decoder=lockstep: Lockstep's decoder is known to run in vLLM {known}, and this "
             f"is {version}. Install one of those, or set engine.decoder=vllm."
+        )
+
+
+def check_attached(config: VllmConfig, facts: Mapping[str, str], *, url: str) -> None:
+    """Raises CapabilityError for a server that somebody started, if it runs another model than the
+    settings say, or another version of this package. facts: of `LockstepWorker`."""
+    is_ours = bool(facts.get("fingerprint"))
+    if config.decoder == "lockstep" and not is_ours:
+        arguments = [f"--{name}='{value}'" for name, value in SETTINGS.items()]
+        environment = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+        raise CapabilityError(
+            f"engine.decoder=lockstep, and {url} runs vLLM's own model. Start it with "
+            f"{' '.join([*arguments, *(f'--{flag}' for flag in FLAGS)])}, {' '.join(environment)} "
+            "in its environment, and this package installed there."
+        )
+    if config.decoder == "vllm" and is_ours:
+        raise CapabilityError(
+            f"engine.decoder=vllm, and {url} runs Lockstep's decoder. Leave engine.decoder out."
+        )
+    if is_ours and facts["version"] != lockstep.__version__:
+        raise CapabilityError(
+            f"{url} has version {facts['version']} of this package, and here is "
+            f"{lockstep.__version__}: its draws and log-probs may be others. Install the same "
+            "version there."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import lockstep
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
@@ -100,7 +101,9 @@ class VllmServer:
         self._config, self._context = config, context
         self._python = config.python or sys.executable
         self._has_gpu = torch.cuda.is_available()
-        check_readable(context.directory, fills_head=False)
+        self._is_ours = plugin.runs_decoder(config, context)
+        if not self._is_ours:
+            check_readable(context.directory, fills_head=False)
         if not Path(self._python).is_file():
             raise EngineError(
                 f"engine.python={self._python} is no file; expected the interpreter of an "
@@ -170,7 +173,7 @@ class VllmServer:
                 self._directory,
                 has_gpu=self._has_gpu,
                 max_tokens=context.max_tokens,
-                is_ours=False,
+                is_ours=self._is_ours,
             ),
             *arguments,
             *config.args,
@@ -195,6 +198,8 @@ class VllmServer:
             "HF_HUB_OFFLINE": "1",  # the checkpoint is a directory
             "VLLM_NO_USAGE_STATS": "1",
         }
+        if self._is_ours:
+            own |= plugin.ENVIRONMENT
         if config.deterministic:
             own["VLLM_BATCH_INVARIANT"] = "1"
         if config.max_adapter_rank:
@@ -205,9 +210,14 @@ class VllmServer:
 
 def _folder_of_package(place: Path) -> Path:
     """A directory with this package and nothing else: the server's interpreter may be another one,
-    and must not find this one's packages."""
+    and must not find this one's packages. vLLM finds the plugin there as in an installed one."""
     folder = place / "python"
-    folder.mkdir(exist_ok=True)
+    about = folder / "lockstep_rl.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: lockstep-rl\nVersion: {lockstep.__version__}\n"
+    )
+    (about / "entry_points.txt").write_text(plugin.ENTRY_POINT)
     link = folder / "lockstep"
     link.unlink(missing_ok=True)
     link.symlink_to(Path(__file__).absolute().parents[2])

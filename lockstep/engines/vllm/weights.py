@@ -12,7 +12,7 @@ Guard: tests/vllm/test_weights.py.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +96,22 @@ def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
 
 @torch.no_grad()
 def update_weights(
-    model: nn.Module, vllm_config: Any, weights: Iterable[tuple[str, Tensor]]
+    model: nn.Module, vllm_config: Any, source: Mapping[str, Tensor] | str | Path
 ) -> None:
-    """Replaces the model's weights by `weights`, all (Hugging Face name, tensor) of a checkpoint.
+    """Replaces the model's weights by all tensors of a checkpoint, by their Hugging Face names.
+    source: they themselves, or their directory.
 
-    The caller drops cached prefixes, and runs no step meanwhile. Takes as much memory again as the
-    model on a CPU, none on a GPU.
+    The caller drops cached prefixes, and runs no step meanwhile. Takes as much memory again as
+    vLLM's own model on a CPU, none on a GPU or for Lockstep's decoder.
 
-    Raises CapabilityError, before any change, if the result would differ from a fresh engine;
-    EngineError if a weight is missing or misshapen: the model is then half new, and its engine must
-    be restarted.
+    Raises CapabilityError or CheckpointError, before any change, if the result would differ from a
+    fresh engine; EngineError if a weight is missing or misshapen for vLLM's own model: it is then
+    half new, and its engine must be restarted.
     """
     if isinstance(model, LockstepForCausalLM):
-        model.load_weights(weights)
+        model.load_weights(source)
         return
+    weights = source.items() if isinstance(source, Mapping) else read_checkpoint(source)
     if reason := why_not_in_place(model, vllm_config):
         raise CapabilityError(
             f"vLLM cannot take new weights while it runs: {reason}. The engine must be started "

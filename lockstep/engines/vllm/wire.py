@@ -35,7 +35,7 @@ from lockstep.engines.http_wire import (
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine
-from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED
+from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, check_attached
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.errors import (
     CapabilityError,
@@ -138,13 +138,17 @@ class VllmWire(HttpWire):
     adapter_routes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     def __init__(
-        self, client: HttpClient, context: EngineContext, *, server: VllmServer | None = None
+        self,
+        client: HttpClient,
+        config: VllmConfig,
+        context: EngineContext,
+        *,
+        server: VllmServer | None = None,
     ) -> None:
         """Finds out about the running server. Raises CapabilityError, with the command that would
         help, if it lacks what a run needs or serves another model."""
         super().__init__(client, context)
         self.server, self._is_asleep = server, False
-        self._is_ours = False
         _asked(client, "/version", "vLLM")
         info = _asked(
             client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -164,8 +168,11 @@ class VllmWire(HttpWire):
             )
         rpc = {"method": "lockstep_facts", "kwargs": {}}
         found = client.call_now("/collective_rpc", rpc)["results"][0]
-        config, self._why_not_in_place = found["config"], found["why_not_in_place"]
-        check_same_config("vllm", client.url, context, config, SHAPE_FIELDS)
+        shape, self._why_not_in_place = found["config"], found["why_not_in_place"]
+        self._is_ours = bool(found.get("fingerprint"))
+        if server is None:
+            check_attached(config, found, url=client.url)
+        check_same_config("vllm", client.url, context, shape, SHAPE_FIELDS)
         asked = {"max_tokens": 1, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": [0], "return_token_ids": True, "sampling_params": asked}
         probe = _asked(client, GENERATE, "--enable-scale-out", body=body)
@@ -185,9 +192,13 @@ class VllmWire(HttpWire):
         is_caching = bool(settings["cache_config"]["enable_prefix_caching"])
         self.capabilities = Capabilities(
             name="vllm",
-            vocab_size=int(config["vocab_size"]),
+            vocab_size=int(shape["vocab_size"]),
             max_tokens=int(model["max_model_len"]),
-            distributions=DISTRIBUTIONS[model["logprobs_mode"]],
+            distributions=(
+                ("model", "tempered", "sampled")
+                if self._is_ours
+                else DISTRIBUTIONS[model["logprobs_mode"]]
+            ),
             has_prefix_cache=is_caching and details is not None,
             has_seeds=True,
             has_score=True,
@@ -198,7 +209,9 @@ class VllmWire(HttpWire):
             has_adapters=has_adapters,
             has_sleep=bool(model.get("enable_sleep_mode")),
             has_restart=server is not None,
+            has_positional_draws=self._is_ours,
             weight_sources=sources,
+            fingerprint=found.get("fingerprint", ""),
         )
 
     # -- calls --------------------------------------------------------------------------------
@@ -392,12 +405,12 @@ def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
     if config.urls:
         client = connect(config, context, name="vllm", how_started=HOW_STARTED)
         lease = Lease(context.run, server=client.url, take_over=config.take_over)
-        return ServedEngine(VllmWire(client, context), lease=lease)
+        return ServedEngine(VllmWire(client, config, context), lease=lease)
     server = VllmServer(config, context)
     try:
         server.wait(context.on_wait)
         lease = Lease(context.run, server=server.client.url)
-        return ServedEngine(VllmWire(server.client, context, server=server), lease=lease)
+        return ServedEngine(VllmWire(server.client, config, context, server=server), lease=lease)
     except BaseException:  # Ctrl-C while it loads leaves no server either
         server.process.stop()
         raise
