@@ -271,6 +271,9 @@ class SGLangConfig(ServedConfig):
             )
 
 
+DecoderChoice = Literal["auto", "lockstep", "vllm"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig(ServedConfig):
     """vLLM: on servers that are up (engine.urls), on servers that the run starts and ends, or in
@@ -278,10 +281,10 @@ class VllmConfig(ServedConfig):
 
     can_record_routes: ClassVar[bool] = True
 
-    decoder: Literal["auto", "lockstep", "vllm"] = "auto"
-    """Model that computes the tokens: vLLM's own, or Lockstep's decoder inside vLLM, which gives the
-    trainer's bits (contract=true-on-policy). auto is lockstep where that contract is named and there
-    is a decoder of the architecture, else vllm."""
+    decoder: DecoderChoice = "auto"
+    """Model that computes the tokens: vllm is vLLM's own, lockstep the trainer's decoder inside
+    vLLM, which gives the trainer's bits. auto is lockstep with contract=true-on-policy, where there
+    is a decoder of the architecture and the settings allow it; else vllm."""
     in_process: bool = False
     """Run vLLM inside the training process, whose environment must have it."""
     python: str = ""
@@ -356,8 +359,8 @@ class VllmConfig(ServedConfig):
         for is_bad, text in (
             (
                 self.tensor_parallel > 1,
-                f"engine.tensor_parallel={self.tensor_parallel} would sum the parts of a product in "
-                "another order than the trainer. Set engine.tensor_parallel=1 and take more "
+                f"engine.tensor_parallel={self.tensor_parallel} would sum the parts of a product "
+                "in another order than the trainer. Set engine.tensor_parallel=1 and take more "
                 "engine.replicas",
             ),
             (

@@ -224,7 +224,7 @@ class LocalWire(Wire):
             name = self._engine.add_request(
                 call_id, prompt, asked, lora_request=lora, priority=priority
             )
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             raise EngineError(f"request {call_id}: vLLM does not take it: {error}") from error
         call = self._calls[call_id] = _Call(name)
         # Steps and requested ends put their outputs here.

@@ -133,13 +133,13 @@ class LockstepForCausalLM(nn.Module):
 
 
 def check_runnable(vllm_config: Any) -> None:
-    """Raises CapabilityError for a vLLM, or settings of it, in which the numbers would be others."""
+    """Raises CapabilityError for a vLLM, or settings of one, that would give other numbers."""
     check_version(vllm.__version__)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for is_bad, text in (
         (parallel.world_size > 1, "runs in one process: set tensor and pipeline parallel to 1"),
         (parallel.decode_context_parallel_size > 1, "holds a whole cache: no context parallel"),
-        (vllm_config.lora_config is not None, "takes adapters merged alone: leave --enable-lora out"),
+        (vllm_config.lora_config is not None, "takes merged adapters alone: no --enable-lora"),
         (vllm_config.speculative_config is not None, "draws by itself: no speculative decoding"),
         (vllm_config.use_v2_model_runner, "needs VLLM_USE_V2_MODEL_RUNNER=0 in the environment"),
         (

@@ -11,11 +11,11 @@ import base64
 import json
 import pickle
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
-import lockstep
 from lockstep.config import read_json
 from lockstep.engines.base import EngineContext
-from lockstep.engines.config import VllmConfig
+from lockstep.engines.config import DecoderChoice, VllmConfig
 from lockstep.errors import CapabilityError, CheckpointError
 from lockstep.models.config import ARCHITECTURES
 from lockstep.ops.contract import TRUE_ON_POLICY
@@ -25,6 +25,8 @@ ARCHITECTURE = "LockstepForCausalLM"
 
 ENTRY_POINT = "[vllm.general_plugins]\nlockstep = lockstep.engines.vllm.plugin:register\n"
 """The entry of `pyproject.toml`, as installed packages have it."""
+
+PACKAGE = "lockstep-rl"
 
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces the model, the cache and the sampler were tested with."""
@@ -37,7 +39,7 @@ SETTINGS: dict[str, str] = {
 """Arguments of vLLM by which it runs Lockstep's decoder."""
 
 FLAGS = ("enforce-eager", "no-async-scheduling")
-"""No compiler, which would order sums anew; and a step's draws know the tokens of the one before."""
+"""No compiler, which would order sums anew; and a step's draws know the tokens of the last one."""
 
 OPS = "lockstep_ops"
 """Key of vLLM's additional configuration: the trainer's ops, pickled, in base64."""
@@ -62,6 +64,14 @@ def settings_for(ops: object) -> dict[str, str]:
     return SETTINGS | {"additional-config": json.dumps({OPS: text})}
 
 
+def package_version() -> str:
+    """Version of this package in this process; "unknown" for one that is not installed."""
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        return "unknown"
+
+
 def register() -> None:
     """Tells vLLM in this process where the model is; vLLM imports it when it makes one."""
     from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
@@ -70,21 +80,21 @@ def register() -> None:
         ModelRegistry.register_model(ARCHITECTURE, f"lockstep.engines.vllm.model:{ARCHITECTURE}")
 
 
-def check_version(version: str) -> None:
+def check_version(found: str) -> None:
     """Raises CapabilityError for a vLLM in which the decoder was not tested."""
-    if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
+    if ".".join(found.split(".")[:2]) not in KNOWN_VERSIONS:
         known = ", ".join(f"{name}.x" for name in KNOWN_VERSIONS)
         raise CapabilityError(
-            f"engine.decoder=lockstep: Lockstep's decoder is known to run in vLLM {known}, and this "
-            f"is {version}. Install one of those, or set engine.decoder=vllm."
+            f"engine.decoder=lockstep: Lockstep's decoder is known to run in vLLM {known}, and "
+            f"this is {found}. Install one of those, or set engine.decoder=vllm."
         )
 
 
-def check_attached(config: VllmConfig, facts: Mapping[str, str], *, url: str) -> None:
+def check_attached(decoder: DecoderChoice, facts: Mapping[str, str], *, url: str) -> None:
     """Raises CapabilityError for a server that somebody started, if it runs another model than the
     settings say, or another version of this package. facts: of `LockstepWorker`."""
     is_ours = bool(facts.get("fingerprint"))
-    if config.decoder == "lockstep" and not is_ours:
+    if decoder == "lockstep" and not is_ours:
         arguments = [f"--{name}='{value}'" for name, value in SETTINGS.items()]
         environment = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
         raise CapabilityError(
@@ -92,14 +102,14 @@ def check_attached(config: VllmConfig, facts: Mapping[str, str], *, url: str) ->
             f"{' '.join([*arguments, *(f'--{flag}' for flag in FLAGS)])}, {' '.join(environment)} "
             "in its environment, and this package installed there."
         )
-    if config.decoder == "vllm" and is_ours:
+    if decoder == "vllm" and is_ours:
         raise CapabilityError(
             f"engine.decoder=vllm, and {url} runs Lockstep's decoder. Leave engine.decoder out."
         )
-    if is_ours and facts["version"] != lockstep.__version__:
+    if is_ours and facts["version"] != package_version():
         raise CapabilityError(
             f"{url} has version {facts['version']} of this package, and here is "
-            f"{lockstep.__version__}: its draws and log-probs may be others. Install the same "
+            f"{package_version()}: its draws and log-probs may be others. Install the same "
             "version there."
         )
 

@@ -27,6 +27,7 @@ from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED
 from lockstep.models.decoder import Decoder
 from lockstep.ops.context import to_device
 
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     """A request in the batch."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import lockstep
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
@@ -215,7 +214,7 @@ def _folder_of_package(place: Path) -> Path:
     about = folder / "lockstep_rl.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: lockstep-rl\nVersion: {lockstep.__version__}\n"
+        f"Metadata-Version: 2.1\nName: {plugin.PACKAGE}\nVersion: {plugin.package_version()}\n"
     )
     (about / "entry_points.txt").write_text(plugin.ENTRY_POINT)
     link = folder / "lockstep"

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
-from lockstep.engines.config import VllmConfig
+from lockstep.engines.config import DecoderChoice, VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.http_wire import (
     HttpWire,
@@ -140,10 +140,10 @@ class VllmWire(HttpWire):
     def __init__(
         self,
         client: HttpClient,
-        config: VllmConfig,
         context: EngineContext,
         *,
         server: VllmServer | None = None,
+        decoder: DecoderChoice = "auto",
     ) -> None:
         """Finds out about the running server. Raises CapabilityError, with the command that would
         help, if it lacks what a run needs or serves another model."""
@@ -171,7 +171,7 @@ class VllmWire(HttpWire):
         shape, self._why_not_in_place = found["config"], found["why_not_in_place"]
         self._is_ours = bool(found.get("fingerprint"))
         if server is None:
-            check_attached(config, found, url=client.url)
+            check_attached(decoder, found, url=client.url)
         check_same_config("vllm", client.url, context, shape, SHAPE_FIELDS)
         asked = {"max_tokens": 1, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": [0], "return_token_ids": True, "sampling_params": asked}
@@ -405,12 +405,12 @@ def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
     if config.urls:
         client = connect(config, context, name="vllm", how_started=HOW_STARTED)
         lease = Lease(context.run, server=client.url, take_over=config.take_over)
-        return ServedEngine(VllmWire(client, config, context), lease=lease)
+        return ServedEngine(VllmWire(client, context, decoder=config.decoder), lease=lease)
     server = VllmServer(config, context)
     try:
         server.wait(context.on_wait)
         lease = Lease(context.run, server=server.client.url)
-        return ServedEngine(VllmWire(server.client, config, context, server=server), lease=lease)
+        return ServedEngine(VllmWire(server.client, context, server=server), lease=lease)
     except BaseException:  # Ctrl-C while it loads leaves no server either
         server.process.stop()
         raise

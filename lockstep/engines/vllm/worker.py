@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import lockstep
 from lockstep.engines.vllm.cpu_adapters import mend_mixed_adapters
 from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
+from lockstep.engines.vllm.plugin import package_version
 from lockstep.engines.vllm.weights import update_weights, why_not_in_place
 
 # vLLM imports this module, and calls nothing of it, before it makes the model.
@@ -38,7 +38,7 @@ class LockstepWorker:
             "config": plain,
             "why_not_in_place": why_not_in_place(model, self.vllm_config),
             "fingerprint": getattr(model, "fingerprint", ""),
-            "version": lockstep.__version__,
+            "version": package_version(),
         }
 
     def lockstep_load_directory(self, directory: str) -> None:
