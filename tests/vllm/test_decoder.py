@@ -69,14 +69,14 @@ def request_of(number, prompt, **sampling):
     )
 
 
-def random_requests(seed, count, *, distributions=("model", "tempered")):
-    """Requests of random lengths and temperatures; some share a beginning, and half of them can
-    stop early."""
+def random_requests(seed, count, *, distributions=("model", "tempered"), longest=350):
+    """Requests of random temperatures, with prompts of up to `longest` ids; some share a beginning,
+    and half of them can stop early."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(2, VOCAB, 200)
     for number in range(count):
         own = rng.integers(2, VOCAB, int(rng.integers(1, 150)))
-        prompt = [*shared[: rng.choice([0, 70, 200])], *own]
+        prompt = [*shared[: rng.choice([0, 70, 200])], *own][:longest]
         yield request_of(
             number,
             prompt,
