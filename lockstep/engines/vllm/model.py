@@ -151,6 +151,10 @@ def check_runnable(vllm_config: Any) -> None:
             f"reads a directory, and {model.model} is none: download the model first",
         ),
         (
+            vllm_config.kv_transfer_config is not None,
+            "has a cache of its own layout: no --kv-transfer-config",
+        ),
+        (
             vllm_config.cache_config.cache_dtype not in ("auto", str(model.dtype)[6:]),
             "keeps keys and values as it computes them: give --kv-cache-dtype=auto",
         ),
@@ -182,8 +186,11 @@ class LayerCache(AttentionLayerBase):
         )
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        self.kv_cache = kv_cache  # [B, G, N, 2 K]
-        self.keys, self.values = kv_cache.transpose(0, 1).chunk(2, -1)
+        """Takes a layer's memory [B, G, N, 2 K], heads outermost. The keys get its first half:
+        where they lay beside the values, every read would copy the whole cache first."""
+        self.kv_cache, (num_blocks, heads, size, width) = kv_cache, kv_cache.shape
+        halves = kv_cache.transpose(0, 1).view(-1).chunk(2)
+        self.keys, self.values = (half.view(heads, num_blocks, size, width // 2) for half in halves)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
