@@ -15,11 +15,11 @@ from lockstep.engines.ledger import seed_after
 from lockstep.engines.registry import make_engine
 from lockstep.errors import EngineError
 from lockstep.models.hf_io import hf_tensors, load_checkpoint
-from lockstep.ops.context import PackedContext
+from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.contract import Fingerprint
 from lockstep.ops.selftest import fingerprint, prove
 from lockstep.testing.check_engine import check_engine
-from lockstep.types import Request, SamplingParams
+from lockstep.types import Ragged, Request, SamplingParams
 
 MAX_TOKENS = 512
 STOP = 7
@@ -100,8 +100,9 @@ async def replies(engine, requests, *, arrive_late=True):
     return await asyncio.gather(*(one(at, request) for at, request in enumerate(requests)))
 
 
-def trained(model, request, ids):
-    """Log-probs of the sampled ids by the trainer's packed forward, with another row beside."""
+def trained(model, request, ids, support=None):
+    """Log-probs of the sampled ids by the trainer's packed forward, with another row beside, over
+    the ids that each was drawn from."""
     row = torch.tensor([*request.prompt_ids, *ids], dtype=torch.int64)
     other = torch.arange(2, 39)
     packed = torch.cat([other, row])
@@ -117,15 +118,33 @@ def trained(model, request, ids):
             predictors_N=torch.arange(first - 1, len(packed) - 1),
             targets_N=packed[first:],
             temperature=sampling.temperature if is_tempered else 1.0,
+            support=None if support is None else Support.of(support),
         )
     return logprobs.numpy()
+
+
+def random_cuts(requests):
+    """The requests with random top-p and top-k, which record what they leave."""
+    rng = np.random.default_rng(7)
+    for request in requests:
+        cut = {
+            "top_p": float(rng.choice([0.5, 0.9, 1.0])),
+            "top_k": int(rng.choice([0, 3, 40])),
+            "temperature": 0.8,
+            "distribution": "sampled",
+            "record_support": True,
+        }
+        yield replace(request, sampling=replace(request.sampling, **cut))
 
 
 def num_unequal(model, requests, found):
     """(unequal log-probs, all)."""
     unequal = total = 0
-    for request, (ids, logprobs, _) in zip(requests, found, strict=True):
-        unequal += int((trained(model, request, ids) != logprobs).sum())
+    for request, (ids, logprobs, deltas) in zip(requests, found, strict=True):
+        support = None
+        if request.sampling.record_support and request.sampling.is_truncated:
+            support = Ragged.of([kept for delta in deltas for kept in delta.support])
+        unequal += int((trained(model, request, ids, support) != logprobs).sum())
         total += len(ids)
     return unequal, total
 
@@ -170,7 +189,7 @@ def test_it_keeps_every_promise_of_the_protocol(engine, first):
     prompt = [3 + i % 300 for i in range(140)]
     weights = dict(hf_tensors(load_checkpoint(first)))
     report = asyncio.run(check_engine(engine, prompt_ids=prompt, weights=weights, page_size=32))
-    assert set(report.skipped) == {"support", "routed experts", "stop strings", "sleep and wake"}
+    assert set(report.skipped) == {"routed experts", "stop strings", "sleep and wake"}
 
 
 def test_a_seed_draws_what_the_embedded_engine_draws_whatever_is_in_the_batch(engine, model):
@@ -183,6 +202,18 @@ def test_a_seed_draws_what_the_embedded_engine_draws_whatever_is_in_the_batch(en
     for (ids, logprobs, _), (other_ids, others, _) in zip(found, wanted, strict=True):
         assert np.array_equal(ids, other_ids)
         assert np.array_equal(logprobs, others)
+
+
+def test_what_top_p_and_top_k_left_is_handed_over_and_the_bits_are_the_trainers(engine, model):
+    requests = [
+        replace(request, id=f"c{request.id}") for request in random_cuts(random_requests(5, 30))
+    ]
+    requests += [replace(request, id=f"d{request.id}") for request in random_requests(6, 6)]
+    found = asyncio.run(replies(engine, requests))
+    unequal, total = num_unequal(model, requests, found)
+    assert total > 1000
+    assert unequal == 0
+    assert any(len(kept) for *_, deltas in found for d in deltas[:1] for kept in d.support or ())
 
 
 def test_several_replies_of_one_prompt_share_its_beginning(engine, model):

@@ -1,11 +1,18 @@
-"""vLLM's worker for Lockstep's decoder, named to vLLM by --worker-cls."""
+"""vLLM's worker and scheduler for Lockstep's decoder, named by --worker-cls and --scheduler-cls.
+
+What differs is who draws, and that the ids which a token was drawn from (its support) travel with
+it. vLLM has a place for them in its outputs, which its other model runner alone fills.
+"""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import SamplingMaskLists
 
 from lockstep.engines.vllm.sampler import ExactSampler
 
@@ -22,3 +29,19 @@ class DecoderWorker(Worker):
         super().load_model(**settings)
         runner = self.model_runner
         runner.sampler = ExactSampler(runner.get_model().decoder)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        support = self.model_runner.sampler.support
+        if support is not None and output is not None:
+            offsets = np.cumsum([0, *map(len, support)])
+            output.sampling_masks = SamplingMaskLists(np.concatenate(support), offsets)
+        return output
+
+
+class DecoderScheduler(Scheduler):
+    """vLLM's own scheduler, handing on each request's support."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.return_sampling_mask = True

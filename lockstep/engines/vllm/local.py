@@ -170,6 +170,7 @@ class LocalWire(Wire):
             scored_distributions=("model",),
             has_adapters=bool(config.max_adapter_rank),
             has_sleep=not self._is_cpu,
+            has_support=self._is_ours,
             has_positional_draws=self._is_ours,
             weight_sources=sources,
             fingerprint=fingerprint,
@@ -377,4 +378,5 @@ def _chunk(output: Any, sampling: SamplingParams) -> Chunk:
         prompt_ids=output.prompt_token_ids,
         num_cached_tokens=output.num_cached_tokens or 0,
         routed_experts=routes,
+        support=found.sampling_mask and found.sampling_mask.token_ids,
     )

@@ -35,6 +35,7 @@ SETTINGS: dict[str, str] = {
     "hf-overrides": json.dumps({"architectures": [ARCHITECTURE]}),
     "worker-cls": "lockstep.engines.vllm.decoder_worker.DecoderWorker",
     "logits-processors": "lockstep.engines.vllm.sampler:Draws",
+    "scheduler-cls": "lockstep.engines.vllm.decoder_worker.DecoderScheduler",
 }
 """Arguments of vLLM by which it runs Lockstep's decoder."""
 
@@ -47,6 +48,9 @@ OPS = "lockstep_ops"
 SEED = "lockstep_seed"
 """Key of a request's seed in vLLM's `extra_args`. vLLM's own `seed` would make a generator, which
 cannot be rolled back on a CPU when a prompt is computed in chunks."""
+
+SUPPORT = "lockstep_support"
+"""Key of whether a request gets the ids that its tokens were drawn from."""
 
 DISTRIBUTION = "lockstep_distribution"
 """Key of the distribution whose log-probs are recorded; without it, the one of the draws."""

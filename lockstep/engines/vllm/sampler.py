@@ -23,9 +23,10 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 from vllm.v1.sample.sampler import Sampler
 
 from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
-from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED
+from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT
 from lockstep.models.decoder import Decoder
 from lockstep.ops.context import to_device
+from lockstep.types import Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,12 @@ def _row(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[
     top_k = max(params.top_k, 0)
     is_filtered = params.temperature > 0 and (params.top_p < 1 or top_k > 0)
     return _Row(
-        Rule(params.temperature, is_filtered, given.get(DISTRIBUTION, "sampled")),
+        Rule(
+            params.temperature,
+            is_filtered,
+            given.get(DISTRIBUTION, "sampled"),
+            given.get(SUPPORT, False),
+        ),
         stream_of(secrets.randbits(63) if seed is None else seed),
         params.top_p,
         top_k,
@@ -98,6 +104,9 @@ class ExactSampler(Sampler):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__("processed_logprobs")
         self._decoder = [decoder]  # in a list: its weights are the model's, and not this module's
+        self.support: list[Int32Array] | None = None
+        """Ids that each row's token was drawn from, in the last step; empty for all of them. None
+        if no row asked."""
 
     def forward(
         self,
@@ -120,6 +129,7 @@ class ExactSampler(Sampler):
             uniform = to_device(uniforms(streams, positions), device)
             ids = torch.zeros(len(rows), dtype=torch.int64, device=device)
             logprobs = torch.zeros(len(rows), dtype=torch.float32, device=device)
+            self.support = None
             for rule in dict.fromkeys(row.rule for row in rows):
                 places = [at for at, row in enumerate(rows) if row.rule == rule]
                 at: Any = slice(None)
@@ -133,11 +143,15 @@ class ExactSampler(Sampler):
                         "top_p": to_device(top_p, device),
                         "top_k": to_device(top_k, device),
                     }
-                ids[at], logprobs[at], _ = sample(logits[at], uniform[at], rule, ops, **filters)
+                ids[at], logprobs[at], kept = sample(logits[at], uniform[at], rule, ops, **filters)
+                if kept is not None:
+                    self.support = self.support or [np.empty(0, np.int32)] * len(rows)
+                    for place, of_row in zip(places, kept.cpu().numpy(), strict=True):
+                        self.support[place] = np.flatnonzero(of_row).astype(np.int32)
             told = None
             if sampling_metadata.max_num_logprobs is not None:
                 chosen = logits.gather(1, ids[:, None])
-                ranks = (logits > chosen).sum(1)
+                ranks = (logits >= chosen).sum(1)
                 told = LogprobsTensors(ids[:, None].int(), logprobs[:, None], ranks)
         return SamplerOutput(sampled_token_ids=ids[:, None].int(), logprobs_tensors=told)
 

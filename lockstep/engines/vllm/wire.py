@@ -35,7 +35,7 @@ from lockstep.engines.http_wire import (
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine
-from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, check_attached
+from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT, check_attached
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.errors import (
     CapabilityError,
@@ -108,7 +108,11 @@ def sampling_settings(request: Request, *, is_ours: bool) -> dict[str, Any]:
         "detokenize": False,
     }
     if is_ours:
-        settings["extra_args"] = {SEED: request.seed, DISTRIBUTION: sampling.distribution}
+        settings["extra_args"] = {
+            SEED: request.seed,
+            DISTRIBUTION: sampling.distribution,
+            SUPPORT: sampling.record_support and sampling.is_truncated,
+        }
     elif sampling.temperature > 0:
         settings["seed"] = request.seed
     if sampling.record_routes:
@@ -205,7 +209,7 @@ class VllmWire(HttpWire):
             # Whatever the mode: no sampling step touches a prompt's log-probs.
             scored_distributions=("model",),
             has_routed_experts=bool(model.get("enable_return_routed_experts")),
-            has_support=bool(model.get("return_sampling_mask")),
+            has_support=self._is_ours or bool(model.get("return_sampling_mask")),
             has_adapters=has_adapters,
             has_sleep=bool(model.get("enable_sleep_mode")),
             has_restart=server is not None,
