@@ -5,7 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_decoder import model_of, num_unequal, random_requests, replies, request_of, trained
+from test_decoder import (
+    model_of,
+    num_unequal,
+    random_cuts,
+    random_requests,
+    replies,
+    request_of,
+    trained,
+)
 from vllm_models import make_changed, make_checkpoint, run
 
 from lockstep.engines.config import VllmConfig
@@ -35,7 +43,9 @@ def server(started, first):
 def test_every_log_prob_is_the_trainers(server, model):
     own = fingerprint(model.ops, torch.float32, torch.device("cpu")).text
     assert server.capabilities.fingerprint == own
+    cut = random_cuts(random_requests(1, 8, longest=100))
     requests = [*random_requests(0, 24, longest=100)]
+    requests += [replace(request, id=f"cut {request.id}") for request in cut]
     found = run(replies(server, requests))
     unequal, total = num_unequal(model, requests, found)
     assert total > 500

@@ -17,7 +17,7 @@ from lockstep.config import read_json
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import DecoderChoice, VllmConfig
 from lockstep.errors import CapabilityError, CheckpointError
-from lockstep.models.config import ARCHITECTURES
+from lockstep.models.config import ARCHITECTURES, ModelConfig
 from lockstep.ops.contract import TRUE_ON_POLICY
 
 ARCHITECTURE = "LockstepForCausalLM"
@@ -31,8 +31,9 @@ PACKAGE = "lockstep-rl"
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces the model, the cache and the sampler were tested with."""
 
+# MXFP4 of gpt-oss is unpacked by the decoder's own reader: to vLLM the weights are plain.
 SETTINGS: dict[str, str] = {
-    "hf-overrides": json.dumps({"architectures": [ARCHITECTURE]}),
+    "hf-overrides": json.dumps({"architectures": [ARCHITECTURE], "quantization_config": None}),
     "worker-cls": "lockstep.engines.vllm.decoder_worker.DecoderWorker",
     "logits-processors": "lockstep.engines.vllm.sampler:Draws",
     "scheduler-cls": "lockstep.engines.vllm.decoder_worker.DecoderScheduler",
@@ -121,7 +122,8 @@ def check_attached(decoder: DecoderChoice, facts: Mapping[str, str], *, url: str
 def runs_decoder(config: VllmConfig, context: EngineContext) -> bool:
     """Whether an engine that the run starts runs Lockstep's decoder.
 
-    Raises CapabilityError if that is asked for and there is none of the model's architecture.
+    Raises CapabilityError if that is asked for and there is none of the model's architecture, and
+    CheckpointError for a config that it does not read, as one of quantised weights.
     """
     path = context.directory / "config.json"
     architecture = read_json(path, CheckpointError).get("model_type")
@@ -131,6 +133,8 @@ def runs_decoder(config: VllmConfig, context: EngineContext) -> bool:
             f"engine.decoder=lockstep: there is no decoder of a {architecture}, only of "
             f"{', '.join(ARCHITECTURES)}. vLLM may have one: set engine.decoder=vllm."
         )
-    if config.decoder != "auto":
-        return config.decoder == "lockstep"
-    return is_known and context.contract == TRUE_ON_POLICY and not config.why_no_decoder
+    is_default = is_known and context.contract == TRUE_ON_POLICY and not config.why_no_decoder
+    if config.decoder == "vllm" or (config.decoder == "auto" and not is_default):
+        return False
+    ModelConfig.from_directory(context.directory)
+    return True
