@@ -1,11 +1,13 @@
 """Lockstep's decoder inside vLLM: the trainer's bits, whatever vLLM's scheduler puts together."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm_models import CONFIGS, VOCAB, make_changed, make_checkpoint
 
 from lockstep.engines.base import EngineContext
@@ -310,4 +312,26 @@ def test_the_self_test_finds_the_ops_where_no_trainer_hands_them_over(first, mod
     engine = make_engine(config, context_of(first, None))
     found = Fingerprint.from_text(engine.capabilities.fingerprint)
     assert found == fingerprint(model.ops, torch.float32, torch.device("cpu"))
+    asyncio.run(engine.close())
+
+
+def test_mxfp4_of_gpt_oss_is_unpacked_as_the_trainer_unpacks_it(place):
+    directory = make_checkpoint("gpt_oss", place / "packed", std=0.15)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(config))
+    (path,) = directory.glob("*.safetensors")
+    tensors, generator = load_file(path), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, width, outputs = tensors.pop(name).shape
+        shape = num_experts, outputs, width // 32
+        random = {"dtype": torch.uint8, "generator": generator}
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), **random)
+        tensors[f"{name}_scales"] = torch.randint(120, 124, shape, **random)
+    save_file(tensors, path, metadata={"format": "pt"})
+    model = model_of(directory, "bfloat16")
+    engine = make_local(directory, model, args=SMALL_STEPS)
+    requests = [*random_requests(0, 12)]
+    unequal, total = num_unequal(model, requests, asyncio.run(replies(engine, requests)))
+    assert (unequal, total > 300) == (0, True)
     asyncio.run(engine.close())

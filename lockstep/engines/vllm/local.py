@@ -75,7 +75,7 @@ class LocalWire(Wire):
             ) from error
         self._vllm: Any = vllm
         if self._is_ours:
-            plugin.check_version(vllm.__version__)
+            plugin.check_version(self._vllm.__version__)
             plugin.register()
             os.environ |= plugin.ENVIRONMENT
         self._is_cpu = current_platform.is_cpu()

@@ -16,18 +16,19 @@ import base64
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import vllm
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lockstep.engines.vllm.plugin import OPS, check_version
 from lockstep.errors import CapabilityError
@@ -118,7 +119,8 @@ class LockstepForCausalLM(nn.Module):
         if isinstance(weights, (str, Path)):
             load_into(self.decoder, weights)
         else:
-            tensors = weights if isinstance(weights, Mapping) else dict(weights)
+            named: Any = weights
+            tensors = named if isinstance(named, Mapping) else dict(named)
             load_weights(self.decoder, tensors, where="the weights for vLLM")
         if not self._is_proven:
             self.decoder.ops, self._is_proven = self._find_ops(), True
@@ -134,7 +136,7 @@ class LockstepForCausalLM(nn.Module):
 
 def check_runnable(vllm_config: Any) -> None:
     """Raises CapabilityError for a vLLM, or settings of one, that would give other numbers."""
-    check_version(vllm.__version__)
+    check_version(version("vllm"))
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for is_bad, text in (
         (parallel.world_size > 1, "runs in one process: set tensor and pipeline parallel to 1"),

@@ -79,7 +79,7 @@ def package_version() -> str:
 
 def register() -> None:
     """Tells vLLM in this process where the model is; vLLM imports it when it makes one."""
-    from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore
 
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, f"lockstep.engines.vllm.model:{ARCHITECTURE}")

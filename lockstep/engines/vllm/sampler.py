@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.sampler import Sampler
 
 from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
