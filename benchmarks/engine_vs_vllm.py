@@ -2,9 +2,10 @@
 
 Same random weights and prompts, batches of 1, 8 and 64 replies of 64 new tokens each behind prompts
 of 32, temperature 1, end tokens off, one thread, each engine in a process of its own, in turn. All
-three record the log-prob of every token. The embedded engine runs stock ops (contract=none) and,
-in a row of its own, those of the contract. transformers is its continuous batching. Each figure is
-the best of its runs; what is timed is the processor time of a whole batch, after one to warm up.
+record the log-prob of every token. The embedded engine runs stock ops (contract=none) and, in a row
+of its own, those of the contract; so does Lockstep's decoder inside vLLM. transformers is its
+continuous batching. Each figure is the best of its runs; what is timed is the processor time of a
+whole batch, after one to warm up.
 
     .venv-vllm/bin/python benchmarks/engine_vs_vllm.py [--json] [--rounds N] [--only TEXT]
 """
@@ -68,7 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-SIDES = ("embedded", "embedded contract", "vllm", "transformers")
+SIDES = ("embedded", "embedded contract", "vllm", "vllm, our decoder", "transformers")
 
 Generate = Callable[[np.ndarray], None]
 """[requests, tokens] prompts -> NEW_TOKENS each, sampled."""
@@ -123,13 +124,24 @@ def embedded(directory: Path, dtype: str, *, is_under_contract: bool) -> Generat
     return generate
 
 
-def vllm(directory: Path, dtype: str) -> Generate:
+def vllm(directory: Path, dtype: str, *, is_ours: bool) -> Generate:
     from vllm import LLM, SamplingParams
 
+    settings: dict[str, Any] = {}
+    if is_ours:
+        from lockstep.engines.vllm import plugin
+
+        plugin.register()
+        os.environ |= plugin.ENVIRONMENT
+        settings = {name.replace("-", "_"): text for name, text in plugin.SETTINGS.items()}
+        settings["hf_overrides"] = json.loads(settings["hf_overrides"])
+        settings["logits_processors"] = [settings["logits_processors"]]
+        settings["async_scheduling"] = False
     engine = LLM(
         model=str(directory), skip_tokenizer_init=True, dtype=dtype, enforce_eager=True,
         max_model_len=PROMPT_TOKENS + NEW_TOKENS, max_num_seqs=max(BATCHES),
         enable_prefix_caching=False, kv_cache_memory_bytes=256 << 20,
+        **settings,
     )  # fmt: skip
     sampling = SamplingParams(
         temperature=1.0, top_k=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0,
@@ -170,8 +182,8 @@ def continuous_batching(directory: Path, dtype: str) -> Generate:
 
 
 def make(side: str, directory: Path, dtype: str) -> Generate:
-    if side == "vllm":
-        return vllm(directory, dtype)
+    if side.startswith("vllm"):
+        return vllm(directory, dtype, is_ours=side != "vllm")
     if side == "transformers":
         return continuous_batching(directory, dtype)
     return embedded(directory, dtype, is_under_contract=side == "embedded contract")

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from lockstep.errors import CapabilityError
 from lockstep.launch.shared_file import Newest
+from lockstep.ops.contract import ContractChoice
 from lockstep.types import Delta, Distribution, Float32Array, Int32Array, Request
 
 WeightSource = Literal["shared", "tensors", "directory", "adapter"]
@@ -99,6 +100,8 @@ class EngineContext:
     """Longest prompt plus reply of the run."""
     dtype: str
     """Dtype that the trainer computes in."""
+    contract: ContractChoice = "none"
+    """Setting `contract` of the run."""
     seed: int = 0
     run: str = "run"
     """Name of the run, shown to others who use the same server."""

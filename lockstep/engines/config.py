@@ -271,6 +271,9 @@ class SGLangConfig(ServedConfig):
             )
 
 
+DecoderChoice = Literal["auto", "lockstep", "vllm"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig(ServedConfig):
     """vLLM: on servers that are up (engine.urls), on servers that the run starts and ends, or in
@@ -278,6 +281,10 @@ class VllmConfig(ServedConfig):
 
     can_record_routes: ClassVar[bool] = True
 
+    decoder: DecoderChoice = "auto"
+    """Model that computes the tokens: vllm is vLLM's own, lockstep the trainer's decoder inside
+    vLLM, which gives the trainer's bits. auto is lockstep with contract=true-on-policy, where there
+    is a decoder of the architecture and the settings allow it; else vllm."""
     in_process: bool = False
     """Run vLLM inside the training process, whose environment must have it."""
     python: str = ""
@@ -322,6 +329,8 @@ class VllmConfig(ServedConfig):
             )
         if self.urls:
             self._check_attached()
+        if self.decoder == "lockstep" and (reason := self.why_no_decoder):
+            raise ConfigError(f"engine.decoder=lockstep: {reason}, or set engine.decoder=vllm.")
         counts = ("replicas", "max_num_sequences", "tensor_parallel")
         check_numbers(self, "engine.", *counts, least=1)
         check_numbers(self, "engine.", "max_adapter_rank", "kv_cache_gib", least=0)
@@ -342,8 +351,35 @@ class VllmConfig(ServedConfig):
             return ServedConfig.replica_configs(self)
         return (replace(self, replicas=1),) * self.replicas
 
+    @property
+    def why_no_decoder(self) -> str:
+        """Why Lockstep's decoder cannot run under these settings, and what to do; empty if it
+        can."""
+        given = [value for value in self.args if value.startswith(("--quantization", "-q"))]
+        for is_bad, text in (
+            (
+                self.tensor_parallel > 1,
+                f"engine.tensor_parallel={self.tensor_parallel} would sum the parts of a product "
+                "in another order than the trainer. Set engine.tensor_parallel=1 and take more "
+                "engine.replicas",
+            ),
+            (
+                self.max_adapter_rank > 0,
+                f"engine.max_adapter_rank={self.max_adapter_rank} keeps the adapter beside the "
+                "weights, which it computes merged. Leave it out",
+            ),
+            (bool(given), f"it computes no quantised weights. Leave {' '.join(given)} out"),
+            (
+                self.deterministic,
+                "engine.deterministic=true is for vLLM's own kernels. Leave it out",
+            ),
+        ):
+            if is_bad:
+                return text
+        return ""
+
     def _check_attached(self) -> None:
-        applies = {entry.name for entry in fields(ServedConfig)}
+        applies = {"decoder", *(entry.name for entry in fields(ServedConfig))}
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name not in applies and value != entry.default:

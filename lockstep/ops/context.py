@@ -423,10 +423,10 @@ class PagedContext:
     """One step of a sampler: where the keys of the T new tokens go, and which pages each query
     reads."""
 
-    keys: Tensor
+    keys: Tensor | Sequence[Tensor]
     """[layers, G, pages, page_size, D] in the compute dtype, written in place. Heads come before
     pages so that the gathered pages of a sequence are its keys in order without another copy."""
-    values: Tensor
+    values: Tensor | Sequence[Tensor]
     """Same shape as `keys`."""
     write_index: Tensor
     """[T] int64: place of each new token's key and value: page * page_size + offset."""
@@ -441,8 +441,8 @@ class PagedContext:
     @classmethod
     def of(
         cls,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | Sequence[Tensor],
+        values: Tensor | Sequence[Tensor],
         tables: npt.NDArray[np.int64],
         starts: Sequence[int],
         stops: Sequence[int],
@@ -461,7 +461,7 @@ class PagedContext:
         >>> context.write_index.tolist()                # page 5 at offset 1, page 2 from its start
         [81, 32, 33]
         """
-        size, device = keys.shape[3], keys.device
+        num_kv_heads, size, device = len(keys[0]), keys[0].shape[2], keys[0].device
         at = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
         written = [row[a // size] * size + a % size for row, a in zip(tables, at, strict=True)]
         write_index = to_device(np.concatenate(written), device)
@@ -472,7 +472,7 @@ class PagedContext:
                 np.arange(len(tables)) * tables.shape[1],
                 tables.reshape(-1) * size,
                 page_size=size,
-                heads=(num_heads, keys.shape[1]),
+                heads=(num_heads, num_kv_heads),
                 device=device,
             )
             return cls(keys, values, write_index, work=work)

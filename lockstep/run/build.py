@@ -161,6 +161,7 @@ def build(
         vocab_size=model_files.model.vocab_size,
         max_tokens=config.max_tokens,
         dtype=config.compute_dtype,
+        contract=config.contract,
         seed=config.seed,
         run=config.name if scratch is None else scratch.name,
         scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",

@@ -13,7 +13,7 @@ import asyncio
 import gc
 import itertools
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http_wire import is_adapter
 from lockstep.engines.served import Chunk, Wire
+from lockstep.engines.vllm import plugin
 from lockstep.engines.vllm.checkpoint import check_readable
 from lockstep.engines.vllm.started import engine_arguments
 from lockstep.engines.vllm.wire import SCORE_SETTINGS, sampling_settings
@@ -55,8 +56,10 @@ class LocalWire(Wire):
                 "a process group of its own. Leave engine.in_process out: the run then starts a "
                 "server."
             )
-        check_readable(context.directory, fills_head=True)
         self._config, self._context = config, context
+        self._is_ours = plugin.runs_decoder(config, context)
+        if not self._is_ours:
+            check_readable(context.directory, fills_head=True)
         os.environ |= dict(value.split("=", 1) for value in config.env)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -71,6 +74,10 @@ class LocalWire(Wire):
                 f"({error}). Or leave it out and name another environment's: engine.python=PATH."
             ) from error
         self._vllm: Any = vllm
+        if self._is_ours:
+            plugin.check_version(self._vllm.__version__)
+            plugin.register()
+            os.environ |= plugin.ENVIRONMENT
         self._is_cpu = current_platform.is_cpu()
         if config.deterministic and not self._is_cpu:  # on a CPU `engine_arguments` refuses it
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -112,6 +119,7 @@ class LocalWire(Wire):
             directory,
             has_gpu=not self._is_cpu,
             max_tokens=self._context.max_tokens + 1,  # scoring samples a token, wanted or not
+            is_ours=self._is_ours,
         )
         arguments += ["--no-use-tqdm-on-load", "--disable-log-stats"]
         if not self._is_cpu:
@@ -132,16 +140,19 @@ class LocalWire(Wire):
         finally:
             torch.set_num_threads = set_threads
             torch.set_num_threads(threads)
-        if self._weights.lacks_tied_head(engine.vllm_config):
-            self._update(engine, self._weights.read_checkpoint(directory))
+        if not self._is_ours and self._weights.lacks_tied_head(engine.vllm_config):
+            self._update(engine, directory)
         return engine
 
-    def _update(self, engine: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _update(self, engine: Any, source: Mapping[str, torch.Tensor] | str | Path) -> None:
         update = self._weights.update_weights
-        engine.apply_model(lambda model: update(model, engine.vllm_config, weights))
+        engine.apply_model(lambda model: update(model, engine.vllm_config, source))
 
     def _capabilities(self) -> Capabilities:
         config, model = self._config, self._engine.vllm_config.model_config
+        fingerprint = ""
+        if self._is_ours:
+            (fingerprint,) = self._engine.apply_model(lambda model: model.fingerprint)
         sources: tuple[WeightSource, ...] = ("directory",)
         if config.max_adapter_rank:
             sources = ("directory", "adapter")
@@ -151,7 +162,7 @@ class LocalWire(Wire):
             name="vllm",
             vocab_size=model.get_vocab_size(),
             max_tokens=self._context.max_tokens,
-            distributions=("sampled",),
+            distributions=("model", "tempered", "sampled") if self._is_ours else ("sampled",),
             has_prefix_cache=config.prefix_cache,
             has_seeds=True,
             has_routed_experts=self._engine.vllm_config.aux_output_config.enable_return_routed_experts,
@@ -159,7 +170,10 @@ class LocalWire(Wire):
             scored_distributions=("model",),
             has_adapters=bool(config.max_adapter_rank),
             has_sleep=not self._is_cpu,
+            has_support=self._is_ours,
+            has_positional_draws=self._is_ours,
             weight_sources=sources,
+            fingerprint=fingerprint,
         )
 
     # -- calls ----------------------------------------------------------------------------------
@@ -167,7 +181,7 @@ class LocalWire(Wire):
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         kind = self._vllm.sampling_params.RequestOutputKind
         asked = self._vllm.SamplingParams(
-            **sampling_settings(request),
+            **sampling_settings(request, is_ours=self._is_ours),
             output_kind=kind.DELTA if request.stream else kind.FINAL_ONLY,
         )
         call = self._add(request.id, request.prompt_ids, asked, request.priority, request.adapter)
@@ -211,7 +225,7 @@ class LocalWire(Wire):
             name = self._engine.add_request(
                 call_id, prompt, asked, lora_request=lora, priority=priority
             )
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             raise EngineError(f"request {call_id}: vLLM does not take it: {error}") from error
         call = self._calls[call_id] = _Call(name)
         # Steps and requested ends put their outputs here.
@@ -276,9 +290,7 @@ class LocalWire(Wire):
             self._take_adapter(source, version)
         elif not self._why_not_in_place:
             assert source is not None, "this engine shares no weights: `capabilities` says so"
-            is_directory = isinstance(source, str)
-            read = self._weights.read_checkpoint
-            self._update(self._engine, read(source) if is_directory else source.items())
+            self._update(self._engine, source)
         elif isinstance(source, str):
             self._context.on_wait(f"vLLM is started again: {self._why_not_in_place}")
             self._shut_down()
@@ -366,4 +378,5 @@ def _chunk(output: Any, sampling: SamplingParams) -> Chunk:
         prompt_ids=output.prompt_token_ids,
         num_cached_tokens=output.num_cached_tokens or 0,
         routed_experts=routes,
+        support=found.sampling_mask and found.sampling_mask.token_ids,
     )

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.server_process import ServerProcess
+from lockstep.engines.vllm import plugin
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.launch.place import free_port
@@ -36,18 +38,24 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def engine_arguments(
-    config: VllmConfig, context: EngineContext, directory: Path, *, has_gpu: bool, max_tokens: int
+    config: VllmConfig,
+    context: EngineContext,
+    directory: Path,
+    *,
+    has_gpu: bool,
+    max_tokens: int,
+    is_ours: bool,
 ) -> list[str]:
     """Arguments for every vLLM engine of a run, in a server or in this process, for the checkpoint
-    in `directory` and texts of up to `max_tokens`. Raises CapabilityError for what vLLM has on GPUs
-    only."""
+    in `directory` and texts of up to `max_tokens`. is_ours: it runs Lockstep's decoder. Raises
+    CapabilityError for what vLLM has on GPUs only."""
     if config.deterministic and not has_gpu:
         raise CapabilityError(
             "engine.deterministic=true: vLLM's batch-invariant kernels are for GPUs, and there is "
             "none here. Leave it out: what the batch changes is measured at every step."
         )
     cache_gib = config.kv_cache_gib or (0.0 if has_gpu else CPU_CACHE_GIB)
-    settings = {
+    settings: dict[str, Any] = {
         "model": directory,
         "dtype": context.dtype if config.dtype == "same" else config.dtype,
         "seed": context.seed,
@@ -66,9 +74,12 @@ def engine_arguments(
     ]
     if cache_gib:
         settings["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
-    if overrides := config_overrides(directory):
+    if is_ours:
+        settings |= plugin.settings_for(getattr(context.model, "ops", None))
+        flags += plugin.FLAGS
+    elif overrides := config_overrides(directory):
         settings["hf-overrides"] = json.dumps(overrides)
-    if not has_gpu:
+    if not has_gpu and not is_ours:
         # A prompt that is computed in parts rolls back its request's draws, which torch's CPU
         # generator cannot: the engine ends ("CPU Generator does not use offset").
         settings["max-num-batched-tokens"] = max(CPU_STEP_TOKENS, max_tokens)
@@ -89,7 +100,9 @@ class VllmServer:
         self._config, self._context = config, context
         self._python = config.python or sys.executable
         self._has_gpu = torch.cuda.is_available()
-        check_readable(context.directory, fills_head=False)
+        self._is_ours = plugin.runs_decoder(config, context)
+        if not self._is_ours:
+            check_readable(context.directory, fills_head=False)
         if not Path(self._python).is_file():
             raise EngineError(
                 f"engine.python={self._python} is no file; expected the interpreter of an "
@@ -159,6 +172,7 @@ class VllmServer:
                 self._directory,
                 has_gpu=self._has_gpu,
                 max_tokens=context.max_tokens,
+                is_ours=self._is_ours,
             ),
             *arguments,
             *config.args,
@@ -183,6 +197,8 @@ class VllmServer:
             "HF_HUB_OFFLINE": "1",  # the checkpoint is a directory
             "VLLM_NO_USAGE_STATS": "1",
         }
+        if self._is_ours:
+            own |= plugin.ENVIRONMENT
         if config.deterministic:
             own["VLLM_BATCH_INVARIANT"] = "1"
         if config.max_adapter_rank:
@@ -193,9 +209,14 @@ class VllmServer:
 
 def _folder_of_package(place: Path) -> Path:
     """A directory with this package and nothing else: the server's interpreter may be another one,
-    and must not find this one's packages."""
+    and must not find this one's packages. vLLM finds the plugin there as in an installed one."""
     folder = place / "python"
-    folder.mkdir(exist_ok=True)
+    about = folder / "lockstep_rl.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {plugin.PACKAGE}\nVersion: {plugin.package_version()}\n"
+    )
+    (about / "entry_points.txt").write_text(plugin.ENTRY_POINT)
     link = folder / "lockstep"
     link.unlink(missing_ok=True)
     link.symlink_to(Path(__file__).absolute().parents[2])

@@ -12,7 +12,7 @@ Guard: tests/vllm/test_weights.py.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
+from lockstep.engines.vllm.model import LockstepForCausalLM
 from lockstep.errors import CapabilityError, CheckpointError, EngineError
 
 FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -56,6 +57,8 @@ def read_checkpoint(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
     """Reason why this model's weights cannot be replaced while it runs; empty if they can."""
+    if isinstance(model, LockstepForCausalLM):
+        return ""
     kind = vllm_config.model_config.hf_config.model_type
     if kind not in FAMILIES:
         return f"a model of type {kind}; known are {', '.join(FAMILIES)}"
@@ -93,17 +96,28 @@ def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
 
 @torch.no_grad()
 def update_weights(
-    model: nn.Module, vllm_config: Any, weights: Iterable[tuple[str, Tensor]]
+    model: nn.Module,
+    vllm_config: Any,
+    source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | Path,
 ) -> None:
-    """Replaces the model's weights by `weights`, all (Hugging Face name, tensor) of a checkpoint.
+    """Replaces the model's weights by all tensors of a checkpoint, by their Hugging Face names.
+    source: they themselves, one by one or by name, or their directory.
 
-    The caller drops cached prefixes, and runs no step meanwhile. Takes as much memory again as the
-    model on a CPU, none on a GPU.
+    The caller drops cached prefixes, and runs no step meanwhile. Takes as much memory again as
+    vLLM's own model on a CPU, and as Lockstep's decoder for tensors that come one by one, which it
+    checks as a whole first.
 
-    Raises CapabilityError, before any change, if the result would differ from a fresh engine;
-    EngineError if a weight is missing or misshapen: the model is then half new, and its engine must
-    be restarted.
+    Raises CapabilityError or CheckpointError, before any change, if the result would differ from a
+    fresh engine; EngineError if a weight is missing or misshapen for vLLM's own model: it is then
+    half new, and its engine must be restarted.
     """
+    if isinstance(model, LockstepForCausalLM):
+        model.load_weights(source)
+        return
+    if isinstance(source, (str, Path)):
+        weights = read_checkpoint(source)
+    else:
+        weights = source.items() if isinstance(source, Mapping) else source
     if reason := why_not_in_place(model, vllm_config):
         raise CapabilityError(
             f"vLLM cannot take new weights while it runs: {reason}. The engine must be started "

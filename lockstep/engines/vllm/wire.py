@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
-from lockstep.engines.config import VllmConfig
+from lockstep.engines.config import DecoderChoice, VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.http_wire import (
     HttpWire,
@@ -36,6 +36,7 @@ from lockstep.engines.http_wire import (
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import Chunk, ServedEngine
+from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT, check_attached
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.engines.weight_link import WeightSender, is_same_host
 from lockstep.errors import (
@@ -89,9 +90,9 @@ SCORE_SETTINGS: Mapping[str, Any] = {
 """Sampling parameters of a call that scores its prompt."""
 
 
-def sampling_settings(request: Request) -> dict[str, Any]:
-    """The sampling parameters of a request by vLLM's names. Raises CapabilityError for a
-    temperature at which vLLM would not draw."""
+def sampling_settings(request: Request, *, is_ours: bool) -> dict[str, Any]:
+    """The sampling parameters of a request by vLLM's names. is_ours: for Lockstep's decoder. Raises
+    CapabilityError for a temperature at which vLLM would not draw."""
     sampling = request.sampling
     if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise CapabilityError(
@@ -108,7 +109,13 @@ def sampling_settings(request: Request) -> dict[str, Any]:
         "logprobs": 0,  # of the sampled token alone
         "detokenize": False,
     }
-    if sampling.temperature > 0:
+    if is_ours:
+        settings["extra_args"] = {
+            SEED: request.seed,
+            DISTRIBUTION: sampling.distribution,
+            SUPPORT: sampling.record_support and sampling.is_truncated,
+        }
+    elif sampling.temperature > 0:
         settings["seed"] = request.seed
     if sampling.record_routes:
         settings["routed_experts_prompt_start"] = request.routes_from
@@ -137,7 +144,12 @@ class VllmWire(HttpWire):
     adapter_routes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     def __init__(
-        self, client: HttpClient, context: EngineContext, *, server: VllmServer | None = None
+        self,
+        client: HttpClient,
+        context: EngineContext,
+        *,
+        server: VllmServer | None = None,
+        decoder: DecoderChoice = "auto",
     ) -> None:
         """Finds out about the running server. Raises CapabilityError, with the command that would
         help, if it lacks what a run needs or serves another model."""
@@ -163,8 +175,11 @@ class VllmWire(HttpWire):
         rpc = {"method": "lockstep_facts", "kwargs": {}}
         workers = client.call_now("/collective_rpc", rpc)["results"]
         found, self._num_workers = workers[0], len(workers)
-        config, self._why_not_in_place = found["config"], found["why_not_in_place"]
-        check_same_config("vllm", client.url, context, config, SHAPE_FIELDS)
+        shape, self._why_not_in_place = found["config"], found["why_not_in_place"]
+        self._is_ours = bool(found.get("fingerprint"))
+        if server is None:
+            check_attached(decoder, found, url=client.url)
+        check_same_config("vllm", client.url, context, shape, SHAPE_FIELDS)
         asked = {"max_tokens": 1, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": [0], "return_token_ids": True, "sampling_params": asked}
         probe = _asked(client, GENERATE, "--enable-scale-out", body=body)
@@ -186,26 +201,32 @@ class VllmWire(HttpWire):
         is_caching = bool(settings["cache_config"]["enable_prefix_caching"])
         self.capabilities = Capabilities(
             name="vllm",
-            vocab_size=int(config["vocab_size"]),
+            vocab_size=int(shape["vocab_size"]),
             max_tokens=int(model["max_model_len"]),
-            distributions=DISTRIBUTIONS[model["logprobs_mode"]],
+            distributions=(
+                ("model", "tempered", "sampled")
+                if self._is_ours
+                else DISTRIBUTIONS[model["logprobs_mode"]]
+            ),
             has_prefix_cache=is_caching and details is not None,
             has_seeds=True,
             has_score=True,
             # Whatever the mode: no sampling step touches a prompt's log-probs.
             scored_distributions=("model",),
             has_routed_experts=bool(model.get("enable_return_routed_experts")),
-            has_support=bool(model.get("return_sampling_mask")),
+            has_support=self._is_ours or bool(model.get("return_sampling_mask")),
             has_adapters=has_adapters,
             has_sleep=bool(model.get("enable_sleep_mode")),
             has_restart=server is not None,
+            has_positional_draws=self._is_ours,
             weight_sources=sources,
+            fingerprint=found.get("fingerprint", ""),
         )
 
     # -- calls --------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        settings = sampling_settings(request)
+        settings = sampling_settings(request, is_ours=self._is_ours)
         body = self._body(
             request.id, request.prompt_ids, settings, request.priority, request.adapter
         )
@@ -419,7 +440,7 @@ def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
     if config.urls:
         client = connect(config, context, name="vllm", how_started=HOW_STARTED)
         lease = Lease(context.run, server=client.url, take_over=config.take_over)
-        return ServedEngine(VllmWire(client, context), lease=lease)
+        return ServedEngine(VllmWire(client, context, decoder=config.decoder), lease=lease)
     server = VllmServer(config, context)
     try:
         server.wait(context.on_wait)

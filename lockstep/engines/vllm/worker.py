@@ -11,7 +11,8 @@ import torch
 
 from lockstep.engines.vllm.cpu_adapters import mend_mixed_adapters
 from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
-from lockstep.engines.vllm.weights import read_checkpoint, update_weights, why_not_in_place
+from lockstep.engines.vllm.plugin import package_version
+from lockstep.engines.vllm.weights import update_weights, why_not_in_place
 from lockstep.engines.weight_link import receive
 
 # vLLM imports this module, and calls nothing of it, before it makes the model.
@@ -28,22 +29,28 @@ class LockstepWorker:
     device: torch.device
 
     def lockstep_facts(self) -> dict[str, Any]:
-        """The model's config.json, and the reason why its weights cannot be replaced while it runs
-        (empty if they can)."""
+        """The model's config.json, the reason why its weights cannot be replaced while it runs
+        (empty if they can), the numerics of its log-probs (empty for vLLM's own models), and the
+        version of this package here."""
         config = self.vllm_config.model_config.hf_config.to_dict()
         plain = {
             name: value
             for name, value in config.items()
             if isinstance(value, (str, int, float, bool)) and not name.startswith("_")
         }
-        reason = why_not_in_place(self.model_runner.get_model(), self.vllm_config)
-        return {"config": plain, "why_not_in_place": reason}
+        model = self.model_runner.get_model()
+        return {
+            "config": plain,
+            "why_not_in_place": why_not_in_place(model, self.vllm_config),
+            "fingerprint": getattr(model, "fingerprint", ""),
+            "version": package_version(),
+        }
 
     def lockstep_load_directory(self, directory: str) -> None:
         """Loads the weights of a checkpoint. The caller pauses before, and drops caches
         afterwards."""
         model = self.model_runner.get_model()
-        update_weights(model, self.vllm_config, read_checkpoint(directory))
+        update_weights(model, self.vllm_config, directory)
 
     def lockstep_load_link(self, **invitation: Any) -> None:
         """Loads the tensors that a trainer sends meanwhile: see `WeightSender.invitation`."""

@@ -1,0 +1,140 @@
+"""Lockstep's decoder as a model of vLLM: its registration, and what a vLLM must be started with. No
+torch and no vLLM.
+
+vLLM calls `register` in each of its processes, by the entry point `vllm.general_plugins` of this
+package's installation; the servers and engines that a run starts call it themselves.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from lockstep.config import read_json
+from lockstep.engines.base import EngineContext
+from lockstep.engines.config import DecoderChoice, VllmConfig
+from lockstep.errors import CapabilityError, CheckpointError
+from lockstep.models.config import ARCHITECTURES, ModelConfig
+from lockstep.ops.contract import TRUE_ON_POLICY
+
+ARCHITECTURE = "LockstepForCausalLM"
+"""Name of the model in vLLM, for --hf-overrides."""
+
+ENTRY_POINT = "[vllm.general_plugins]\nlockstep = lockstep.engines.vllm.plugin:register\n"
+"""The entry of `pyproject.toml`, as installed packages have it."""
+
+PACKAGE = "lockstep-rl"
+
+KNOWN_VERSIONS = ("0.32",)
+"""Minor versions of vLLM whose interfaces the model, the cache and the sampler were tested with."""
+
+# MXFP4 of gpt-oss is unpacked by the decoder's own reader: to vLLM the weights are plain.
+SETTINGS: dict[str, str] = {
+    "hf-overrides": json.dumps({"architectures": [ARCHITECTURE], "quantization_config": None}),
+    "worker-cls": "lockstep.engines.vllm.decoder_worker.DecoderWorker",
+    "logits-processors": "lockstep.engines.vllm.sampler:Draws",
+    "scheduler-cls": "lockstep.engines.vllm.decoder_worker.DecoderScheduler",
+}
+"""Arguments of vLLM by which it runs Lockstep's decoder."""
+
+FLAGS = ("enforce-eager", "no-async-scheduling")
+"""No compiler, which would order sums anew; and a step's draws know the tokens of the last one."""
+
+OPS = "lockstep_ops"
+"""Key of vLLM's additional configuration: the trainer's ops, pickled, in base64."""
+
+SEED = "lockstep_seed"
+"""Key of a request's seed in vLLM's `extra_args`. vLLM's own `seed` would make a generator, which
+cannot be rolled back on a CPU when a prompt is computed in chunks."""
+
+SUPPORT = "lockstep_support"
+"""Key of whether a request gets the ids that its tokens were drawn from."""
+
+DISTRIBUTION = "lockstep_distribution"
+"""Key of the distribution whose log-probs are recorded; without it, the one of the draws."""
+
+ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""The other model runner draws by kernels of its own, in place of a sampler."""
+
+
+def settings_for(ops: object) -> dict[str, str]:
+    """Arguments of vLLM by which Lockstep's decoder computes as the trainer does. ops: the
+    trainer's; None lets the decoder's own self-test find them."""
+    if ops is None:
+        return SETTINGS
+    text = base64.b64encode(pickle.dumps(ops)).decode()
+    return SETTINGS | {"additional-config": json.dumps({OPS: text})}
+
+
+def package_version() -> str:
+    """Version of this package in this process; "unknown" for one that is not installed."""
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def register() -> None:
+    """Tells vLLM in this process where the model is; vLLM imports it when it makes one."""
+    from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore
+
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, f"lockstep.engines.vllm.model:{ARCHITECTURE}")
+
+
+def check_version(found: str) -> None:
+    """Raises CapabilityError for a vLLM in which the decoder was not tested."""
+    if ".".join(found.split(".")[:2]) not in KNOWN_VERSIONS:
+        known = ", ".join(f"{name}.x" for name in KNOWN_VERSIONS)
+        raise CapabilityError(
+            f"engine.decoder=lockstep: Lockstep's decoder is known to run in vLLM {known}, and "
+            f"this is {found}. Install one of those, or set engine.decoder=vllm."
+        )
+
+
+def check_attached(decoder: DecoderChoice, facts: Mapping[str, str], *, url: str) -> None:
+    """Raises CapabilityError for a server that somebody started, if it runs another model than the
+    settings say, or another version of this package. facts: of `LockstepWorker`."""
+    is_ours = bool(facts.get("fingerprint"))
+    if decoder == "lockstep" and not is_ours:
+        arguments = [f"--{name}='{value}'" for name, value in SETTINGS.items()]
+        environment = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+        raise CapabilityError(
+            f"engine.decoder=lockstep, and {url} runs vLLM's own model. Start it with "
+            f"{' '.join([*arguments, *(f'--{flag}' for flag in FLAGS)])}, {' '.join(environment)} "
+            "in its environment, and this package installed there."
+        )
+    if decoder == "vllm" and is_ours:
+        raise CapabilityError(
+            f"engine.decoder=vllm, and {url} runs Lockstep's decoder. Leave engine.decoder out."
+        )
+    if is_ours and facts["version"] != package_version():
+        raise CapabilityError(
+            f"{url} has version {facts['version']} of this package, and here is "
+            f"{package_version()}: its draws and log-probs may be others. Install the same "
+            "version there."
+        )
+
+
+def runs_decoder(config: VllmConfig, context: EngineContext) -> bool:
+    """Whether an engine that the run starts runs Lockstep's decoder.
+
+    Raises CapabilityError if that is asked for and there is none of the model's architecture, and
+    CheckpointError for a config that it does not read, as one of quantised weights.
+    """
+    path = context.directory / "config.json"
+    architecture = read_json(path, CheckpointError).get("model_type")
+    is_known = architecture in ARCHITECTURES
+    if config.decoder == "lockstep" and not is_known:
+        raise CapabilityError(
+            f"engine.decoder=lockstep: there is no decoder of a {architecture}, only of "
+            f"{', '.join(ARCHITECTURES)}. vLLM may have one: set engine.decoder=vllm."
+        )
+    is_default = is_known and context.contract == TRUE_ON_POLICY and not config.why_no_decoder
+    if config.decoder == "vllm" or (config.decoder == "auto" and not is_default):
+        return False
+    ModelConfig.from_directory(context.directory)
+    return True

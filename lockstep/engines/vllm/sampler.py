@@ -1,0 +1,161 @@
+"""Draws and their log-probs inside vLLM, by the arithmetic of the trainer and the embedded engine.
+
+vLLM's sampler divides by temperatures, cuts by top-p and takes the log-softmax by kernels of its
+own, of other bits. Here the draw is `engines.embedded.batch.sample`: for a seed and a text it is
+the embedded engine's, whatever else is in the batch, after a preemption and in any chunks.
+
+Guard: tests/vllm/test_decoder.py.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.sampler import Sampler
+
+from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
+from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT
+from lockstep.models.decoder import Decoder
+from lockstep.ops.context import to_device
+from lockstep.types import Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A request in the batch."""
+
+    rule: Rule
+    stream: np.uint64
+    top_p: float
+    top_k: int
+    num_prompt: int
+    output_ids: list[int]
+    """vLLM's own list, which grows with every token."""
+
+
+NO_ROW = _Row(Rule(0.0, False, "model"), np.uint64(0), 1.0, 0, 0, [])
+"""In vLLM's trial runs, which sample for no request."""
+
+
+class Draws(LogitsProcessor):
+    """The settings of each request in the batch, as vLLM hands them out to processors of logits;
+    changes none."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.rows: dict[int, _Row] = {}
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Refuses what another arithmetic than `sample` would be needed for."""
+        for name, is_set in (
+            ("min_p", bool(sampling_params.min_p)),
+            ("logprobs above 0", sampling_params.logprobs not in (None, 0)),
+            ("prompt_logprobs above 0", sampling_params.prompt_logprobs not in (None, 0)),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"{name}: Lockstep's decoder draws by temperature, top_p and top_k, and gives "
+                    "the log-prob of the drawn token alone. Leave it out, or start vLLM with its "
+                    "own model."
+                )
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(self.rows, batch_update, _row)
+
+
+def _row(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> _Row:
+    given = params.extra_args or {}
+    seed = given.get(SEED, params.seed)
+    top_k = max(params.top_k, 0)
+    is_filtered = params.temperature > 0 and (params.top_p < 1 or top_k > 0)
+    return _Row(
+        Rule(
+            params.temperature,
+            is_filtered,
+            given.get(DISTRIBUTION, "sampled"),
+            given.get(SUPPORT, False),
+        ),
+        stream_of(secrets.randbits(63) if seed is None else seed),
+        params.top_p,
+        top_k,
+        len(prompt_ids or ()),
+        output_ids,
+    )
+
+
+class ExactSampler(Sampler):
+    """Takes the place of vLLM's sampler."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__("processed_logprobs")
+        self._decoder = [decoder]  # in a list: its weights are the model's, and not this module's
+        self.support: list[Int32Array] | None = None
+        """Ids that each row's token was drawn from, in the last step; empty for all of them. None
+        if no row asked."""
+
+    def forward(
+        self,
+        logits: Tensor,
+        sampling_metadata: Any,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: Any = None,
+    ) -> SamplerOutput:
+        """One token for each row of logits [B, V], with its log-prob by the row's rule."""
+        processors = sampling_metadata.logitsprocs.argmax_invariant
+        known = next((found.rows for found in processors if isinstance(found, Draws)), {})
+        rows = [known.get(at, NO_ROW) for at in range(len(logits))]
+        streams = np.array([row.stream for row in rows], np.uint64)
+        positions = np.array([row.num_prompt + len(row.output_ids) for row in rows], np.int64)
+        device, ops = logits.device, self._decoder[0].ops
+        with torch.inference_mode():
+            logits = self.apply_logits_processors(
+                logits.float(), sampling_metadata, predict_bonus_token
+            )
+            uniform = to_device(uniforms(streams, positions), device)
+            ids = torch.zeros(len(rows), dtype=torch.int64, device=device)
+            logprobs = torch.zeros(len(rows), dtype=torch.float32, device=device)
+            self.support = None
+            for rule in dict.fromkeys(row.rule for row in rows):
+                places = [at for at, row in enumerate(rows) if row.rule == rule]
+                at: Any = slice(None)
+                if len(places) < len(rows):
+                    at = to_device(np.array(places), device)
+                filters: dict[str, Tensor] = {}
+                if rule.is_filtered:
+                    top_p = np.array([rows[place].top_p for place in places], np.float32)
+                    top_k = np.array([rows[place].top_k for place in places], np.int64)
+                    filters = {
+                        "top_p": to_device(top_p, device),
+                        "top_k": to_device(top_k, device),
+                    }
+                ids[at], logprobs[at], kept = sample(logits[at], uniform[at], rule, ops, **filters)
+                if kept is not None:
+                    self.support = self.support or [np.empty(0, np.int32)] * len(rows)
+                    for place, of_row in zip(places, kept.cpu().numpy(), strict=True):
+                        self.support[place] = np.flatnonzero(of_row).astype(np.int32)
+            told = None
+            if sampling_metadata.max_num_logprobs is not None:
+                chosen = logits.gather(1, ids[:, None])
+                ranks = (logits >= chosen).sum(1)
+                told = LogprobsTensors(ids[:, None].int(), logprobs[:, None], ranks)
+        return SamplerOutput(sampled_token_ids=ids[:, None].int(), logprobs_tensors=told)
+
+    def compute_logprobs(self, logits: Tensor) -> Tensor:
+        """The model's log-probs, for the tokens of prompts."""
+        return self._decoder[0].ops.log_softmax(logits)

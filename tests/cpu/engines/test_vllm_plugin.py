@@ -1,0 +1,99 @@
+"""What decides whether vLLM runs Lockstep's decoder, and the installed plugin by which it can."""
+
+import tomllib
+from dataclasses import replace
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+from lockstep.engines.base import EngineContext
+from lockstep.engines.config import VllmConfig
+from lockstep.engines.vllm import plugin, started
+from lockstep.errors import CapabilityError, CheckpointError, ConfigError
+from lockstep.models.locate import locate_model
+
+CONTEXT = EngineContext(
+    model=None, token_bytes=(), directory=locate_model("tiny-gpt-oss"), vocab_size=550,
+    max_tokens=256, dtype="float32",
+)  # fmt: skip
+NAMED = replace(CONTEXT, contract="true-on-policy")
+
+
+@pytest.mark.parametrize(
+    ("settings", "context", "expected"),
+    [
+        ({}, NAMED, True),
+        ({}, CONTEXT, False),
+        ({}, replace(CONTEXT, contract="auto"), False),
+        ({"tensor_parallel": 2}, NAMED, False),
+        ({"decoder": "vllm"}, NAMED, False),
+        ({"decoder": "lockstep"}, CONTEXT, True),
+    ],
+)
+def test_the_decoder_is_chosen_by_the_contract_unless_it_is_named(settings, context, expected):
+    assert plugin.runs_decoder(VllmConfig(**settings), context) is expected
+
+
+def test_an_architecture_that_vllm_alone_knows_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
+    context = replace(NAMED, directory=tmp_path)
+    assert not plugin.runs_decoder(VllmConfig(), context)
+    with pytest.raises(CapabilityError, match=r"no decoder of a bloom.*engine\.decoder=vllm"):
+        plugin.runs_decoder(VllmConfig(decoder="lockstep"), context)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"tensor_parallel": 2}, r"tensor_parallel=2 would sum.*engine\.replicas"),
+        ({"max_adapter_rank": 8}, r"max_adapter_rank=8 keeps the adapter beside"),
+        ({"args": ("--quantization=fp8",)}, r"no quantised weights\. Leave --quantization=fp8"),
+        ({"deterministic": True}, r"for vLLM's own kernels"),
+    ],
+)
+def test_settings_that_would_change_the_numbers_are_refused(settings, expected):
+    with pytest.raises(ConfigError, match=expected):
+        VllmConfig(decoder="lockstep", **settings)
+    VllmConfig(**settings)
+
+
+def test_quantised_weights_are_refused_before_vllm_starts(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}'
+    )
+    with pytest.raises(CheckpointError, match=r"quantised by 'fp8'.*quantised from"):
+        plugin.runs_decoder(VllmConfig(decoder="lockstep"), replace(NAMED, directory=tmp_path))
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0+cpu", "1.0"])
+def test_a_version_of_vllm_that_it_was_not_tested_in_is_refused_with_the_range(version):
+    plugin.check_version("0.32.0+cpu")
+    with pytest.raises(CapabilityError, match=rf"vLLM 0\.32\.x, and this is {version[:4]}"):
+        plugin.check_version(version)
+
+
+def test_a_server_of_another_model_or_version_is_refused():
+    ours = {"fingerprint": "ops=invariant", "version": plugin.package_version()}
+    url = "http://host:1"
+    for decoder in ("auto", "lockstep"):
+        plugin.check_attached(decoder, ours, url=url)
+    for decoder in ("auto", "vllm"):
+        plugin.check_attached(decoder, {"version": "0.0.1"}, url=url)
+    with pytest.raises(CapabilityError, match=r"http://host:1 runs vLLM's own.*VLLM_USE_V2_MODEL"):
+        plugin.check_attached("lockstep", {"fingerprint": ""}, url=url)
+    with pytest.raises(CapabilityError, match=r"runs Lockstep's decoder\. Leave engine\.decoder"):
+        plugin.check_attached("vllm", ours, url=url)
+    with pytest.raises(CapabilityError, match=r"version 0\.0\.1 of this package, and here is"):
+        plugin.check_attached("auto", ours | {"version": "0.0.1"}, url=url)
+
+
+def test_a_server_finds_the_plugin_as_in_an_installed_package(tmp_path):
+    folder = started._folder_of_package(tmp_path)
+    (found,) = distributions(path=[str(folder)])
+    assert (found.name, found.version) == (plugin.PACKAGE, plugin.package_version())
+    (entry,) = found.entry_points.select(group="vllm.general_plugins")
+    assert entry.load() is plugin.register
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {entry.name: entry.value}
+    assert project["name"] == plugin.PACKAGE
