@@ -2,16 +2,19 @@
 
     python benchmarks/async_vs_sync.py [--steps N] [--repeats N] [--replicas 0|1] [--json]
 
-Each arm is a run of the quickstart in a process of its own, with stock ops and the same correction:
-the same tasks, episodes and updates, and with --replicas 1 (the default) an engine in a process
-beside the trainer's, in the synchronous arm too. Arms are run in turn, --repeats times; seconds are
-of the whole loop without its evaluations, the median of the repeats. Also with tools that take a
-while, 0.1 s in the mean with a long tail, as tools do: then episodes wait, and not processors.
+Each arm is a run of the quickstart in a process of its own, with stock ops or under the contract,
+and with the same correction: the same tasks, episodes and updates, and with --replicas 1 (the
+default) an engine in a process beside the trainer's, in the synchronous arm too. Arms are run in
+turn, --repeats times; seconds are of the whole loop without its evaluations, the median of the
+repeats. Also with tools that take a while, 0.1 s in the mean with a long tail, as tools do: then
+episodes wait, and not processors.
 Without two free processors the figures without such tools mean nothing: those of the processor
 tell whether they were free (a trainer's and a sampler's that add up to the synchronous run's
 seconds).
 
-The ratio is the synchronous run's seconds to the asynchronous one's: above 1 asynchrony is faster.
+Ratios: the synchronous run's seconds to the asynchronous one's, above 1 asynchrony is faster; and
+the seconds under the contract to those without, the median and the range over the pairs of one
+seed.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -33,6 +38,7 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.envs.docsearch.config import DocSearchConfig
 
 STALENESS = (0, 1, 2)
+CONTRACTS = ("none", "true-on-policy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,7 @@ class Arm:
     steps: int
     replicas: int
     correction: str
+    contract: str
     seed: int = 0
 
 
@@ -77,7 +84,8 @@ def run_arm(arm: Arm, path: Path) -> None:
 
     settings = (
         f"steps={arm.steps}", f"max_staleness={arm.max_staleness}", f"seed={arm.seed}",
-        f"engine.replicas={arm.replicas}", f"correction={arm.correction}", "contract=none",
+        f"engine.replicas={arm.replicas}", f"correction={arm.correction}",
+        f"contract={arm.contract}",
         "evaluation.num_tasks=64", "evaluation.at_start=false", "checkpoint.every=0",
         "trainer.measure_after_every=0",
     )  # fmt: skip
@@ -123,9 +131,17 @@ def measure(arm: Arm) -> dict[str, Any]:
         "oldest": max(row["staleness/max"] for row in rows),
         "mixed": average("staleness/mixed_rows") / average("training/rows"),
         "k3": average("mismatch/k3"),
+        "compared": sum(of_age_0(row, "compared_tokens") for row in rows),
+        "unequal": sum(of_age_0(row, "unequal_tokens") for row in rows),
         "ess": average("mismatch/ess"),
         "rejected": average("correction/rejected_share"),
     }
+
+
+def of_age_0(row: dict[str, Any], figure: str) -> float:
+    """A step's figure of tokens of the version in training: all of them where none is older."""
+    is_split = any(name.startswith("mismatch/by_age/") for name in row)
+    return row.get(f"mismatch/by_age/0/{figure}", 0.0 if is_split else row[f"mismatch/{figure}"])
 
 
 def main() -> None:
@@ -147,33 +163,54 @@ def main() -> None:
     shown = sys.stderr if args.json else sys.stdout
     parts: list[dict[str, Any]] = []
     for tool_seconds in args.tool_seconds or (0.0, 0.1):
-        found: dict[int, list[dict[str, Any]]] = {ahead: [] for ahead in STALENESS}
+        found: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
         for seed in range(args.repeats):
-            for ahead in STALENESS:
+            for ahead, contract in product(STALENESS, CONTRACTS):
                 arm = Arm(
                     max_staleness=ahead, tool_seconds=tool_seconds, steps=args.steps,
-                    replicas=args.replicas, correction=args.correction, seed=seed,
+                    replicas=args.replicas, correction=args.correction, contract=contract,
+                    seed=seed,
                 )  # fmt: skip
-                found[ahead].append(measure(arm))
-                print(_line(found[ahead][-1]), file=shown, flush=True)
-        base = median(run["seconds"] for run in found[0])
-        for ahead in STALENESS[1:]:
-            seconds = median(run["seconds"] for run in found[ahead])
-            parts.append(
-                {
-                    "name": f"max_staleness={ahead}, tools {tool_seconds:g} s",
-                    "ours": seconds, "peer": base, "unit": "s", "ratio": base / seconds,
-                    "better": "higher", "how": f"quickstart, {args.steps} steps, against 0",
-                    "runs": found[ahead], "peer_runs": found[0],
-                }
-            )  # fmt: skip
-            print(f"{parts[-1]['name']}: {parts[-1]['ratio']:.2f}x", file=shown, flush=True)
+                found[ahead, contract].append(measure(arm))
+                print(_line(found[ahead, contract][-1]), file=shown, flush=True)
+        how = f"quickstart, {args.steps} steps"
+        for (ahead, contract), runs in found.items():
+            where = f"max_staleness={ahead}, contract={contract}, tools {tool_seconds:g} s"
+            seconds = median(run["seconds"] for run in runs)
+            if ahead:
+                peers = found[0, contract]
+                base = median(run["seconds"] for run in peers)
+                parts.append(
+                    {
+                        "name": where, "ours": seconds, "peer": base, "unit": "s",
+                        "ratio": base / seconds, "better": "higher",
+                        "how": f"{how}, against max_staleness=0", "runs": runs, "peer_runs": peers,
+                    }
+                )  # fmt: skip
+                print(f"{where}: {base / seconds:.2f}x of 0", file=shown, flush=True)
+            if contract != "none":
+                pairs = zip(runs, found[ahead, "none"], strict=True)
+                ratios = sorted(run["seconds"] / other["seconds"] for run, other in pairs)
+                parts.append(
+                    {
+                        "name": f"{where}, time", "ratio": median(ratios), "better": "lower",
+                        "how": f"{how}, against contract=none, pairs of a seed", "ratios": ratios,
+                    }
+                )  # fmt: skip
+                print(
+                    f"{where}: {median(ratios):.2f}x of the time without "
+                    f"({ratios[0]:.2f} to {ratios[-1]:.2f}); {sum(r['unequal'] for r in runs):.0f} "
+                    f"unequal of {sum(r['compared'] for r in runs):.0f} tokens of age 0",
+                    file=shown,
+                    flush=True,
+                )
     print(json.dumps({"name": "async_vs_sync", "parts": parts}))
 
 
 def _line(r: dict[str, Any]) -> str:
     return (
-        f"tools {r['tool_seconds']:g} s  max_staleness={r['max_staleness']}  seed {r['seed']}  "
+        f"tools {r['tool_seconds']:g} s  max_staleness={r['max_staleness']}  {r['contract']}  "
+        f"seed {r['seed']}  "
         f"{r['seconds']:6.1f} s (processor: trainer {r['trainer_cpu']:.1f}, sampler "
         f"{r['sampler_cpu']:.1f})  sample {r['sample']:.2f}  wait {r['wait']:.2f}  train "
         f"{r['train']:.2f}  idle {r['idle']:.0%}  reward {r['reward']:.3f}  greedy "

@@ -114,10 +114,9 @@ def update_weights(
     if isinstance(model, LockstepForCausalLM):
         model.load_weights(source)
         return
-    if isinstance(source, (str, Path)):
-        weights = read_checkpoint(source)
-    else:
-        weights = source.items() if isinstance(source, Mapping) else source
+    weights: Any = read_checkpoint(source) if isinstance(source, (str, Path)) else source
+    if isinstance(weights, Mapping):
+        weights = weights.items()
     if reason := why_not_in_place(model, vllm_config):
         raise CapabilityError(
             f"vLLM cannot take new weights while it runs: {reason}. The engine must be started "
