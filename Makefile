@@ -172,6 +172,7 @@ bench: install-dev
 
 proof: install-dev
 	LOCKSTEP_PROOF=1 $(PYTEST)
+	LOCKSTEP_PROOF=1 $(MAKE) test-vllm
 	$(BIN)/python docs/proof/run.py
 	$(BIN)/python docs/proof/doctor.py
 	$(BIN)/python docs/proof/dialogues.py
