@@ -142,6 +142,8 @@ class WeightSender:
                 self._group = _group(self._store, 0, self._num_workers, self.invitation["backend"])
             self._group.broadcast([self._buffer[:size]], _from_first()).wait()
         self._wait_for(f"taken/{number}", has_failed)
+        if self._file is not None:  # every worker has it open: nothing of it stays after a kill
+            self._file.unlink(missing_ok=True)
 
     def _wait_for(self, step: str, has_failed: Callable[[], bool]) -> None:
         for worker in range(self._num_workers):

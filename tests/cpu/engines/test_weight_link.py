@@ -1,9 +1,13 @@
 """Tensors to workers of other processes: bit for bit, in any buckets, by either way of a machine
 without a GPU; and no side waits for one that is gone."""
 
-import multiprocessing
+import hashlib
+import json
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,14 +65,31 @@ def test_tensors_arrive_whole_in_buckets_that_are_smaller(way, num_workers, smal
     link.close()
 
 
+def started(program, *arguments):
+    """Another process, with pipes for one line in and one out."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+RECEIVER = """
+import hashlib, json, sys, torch
+from lockstep.engines.weight_link import _as_bytes, receive
+found = receive(rank=0, device=torch.device("cpu"), **json.loads(sys.stdin.readline()))
+print(json.dumps({n: hashlib.sha256(_as_bytes(x).numpy()).hexdigest() for n, x in found}))
+"""
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_tensors_arrive_in_another_process(way, tmp_path):
+def test_tensors_arrive_in_another_process(way):
     link = sender(way, 1)
-    with multiprocessing.get_context("spawn").Pool(1) as process:
-        taken = process.apply_async(take, (0, link.invitation))
-        link.send(tensors().items(), has_failed=taken.ready)
-        assert taken.get(60)
+    with started(RECEIVER) as worker:
+        worker.stdin.write(json.dumps(link.invitation) + "\n")
+        worker.stdin.flush()
+        link.send(tensors().items(), has_failed=lambda: worker.poll() is not None)
+        found = json.loads(worker.stdout.readline())
     link.close()
+    wanted = {name: weight_link._as_bytes(x).numpy() for name, x in tensors().items()}
+    assert found == {name: hashlib.sha256(x).hexdigest() for name, x in wanted.items()}
 
 
 def test_the_file_is_for_this_user_alone_and_goes_with_the_load():
@@ -112,19 +133,21 @@ def test_a_trainer_that_stops_in_the_middle_ends_the_workers_wait(way, small_buc
             taken.result(30)
 
 
+TRAINER = """
+import json, sys
+from lockstep.engines.weight_link import WeightSender
+link = WeightSender(num_workers=1, host="127.0.0.1", is_same_host=True)
+print(json.dumps(link.invitation), flush=True)
+sys.stdin.readline()
+"""
+
+
 def test_a_trainer_that_ends_without_a_word_ends_the_workers_wait():
-    process = multiprocessing.get_context("spawn").Pool(1)
-    invitation = process.apply(invite)
-    with ThreadPoolExecutor(1) as workers:
+    with started(TRAINER) as trainer, ThreadPoolExecutor(1) as workers:
+        invitation = json.loads(trainer.stdout.readline())
         taken = workers.submit(take, 0, invitation)
         time.sleep(0.5)  # it waits for the first bucket
-        process.terminate()
-        process.join()
+        trainer.kill()
         with pytest.raises(EngineError, match="other side"):
             taken.result(60)
-
-
-def invite():
-    global kept
-    kept = sender("file", 1)
-    return kept.invitation
+    Path(invitation["path"]).unlink()
