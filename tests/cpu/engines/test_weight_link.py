@@ -22,13 +22,13 @@ WAYS = {"file": True, "broadcast": False}
 
 
 def tensors():
-    torch.manual_seed(0)
+    seed = torch.Generator().manual_seed(0)  # one of its own: workers here are threads
     return {
-        "embedding": torch.randn(301, 7),
-        "norm": torch.randn(7).bfloat16(),
+        "embedding": torch.randn(301, 7, generator=seed),
+        "norm": torch.randn(7, generator=seed).bfloat16(),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "nothing": torch.empty(0, 3),
-        "turned": torch.randn(5, 11).T,
+        "turned": torch.randn(5, 11, generator=seed).T,
         "counts": torch.arange(1000, dtype=torch.int8),
     }
 
