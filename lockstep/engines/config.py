@@ -365,8 +365,8 @@ class VllmConfig(ServedConfig):
             ),
             (
                 self.max_adapter_rank > 0,
-                f"engine.max_adapter_rank={self.max_adapter_rank} keeps the adapter beside the "
-                "weights, which it computes merged. Leave it out",
+                f"engine.max_adapter_rank={self.max_adapter_rank} is for vLLM's own adapters; the "
+                "decoder has the run's adapter without it. Leave it out",
             ),
             (bool(given), f"it computes no quantised weights. Leave {' '.join(given)} out"),
             (

@@ -174,7 +174,9 @@ def build(
     else:
         engine = base.engine_for(config, context)
     if numerics.is_kept:
-        is_merged = model_files.lora is not None and not engine.capabilities.shares_weights
+        forms = {"shared", "adapter"} & set(engine.capabilities.weight_sources)
+        has_own_form = bool(forms) and config.sync.form in ("auto", *forms)
+        is_merged = model_files.lora is not None and not has_own_form
         numerics = with_engine(config.contract, engine, numerics, model, is_merged=is_merged)
     if ranks is not None:
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})

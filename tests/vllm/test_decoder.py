@@ -18,6 +18,10 @@ from lockstep.engines.ledger import seed_after
 from lockstep.engines.registry import make_engine
 from lockstep.errors import EngineError
 from lockstep.models.hf_io import hf_tensors, load_checkpoint
+from lockstep.models.lora import add_adapter
+from lockstep.models.lora_config import LoraConfig
+from lockstep.models.peft_format import resolve_shape
+from lockstep.models.peft_io import save_adapter
 from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.contract import Fingerprint
 from lockstep.ops.selftest import fingerprint, prove
@@ -341,4 +345,36 @@ def test_mxfp4_of_gpt_oss_is_unpacked_as_the_trainer_unpacks_it(place):
     requests = [*random_requests(0, 12)]
     unequal, total = num_unequal(model, requests, asyncio.run(replies(engine, requests)))
     assert (unequal, total > 300) == (0, True)
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3"])
+def test_an_adapter_beside_the_weights_has_the_trainers_bits(kind, place):
+    """Unmerged on both sides, as it is trained; its update too."""
+    directory = make_checkpoint(kind, place / f"{kind}-base", std=0.15)
+    model = load_checkpoint(directory)
+    shape = resolve_shape(LoraConfig(rank=4), model.config, directory, name=kind)
+    add_adapter(model, shape, seed=0)
+    proof = prove(model)
+    assert proof.is_kept, proof.failure
+    model.ops = proof.ops
+    engine = make_local(directory, model, args=SMALL_STEPS)
+    assert "adapter" in engine.capabilities.weight_sources
+    for version in (1, 2):
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0.0, 0.2, generator=generator)
+        save_adapter(model, place / f"{kind}-adapter", base=directory)
+        asyncio.run(engine.load_weights(str(place / f"{kind}-adapter"), version=version))
+        requests = [
+            replace(request, id=f"{version}-{request.id}")
+            for request in random_requests(version, 16, longest=100)
+        ]
+        unequal, total = num_unequal(model, requests, asyncio.run(replies(engine, requests)))
+        assert total > 200
+        assert unequal == 0
+    with pytest.raises(EngineError, match="adapter beside its weights"):
+        asyncio.run(engine.load_weights(str(directory), version=3))
     asyncio.run(engine.close())

@@ -157,7 +157,7 @@ class LocalWire(Wire):
         if config.max_adapter_rank:
             sources = ("directory", "adapter")
         elif not self._why_not_in_place and config.tensor_parallel == 1:
-            sources = ("tensors", "directory")
+            sources = ("tensors", "directory", *(("adapter",) if self._is_ours else ()))
         return Capabilities(
             name="vllm",
             vocab_size=model.get_vocab_size(),
@@ -286,7 +286,7 @@ class LocalWire(Wire):
         self._drive()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        if isinstance(source, str) and is_adapter(Path(source)):
+        if isinstance(source, str) and is_adapter(Path(source)) and not self._is_ours:
             self._take_adapter(source, version)
         elif not self._why_not_in_place:
             assert source is not None, "this engine shares no weights: `capabilities` says so"

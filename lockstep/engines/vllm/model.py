@@ -30,11 +30,15 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from lockstep.engines.http_wire import is_adapter
 from lockstep.engines.vllm.plugin import OPS, check_version
 from lockstep.errors import CapabilityError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_into, load_weights, materialize
+from lockstep.models.lora import add_adapter
+from lockstep.models.peft_format import read_shape
+from lockstep.models.peft_io import load_adapter
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, PagedContext
 from lockstep.ops.invariant import ask_for_reproducible_gemm
@@ -111,12 +115,24 @@ class LockstepForCausalLM(nn.Module):
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | str | Path
     ) -> set[str]:
-        """Copies a checkpoint's tensors, by their Hugging Face names, or those of a directory.
-        Returns the names of what was filled. At first finds the ops by which the trainer computes.
+        """Copies a checkpoint's tensors, by their Hugging Face names, or those of its directory. An
+        adapter's directory gives the adapter, which is computed beside the weights, as a trainer
+        does. Returns the names of what is there. At first finds the trainer's ops.
 
         Raises CheckpointError, before anything is changed, for tensors that do not fit.
         """
-        if isinstance(weights, (str, Path)):
+        if isinstance(weights, (str, Path)) and is_adapter(Path(weights)):
+            if self.decoder.lora is None:
+                shape = read_shape(weights, self.decoder.config)
+                add_adapter(self.decoder, shape, seed=0)
+                self.decoder.requires_grad_(False)
+            load_adapter(self.decoder, weights)
+        elif self.decoder.lora is not None:
+            raise CapabilityError(
+                "Lockstep's decoder in vLLM has an adapter beside its weights, and takes the next "
+                "one alone. Start vLLM again for other weights."
+            )
+        elif isinstance(weights, (str, Path)):
             load_into(self.decoder, weights)
         else:
             named: Any = weights
@@ -141,7 +157,7 @@ def check_runnable(vllm_config: Any) -> None:
     for is_bad, text in (
         (parallel.world_size > 1, "runs in one process: set tensor and pipeline parallel to 1"),
         (parallel.decode_context_parallel_size > 1, "holds a whole cache: no context parallel"),
-        (vllm_config.lora_config is not None, "takes merged adapters alone: no --enable-lora"),
+        (vllm_config.lora_config is not None, "adds the adapter itself: no --enable-lora"),
         (vllm_config.speculative_config is not None, "draws by itself: no speculative decoding"),
         (vllm_config.use_v2_model_runner, "needs VLLM_USE_V2_MODEL_RUNNER=0 in the environment"),
         (

@@ -193,7 +193,8 @@ class VllmWire(HttpWire):
         served = model["served_model_name"]
         self._model = str((served[0] if isinstance(served, list) else served) or model["model"])
         self._has_priorities = settings["scheduler_config"]["policy"] == "priority"
-        sources: tuple[WeightSource, ...] = ("adapter",) if has_adapters else ()
+        takes_adapter = has_adapters or self._is_ours
+        sources: tuple[WeightSource, ...] = ("adapter",) if takes_adapter else ()
         if not self._why_not_in_place or server is not None:
             sources = ("directory", *sources)
         if not self._why_not_in_place and settings["parallel_config"]["data_parallel_size"] == 1:
@@ -346,9 +347,11 @@ class VllmWire(HttpWire):
             await self._send(source)
             return
         directory = Path(str(source)).absolute()
+        if self._is_gone and self._is_ours and is_adapter(directory):
+            await self._restart(self._context.directory, "it had ended")
         if self._is_gone:
             await self._restart(directory, "it had ended")
-        elif is_adapter(directory):
+        elif is_adapter(directory) and not self._is_ours:
             await self._load_adapter(directory, version)
         elif self._why_not_in_place:
             await self._restart(directory, self._why_not_in_place)

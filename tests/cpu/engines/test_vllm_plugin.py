@@ -47,7 +47,7 @@ def test_an_architecture_that_vllm_alone_knows_is_refused_by_name(tmp_path):
     ("settings", "expected"),
     [
         ({"tensor_parallel": 2}, r"tensor_parallel=2 would sum.*engine\.replicas"),
-        ({"max_adapter_rank": 8}, r"max_adapter_rank=8 keeps the adapter beside"),
+        ({"max_adapter_rank": 8}, r"max_adapter_rank=8 is for vLLM's own"),
         ({"args": ("--quantization=fp8",)}, r"no quantised weights\. Leave --quantization=fp8"),
         ({"deterministic": True}, r"for vLLM's own kernels"),
     ],
