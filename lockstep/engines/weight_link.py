@@ -76,10 +76,8 @@ class WeightSender:
             wait_for_workers=False,
             timeout=timedelta(seconds=WAIT_SECONDS),
         )
-        way: Way = "broadcast"
-        if is_same_host:
-            way = "cuda_ipc" if device.type == "cuda" else "file"
-        self._way: Way = way
+        here: Way = "cuda_ipc" if device.type == "cuda" else "file"
+        self._way = way = here if is_same_host else "broadcast"
         place: dict[str, Any] = {}
         if way == "file":
             room = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())

@@ -115,10 +115,9 @@ class TokenBatch:
     @property
     def layout(self) -> Layout:
         """The rows of the tokens, for losses that need sums over a row."""
-        sizes = self.sizes
-        return Layout.packed(
-            torch.bincount(self.row, minlength=self.num_rows) if sizes is None else sizes
-        )
+        if self.sizes is not None:
+            return Layout.packed(self.sizes)
+        return Layout.packed(torch.bincount(self.row, minlength=self.num_rows))
 
     def column(self, name: str) -> Tensor:
         """Raises AlignmentError if the samples do not have it."""
