@@ -54,6 +54,7 @@ TORCH_FREE = [
     "lockstep.doctor.diagnose",
     "lockstep.agent.gateway.config",
     "lockstep.model_server",
+    "lockstep.engines.vllm.plugin",
 ]
 
 
