@@ -166,7 +166,8 @@ def test_calls_and_chunks_add_up_to_the_gradient_of_one_call(tmp_path):
     parts = [call(many, data[i : i + 2], "importance_sampling").metrics for i in (0, 2, 4)]
     assert sum(m["loss:sum"] for m in parts) == pytest.approx(whole["loss:sum"], rel=1e-6)
     for name, gradient in gradients(one).items():
-        assert torch.allclose(gradients(many)[name], gradient, rtol=1e-4, atol=1e-6), name
+        distance = (gradients(many)[name] - gradient).norm()  # single numbers may nearly cancel
+        assert distance <= 1e-5 * gradient.norm(), name
     assert step(one)["grad_norm:mean"] == pytest.approx(step(many)["grad_norm:mean"], rel=1e-5)
 
 

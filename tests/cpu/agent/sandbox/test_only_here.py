@@ -23,6 +23,7 @@ KNOWN = {
     "engines/guard.py": "ends the processes of an engine's server",
     "engines/server_process.py": "an engine's server, by a command of the config",
     "envs/programs/program.py": "an agent of the user's, by a command of the config",
+    "engines/vllm/model.py": "the ops of the trainer, which hands them to the vLLM that it starts",
     "launch/gpu.py": "nvidia-smi, which names the processes on a card",
     "launch/ray.py": "objects of this run's own processes",
     "launch/workers.py": "objects of this run's own processes, and those processes",
