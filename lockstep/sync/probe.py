@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.sync.config import SyncConfig
 from lockstep.training.trainer import Trainer
-from lockstep.types import Distribution, Sample, frozen_ids
+from lockstep.types import Sample, frozen_ids
 
 LogProbs = npt.NDArray[np.float64]
 """[N] Log-probs of all tokens of the probe except the first of each text, in order."""
@@ -49,8 +50,13 @@ class Probe:
             mask = np.ones(len(ids), bool)
             mask[0] = False
             rows.append(Sample(id=f"probe/{number}", token_ids=ids, loss_mask=mask))
-        # Naming the model makes it choose its own experts: the probe has no routes to replay.
-        found = self.trainer.forward(rows, column=None, model=model or self.trainer.model)
+        trainer = self.trainer
+        before, trainer.temperature = trainer.temperature, 1.0
+        try:
+            # Naming the model makes it choose its own experts: the probe has no routes to replay.
+            found = trainer.forward(rows, column=None, model=model or trainer.model)
+        finally:
+            trainer.temperature = before
         return np.concatenate([values[1:] for values in found]).astype(np.float64)
 
     async def by_engines(self, *, version: int) -> dict[str, LogProbs]:
@@ -58,14 +64,9 @@ class Probe:
 
         Raises EngineError for scores of another version than was loaded, or that are not finite.
         """
-        engine, temperature = self.engine, self.trainer.temperature
-        distribution: Distribution = "model" if temperature == 1 else "tempered"
-        by_each = await asyncio.gather(
-            *(
-                engine.score_by_each(ids, distribution=distribution, temperature=temperature)
-                for ids in self.texts
-            )
-        )
+        # At temperature 1, which every engine knows: it tells weights as well as another.
+        score = partial(self.engine.score_by_each, distribution="model", temperature=1.0)
+        by_each = await asyncio.gather(*map(score, self.texts))
         names = [name for name in by_each[0] if all(name in of_text for of_text in by_each)]
         if not names:
             raise EngineError("sync: no replica of the engine has scored the whole probe.")

@@ -171,6 +171,25 @@ def test_a_single_norm_that_is_ignored_is_found_in_float32():
 # -- settings --------------------------------------------------------------------------------------
 
 
+def test_a_probe_is_scored_at_temperature_1_whatever_the_run_samples_at():
+    asked = []
+
+    class Noting(Taking):
+        async def score_by_each(self, ids, **asked_for):
+            asked.append(asked_for)
+            return await super().score_by_each(ids, **asked_for)
+
+    trainer = make_trainer("tiny-qwen3")
+    trainer.temperature = 0.7
+    publisher = publisher_of(trainer, Noting(trainer.model))
+    publish(publisher, 0)
+    assert publisher.level == "qualified"
+    assert publisher.qualification.changed_gap < 1e-5
+    assert asked
+    assert all(a == {"distribution": "model", "temperature": 1.0} for a in asked)
+    assert trainer.temperature == 0.7
+
+
 def test_qualification_can_be_left_out_and_the_level_says_so():
     trainer = make_trainer("tiny-gpt-oss")
     engine = Taking(trainer.model, ignoring("sinks"))
