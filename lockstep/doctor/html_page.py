@@ -116,7 +116,7 @@ def _rows_to_show(
         why = [piece["check"] for piece in proof]
         why += [chosen[number]] if number in chosen else []
         repairs = diagnosis.examination.repairs
-        why += sorted(c.cause for c in repairs if is_touched(rows, c.repair(rows)))
+        why += sorted(c.kind.cause for c in repairs if is_touched(rows, c.repair(rows)))
         out.append(row_document(rows, why=list(dict.fromkeys(why)), evidence=proof))
     return out, left_out
 

@@ -8,7 +8,7 @@ repair removes is the share of its cause; what is left at the end is unexplained
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -37,9 +37,68 @@ from lockstep.doctor.checks.values.noise import NoisySampler, NoisyTrainer
 from lockstep.doctor.checks.values.precision import Precision
 from lockstep.doctor.checks.values.processed import Processed
 from lockstep.doctor.checks.values.rounding import Clamped, Quantised
+from lockstep.errors import LockstepError
 
 Chunks = Callable[[], Iterable[Rows]]
 """Yields the rows from the beginning, each time that it is called."""
+
+
+class Making:
+    """A check that is being made. An error of it becomes its finding: the other checks go on.
+
+    A template may refuse what a check asks of it, a plugin's check may be wrong; neither may cost
+    the user the rest of the diagnosis.
+    """
+
+    def __init__(self, kind: type[Check], setting: Setting) -> None:
+        self.kind, self.setting = kind, setting
+        self.error = ""
+        """Why the check could not be made; empty if it was."""
+        self.repair_error = ""
+        """Why its repair could not be made; its share is then unknown."""
+        self._check: Check | None = None
+        try:
+            self._check = kind(setting)
+        except Exception as error:
+            self.error = _told(error)
+
+    def again(self) -> Making:
+        """The same check, before it has seen any row."""
+        return Making(self.kind, self.setting)
+
+    def look(self, rows: Rows) -> None:
+        if self._check is not None and not self.error:
+            try:
+                self._check.look(rows)
+            except Exception as error:
+                self.error = _told(error)
+
+    def conclude(self) -> Finding:
+        if self._check is not None and not self.error:
+            try:
+                return self._check.conclude()
+            except Exception as error:
+                self.error = _told(error)
+        return self.kind.not_checkable(measured=self.error)
+
+    def repair(self, rows: Rows) -> Rows:
+        """The rows without the cause; as they are for rows that lack what the check needs (only a
+        sample that was scored again has it), and if the repair fails."""
+        lacks = any(getattr(rows, name, True) is None for name in self.kind.needs)
+        if self._check is None or self.repair_error or lacks:
+            return rows
+        try:
+            return self._check.repair(rows)
+        except Exception as error:
+            self.repair_error = _told(error)
+            return rows
+
+
+def _told(error: Exception) -> str:
+    """An error of a check in words: a refusal as it is, a bug by its type."""
+    if isinstance(error, LockstepError):
+        return str(error)
+    return f"the check failed with {type(error).__name__}" + (f": {error}" if str(error) else "")
 
 
 @dataclass(slots=True)
@@ -79,7 +138,7 @@ class Examination:
     cause was found there."""
     shares: list[Share] = field(default_factory=list[Share])
     """Shares of the causes, in the order of their repairs."""
-    repairs: list[Check] = field(default_factory=list[Check])
+    repairs: list[Making] = field(default_factory=list["Making"])
     """Checks that found a cause in all rows, in the same order."""
     num_rows: int = 0
     num_tokens: int = 0
@@ -125,20 +184,20 @@ def examine(
         for f in fields(setting)
         if getattr(setting, f.name) not in (None, "", frozenset(), ())
     }
-    found: list[Check] = []
+    found: list[Making] = []
     rows_left = chunks  # what is read at the end, without the causes
     left = np.ones(2)
     last = max(
         (i for i, s in enumerate(stages) if any(k.name in only for k in s.checks)), default=0
     )
     for number, stage in enumerate(stages[: last + 1] if only else stages):
-        made: list[Check] = []
+        made: list[Making] = []
         for kind in stage.checks:
             lacks = tuple(name for name in kind.needs if name not in known | stage.has)
             if lacks:
                 out.findings.append(kind.not_checkable(*lacks))
             else:
-                made.append(kind(setting))
+                made.append(Making(kind, setting))
         if not made and number:
             continue
         # Rows that lack one side's log-probs have no gap; a later stage's, scored again, have one.
@@ -164,6 +223,13 @@ def examine(
             out.repairs += new
         elif new:
             rows_left = stage.chunks
+    failed = {check.kind.name: check.repair_error for check in found if check.repair_error}
+    out.findings = [
+        replace(f, measured=f"{f.measured}; its share is unknown: {failed[f.check]}")
+        if f.check in failed
+        else f
+        for f in out.findings
+    ]
     if only:
         out.findings = [finding for finding in out.findings if finding.check in only]
     out.after = out.before
@@ -175,40 +241,38 @@ def examine(
 
 
 def _without_symptoms(
-    chunks: Chunks, before: Sequence[Check], concluded: Sequence[tuple[Check, Finding]]
-) -> list[tuple[Check, Finding]]:
+    chunks: Chunks, before: Sequence[Making], concluded: Sequence[tuple[Making, Finding]]
+) -> list[tuple[Making, Finding]]:
     """The findings of a stage, each cause tested again in rows without the causes before it: one
     that is gone then was their mark. (Log-probs after a token with another spelling are at an
     offset, though nothing shifted them.)"""
     new = [check for check, finding in concluded if finding.verdict == "differs"]
     if len(new) < 2:
         return list(concluded)
-    again = {check.name: type(check)(check.setting) for check in new}
+    again = {check.kind: check.again() for check in new}
     for rows in chunks():
         rows = _without(before, rows)
         for check in new:
-            again[check.name].look(rows)
+            again[check.kind].look(rows)
             rows = check.repair(rows)
-    out: list[tuple[Check, Finding]] = []
+    out: list[tuple[Making, Finding]] = []
     for check, finding in concluded:
-        fresh = again.get(check.name)
+        fresh = again.get(check.kind)
         out.append((check, finding) if fresh is None else (fresh, fresh.conclude()))
     return out
 
 
-def _without(causes: Iterable[Check], rows: Rows) -> Rows:
-    """The rows without these causes, but for those of checks that need what the rows lack: only a
-    sample that was scored again has it."""
+def _without(causes: Iterable[Making], rows: Rows) -> Rows:
+    """The rows without these causes."""
     for check in causes:
-        if all(getattr(rows, name, True) is not None for name in check.needs):
-            rows = check.repair(rows)
+        rows = check.repair(rows)
     return rows
 
 
 def _divide(
     chunks: Chunks,
-    before: Sequence[Check],
-    new: Sequence[Check],
+    before: Sequence[Making],
+    new: Sequence[Making],
     left: Float64Array,
     out: Examination,
 ) -> None:
@@ -240,7 +304,7 @@ def _divide(
     whole = np.array([sums[0][0].k2, sums[0][0].k3])
     shares = left * lost / np.where(whole, whole, np.inf)
     for check, (k2, k3), (gap, after) in zip(new, shares.tolist(), pairwise(sums[0]), strict=True):
-        out.shares.append(Share(cause=check.cause, k2=k2, k3=k3, before=gap, after=after))
+        out.shares.append(Share(cause=check.kind.cause, k2=k2, k3=k3, before=gap, after=after))
     left -= shares.sum(0)
 
 
