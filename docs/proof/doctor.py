@@ -79,6 +79,7 @@ from lockstep.testing.faults.rows import (
     TokensAfterStop,
     TrainedObservations,
     WrongBoundary,
+    WrongTemplate,
 )
 from lockstep.testing.faults.sides import (
     ActiveDropout,
@@ -107,6 +108,7 @@ SHARE_TOLERANCE = 0.2
 
 LEAN = (
     "turn", "is_sampled", "policy_version", "trainer_version", "engine_ids", "messages",
+    "engine_prompt_ids",
     "routed_experts", "trainer_routed_experts",
 )  # fmt: skip
 """What most trainers' dumps lack: left are ids, mask, both sides' log-probs, prompt lengths,
@@ -308,6 +310,9 @@ FAULTS: dict[str, Sequence[FaultConfig]] = {
         WrongBoundary(share=0.3), WrongBoundary(by=3), WrongBoundary(kind="subtracted"),
     ],
     "duplicated_prompt": _shares(DuplicatedPrompt),
+    "wrong_template": [
+        WrongTemplate(share=0.3), WrongTemplate(kind="opening"), WrongTemplate(kind="beginning"),
+    ],
     "fillers": [
         FillerLogprobs(share=0.1), FillerLogprobs(share=0.3), FillerLogprobs(),
     ],

@@ -114,6 +114,8 @@ def make_setting(
     setting = Setting(
         **known, tokenizer=words.tokenizer, renderer=words.renderer, step_metrics=step_metrics
     )
-    if words.renderer is not None and not setting.stop_ids:
-        setting = replace(setting, stop_ids=frozenset(words.renderer.stop_ids))
+    if words.renderer is not None:
+        # A trainer often names the model's one stop id, and not the template's second one.
+        stop_ids = setting.stop_ids | frozenset(words.renderer.stop_ids)
+        setting = replace(setting, stop_ids=stop_ids)
     return setting

@@ -21,13 +21,18 @@ Outcome = Literal["consistent", "differs", "could_not_check"]
 EXIT_CODES: Mapping[Outcome, int] = {"consistent": 0, "differs": 1, "could_not_check": 2}
 
 Certainty = Literal["proved", "likely", "possible"]
-"""proved: the repair of the cause removes most of the gap, or the ids themselves show it. likely:
-its repair removes a part of the gap, or tokens show it. possible: the figures fit and no token
-shows it."""
+"""proved: records of the dump contradict each other, or undoing the cause makes the two sides
+agree. likely: undoing it removes a part of the gap, or tokens show it. possible: the figures fit
+and no token shows it."""
 
 MOST_OF_THE_GAP = 0.5
 """Share of the remaining k2 that a repair must remove to prove its cause: log-probs do not move to
-those of the other side by chance."""
+those of the other side by chance. A repair that leaves tokens out removes their gap whatever the
+cause; then this is the share by which k2 per token must fall among those that are left."""
+MIN_KEPT = 0.05
+"""Share of the tokens that must be left, to tell that."""
+SAME_TOKENS = 0.98
+"""Share of the tokens from which on a repair leaves none out: a few have no log-prob to move."""
 PART_OF_THE_GAP = 0.05
 """Share of k2 below which a repair proves little: repairs leave out tokens, and their noise."""
 
@@ -150,21 +155,30 @@ class Diagnosis:
             return 0.0
         return sum(getattr(share, kind) for share in self._shares(cause))
 
+    def range_of(self, cause: str) -> tuple[float, float]:
+        """Smallest and largest share of k2 that the cause may explain: tokens that another cause
+        hits too have one gap, which either may claim."""
+        steps = [] if self.is_float_noise else self._shares(cause)
+        return sum(step.least for step in steps), sum(step.most for step in steps)
+
     def certainty_of(self, cause: Cause, finding: Finding) -> tuple[Certainty, str]:
         """How certain the cause is, and why."""
         share = self.share_of(cause.name)
+        steps = self._shares(cause.name)
+        why = "the figures fit it, and no single token shows it"
+        level: Certainty = "possible"
         if share >= PART_OF_THE_GAP:
-            steps = self._shares(cause.name)
-            before, after = steps[0].before.means()["k2"], steps[-1].after.means()["k2"]
-            why = f"without it k2 goes from {before:.2g} to {after:.2g}"
-            taken = 1.0 - steps[-1].after.k2 / steps[0].before.k2
-            level: Certainty = "proved" if taken >= MOST_OF_THE_GAP else "likely"
-        elif finding.evidence and cause.room in ("tokens", "template"):
-            level, why = "proved", "the tokens show it; it moves few of the compared log-probs"
+            before, after = steps[0].before, steps[-1].after
+            why = f"without it k2 goes from {before.means()['k2']:.2g} to {after.means()['k2']:.2g}"
+            is_proof = finding.basis == "repair" and _agrees_without(before, after)
+            level = "proved" if is_proof else "likely"
         elif finding.evidence:
             level, why = "likely", "tokens show it; undoing it changes little of the gap"
-        else:
-            level, why = "possible", "the figures fit it, and no single token shows it"
+        if finding.basis == "shown":
+            level = "proved"
+            why = "the dump's own records show it" + (f"; {why}" if steps and share else "")
+        elif finding.basis == "fit" and level == "likely":
+            why += "; inferred from the pattern, which another cause may make too"
         if twins := sorted(
             c.name
             for c in CAUSES.values()
@@ -244,13 +258,24 @@ class Diagnosis:
             "check": finding.check,
             "measured": finding.measured,
             "share_k2": self.share_of(cause.name),
+            "share_k2_range": list(self.range_of(cause.name)),
             "share_k3": self.share_of(cause.name, "k3"),
             "certainty": certainty,
             "why": why,
+            "basis": finding.basis,
             "remedy": self.remedy_for(cause),
             "in_engines": dict(cause.in_engines),
             "command": self.command_for(finding),
         }
+
+
+def _agrees_without(before: Gap, after: Gap) -> bool:
+    """Whether a repair made the two sides agree, and did not merely leave out what disagrees."""
+    if after.tokens >= SAME_TOKENS * before.tokens:
+        return after.k2 <= (1 - MOST_OF_THE_GAP) * before.k2
+    if after.tokens < MIN_KEPT * before.tokens:
+        return False
+    return after.means()["k2"] <= (1 - MOST_OF_THE_GAP) * before.means()["k2"]
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:

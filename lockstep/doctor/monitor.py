@@ -22,7 +22,7 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.diagnose import make_setting
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
-from lockstep.doctor.inputs.run_dump import MONITOR, prompt_length, replies
+from lockstep.doctor.inputs.run_dump import MONITOR, first_prompt, prompt_length, replies
 from lockstep.doctor.tokenization import Tokenization
 from lockstep.errors import ConfigError
 from lockstep.observe.live import ViewKind
@@ -144,6 +144,7 @@ def rows_of(step: int, samples: Sequence[Sample], groups: Sequence[Group], *, ve
         trainer_version=np.full(len(samples), version, np.int64),
         prompt_lengths=np.array([prompt_length(sample) for sample in samples], np.int64),
         engine_ids=tuple(replies(t, leaf) for t, leaf in placed),
+        engine_prompt_ids=tuple(first_prompt(t, leaf) for t, leaf in placed),
     )
 
 

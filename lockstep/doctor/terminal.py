@@ -20,6 +20,8 @@ from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Float32Array, Int32Array
 
+MIN_RANGE = 0.1
+"""Width from which the range of a share is told: two causes hit the same tokens."""
 NUM_SHOWN = 2
 """Causes that are shown with their tokens; each other cause gets a line."""
 NUM_TOKENS = 6
@@ -74,7 +76,10 @@ def _show_cause(diagnosis: Diagnosis, console: Console, number: int, rows: dict[
     cause, finding = diagnosis.causes[number]
     certainty, why = diagnosis.certainty_of(cause, finding)
     share = diagnosis.share_of(cause.name)
+    least, most = diagnosis.range_of(cause.name)
     moves = f"  {share:.1%} of k2  " if share >= 0.001 else "  moves few log-probs, or none  "
+    if most - least >= MIN_RANGE:
+        moves = f"  {share:.1%} of k2 (alone {most:.1%}, beside the others {least:.1%})  "
     title = (f"\n{number + 1}. {cause.name}", "bold red")
     console.print(Text.assemble(title, (moves, "bold"), (certainty, _CERTAINTY[certainty])))
     _line(console, "what", cause.title)

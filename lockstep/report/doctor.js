@@ -5,6 +5,10 @@ const diagnosis = report.diagnosis;
 const OUTCOMES = { consistent: "consistent", differs: "differs", could_not_check: "could not check" };
 const VERDICTS = { differs: "differs", information: "note", consistent: "ruled out", not_checkable: "not checked" };
 
+function range([least, most]) {
+  return most - least >= 0.1 ? ` (alone ${percent(most)}, beside the others ${percent(least)})` : "";
+}
+
 function percent(share) {
   return isNumber(share) ? `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %` : "\u2013";
 }
@@ -54,7 +58,7 @@ function buildCauses(section) {
     return element("article", { class: "card cause" },
       element("header", {}, element("h3", {}, `${index + 1}. ${cause.cause}`),
         element("span", { class: `badge ${cause.certainty}` }, cause.certainty),
-        element("span", { class: "share" }, cause.share_k2 >= 0.001 ? `${percent(cause.share_k2)} of k2, ${percent(cause.share_k3)} of k3` : "moves few log-probs, or none")),
+        element("span", { class: "share" }, cause.share_k2 >= 0.001 ? `${percent(cause.share_k2)} of k2${range(cause.share_k2_range)}, ${percent(cause.share_k3)} of k3` : "moves few log-probs, or none")),
       cause.share_k2 >= 0.001 ? element("div", { class: "bar" }, element("i", { style: { width: `${Math.min(100, 100 * cause.share_k2)}%` } })) : null,
       element("p", {}, cause.title),
       element("dl", {}, [["measured", cause.measured], ["sure", cause.why]].map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]).flat(),

@@ -126,7 +126,7 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
     have their own. seed: seed of that choice.
 
     Every field of a full dump is filled: `turn` and `is_sampled` as the program believes them,
-    `engine_ids` as the engine answered.
+    `engine_ids` as the engine answered, `engine_prompt_ids` as it was asked.
 
     Faults of the sampler's numbers (`KernelNoise`, `RouterNoise`) recompute log-probs and routes of
     the same tokens: right to first order in the noise. For more, sample with `fault.make_engine`
@@ -170,6 +170,9 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
         prompt_lengths=np.array([_prompt_length(of_rows, *pair) for pair in pairs], np.int64),
         engine_ids=tuple(
             tuple(row.token_ids[begin:end] for begin, end in turns(row)) for row in before
+        ),
+        engine_prompt_ids=tuple(
+            tuple(row.token_ids[:begin] for begin, _ in turns(row)) for row in before
         ),
         messages=tuple(_dialogue(source, of_rows, *p) for p in pairs) if has_dialogues else None,
         rewards=np.array([source.rewards[row.id] for row in before]) if is_known else None,

@@ -21,6 +21,11 @@ Verdict = Literal["consistent", "information", "differs", "not_checkable"]
 """consistent: the claim holds. differs: it does not, and `cause` says why. information: worth
 knowing, and no defect. not_checkable: the dump lacks what the check needs."""
 
+Basis = Literal["shown", "repair", "fit"]
+"""Why a cause is believed. shown: records of one dump contradict each other, such as the row and
+the ids that the engine returned. repair: undoing it makes the two sides agree. fit: the figures
+have its pattern, which something else may make too; never proved."""
+
 MAX_EVIDENCE = 8
 """Places that a finding shows; its figures count all of them."""
 
@@ -95,6 +100,7 @@ class Finding:
     """The result, with numbers, in one sentence."""
     cause: str = ""
     """Name in `causes.CAUSES`, unless the finding is consistent."""
+    basis: Basis = "repair"
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
     """The numbers behind `measured`, by stable names."""
     evidence: tuple[Evidence, ...] = ()
@@ -135,6 +141,8 @@ class Check(ABC):
     """Fields of `Rows` and `Setting` that the check cannot do without."""
     stage: ClassVar[StageName | Literal[""]] = ""
     """Stage that the check is made in; empty for bases and for checks that need a model."""
+    basis: ClassVar[Basis] = "repair"
+    """Basis of the cause, unless a finding has another."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -207,7 +215,9 @@ class Check(ABC):
         for b, e in shown:
             self.show(e - b, rows, b, e, note(b, e))
 
-    def found(self, verdict: Verdict, measured: str, **figures: float) -> Finding:
+    def found(
+        self, verdict: Verdict, measured: str, *, basis: Basis | None = None, **figures: float
+    ) -> Finding:
         """The finding, with `counts`, these figures, and the evidence unless it is consistent."""
         return Finding(
             check=self.name,
@@ -215,12 +225,13 @@ class Check(ABC):
             verdict=verdict,
             measured=measured,
             cause="" if verdict == "consistent" else self.cause,
+            basis=basis or self.basis,
             figures={**self.counts, **figures},
             evidence=() if verdict == "consistent" else tuple(e for _, e in self._evidence),
         )
 
-    def differs(self, measured: str, **figures: float) -> Finding:
-        return self.found("differs", measured, **figures)
+    def differs(self, measured: str, *, basis: Basis | None = None, **figures: float) -> Finding:
+        return self.found("differs", measured, basis=basis, **figures)
 
     def information(self, measured: str, **figures: float) -> Finding:
         return self.found("information", measured, **figures)

@@ -135,6 +135,24 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
         ),
     },
     "template": {
+        "wrong_template": Cause(
+            title="The trainer's prompt is not what the sampler read, or what the model was made "
+            "for.",
+            remedy="Take the prompt's ids from the engine. If both sides must render, give them "
+            "one template, one list of tools, the same thinking switch, and the beginning token "
+            "once.",
+            in_trainers={
+                "trl": "a processing_class with the model's own chat template; set "
+                "chat_template_kwargs for both sides.",
+                "verl": "data.apply_chat_template_kwargs reaches the agent loop too; keep "
+                "prompts as ids from it.",
+            },
+            in_engines={
+                "vllm": "send prompt ids, or add_special_tokens=false for a text that a template "
+                "has written.",
+            },
+            fault="wrong_template",
+        ),
         "thinking_dropped": Cause(
             title="The template drops the thinking of earlier turns from the row.",
             remedy="Keep thinking in the history, or make each turn a row of its own.",

@@ -30,6 +30,7 @@ from lockstep.doctor.checks.tokens.post_processed import PostProcessed
 from lockstep.doctor.checks.tokens.reencoded import Reencoded
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
 from lockstep.doctor.checks.tokens.template import ThinkingDropped
+from lockstep.doctor.checks.tokens.wrong_template import WrongTemplate
 from lockstep.doctor.checks.training.staleness import AfterUpdate, GrowingGap, Stale
 from lockstep.doctor.checks.training.unphysical import Unphysical
 from lockstep.doctor.checks.values.finite import NonFinite, Positive
@@ -109,6 +110,10 @@ class Share:
     k2: float
     """Share of the whole dump's sum of d^2 / 2, in [0, 1]."""
     k3: float
+    least: float = 0.0
+    """Share of k2 if the other causes of its stage are repaired first: what only it explains."""
+    most: float = 0.0
+    """The same if it is repaired first: what they may explain too."""
     before: Gap = field(default_factory=Gap)
     """Gap before the repair."""
     after: Gap = field(default_factory=Gap)
@@ -279,14 +284,14 @@ def _divide(
     """Adds the shares of `new`, and subtracts them from `left`: [2] shares of k2 and k3.
 
     A token that two causes hit loses its gap to the one that is repaired first. To be fair, repairs
-    are made in order and in reverse order, and a share is the mean of both.
+    are made in order and in reverse order; a share is the mean of both, and they are its range.
     """
-    orders = [new, new[::-1]] if len(new) > 1 else [new]
-    sums = [[Gap() for _ in range(len(new) + 1)] for _ in orders]
+    both = [new, new[::-1]] if len(new) > 1 else [new]
+    sums = [[Gap() for _ in range(len(new) + 1)] for _ in both]
     """For each order, the gap before the first repair, and after each."""
     for rows in chunks():
         rows = _without(before, rows)
-        for checks, gaps in zip(orders, sums, strict=True):
+        for checks, gaps in zip(both, sums, strict=True):
             repaired = rows
             gaps[0].add(gap_of_all(repaired))
             for check, gap in zip(checks, gaps[1:], strict=True):
@@ -296,15 +301,21 @@ def _divide(
     lost, *others = (
         np.array([(a.k2 - b.k2, a.k3 - b.k3) for a, b in pairwise(gaps)]) for gaps in sums
     )
+    orders = [lost]
     for reverse in others:
         # Later stages continue with what the repairs in order leave, so shares sum to that.
         scale = lost.sum(0) / np.where(reverse.sum(0) > 0, reverse.sum(0), np.inf)
-        mean = (lost + scale * reverse[::-1]) / 2
-        lost = np.where(reverse.sum(0) > 0, mean, lost)
+        orders.append(np.where(reverse.sum(0) > 0, scale * reverse[::-1], lost))
     whole = np.array([sums[0][0].k2, sums[0][0].k3])
-    shares = left * lost / np.where(whole, whole, np.inf)
-    for check, (k2, k3), (gap, after) in zip(new, shares.tolist(), pairwise(sums[0]), strict=True):
-        out.shares.append(Share(cause=check.kind.cause, k2=k2, k3=k3, before=gap, after=after))
+    of_orders = np.stack(orders) * left / np.where(whole, whole, np.inf)
+    shares, least, most = of_orders.mean(0), of_orders.min(0), of_orders.max(0)
+    for i, (check, (gap, after)) in enumerate(zip(new, pairwise(sums[0]), strict=True)):
+        k2, k3 = shares[i].tolist()
+        low, high = float(least[i, 0]), float(most[i, 0])
+        cause = check.kind.cause
+        out.shares.append(
+            Share(cause=cause, k2=k2, k3=k3, least=low, most=high, before=gap, after=after)
+        )
     left -= shares.sum(0)
 
 
@@ -313,6 +324,7 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
     # marks of what comes later; then which of them are trained. A token that should not be trained
     # has no right log-prob either.
     "masks": (
+        WrongTemplate,
         Boundary,
         InjectedControl,
         ThinkingDropped,

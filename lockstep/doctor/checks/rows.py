@@ -98,6 +98,9 @@ class Rows(Once):
     """[R] response as text."""
     engine_ids: tuple[tuple[Int32Array, ...] | None, ...] | None = None
     """[R] ids that the engine returned, by turn."""
+    engine_prompt_ids: tuple[tuple[Int32Array, ...] | None, ...] | None = None
+    """[R] ids that the engine was sent before each of these turns, from the beginning of the row;
+    those of the first turn alone are enough."""
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = len(self.row_ids), len(self.token_ids)
@@ -418,6 +421,7 @@ _OF_ROWS = frozenset(
         "messages",
         "texts",
         "engine_ids",
+        "engine_prompt_ids",
     }
 )
 TOKEN_COLUMNS = tuple(f.name for f in fields(Rows) if f.name not in _OF_ROWS)

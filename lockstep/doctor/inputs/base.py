@@ -30,6 +30,7 @@ HOW_TO_GET: Mapping[str, str] = {
     "trainer_version": "log the version of the weights that the trainer's log-probs are of",
     "steps": "log the training step of each row",
     "messages": "log the dialogue of each row, the model's replies included",
+    "engine_prompt_ids": "log the ids that the engine was sent before each reply",
     "engine_ids": "log the ids that the engine returned, turn by turn, beside those trained",
     "tokenizer": "name the model's tokenizer: --tokenizer DIR",
     "renderer": "name the template that the prompts were made with: --renderer NAME",

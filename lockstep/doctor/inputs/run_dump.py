@@ -91,6 +91,7 @@ class RunDump(RowDump):
                 "steps": record.step,
                 "messages": tuple(trajectory.messages(leaf)),
                 "engine_ids": replies(trajectory, leaf),
+                "engine_prompt_ids": first_prompt(trajectory, leaf),
             },
         )
 
@@ -141,6 +142,16 @@ def prompt_length(sample: Sample) -> int:
     """Tokens before the first sampled one."""
     is_sampled = sample.columns["turn"] >= 0
     return int(np.argmax(is_sampled)) if is_sampled.any() else len(sample)
+
+
+def first_prompt(trajectory: Trajectory, leaf: int) -> tuple[Int32Array, ...]:
+    """The ids that the engine was sent before the first turn on the path to `leaf`."""
+    prompt: list[Int32Array] = []
+    for i in trajectory.path(leaf):
+        if trajectory.segments[i].is_sampled:
+            break
+        prompt.append(trajectory.segments[i].token_ids)
+    return (np.concatenate(prompt),) if prompt else ()
 
 
 def replies(trajectory: Trajectory, leaf: int) -> tuple[Int32Array, ...]:

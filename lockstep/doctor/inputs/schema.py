@@ -94,6 +94,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("messages", "messages"),
     Column("text", "text", as_field="texts"),
     Column("engine_ids", "turn", "int32"),
+    Column("engine_prompt_ids", "turn", "int32"),
     Column("routed_experts", "route", "int16", fill=UNKNOWN_EXPERT),
     Column("trainer_routed_experts", "route", "int16", fill=UNKNOWN_EXPERT),
 )
@@ -268,7 +269,7 @@ def _unnested(
             raise ValueError(f"is null; expected {column.expected}.")
         found = found.fill_null(column.fill)
     values = found.to_numpy(zero_copy_only=False)
-    if column.name in ("token_ids", "engine_ids") and (values < 0).any():
+    if column.name.endswith("_ids") and (values < 0).any():
         raise ValueError(f"has {values[values < 0][0]}; expected ids from 0.")
     return levels, values
 

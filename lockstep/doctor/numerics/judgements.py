@@ -243,6 +243,7 @@ class OtherWeights(Reproduced):
                 f"are read (variance within equal contexts {within:.2f} of the whole, noise is "
                 "near 1): other weights than any that were given, or another architecture. k2 "
                 f"{side.noise:.1e}; {comparison.describe()}. --against DIR tries other checkpoints",
+                basis="fit",
                 within=within,
                 k2=side.noise,
             )
@@ -303,6 +304,8 @@ class Precision(Reproduced):
 
 class _Noise(_Compared):
     """Base of what is left of a side that deviates, if it does not repeat."""
+
+    basis = "fit"
 
     _mine: Sequence[str] = ()
     """Names of the sides with this noise."""

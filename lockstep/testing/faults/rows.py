@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import tag
+from lockstep.doctor.checks.tokens.context import opening_of
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer
@@ -302,6 +303,32 @@ class DuplicatedPrompt(_EditFault):
         at = found[-1][0]
         prompt = [*range(found[0][0])]
         return taken(row, [*range(at), *prompt * self.copies, *range(at, len(row))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongTemplate(RowFault):
+    """The trainer renders the prompt by itself, in another way than the engine read it. What was
+    sampled keeps its ids and log-probs."""
+
+    kind: Literal["system", "opening", "beginning", "space"] = "system"
+    """system: with a default system message. opening: without the opening of the first reply.
+    beginning: with its first token twice. space: with a space before that opening."""
+
+    def changed(self, row: Sample, renderer: Renderer) -> Sample:
+        if not (found := turns(row)):
+            return row
+        first, size = found[0][0], len(opening_of(renderer))
+        if self.kind == "opening":
+            return without(row, range(max(first - size, 0), first))
+        if self.kind == "beginning":
+            return with_inserted(row, 0, row.token_ids[:1].tolist())
+        if self.kind == "space":
+            return with_inserted(row, max(first - size, 0), renderer.tokenizer.encode(" "))
+        user = Message(role="user", content="a")
+        system = Message(role="system", content="You are a helpful assistant.")
+        plain, more = renderer.render([user]), renderer.render([system, user])
+        at = first_difference(plain, more)
+        return with_inserted(row, at, more[at : at + len(more) - len(plain)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,6 +102,7 @@ class Substituted(Check):
     name = "tokens/substituted"
     claim = "ids are as sampled"
     cause = "reencoded"
+    basis = "shown"
     needs = ("rollout_logprobs",)
 
     def look(self, rows):
@@ -130,7 +131,7 @@ def test_sampled_and_expected_ids_stand_side_by_side_and_hostile_text_moves_noth
     assert str(row.token_ids[12]) in line and " 7" in line
     cause, finding = diagnosis.causes[0]
     certainty, why = diagnosis.certainty_of(cause, finding)
-    assert certainty == "proved" and "the tokens show it" in why
+    assert certainty == "proved" and "the dump's own records show it" in why
     assert diagnosis.share_of(cause.name) == 0
 
 

@@ -58,7 +58,7 @@ ROWS = {
 
 def refusing(tmp_path, lacking):
     refusals = "".join(
-        f"{{%- if {LACKS[name]} %}}{{{{ raise_exception(\"No {name}.\") }}}}{{%- endif %}}\n"
+        f'{{%- if {LACKS[name]} %}}{{{{ raise_exception("No {name}.") }}}}{{%- endif %}}\n'
         for name in lacking
     )
     path = tmp_path / "it.jinja"
@@ -92,7 +92,9 @@ def test_whatever_a_template_refuses_no_check_fails_and_healthy_rows_have_no_cau
     assert len(findings) == sum(map(len, all_stages().values()))
 
 
-@pytest.mark.parametrize("lacking", [*((name,) for name in LACKS), *combinations(LACKS, len(LACKS))])
+@pytest.mark.parametrize(
+    "lacking", [*((name,) for name in LACKS), *combinations(LACKS, len(LACKS))]
+)
 def test_a_shift_is_found_whatever_the_template_refuses(tmp_path, lacking):
     rows = ROWS[True, True]
     shifted = np.where(rows.loss_mask, np.roll(rows.rollout, 1), np.nan).astype(np.float32)

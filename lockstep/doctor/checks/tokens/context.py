@@ -414,7 +414,8 @@ class DuplicatedPrompt(_Context):
         if c["rows_hit"]:
             return self.differs(
                 f"{c['rows_hit']} of {c['rows']} rows contain their prompt again, "
-                f"{c['duplicated_tokens']} tokens"
+                f"{c['duplicated_tokens']} tokens",
+                basis="shown",
             )
         return self.consistent(f"no prompt of {c['rows']} comes again")
 
@@ -486,7 +487,10 @@ class DroppedSeparator(_Context, TemplateCheck):
     def conclude(self) -> Finding:
         turns, dropped = self.counts["turns_followed"], self.counts["dropped_separators"]
         if dropped >= MIN_DROPPED:
-            return self.differs(f"{dropped} of {turns} turns are directly followed by a message")
+            return self.differs(
+                f"{dropped} of {turns} turns are directly followed by a message",
+                basis="repair" if self._exact is not None else "fit",
+            )
         if self._separators:
             return self.consistent(
                 f"{turns - dropped} of {turns} turns with a message after them have the separator"

@@ -68,7 +68,8 @@ class InjectedControl(Check):
         if c["injected_messages"]:
             return self.differs(
                 f"{c['injected_messages']} messages of users and tools contain control tokens, in "
-                f"{c['rows']} rows"
+                f"{c['rows']} rows",
+                basis="shown" if c["spelt_messages"] else "fit",
             )
         return self.consistent(
             f"{c['messages']} messages of users and tools are text in their rows; "

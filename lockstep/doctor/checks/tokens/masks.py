@@ -60,6 +60,7 @@ class ObservationTrained(TemplateCheck):
         begin, end = rows.runs(misplaced(rows, self.template).observed)
         self.count(
             trained_tokens=rows.loss_mask,
+            rows_that_tell_turns=0 if rows.is_sampled is None else len(rows),
             observed_tokens_trained=(end - begin).sum(),
             rows=len(rows),
             rows_hit=len(np.unique(rows.row_of[begin])),
@@ -77,7 +78,8 @@ class ObservationTrained(TemplateCheck):
             return self.consistent(f"0 of {trained} trained tokens were written by others")
         return self.differs(
             f"{bad} of {trained} trained tokens were not sampled, in {c['rows_hit']} of "
-            f"{c['rows']} rows"
+            f"{c['rows']} rows",
+            basis="shown" if c["rows_that_tell_turns"] or self.template.is_exact else "fit",
         )
 
     def repair(self, rows: Rows) -> Rows:
@@ -138,7 +140,11 @@ class Boundary(TemplateCheck):
             )
             if c[name]
         ]
-        return self.differs(f"of {c['rows']} rows, " + "; ".join(parts))
+        is_shown = any(c[name] for name in ("impossible_lengths", "other_lengths"))
+        is_shown |= c["moved_from_engine"] > 0
+        return self.differs(
+            f"of {c['rows']} rows, " + "; ".join(parts), basis="shown" if is_shown else "fit"
+        )
 
     def repair(self, rows: Rows) -> Rows:
         """Tokens before a reply are not trained, and its own first ones count as sampled; rows
@@ -297,6 +303,7 @@ class MissingFinal(TemplateCheck):
             return self.differs(
                 f"{c['turns_cut_short']} of {c['turns_of_engine']} turns lack the last tokens that "
                 f"the engine answered, {c['tokens_cut_off']} tokens in all",
+                basis="shown",
                 unfinished_turns=unfinished,
             )
         template = self.template
@@ -312,6 +319,7 @@ class MissingFinal(TemplateCheck):
         return self.found(
             "differs" if is_proof else "information",
             f"{unfinished} of {c['turns']} turns end with no stop id and at no limit of length",
+            basis="fit",
             unfinished_turns=unfinished,
         )
 
@@ -354,6 +362,7 @@ class AfterStop(TemplateCheck):
             "differs" if template.is_sure and is_told else "information",
             f"{c['turns_with_tokens_after_stop']} of {c['turns']} turns continue after a stop id, "
             f"with {c['tokens_after_stop']} trained tokens",
+            basis="shown" if c["rows_that_tell_turns"] or template.is_exact else "fit",
         )
 
     def repair(self, rows: Rows) -> Rows:

@@ -113,7 +113,8 @@ class PostProcessed(ReplyCheck):
         if c["changed_turns"]:
             return self.differs(
                 f"{c['changed_turns']} of {c['engine_turns']} turns are the engine's replies after "
-                f"a change ({self._what})"
+                f"a change ({self._what})",
+                basis="shown",
             )
         if c["broken_rows"] >= max(MIN_BROKEN_ROWS, MIN_BROKEN * c["other_rows"]):
             return self.differs(
@@ -125,7 +126,8 @@ class PostProcessed(ReplyCheck):
             self._by_ends = True
             return self.differs(
                 f"{c['improbable_ends']} of {c['clean_starts']} rows begin to disagree at the end "
-                "of a turn, which the trainer finds improbable: text before it is missing"
+                "of a turn, which the trainer finds improbable: text before it is missing",
+                basis="fit",
             )
         if c["other_rows"]:
             return self.information(

@@ -24,7 +24,10 @@ class ThinkingDropped(Check):
 
     def look(self, rows: Rows) -> None:
         known = (rows.messages or ()) + (rows.engine_ids or ())
-        self.count(known=sum(dialogue is not None for dialogue in known))
+        self.count(
+            known=sum(dialogue is not None for dialogue in known),
+            engine_turns=sum(len(turns or ()) for turns in rows.engine_ids or ()),
+        )
         for begin, end, thinking in self._dropped(rows):
             self.count(dropped_thoughts=1)
             note = "the turn was sampled with thinking that is not in the row"
@@ -58,7 +61,8 @@ class ThinkingDropped(Check):
         if c["dropped_thoughts"]:
             return self.differs(
                 f"the thinking of {c['dropped_thoughts']} earlier turns is missing from rows that "
-                "contain the turns as sampled"
+                "contain the turns as sampled",
+                basis="shown" if c["engine_turns"] else "fit",
             )
         if not c["known"]:
             return self.not_checkable("messages or engine_ids")

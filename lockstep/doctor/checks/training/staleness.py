@@ -45,6 +45,7 @@ class Stale(Check):
     """The gap by age: the trainer's version minus the version that sampled the token."""
 
     name = "training/staleness"
+    basis = "fit"
     claim = "tokens were sampled by the weights that they are trained on"
     cause = "stale"
     needs = ("rollout_logprobs", "trainer_logprobs", "policy_version", "trainer_version")
@@ -108,6 +109,7 @@ class AfterUpdate(Check):
     """Compares the sign of the gap with the sign of the advantage."""
 
     name = "training/after_update"
+    basis = "fit"
     claim = "the trainer's log-probs are those before the update on the rows"
     cause = "after_update"
     needs = ("rollout_logprobs", "trainer_logprobs")
@@ -189,6 +191,7 @@ class GrowingGap(Check):
     """The gap by step, over tokens of age 0."""
 
     name = "training/growing_gap"
+    basis = "fit"
     claim = "the gap of tokens of age 0 does not grow from step to step"
     cause = "other_weights"
     needs = ("rollout_logprobs", "trainer_logprobs", "steps")

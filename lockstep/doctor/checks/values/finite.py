@@ -34,6 +34,7 @@ class NonFinite(Check):
     name = "values/nonfinite"
     claim = "every trained token has a finite log-prob"
     cause = "nonfinite"
+    basis = "shown"
     needs = ("rollout_logprobs",)
 
     def look(self, rows: Rows) -> None:

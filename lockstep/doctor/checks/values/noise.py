@@ -119,6 +119,8 @@ def _within(contexts: Contexts, values: Float64Array) -> Float64Array:
 class _Repeated(Check):
     """Base: the noise of one side, by tokens that occur again after the same ids."""
 
+    basis = "fit"
+
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.who = self.name.partition("/")[2]

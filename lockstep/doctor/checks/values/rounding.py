@@ -221,6 +221,7 @@ class Quantised(Check):
     """Log-probs that are all on the grid of a narrow type, or of a few decimals."""
 
     name = "values/quantised"
+    basis = "shown"
     claim = "log-probs have the digits of float32"
     cause = "quantised"
     needs = ("rollout_logprobs",)

@@ -55,10 +55,15 @@ def some_rows() -> Rows:
         steps=draw.integers(0, 3, NUM_ROWS),
         messages=tuple(dialogue if i % 3 else None for i in range(NUM_ROWS)),
         texts=tuple(None if i % 2 else "t\u00e9\n" for i in range(NUM_ROWS)),
-        engine_ids=tuple(
-            None if i == 1 else tuple(np.arange(k, dtype=np.int32) for k in range(i))
-            for i in range(NUM_ROWS)
-        ),
+        engine_ids=by_turn(0),
+        engine_prompt_ids=by_turn(5),
+    )
+
+
+def by_turn(first: int) -> tuple[tuple[np.ndarray, ...] | None, ...]:
+    return tuple(
+        None if i == 1 else tuple(np.arange(first, first + k, dtype=np.int32) for k in range(i))
+        for i in range(NUM_ROWS)
     )
 
 
@@ -68,7 +73,7 @@ def assert_same(a: Rows, b: Rows) -> None:
         if isinstance(x, np.ndarray):
             assert x.dtype == y.dtype, f.name
             np.testing.assert_array_equal(x, y, f.name)
-        elif f.name == "engine_ids":
+        elif f.name in ("engine_ids", "engine_prompt_ids"):
             assert [v and [t.tolist() for t in v] for v in x] == [
                 v and [t.tolist() for t in v] for v in y
             ]
