@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.tokens.context import TemplateCheck, first_of
+from lockstep.doctor.checks.tokens.context import MIN_RUN, TemplateCheck, first_of, opening_of
 from lockstep.doctor.checks.tokens.replies import rewriting
 from lockstep.doctor.checks.values.noise import MIN_FREEDOM, noise_of
 from lockstep.errors import RendererError
@@ -34,6 +34,8 @@ MAX_NOISE = 0.25
 time."""
 MAX_END = 24
 """Ids at the end of a prompt that are taken for the opening of the reply."""
+INFERRED = ("unopened", "written")
+"""Kinds of other prompts that are known by a template, which may not be the rows' own."""
 BEGINNINGS = frozenset({"<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>"})
 """Names of tokens that a text begins with once, where no template says it."""
 
@@ -66,16 +68,21 @@ class WrongTemplate(TemplateCheck):
         self._what = ""
         self._written: dict[tuple[Message, ...], list[int] | None] = {}
         self._gap = np.zeros((2, 2))
-        """Sums of |d| and numbers of tokens: rows with another prompt than their messages', rows
-        with theirs."""
+        """Sums of |d| and numbers of tokens: rows with another prompt than the template writes,
+        other rows."""
         self._square = self._noise = 0.0
         self._freedom = 0
 
     # -- looking ------------------------------------------------------------------------------
 
     def look(self, rows: Rows) -> None:
-        self.count(rows=len(rows))
-        weight = {"sent": 3.0, "twice": 2.0, "written": 1.0}
+        has_renderer = self.setting.renderer is not None
+        self.count(
+            rows=len(rows),
+            prompts_sent=sum(map(bool, rows.engine_prompt_ids or ())),
+            prompts_written=sum(map(bool, rows.messages or ())) if has_renderer else 0,
+        )
+        weight = {"sent": 3.0, "twice": 2.0, "unopened": 2.0, "written": 1.0}
         for kind, others in self._others(rows).items():
             for other in others:
                 self.count(**{kind: 1})
@@ -89,13 +96,14 @@ class WrongTemplate(TemplateCheck):
         self._measure(rows)
 
     def _others(self, rows: Rows) -> dict[str, list[OtherPrompt]]:
-        """The rows with another prompt: than was sent, than the template writes for the messages,
-        or with its beginning twice."""
+        """The rows with another prompt: than was sent, with its beginning twice, without the
+        opening of the reply, or than the template writes for the messages."""
         return rows.once(
             "other prompts",
             lambda: {
                 "sent": list(self._unlike_sent(rows)),
                 "twice": list(self._begun_twice(rows)),
+                "unopened": list(self._unopened(rows)),
                 "written": list(self._unlike_written(rows)),
             },
         )
@@ -107,7 +115,6 @@ class WrongTemplate(TemplateCheck):
             prompts = None if rows.engine_prompt_ids is None else rows.engine_prompt_ids[r]
             if not prompts or not len(prompts[0]) or not turns:
                 continue
-            self.count(prompts_sent=1)
             other = self._compare(rows, r, int(spans.begin[turns[0]]), np.asarray(prompts[0]))
             if other is None:
                 other = self._later(rows, r, turns, prompts, answered[r])
@@ -127,8 +134,7 @@ class WrongTemplate(TemplateCheck):
         prompt = ids[: begin - start]
         if len(prompt) >= 2 * len(expected) and len(first_of(expected.tolist(), prompt)) > 1:
             return None
-        pad = self.setting.pad_id
-        if pad is not None and np.array_equal(prompt[prompt != pad], expected[expected != pad]):
+        if _is_padded(prompt, expected):
             return None
         tokenizer = self.setting.tokenizer
         if tokenizer is not None and self._is_injected(prompt, expected, tokenizer):
@@ -216,6 +222,45 @@ class WrongTemplate(TemplateCheck):
                     expected=(),
                 )  # fmt: skip
 
+    def _unopened(self, rows: Rows) -> Iterator[OtherPrompt]:
+        """The rows whose first reply directly follows the end of a message, where the template has
+        an opening."""
+        close, opening = self._close
+        if not close or not opening:
+            return
+        spans, ids = rows.spans, rows.token_ids
+        first = spans.begin[spans.is_first]
+        row = spans.row[spans.is_first]
+        is_unopened = rows.position[first] >= len(close)
+        for back, id_ in enumerate(reversed(close), 1):
+            is_unopened &= ids[np.maximum(first - back, 0)] == id_
+        for r, begin in zip(row[is_unopened].tolist(), first[is_unopened].tolist(), strict=True):
+            yield OtherPrompt(
+                row=r, first=begin, cut=begin, expected=opening,
+                what="the opening of the reply is missing",
+            )  # fmt: skip
+
+    @property
+    def _close(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(the ids that end a user's message, the opening that the renderer writes after them);
+        empty if they are not known."""
+
+        def find() -> tuple[tuple[int, ...], tuple[int, ...]]:
+            renderer = self.setting.renderer
+            if renderer is None:
+                return (), ()
+            try:
+                opening = opening_of(renderer)
+                one, two = (
+                    renderer.render([Message(role="user", content=c)])[: -len(opening)]
+                    for c in ("a", "b")
+                )
+            except RendererError:
+                return (), ()
+            return tuple(one[len(one) - first_difference(one[::-1], two[::-1]) :]), opening
+
+        return self.setting.once("close", find)
+
     @property
     def _beginnings(self) -> frozenset[int]:
         """Control tokens that a row begins with once."""
@@ -247,7 +292,6 @@ class WrongTemplate(TemplateCheck):
             expected = self._write(messages)
             if expected is None:
                 continue
-            self.count(prompts_written=1)
             other = self._compare(
                 rows, r, int(spans.begin[turns[0]]), np.asarray(expected, np.int32)
             )
@@ -268,11 +312,12 @@ class WrongTemplate(TemplateCheck):
         return self._written[asked]
 
     def _measure(self, rows: Rows) -> None:
-        """Sums the gap of rows with another prompt than their messages', and of the others."""
+        """Sums the gap of rows with another prompt than the template writes, and of the others."""
         if rows.rollout_logprobs is None or rows.trainer_logprobs is None:
             return
         is_other = np.zeros(len(rows), np.bool_)
-        is_other[[other.row for other in self._others(rows)["written"]]] = True
+        others = self._others(rows)
+        is_other[[other.row for kind in INFERRED for other in others[kind]]] = True
         at = rows.compared
         gap, chosen = np.abs(rows.gap[at]), is_other[rows.row_of[at]]
         for sums, of in zip(self._gap, (chosen, ~chosen), strict=True):
@@ -289,15 +334,15 @@ class WrongTemplate(TemplateCheck):
 
     @property
     def _is_harmful(self) -> bool:
-        """Whether rows with another prompt than their messages' disagree because of it, as far as
-        log-probs tell: more than rows with theirs, and by the same each time. The model tells it
+        """Whether rows with another prompt than the template writes disagree because of it, as far
+        as log-probs tell: more than rows with theirs, and by the same each time. The model tells it
         better, where it is at hand."""
         (gap, num), (own_gap, own_num) = self._gap.tolist()
         mean, own = gap / max(num, 1.0), own_gap / max(own_num, 1.0)
         is_noise = self._freedom >= MIN_FREEDOM and self._noise > MAX_NOISE * self._square
         return (
             self.setting.model is None
-            and self.counts["written"] >= MIN_ROWS
+            and max(self.counts[kind] for kind in INFERRED) >= MIN_ROWS
             and mean >= max(MIN_GAP, MIN_CONTRAST * own)
             and not is_noise
         )
@@ -315,12 +360,12 @@ class WrongTemplate(TemplateCheck):
                 f"{c['twice']} of {c['rows']} rows have {self._what}", basis="shown"
             )
         told = (
-            f"{c['written']} of {c['prompts_written']} prompts are not what the template writes "
-            f"for their messages: {self._what}"
+            f"{c['written'] or c['unopened']} of {c['rows']} prompts are not what the template "
+            f"writes: {self._what}"
         )
         if self._is_harmful:
             return self.differs(f"{told}; the two sides disagree in these rows", basis="fit")
-        if c["written"]:
+        if c["written"] or c["unopened"]:
             return self.information(
                 f"{told}. Tools and defaults that the messages do not tell may be the reason"
             )
@@ -336,8 +381,20 @@ class WrongTemplate(TemplateCheck):
         others = self._others(rows)
         found = [*others["sent"], *others["twice"]]
         if not self.counts["sent"] and self._is_harmful:
-            found += others["written"]
+            found += [*others["unopened"], *others["written"]]
         return rows.cut_from([other.cut for other in found])
+
+
+def _is_padded(prompt: Int32Array, expected: Int32Array) -> bool:
+    """Whether the prompt is the expected one with one id repeated somewhere in it."""
+    more = len(prompt) - len(expected)
+    if more < MIN_RUN:
+        return False
+    at = first_difference(prompt.tolist(), expected.tolist())
+    inserted = prompt[at : at + more]
+    return bool((inserted == inserted[0]).all()) and np.array_equal(
+        prompt[at + more :], expected[at:]
+    )
 
 
 MAX_WRITTEN = 4096
