@@ -115,7 +115,7 @@ def make_setting(
         **known, tokenizer=words.tokenizer, renderer=words.renderer, step_metrics=step_metrics
     )
     if words.renderer is not None:
-        # A trainer often names the model's one stop id, and not the template's second one.
-        stop_ids = setting.stop_ids | frozenset(words.renderer.stop_ids)
+        # A trainer often names one stop id, and not the template's second one.
+        stop_ids = setting.stop_ids | frozenset(words.renderer.stop_ids) | words.eos_ids
         setting = replace(setting, stop_ids=stop_ids)
     return setting

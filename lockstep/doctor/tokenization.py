@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ _FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "config.json",
+    "generation_config.json",
     RENDERER_FILE,
 )
 """Files that are fetched from the hub for a model: a few MB, no weights."""
@@ -39,6 +40,8 @@ class Tokenization:
     renderer: Renderer | None = None
     pad_id: int | None = None
     """Padding id of the tokenizer's own settings."""
+    eos_ids: frozenset[int] = frozenset()
+    """Ids at which engines stop by the model's generation_config.json or config.json."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
     """"tokenizer", "renderer" -> why it is missing and how to give it."""
 
@@ -66,15 +69,17 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
         lacks = {"tokenizer": f"{error} {how}", "renderer": "it needs the tokenizer: --tokenizer"}
         return Tokenization(lacks=lacks)
     directory = place if place.is_dir() else place.parent
-    pad_id = _pad_id(found, directory)
+    known = Tokenization(
+        tokenizer=found, pad_id=_pad_id(found, directory), eos_ids=_eos_ids(directory)
+    )
     try:
         made = make_renderer(_renderer_config(renderer or facts.renderer, directory), found)
     except LockstepError as error:
         if renderer:
             raise
         lacks = {"renderer": f"{error} Name it: --renderer {'|'.join(_names())}"}
-        return Tokenization(tokenizer=found, pad_id=pad_id, lacks=lacks)
-    return Tokenization(tokenizer=found, renderer=made, pad_id=pad_id)
+        return replace(known, lacks=lacks)
+    return replace(known, renderer=made)
 
 
 def _place_named(facts: Facts) -> Path:
@@ -142,3 +147,17 @@ def _pad_id(tokenizer: Tokenizer, directory: Path) -> int | None:
         return tokenizer.control_id(name) if isinstance(name, str) else None
     except LockstepError:
         return None
+
+
+def _eos_ids(directory: Path) -> frozenset[int]:
+    """The ids that end a reply for an engine that loads this model; none if the files do not say
+    it in numbers."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        found: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        ids = found if isinstance(found, list) else [found]
+        if ids and all(type(id_) is int for id_ in ids):
+            return frozenset(ids)
+    return frozenset()

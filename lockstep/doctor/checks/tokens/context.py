@@ -11,12 +11,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from lockstep.doctor.checks.base import MAX_SHOWN, Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
+from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import first_difference
 from lockstep.types import Int32Array, Int64Array, Message
@@ -26,6 +28,8 @@ MIN_TURNS = 8
 MIN_SHARE = 0.2
 """Share of the turns that a learnt stop id must end. Harmony has two stop ids; cut replies end with
 many ids, each of them rarely."""
+MIN_OTHER_STOPS = 0.05
+"""The same for a control token beside stop ids that are given."""
 MIN_PRECISION = 0.9
 """Share of its sampled occurrences at which a learnt stop id must end the turn: the last character
 of calls ("}") ends many turns too, but is also inside of others."""
@@ -75,7 +79,7 @@ class TemplateIds:
         spans, ids = rows.spans, rows.token_ids
         if not len(spans):
             return
-        if not self._setting.stop_ids:
+        if not self._setting.stop_ids or self._setting.tokenizer is not None:
             self._num_turns += len(spans)
             self._max_id = max(self._max_id, int(ids.max()))
             self._ends.update(ids[spans.end - 1].tolist())
@@ -99,9 +103,10 @@ class TemplateIds:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a turn; empty if unknown."""
+        """Ids that end a turn: those that are given, and control tokens that end many turns and
+        are in none. Empty if unknown."""
         if self._setting.stop_ids:
-            return self._setting.stop_ids
+            return self._setting.stop_ids | self._other_stops
         least = max(MIN_TURNS, MIN_SHARE * self._num_turns)
         common, rare = set[int](), set[int]()
         for id_ in self._candidates():
@@ -112,6 +117,21 @@ class TemplateIds:
             elif is_control and ends == inside:  # a second one (harmony), in few turns
                 rare.add(id_)
         return frozenset(common | rare if common else common)
+
+    @property
+    def _other_stops(self) -> frozenset[int]:
+        """Stop ids beside the given ones: of a reply that calls a tool (GLM), or of the engine."""
+        tokenizer = self._setting.tokenizer
+        if tokenizer is None:
+            return frozenset()
+        least = max(MIN_TURNS, MIN_OTHER_STOPS * self._num_turns)
+        return frozenset(
+            id_
+            for id_ in self._candidates()
+            if id_ in tokenizer.control_ids
+            and id_ != self._setting.pad_id
+            and self._ends[id_] >= max(least, self._inside[id_])
+        )
 
     @property
     def is_sure(self) -> bool:
@@ -169,17 +189,30 @@ def openings_before(rows: Rows) -> Counter[tuple[int, ...]]:
 
 
 def opening_of(renderer: Renderer) -> tuple[int, ...]:
-    """The ids that a renderer writes before each turn, in any context."""
+    """The ids that a renderer writes before each turn, in any context.
+
+    Raises RendererError for a template that refuses two users' messages.
+    """
     stop = [renderer.stop_ids[0]]
     user = [Message(role="user", content="a")]
     first = renderer.render(user)
     then = renderer.extend(stop, [Message(role="user", content="b")])
-    size = first_difference(first[::-1], then[::-1])
-    # The close of the user's message is shared too: the opening begins with the id that every
-    # message begins with.
-    opening = first[len(first) - size :]
-    starts = [at for at, id_ in enumerate(opening) if id_ == first[0]]
-    return tuple(opening[starts[-1] :] if starts else opening)
+    shared = first[len(first) - first_difference(first[::-1], then[::-1]) :]
+    # The close of the user's message is shared too. A turn that follows another one directly has
+    # the opening alone, after a separator of white space.
+    try:
+        at_once = renderer.extend(stop, [])
+    except RendererError:
+        at_once = shared
+    size = first_difference(shared[::-1], at_once[::-1])
+    tokenizer = renderer.tokenizer
+    opening = list(shared[len(shared) - size :])
+    while opening and tokenizer.token_bytes(opening[0]).isspace():
+        del opening[0]
+    if not opening:  # [/INST] closes the user's message, and nothing opens the reply
+        controls = [at for at, id_ in enumerate(shared) if id_ in tokenizer.control_ids]
+        opening = list(shared[controls[-1] :]) if controls else list(shared)
+    return tuple(opening)
 
 
 def ends_of(sequence: Sequence[int], rows: Rows) -> Int64Array:
@@ -217,6 +250,8 @@ PAD_NAMES = (
 """Control tokens that are taken for padding if the dump does not name its own."""
 MIN_PADDED_ROWS = 2
 """Rows that must show it before an unnamed id is taken for padding."""
+MAX_OPENERS = 4
+"""Ids that may follow a separator, for these to open messages: system, user, tool, assistant."""
 MIN_DROPPED = 2
 """Turns without their separator before a cause is named."""
 
@@ -446,7 +481,7 @@ class DroppedSeparator(_Context, TemplateCheck):
         for index in at[:MAX_SHOWN].tolist():
             stop = int(rows.token_ids[index - 1])
             note = f"id {int(rows.token_ids[index])} directly follows the stop id {stop}"
-            self.show(1.0, rows, index - 1, index + 1, note, self._separators[stop][0])
+            self.show(1.0, rows, index - 1, index + 1, note, self._separators[stop].ids)
 
     def _learn(self, rows: Rows) -> None:
         """Counts which two ids follow each stop id, after turns and in observed messages."""
@@ -459,16 +494,22 @@ class DroppedSeparator(_Context, TemplateCheck):
             self._followed.setdefault(stop, Counter())[one, two] += 1
 
     @property
-    def _separators(self) -> dict[int, tuple[tuple[int, ...], int]]:
-        """Stop id -> (its separator, the id that opens the next message)."""
+    def _separators(self) -> dict[int, Separator]:
+        """Stop id -> its separator."""
         if self._exact is not None:
             return self._exact
-        out: dict[int, tuple[tuple[int, ...], int]] = {}
+        out: dict[int, Separator] = {}
         for stop, counts in self._followed.items():
-            (one, two), num = counts.most_common(1)[0]
-            at_once = sum(n for (first, _), n in counts.items() if first == two)
-            if one != two and num + at_once >= MIN_FOLLOWED * counts.total() and num > at_once:
-                out[stop] = ((one,), two)
+            firsts = Counter[int]()
+            for (one, _), num in counts.items():
+                firsts[one] += num
+            one, num = firsts.most_common(1)[0]
+            openers = frozenset(second for first, second in counts if first == one)
+            at_once = sum(n for first, n in firsts.items() if first in openers)
+            if one in openers or num <= at_once:
+                continue
+            if num + at_once >= MIN_FOLLOWED * counts.total() and len(openers) <= MAX_OPENERS:
+                out[stop] = Separator((one,), openers)
         return out
 
     def _ends(self, rows: Rows) -> Int64Array:
@@ -480,8 +521,9 @@ class DroppedSeparator(_Context, TemplateCheck):
     def extent(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
         ends, ids = self._ends(rows), rows.token_ids
         is_dropped = np.zeros(len(ends), np.bool_)
-        for stop, (_, opener) in self._separators.items():
-            is_dropped |= (ids[ends - 1] == stop) & (ids[ends] == opener)
+        for stop, separator in self._separators.items():
+            is_next = np.isin(ids[ends], list(separator.openers))
+            is_dropped |= (ids[ends - 1] == stop) & is_next
         return ends[is_dropped], ends[is_dropped]
 
     def conclude(self) -> Finding:
@@ -499,12 +541,38 @@ class DroppedSeparator(_Context, TemplateCheck):
         return self.consistent(f"{known} between a stop id and the next message")
 
 
-def separators_of(renderer: Renderer) -> dict[int, tuple[tuple[int, ...], int]]:
-    """Stop id -> (ids that the renderer writes after it, the id that opens the next message)."""
-    opener = opening_of(renderer)[0]
-    out: dict[int, tuple[tuple[int, ...], int]] = {}
+@dataclass(frozen=True, slots=True)
+class Separator:
+    """What a template writes between a turn and the next message."""
+
+    ids: tuple[int, ...]
+    openers: frozenset[int]
+    """Ids that open the next message: one for each role, in many formats."""
+
+
+def separators_of(renderer: Renderer) -> dict[int, Separator]:
+    """Stop id -> its separator; without stop ids that have none, and without formats whose messages
+    do not begin with a control token."""
+    control = renderer.tokenizer.control_ids
+    out: dict[int, Separator] = {}
     for stop in renderer.stop_ids:
-        glue = renderer.extend([stop], [Message(role="user", content="a")])
-        if opener in glue[1:] and glue[0] != opener:
-            out[stop] = (tuple(glue[: glue.index(opener)]), opener)
+        found = dict[tuple[int, ...], set[int]]()
+        for message in _NEXT:
+            try:
+                glue = renderer.extend([stop], [message])
+            except RendererError:
+                continue
+            first = next((at for at, id_ in enumerate(glue) if id_ in control), 0)
+            if first:
+                found.setdefault(tuple(glue[:first]), set()).add(glue[first])
+        for ids, openers in found.items():
+            out.setdefault(stop, Separator(ids, frozenset(openers)))
     return out
+
+
+_NEXT = (
+    Message(role="user", content="a"),
+    Message(role="tool", name="a", content="a"),
+    Message(role="system", content="a"),
+)
+"""Messages that may follow a turn."""
