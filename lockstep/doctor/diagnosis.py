@@ -157,7 +157,9 @@ class Diagnosis:
             steps = self._shares(cause.name)
             before, after = steps[0].before.means()["k2"], steps[-1].after.means()["k2"]
             why = f"without it k2 goes from {before:.2g} to {after:.2g}"
-            taken = 1.0 - steps[-1].after.k2 / steps[0].before.k2
+            # 0 before the repair: that of another cause of the same tokens was made first.
+            k2 = steps[0].before.k2
+            taken = 1.0 - steps[-1].after.k2 / k2 if k2 else 0.0
             level: Certainty = "proved" if taken >= MOST_OF_THE_GAP else "likely"
         elif finding.evidence and cause.room in ("tokens", "template"):
             level, why = "proved", "the tokens show it; it moves few of the compared log-probs"

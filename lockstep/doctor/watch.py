@@ -523,8 +523,9 @@ def _attach(watching: Watch, trainer: Any) -> None:
                 batch, step=trainer.state.global_step, group_size=trainer.num_generations
             )
             logged: Any = getattr(trainer, "_metrics", {}).get("train")
-            for name, value in found.items() if logged is not None else ():
-                logged[name].append(value)
+            if logged is not None:
+                for name, value in found.items():
+                    logged[name].append(value)
         return batch
 
     trainer._generate_and_score_completions = watched
