@@ -11,6 +11,7 @@ same class (monitor.py).
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -32,7 +33,7 @@ from lockstep.doctor.html_page import write_page
 from lockstep.doctor.inputs import prime_rl, slime, tinker, trl, verl
 from lockstep.doctor.inputs.assemble import Row, array_of, in_chunks
 from lockstep.doctor.inputs.base import HOW_TO_GET, Facts
-from lockstep.doctor.inputs.lines import RowDump
+from lockstep.doctor.inputs.lines import RowDump, numbers_in
 from lockstep.doctor.inputs.native import RowsDump, write_rows
 from lockstep.doctor.inputs.schema import BY_NAME, REQUIRED
 from lockstep.doctor.inputs.schema import rows_of as rows_of_columns
@@ -40,14 +41,13 @@ from lockstep.doctor.tokenization import Tokenization
 from lockstep.errors import ConfigError, DataError, LockstepError, MismatchError, named
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.store.files import write_atomically
 
 MAX_KEPT = 8
 """Steps whose rows are kept for each cause: more of the same prove no more."""
 MIN_ROWS = 8
 """Fewest rows of a look: below it most of the time is the same for any number of rows."""
 PAGE = "doctor.html"
-LATEST = "latest.parquet"
-"""Rows of the newest step, which the page shows besides those of causes."""
 
 OnCause = Literal["warn", "raise"] | Callable[[MismatchError], object]
 MakeRows = Callable[[int], Rows | None]
@@ -107,7 +107,7 @@ class Watch:
 
     Rows that show a cause are kept in the directory as Parquet, at most MAX_KEPT steps of each.
     After a restart, rows of the steps that are played again are removed. Each process looks at its
-    own rows and waits for no other; the rank is in the names of its files, and rank 0 writes the
+    own rows and waits for no other; its rank is in the names of its files, and rank 0 writes the
     page. An error of the watch itself is reported once, and ends the watch; training goes on.
     """
 
@@ -162,8 +162,9 @@ class Watch:
         self._is_waiting = self._is_off = False
         self._columns: frozenset[str] = frozenset()
         """Columns of the first rows, which all kept rows have."""
-        self._kept: Counter[str] | None = None
-        """Cause -> number of steps of which rows are kept; None before the first look."""
+        self._kept: dict[int, list[str]] | None = None
+        """Step whose rows are kept -> its causes, as in a file beside the rows; empty for the
+        newest rows of a page. None before the first look."""
         self._told: set[str] = set()
         self._latest: Rows | None = None
         """Rows of the last look, unless they are kept."""
@@ -296,7 +297,7 @@ class Watch:
             if (rows := make_rows(limit)) is None:
                 return {}
             if self._kept is None:
-                self._kept = self._count_kept(before=step)
+                self._kept = self._kept_before(step)
             rows = self._named(step, rows)
             stages = [Stage(checks=checks) for checks in all_stages().values()]
             examined = examine(lambda: [rows], stages, self._setting, has=rows.has)
@@ -388,14 +389,11 @@ class Watch:
     ) -> list[MismatchError]:
         """Writes rows that show too few kept causes, and returns those that are new."""
         assert self._kept is not None, "set before the rows are examined"
-        if not any(self._kept[cause] < MAX_KEPT or cause not in self._told for cause in causes):
+        num_kept = Counter(cause for known in self._kept.values() for cause in known)
+        if all(num_kept[cause] >= MAX_KEPT and cause in self._told for cause in causes):
             return []
-        path = self.directory / f"{_stem(step)}.{'.'.join(causes)}.parquet"
-        self._write(path, rows)
-        self._kept.update(causes)
-        diagnosis = Diagnosis(
-            dump=RowsDump(path), setting=self._setting, examination=examined, seconds=0.0
-        )
+        dump = RowsDump(self._write(step, rows, causes))
+        diagnosis = Diagnosis(dump=dump, setting=self._setting, examination=examined, seconds=0.0)
         new: list[MismatchError] = []
         for cause, finding in diagnosis.causes:
             if cause.name in self._told:
@@ -431,27 +429,34 @@ class Watch:
         if new and self.on_cause == "raise":
             raise new[0]
 
-    def _count_kept(self, *, before: int) -> Counter[str]:
-        """Causes of earlier steps. Files of this process from `before` on are removed: the run is
-        played again from there."""
-        kept: Counter[str] = Counter()
-        for path in self.directory.glob("step-*.parquet"):
-            stem, *causes, _ = path.name.split(".")
-            number, _, rank = stem.removeprefix("step-").partition("-rank-")
-            if (rank or "0") != str(_rank()) or not number.isdigit():
-                continue
-            if int(number) >= before:
+    def _kept_before(self, step: int) -> dict[int, list[str]]:
+        """Earlier steps that are kept, with their causes. Rows of this process from `step` on are
+        removed: the run is played again from there."""
+        for path in self.directory.glob(f"step-*-rank-{_rank()}.parquet"):
+            if numbers_in(path.name)[0] >= step:
                 path.unlink()
-            else:
-                kept.update(causes)
-        return kept
+        if not (index := self._index()).exists():
+            return {}
+        kept = json.loads(index.read_text())
+        return {int(number): causes for number, causes in kept.items() if int(number) < step}
 
-    def _write(self, path: Path, rows: Rows) -> None:
-        """All files of a directory have the columns of its first."""
+    def _index(self) -> Path:
+        return self.directory / f"causes-rank-{_rank()}.json"
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}-rank-{_rank()}.parquet"
+
+    def _write(self, step: int, rows: Rows, causes: Sequence[str]) -> Path:
+        """Keeps rows. All files of a directory have the columns of its first."""
+        assert self._kept is not None, "set before the rows are examined"
         self._columns = self._columns or rows.has
         more = dict.fromkeys(rows.has - self._columns - {"steps"})
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_rows(path, [rows.with_(**more)], self.facts)
+        write_rows(self._path(step), [rows.with_(**more)], self.facts)
+        self._kept[step] = list(causes)
+        index = json.dumps(self._kept).encode()
+        write_atomically(self._index(), lambda file: file.write(index))
+        return self._path(step)
 
     def _end(self, step: int, error: Exception) -> None:
         """Reports an error of the watch itself, and looks at nothing from then on."""
@@ -470,10 +475,11 @@ class Watch:
         self._look_at_sequences()
         if _rank() or self._kept is None:
             return None
-        if self._latest is not None:
-            self._write(self.directory / LATEST, self._latest)
-        else:
-            (self.directory / LATEST).unlink(missing_ok=True)
+        for step in [step for step, causes in self._kept.items() if not causes]:
+            self._path(step).unlink(missing_ok=True)
+            del self._kept[step]
+        if self._latest is not None and self._latest.steps is not None:
+            self._write(int(self._latest.steps[0]), self._latest, ())
         words = self._words
         diagnosis = diagnose(
             self.directory, format="rows", tokenizer=words.tokenizer, renderer=words.renderer
@@ -588,11 +594,6 @@ def _rank() -> int:
     """Rank of this process under torch.distributed, else 0. It does not import torch."""
     known: Any = sys.modules.get("torch.distributed")
     return known.get_rank() if known is not None and known.is_initialized() else 0
-
-
-def _stem(step: int) -> str:
-    rank = _rank()
-    return f"step-{step:06d}-rank-{rank}" if rank else f"step-{step:06d}"
 
 
 def _listed(value: Any) -> Any:

@@ -64,7 +64,9 @@ def live_lines(
         while end > begin and not trained[end - 1] and environments[end - 1] == "":
             end -= 1
         if trained[begin:end].any():
-            yield {"step": step} | {n: v[begin:end].tolist() for n, v in columns.items()}
+            line = {name: column[begin:end].tolist() for name, column in columns.items()}
+            line |= {n: batch[n][begin:end] for n in ("losses", "rewards") if n in batch}
+            yield {"step": step} | line
         begin = following
 
 

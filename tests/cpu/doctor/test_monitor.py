@@ -69,7 +69,7 @@ def test_a_run_that_is_not_to_stop_goes_on_and_says_each_cause_once(tmp_path, ca
     assert outcome.status == "done"
     assert "".join(capsys.readouterr()).count("doctor: shifted") == 1
     kept = sorted(path.name for path in (tmp_path / "run" / "doctor").iterdir())
-    assert kept == ["step-000000.shifted.parquet", "step-000001.shifted.parquet"]
+    assert kept == ["causes-rank-0.json", *(f"step-00000{i}-rank-0.parquet" for i in (0, 1))]
 
 
 def test_looking_changes_nothing_of_the_run(tmp_path):
