@@ -47,7 +47,7 @@ MAX_KEPT = 8
 """Steps whose rows are kept for each cause: more of the same prove no more."""
 MIN_ROWS = 8
 """Fewest rows of a look: below it most of the time is the same for any number of rows."""
-PAGE = "doctor.html"
+PAGE, VOCABULARY = "doctor.html", "tokenizer.json"
 
 OnCause = Literal["warn", "raise"] | Callable[[MismatchError], object]
 MakeRows = Callable[[int], Rows | None]
@@ -150,9 +150,16 @@ class Watch:
         self.on_cause, self.warn, self.has_page = on_cause, warn, has_page
         self.facts = facts or Facts()
         self._words = _words(self.facts, tokenizer, renderer)
+        self._setting = make_setting(self.facts, self._words)
+        backend = getattr(_of_processor(tokenizer), "backend_tokenizer", None)
+        self._vocabulary = "" if backend is None else backend.to_str()
+        """Tokenizer of transformers as JSON, which is kept beside the rows."""
+        if self._vocabulary and self._words.tokenizer is not None:
+            self.learn(tokenizer=str((self.directory / VOCABULARY).absolute()))
+        elif isinstance(tokenizer, str):
+            self.learn(tokenizer=tokenizer)
         if tokenizer is not None and (why := self._words.lacks.get("tokenizer")):
             warn(f"doctor: checks of text are not made: {why}")
-        self._setting = make_setting(self.facts, self._words)
         self._clock = clock
         self._ended: float | None = None
         """Time at which the last look ended."""
@@ -168,7 +175,6 @@ class Watch:
         self._told: set[str] = set()
         self._latest: Rows | None = None
         """Rows of the last look, unless they are kept."""
-        self._groups: dict[str, int] = {}
         self._sequences = _Sequences()
 
     # -- batches of trainers ------------------------------------------------------------------
@@ -198,7 +204,7 @@ class Watch:
             size = len(tensors.get("responses", ()))
             index = choose(columns.get("uid") or range(size), limit, step=step)
             self.learn(**verl.facts_of(meta))
-            made = verl.live_rows(found, index, self._groups, step=step)
+            made = verl.live_rows(found, index, {}, step=step)
             return self._joined(verl.VerlDump, made, step)
 
         return self.look(step, rows)
@@ -452,6 +458,9 @@ class Watch:
         self._columns = self._columns or rows.has
         more = dict.fromkeys(rows.has - self._columns - {"steps"})
         self.directory.mkdir(parents=True, exist_ok=True)
+        vocabulary = self.directory / VOCABULARY
+        if self.facts.tokenizer == str(vocabulary.absolute()) and not vocabulary.exists():
+            write_atomically(vocabulary, lambda file: file.write(self._vocabulary.encode()))
         write_rows(self._path(step), [rows.with_(**more)], self.facts)
         self._kept[step] = list(causes)
         index = json.dumps(self._kept).encode()
@@ -578,7 +587,7 @@ class _PageAtEnd:
 
 def _words(facts: Facts, tokenizer: Any, renderer: Renderer | str | None) -> Tokenization:
     """Tokenizer and renderer. tokenizer: also one of transformers, or a processor that has one."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    tokenizer = _of_processor(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         name = str(getattr(tokenizer, "name_or_path", ""))
@@ -588,6 +597,11 @@ def _words(facts: Facts, tokenizer: Any, renderer: Renderer | str | None) -> Tok
             return Tokenization(lacks={"tokenizer": str(error), "renderer": "it needs a tokenizer"})
         tokenizer = name if isinstance(renderer, str) else whole  # a name finds its settings there
     return tokenization_of(facts, tokenizer, renderer)
+
+
+def _of_processor(tokenizer: Any) -> Any:
+    """The tokenizer of a processor of transformers; anything else as it is."""
+    return getattr(tokenizer, "tokenizer", tokenizer)
 
 
 def _rank() -> int:
