@@ -39,7 +39,7 @@ def open_monitor(
     is_one_process: bool,
     warn: Callable[[str], None],
 ) -> Callable[..., dict[str, float]] | None:
-    """What looks at each step of a run after its update; None if `doctor.rows` is 0.
+    """Makes what looks at each step of a run after its update; None if `doctor.rows` is 0.
 
     path: directory of the run; rows that show a cause are written below it. warn: prints a line for
     the user.
