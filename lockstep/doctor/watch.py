@@ -135,16 +135,19 @@ class Watch:
 
         Raises ConfigError for options that cannot be, RendererError for an unusable tokenizer.
         """
-        is_share = isinstance(max_share, int | float) and max_share > 0
-        for name, value, is_right, expected in (
-            ("rows", rows, rows >= 1, "at least 1"),
-            ("every", every, every >= 1, "at least 1"),
-            ("max_share", max_share, is_share, "above 0: 0.02 is 2 % of the time"),
-            ("on_cause", on_cause, callable(on_cause) or on_cause in ("warn", "raise"),
-             '"warn", "raise" or a function'),
-        ):  # fmt: skip
+        asked = {"rows": rows, "every": every, "max_share": max_share, "on_cause": on_cause}
+        expected = {
+            "rows": (rows >= 1, "at least 1"),
+            "every": (every >= 1, "at least 1"),
+            "max_share": (max_share > 0, "above 0: 0.02 is 2 % of the time"),
+            "on_cause": (
+                callable(on_cause) or on_cause in ("warn", "raise"),
+                '"warn", "raise" or a function',
+            ),
+        }
+        for name, (is_right, text) in expected.items():
             if not is_right:
-                raise ConfigError(f"watch({name}={value!r}): expected {expected}.")
+                raise ConfigError(f"watch({name}={asked[name]!r}): expected {text}.")
         self.directory = Path(directory)
         self.num_rows, self.every, self.max_share = rows, every, max_share
         self.on_cause, self.warn, self.has_page = on_cause, warn, has_page

@@ -60,12 +60,13 @@ def sampled(prompts, trainer):
     for prompt in prompts:
         ids = tokenizer.encode(prompt)
         logprobs = []
-        for _ in range(NUM_NEW):
+        begin = len(ids)
+        while len(ids) < begin + NUM_NEW and ids[-1] != tokenizer.eos_token_id:
             all_logprobs = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
             ids = [*ids, int(torch.multinomial(all_logprobs.exp(), 1))]
             logprobs.append(float(all_logprobs[ids[-1]]))
-        out["prompt_ids"].append(ids[:-NUM_NEW])
-        out["completion_ids"].append(ids[-NUM_NEW:])
+        out["prompt_ids"].append(ids[:begin])
+        out["completion_ids"].append(ids[begin:])
         out["logprobs"].append(logprobs)
     model.train(was_training)
     return out
@@ -131,7 +132,7 @@ def test_a_healthy_run_of_trl_is_silent_and_logs_what_was_looked_at(make_trainer
     logged = [row for row in trainer.state.log_history if "doctor/rows" in row]
     assert [(row["doctor/rows"], row["doctor/causes"]) for row in logged] == [(8.0, 0.0)] * 2
     diagnosis = lockstep.diagnose(tmp_path / "doctor")
-    assert diagnosis.outcome == "consistent" and diagnosis.examination.gap.tokens == 8 * NUM_NEW
+    assert diagnosis.outcome == "consistent" and diagnosis.examination.num_rows == 8
     assert (tmp_path / "doctor" / "doctor.html").exists()
     assert watching.facts.trainer == "trl" and watching.facts.stop_ids == frozenset()
 
