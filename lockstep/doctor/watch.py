@@ -47,6 +47,9 @@ MAX_KEPT = 8
 """Steps whose rows are kept for each cause: more of the same prove no more."""
 MIN_ROWS = 8
 """Fewest rows of a look: below it most of the time is the same for any number of rows."""
+MAX_UNKNOWN_IDS = 0.01
+"""Share of ids beyond the tokenizer from which it is another model's. A model may draw a few from
+the padding of its vocabulary."""
 PAGE, VOCABULARY = "doctor.html", "tokenizer.json"
 
 OnCause = Literal["warn", "raise"] | Callable[[MismatchError], object]
@@ -101,8 +104,8 @@ def watch(
 class Watch:
     """Examines some rows of each step, keeps those that show a cause, and reports it.
 
-    A look begins with another group of rows in each step. It takes a fixed part, about 10 ms, and
-    a part that grows with the tokens of its rows. When a look has taken more than `max_share` of
+    A look begins with another group of rows in each step. Its time has a fixed part, about 20 ms,
+    and one that grows with the tokens of its rows. When a look has taken more than `max_share` of
     the time since, the next has fewer rows, and waits until the share is kept.
 
     Rows that show a cause are kept in the directory as Parquet, at most MAX_KEPT steps of each.
@@ -334,9 +337,8 @@ class Watch:
             return self._limit
         allowed = self.max_share * (self._clock() - self._ended)
         if self._spent > allowed:
-            if self._spent > 0 and self._limit > MIN_ROWS and not self._is_waiting:
-                share = allowed / self._spent
-                self._limit = max(int(self._limit * share), min(MIN_ROWS, self._limit))
+            if self._limit > MIN_ROWS and not self._is_waiting:
+                self._limit = max(int(self._limit * allowed / self._spent), MIN_ROWS)
             self._is_waiting = True
             return 0
         if self._spent * 2 < allowed and not self._is_waiting:
@@ -379,12 +381,13 @@ class Watch:
         rank, words = _rank(), self._words
         if rank:
             rows = rows.with_(row_ids=tuple(f"rank{rank}/{name}" for name in rows.row_ids))
-        largest = int(rows.token_ids.max(initial=0))
-        if words.tokenizer is not None and largest >= words.tokenizer.vocab_size:
+        size = sys.maxsize if words.tokenizer is None else words.tokenizer.vocab_size
+        share = float((rows.token_ids >= size).mean()) if rows.num_tokens else 0.0
+        if words.tokenizer is not None and share > MAX_UNKNOWN_IDS:
             why = (
-                f"the tokenizer ({words.tokenizer.where}) has ids below "
-                f"{words.tokenizer.vocab_size} and the rows have id {largest}: it is of another "
-                "model. Give that of the model that trains: tokenizer=..."
+                f"{share:.0%} of the rows' ids, up to {rows.token_ids.max()}, are not in the "
+                f"tokenizer ({words.tokenizer.where}), which has {size}: it is of another model. "
+                "Give that of the model that trains: tokenizer=..."
             )
             self.warn(f"step {step}: doctor: {why} Checks of text are not made.")
             self._words = Tokenization(lacks={"tokenizer": why, "renderer": why})
@@ -434,7 +437,7 @@ class Watch:
             else:
                 self.warn(str(error))
         if new and self.has_page:
-            self._try_page(step)
+            self.try_page()
         if new and self.on_cause == "raise":
             raise new[0]
 
@@ -473,8 +476,7 @@ class Watch:
     def _end(self, step: int, error: Exception) -> None:
         """Reports an error of the watch itself, and looks at nothing from then on."""
         self._is_off = True
-        reason = str(error) if isinstance(error, LockstepError) else named(error)
-        self.warn(f"step {step}: doctor: the watch ends here, training goes on: {reason}")
+        self.warn(f"step {step}: doctor: the watch ends here, training goes on: {_told(error)}")
 
     # -- the page -----------------------------------------------------------------------------
 
@@ -498,11 +500,14 @@ class Watch:
         )
         return write_page(diagnosis, self.directory / PAGE)
 
-    def _try_page(self, step: int) -> None:
+    def try_page(self) -> None:
+        """Writes the page, or reports why it cannot."""
         try:
             self.page()
+        except MismatchError:
+            raise
         except Exception as error:
-            self._end(step, error)
+            self.warn(f"doctor: the page {self.directory / PAGE} is not written: {_told(error)}")
 
 
 def choose(groups: Sequence[Hashable], num_rows: int, *, step: int) -> list[int]:
@@ -576,8 +581,7 @@ class _PageAtEnd:
         self._watching = watching
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self._watching._is_off:
-            self._watching._try_page(state.global_step)
+        self._watching.try_page()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if not name.startswith("on_"):
@@ -600,6 +604,10 @@ def _words(facts: Facts, tokenizer: Any, renderer: Renderer | str | None) -> Tok
             return Tokenization(lacks={"tokenizer": str(error), "renderer": "it needs a tokenizer"})
         tokenizer = name if isinstance(renderer, str) else whole  # a name finds its settings there
     return tokenization_of(facts, tokenizer, renderer)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, LockstepError) else named(error)
 
 
 def _of_processor(tokenizer: Any) -> Any:

@@ -4,7 +4,7 @@ TRL: steps of a GRPOTrainer on the CPU, with a rollout_func that makes a mistake
 none. verl: its own DataProto. Tinker: its client's Datum. slime and prime-rl are not on PyPI:
 tests/cpu/doctor/test_watch.py has their structures.
 
-pip install trl (it brings datasets, pandas and accelerate)
+make test-trainers
 """
 
 import importlib.util

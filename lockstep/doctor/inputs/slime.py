@@ -52,7 +52,8 @@ class SlimeDump(FileDump):
         "rollout_logprobs": "the samples have no rollout_log_probs: a custom generate function "
         "must set them from meta_info.output_token_logprobs.",
         "trainer_logprobs": "the trainer's log-probs are in the files of --save-debug-train-data, "
-        "unless --use-rollout-logprobs leaves them out.",
+        "unless --use-rollout-logprobs leaves them out; a step of one update computes them with "
+        "--get-mismatch-metrics.",
         "policy_version": "weight_versions are in the files of --save-debug-rollout-data; tokens "
         "get them only if each turn has one, or all are the same number.",
     }

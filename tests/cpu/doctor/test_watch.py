@@ -228,6 +228,16 @@ def test_the_page_is_written_when_a_cause_is_found_and_shows_it(tmp_path):
     assert '"cause":"shifted"' in page.replace(" ", "") and "Lockstep doctor" in page
 
 
+def test_a_page_that_cannot_be_written_is_said_and_the_watch_goes_on(tmp_path):
+    watching = Watching(tmp_path)
+    (tmp_path / "doctor.html").mkdir()
+    assert watching(0, shifted())["doctor/shifted"] == 1.0
+    assert watching.said[1].startswith(
+        f"doctor: the page {tmp_path / 'doctor.html'} is not written"
+    )
+    assert watching(1, shifted(1))["doctor/shifted"] == 1.0
+
+
 def test_a_run_that_is_resumed_forgets_the_steps_that_are_played_again(tmp_path):
     first = Watching(tmp_path, has_page=False)
     for step in range(6):
@@ -278,8 +288,17 @@ def test_a_tokenizer_of_another_vocabulary_is_named_and_left_out(tmp_path):
     assert watching(0, foreign)["doctor/causes"] == 0
     watching(1, foreign)
     [said] = watching.said
-    assert "and the rows have id 2001" in said and "Give that of the model that trains" in said
-    assert "Checks of text are not made." in said
+    assert "100% of the rows' ids, up to 2001" in said and "which has 550" in said
+    assert "Give that of the model that trains" in said and "text are not made." in said
+
+
+def test_a_few_ids_of_a_padded_vocabulary_do_not_make_a_tokenizer_foreign(tmp_path):
+    watching = Watching(tmp_path, tokenizer=str(locate_model("tiny-qwen3")))
+    rows = healthy()
+    ids = rows.token_ids.copy()
+    ids[[10, 200, 1000]] = 100_000
+    assert watching(0, rows.with_(token_ids=ids))["doctor/causes"] == 0
+    assert watching.said == []
 
 
 def test_a_tokenizer_that_cannot_be_read_is_said_at_the_beginning(tmp_path):
