@@ -59,22 +59,14 @@ _log = logging.getLogger(__name__)
 
 
 def watch(
-    target: Any,
-    *,
-    directory: str | Path | None = None,
-    tokenizer: Any = None,
-    renderer: Renderer | str | None = None,
-    facts: Facts | None = None,
-    rows: int = 32,
-    every: int = 1,
-    on_cause: OnCause = "warn",
-    max_share: float = 0.02,
+    target: Any, *, directory: str | Path | None = None, tokenizer: Any = None, **options: Any
 ) -> Watch:
     """Watches a training run of another trainer. `lockstep.watch` is this function.
 
     target: a GRPOTrainer of TRL, which is watched from here on, or the directory to write to: then
     hand over each step's batch, `watch.verl(batch, step=...)`. directory: where a GRPOTrainer's
-    rows and page are written; by default OUTPUT_DIR/doctor. Other arguments: see `Watch`.
+    rows and page are written; by default OUTPUT_DIR/doctor. tokenizer and options (rows, every,
+    on_cause, max_share, renderer, facts): those of `Watch`.
 
     >>> import tempfile
     >>> watching = watch(tempfile.mkdtemp())
@@ -82,8 +74,6 @@ def watch(
     >>> watching.rows([row], step=0)["doctor/positive"]
     1.0
     """
-    options: dict[str, Any] = {"rows": rows, "every": every, "max_share": max_share}
-    options |= {"renderer": renderer, "facts": facts, "on_cause": on_cause}
     if isinstance(target, str | os.PathLike):
         if directory is not None:
             raise ConfigError(f"watch({str(target)!r}) names the directory: leave directory= out.")
@@ -138,29 +128,24 @@ class Watch:
 
         Raises ConfigError for options that cannot be, RendererError for an unusable tokenizer.
         """
-        asked = {"rows": rows, "every": every, "max_share": max_share, "on_cause": on_cause}
-        expected = {
-            "rows": (rows >= 1, "at least 1"),
-            "every": (every >= 1, "at least 1"),
-            "max_share": (max_share > 0, "above 0: 0.02 is 2 % of the time"),
-            "on_cause": (
-                callable(on_cause) or on_cause in ("warn", "raise"),
-                '"warn", "raise" or a function',
-            ),
-        }
-        for name, (is_right, text) in expected.items():
+        is_known = callable(on_cause) or on_cause in ("warn", "raise")
+        for name, value, is_right, expected in (
+            ("rows", rows, rows >= 1, "at least 1"),
+            ("every", every, every >= 1, "at least 1"),
+            ("max_share", max_share, max_share > 0, "above 0: 0.02 is 2 % of the time"),
+            ("on_cause", on_cause, is_known, '"warn", "raise" or a function'),
+        ):
             if not is_right:
-                raise ConfigError(f"watch({name}={asked[name]!r}): expected {text}.")
+                raise ConfigError(f"watch({name}={value!r}): expected {expected}.")
         self.directory = Path(directory)
         self.num_rows, self.every, self.max_share = rows, every, max_share
         self.on_cause, self.warn, self.has_page = on_cause, warn, has_page
         self.facts = facts or Facts()
-        self._words = _words(self.facts, tokenizer, renderer)
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+        self._words, self._vocabulary = _words(self.facts, tokenizer, renderer)
+        """And a tokenizer of transformers as JSON, which is kept beside the rows."""
         self._setting = make_setting(self.facts, self._words)
-        backend = getattr(_of_processor(tokenizer), "backend_tokenizer", None)
-        self._vocabulary = "" if backend is None else backend.to_str()
-        """Tokenizer of transformers as JSON, which is kept beside the rows."""
-        if self._vocabulary and self._words.tokenizer is not None:
+        if self._vocabulary:
             self.learn(tokenizer=str((self.directory / VOCABULARY).absolute()))
         elif isinstance(tokenizer, str):
             self.learn(tokenizer=tokenizer)
@@ -465,7 +450,7 @@ class Watch:
         more = dict.fromkeys(rows.has - self._columns - {"steps"})
         self.directory.mkdir(parents=True, exist_ok=True)
         vocabulary = self.directory / VOCABULARY
-        if self.facts.tokenizer == str(vocabulary.absolute()) and not vocabulary.exists():
+        if self._vocabulary and not vocabulary.exists():
             write_atomically(vocabulary, lambda file: file.write(self._vocabulary.encode()))
         write_rows(self._path(step), [rows.with_(**more)], self.facts)
         self._kept[step] = list(causes)
@@ -592,27 +577,25 @@ class _PageAtEnd:
 # -- pieces ----------------------------------------------------------------------------------------
 
 
-def _words(facts: Facts, tokenizer: Any, renderer: Renderer | str | None) -> Tokenization:
-    """Tokenizer and renderer. tokenizer: also one of transformers, or a processor that has one."""
-    tokenizer = _of_processor(tokenizer)
+def _words(
+    facts: Facts, tokenizer: Any, renderer: Renderer | str | None
+) -> tuple[Tokenization, str]:
+    """Tokenizer and renderer; and the JSON of a tokenizer of transformers, which `tokenizer` may
+    be."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        name = str(getattr(tokenizer, "name_or_path", ""))
-        try:
-            whole = Tokenizer.from_json(backend.to_str(), where=name or "tokenizer of the trainer")
-        except LockstepError as error:
-            return Tokenization(lacks={"tokenizer": str(error), "renderer": "it needs a tokenizer"})
-        tokenizer = name if isinstance(renderer, str) else whole  # a name finds its settings there
-    return tokenization_of(facts, tokenizer, renderer)
+    if backend is None:
+        return tokenization_of(facts, tokenizer, renderer), ""
+    name, vocabulary = str(getattr(tokenizer, "name_or_path", "")), backend.to_str()
+    try:
+        whole = Tokenizer.from_json(vocabulary, where=name or "tokenizer of the trainer")
+    except LockstepError as error:
+        return Tokenization(lacks={"tokenizer": str(error), "renderer": "it needs a tokenizer"}), ""
+    given = name if isinstance(renderer, str) else whole  # a renderer's name finds its settings
+    return tokenization_of(facts, given, renderer), vocabulary
 
 
 def _told(error: Exception) -> str:
     return str(error) if isinstance(error, LockstepError) else named(error)
-
-
-def _of_processor(tokenizer: Any) -> Any:
-    """The tokenizer of a processor of transformers; anything else as it is."""
-    return getattr(tokenizer, "tokenizer", tokenizer)
 
 
 def _rank() -> int:
