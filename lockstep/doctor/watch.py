@@ -451,7 +451,9 @@ class Watch:
         self.directory.mkdir(parents=True, exist_ok=True)
         vocabulary = self.directory / VOCABULARY
         if self._vocabulary and not vocabulary.exists():
-            write_atomically(vocabulary, lambda file: file.write(self._vocabulary.encode()))
+            staged = self.directory / f"tokenizer-rank-{_rank()}.json"  # of several processes
+            write_atomically(staged, lambda file: file.write(self._vocabulary.encode()))
+            staged.replace(vocabulary)
         write_rows(self._path(step), [rows.with_(**more)], self.facts)
         self._kept[step] = list(causes)
         index = json.dumps(self._kept).encode()

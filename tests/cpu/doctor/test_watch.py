@@ -621,6 +621,20 @@ def test_a_trainer_whose_batches_changed_trains_on_without_the_watch(tmp_path, c
     assert "the watch ends here, training goes on" in caplog.text
 
 
+def test_the_tokenizer_of_the_trainer_is_kept_for_the_command(tmp_path):
+    text = (locate_model("tiny-qwen3") / "tokenizer.json").read_text()
+    trainer = FakeTrainer(tmp_path, trl_batch())
+    trainer.processing_class = SimpleNamespace(
+        name_or_path="", backend_tokenizer=SimpleNamespace(to_str=lambda: text)
+    )
+    lockstep.watch(trainer)
+    trainer.train()
+    assert sorted(path.name for path in (tmp_path / "doctor").iterdir()) == [
+        "causes-rank-0.json", "doctor.html", "step-000000-rank-0.parquet", "tokenizer.json",
+    ]  # fmt: skip
+    assert diagnose(tmp_path / "doctor").setting.tokenizer.vocab_size == 550
+
+
 # -- several processes -----------------------------------------------------------------------------
 
 
