@@ -19,7 +19,7 @@ TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 PACKAGE = ".[cuda]"
 endif
 
-.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-renderers test-instructions test-tinker check docs bench proof gpu gpu-host soak studies models clean
+.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-trainers test-renderers test-instructions test-tinker check docs bench proof gpu gpu-host soak studies models clean
 
 install: $(VENV)/.installed
 
@@ -97,6 +97,16 @@ $(OPENENV_VENV)/.installed: Makefile
 
 test-openenv: install-dev $(OPENENV_VENV)/.installed
 	LOCKSTEP_OPENENV=$(abspath $(OPENENV_VENV))/bin/python $(BIN)/python -m pytest tests/cpu/envs/test_openenv.py
+
+# Trainers whose batches the doctor reads and watches, with what they import. verl is in the venv.
+TRAINERS = build/trainers
+$(TRAINERS)/.installed: Makefile | $(VENV)/.installed-dev
+	rm -rf $(TRAINERS)
+	$(PIP) install --target $(TRAINERS) --no-deps trl==1.16.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six tensordict==0.15.3 orjson pyvers omegaconf antlr4-python3-runtime==4.9.3 cloudpickle
+	touch $@
+
+test-trainers: $(TRAINERS)/.installed
+	PYTHONPATH=$(abspath $(TRAINERS)) $(BIN)/python -m pytest tests/parity/test_doctor_trl.py tests/parity/test_doctor_verl.py tests/parity/test_doctor_watch.py
 
 # The package renderers, whose dependencies are many and partly not declared, beside ours.
 RENDERERS = build/renderers

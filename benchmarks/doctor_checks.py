@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.examine import all_stages
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import CHUNK_TOKENS
+from lockstep.doctor.watch import Watch
 from lockstep.models.locate import locate_model
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -194,6 +196,16 @@ def seconds_of(run: Callable[[], Any], repeats: int) -> float:
     return best
 
 
+def look_seconds(chunk: Rows, num_rows: int, tokenizer: Tokenizer, repeats: int) -> float:
+    """CPU seconds that `lockstep.watch` takes for rows of a step without a defect."""
+    healthy = [i for i in range(len(chunk)) if i % 20]
+    unlike = {chunk.token_ids[chunk.slices[i]].tobytes(): i for i in healthy}
+    rows = chunk.take(list(unlike.values())[:num_rows]).with_(messages=None)
+    with tempfile.TemporaryDirectory() as directory:
+        watch = Watch(directory, tokenizer=tokenizer, rows=num_rows, max_share=float("inf"))
+        return seconds_of(lambda: watch.look(0, lambda _: rows.with_()), repeats)
+
+
 def compare(num_tokens: int, repeats: int) -> dict[str, Any]:
     """Everything, printed as it is found; the JSON line."""
     tokenizer = Tokenizer.from_file(locate_model("tiny-qwen3"))
@@ -222,6 +234,9 @@ def compare(num_tokens: int, repeats: int) -> dict[str, Any]:
         group: size / seconds_of(lambda m=members: look_by(m, setting, chunks), repeats)
         for group, members in groups.items()
     }
+    looks = {str(num): look_seconds(chunks[0], num, tokenizer, repeats) for num in (8, 32, 128)}
+    for num, seconds in looks.items():
+        note(f"a look of lockstep.watch at {num} rows: {1e3 * seconds:.0f} ms")
     peer = size / seconds_of(lambda: loops(chunks, setting.stop_ids), max(1, repeats // 2))
     for group, rate in together.items():
         goal = f", goal {GOALS[group] / 1e6:g} M" if group in GOALS else ""
@@ -236,6 +251,7 @@ def compare(num_tokens: int, repeats: int) -> dict[str, Any]:
         "better": "higher",
         "how": HOW,
         "tokens_per_second": {group: round(rate) for group, rate in together.items()},
+        "look_seconds": {num: round(seconds, 4) for num, seconds in looks.items()},
         "by_check": {name: round(rate) for name, rate in rates.items()},
         "tokens": size,
     }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lockstep.doctor.monitor import train as train
     from lockstep.doctor.monitor import train_side_by_side as train_side_by_side
     from lockstep.doctor.replay import find as replay
+    from lockstep.doctor.watch import watch as watch
     from lockstep.model_server import BackgroundServer as BackgroundServer
     from lockstep.model_server import serve as serve
     from lockstep.store.run import load_run as load
@@ -45,6 +46,7 @@ _PUBLIC = {
     "train": ("lockstep.doctor.monitor", "train"),
     "train_side_by_side": ("lockstep.doctor.monitor", "train_side_by_side"),
     "train_supervised": ("lockstep.supervised", "train_supervised"),
+    "watch": ("lockstep.doctor.watch", "watch"),
     "write_report": ("lockstep.verbs", "write_report"),
 }
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "train",
     "train_side_by_side",
     "train_supervised",
+    "watch",
     "write_report",
 ]
 

@@ -29,9 +29,12 @@ thing. A message says what was expected, what was found, where, and what to do n
       ChildRefusal       (ChildError)    a child process answered a request with an error
       OutOfMemoryError   (MemoryError)   a step needs more memory than there is
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
+      MismatchError      (RuntimeError)  rows of a step show a cause of a mismatch
       RankError          (RuntimeError)  processes of one run disagree, or one of them is gone
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
 """
+
+from collections.abc import Sequence
 
 MAX_ERROR_CHARS = 2000
 """Characters of a foreign error's text that are kept."""
@@ -160,6 +163,21 @@ class OutOfMemoryError(LockstepError, MemoryError):
 
 class RunError(LockstepError, RuntimeError):
     """A run directory is in use by another process, not a run, or cannot be resumed."""
+
+
+class MismatchError(LockstepError, RuntimeError):
+    """Rows of a training step show why sampler and trainer differ. Names the cause with its share
+    of the gap, the tokens that prove it, and the remedy."""
+
+    def __init__(
+        self, message: str, *, cause: str, step: int, evidence: Sequence[object], remedy: str
+    ) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.step = step
+        self.evidence = evidence
+        """Places as `lockstep.doctor.checks.base.Evidence`, the strongest first."""
+        self.remedy = remedy
 
 
 class RankError(LockstepError, RuntimeError):

@@ -50,7 +50,7 @@ def diagnose(
     dump = source if isinstance(source, Dump) else open_dump(source, format=format)
     facts = facts or dump.facts
     of_model = facts if str(model) in ("", OWN) else replace(facts, model=str(model), tokenizer="")
-    words = _tokenization(of_model, tokenizer, renderer)
+    words = tokenization_of(of_model, tokenizer, renderer)
     setting = make_setting(facts, words, tuple(dump.step_metrics()))
     stages = [Stage(checks=checks) for checks in all_stages().values()]
     numerics = Stage(checks=NUMERICS)
@@ -88,9 +88,10 @@ def diagnose(
     )
 
 
-def _tokenization(
+def tokenization_of(
     facts: Facts, tokenizer: Tokenizer | str | None, renderer: Renderer | str | None
 ) -> Tokenization:
+    """Those given, as objects or by name, or else those that `facts` name."""
     if renderer is not None and not isinstance(renderer, str):
         return Tokenization(tokenizer=renderer.tokenizer, renderer=renderer)
     if isinstance(tokenizer, Tokenizer):

@@ -271,6 +271,8 @@ class Diagnosis:
 
 def _agrees_without(before: Gap, after: Gap) -> bool:
     """Whether a repair made the two sides agree, and did not merely leave out what disagrees."""
+    if not before.k2:  # the repair of another cause of the same tokens was made first
+        return False
     if after.tokens >= SAME_TOKENS * before.tokens:
         return after.k2 <= (1 - MOST_OF_THE_GAP) * before.k2
     if after.tokens < MIN_KEPT * before.tokens:

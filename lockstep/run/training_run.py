@@ -41,8 +41,7 @@ from lockstep.training.critic import CRITIC, Critic
 from lockstep.types import Group, Sample
 
 Monitor = Callable[..., dict[str, float]]
-"""Looks at the rows of a step after its update and returns the metrics `doctor/...`: see
-`lockstep.doctor.monitor.Monitor.look`."""
+"""Looks at the rows of a step after its update and returns the metrics `doctor/...`."""
 
 OpenMonitor = Callable[..., Monitor | None]
 """Makes a run's monitor once its parts are built: see `lockstep.doctor.monitor.open_monitor`. A

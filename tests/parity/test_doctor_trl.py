@@ -108,7 +108,7 @@ def test_a_batch_of_the_trainer_is_read_token_by_token(output):
     assert isinstance(dump, TrlDump)
     rows = next(iter(dump.chunks()))
     encode, decode = tokenizer().encode, tokenizer().decode
-    for i, (_, at) in enumerate(rows.rows()):
+    for i, at in enumerate(rows.slices):
         ids, sampled = rows.token_ids[at], rows.loss_mask[at]
         prompt = ids[: rows.prompt_lengths[i]].tolist()
         assert decode(prompt) in PROMPTS

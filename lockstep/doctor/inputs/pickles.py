@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.inputs.assemble import Array
+from lockstep.doctor.inputs.assemble import Array, array_of
 from lockstep.doctor.inputs.places import head_of
 from lockstep.errors import DataError
 
@@ -194,11 +194,7 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Array
     tensor = torch.empty(0, dtype=storage.dtype).set_(
         storage._untyped_storage, offset, tuple(size), tuple(stride)
     )
-    return _as_numpy(tensor)
-
-
-def _as_numpy(tensor: Any) -> Array:
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+    return array_of(tensor)
 
 
 def _consolidated(metadata: Any, flat: Any) -> dict[str, Any]:
@@ -209,7 +205,7 @@ def _consolidated(metadata: Any, flat: Any) -> dict[str, Any]:
     for name, (dtype, shape, begin, end, padding) in metadata["leaves"].items():
         kind, raw = getattr(torch, str(dtype).removeprefix("torch.")), flat[begin : end - padding]
         values = torch.from_numpy(np.array(raw)).view(kind)
-        out[name] = _as_numpy(values.reshape(tuple(shape)))
+        out[name] = array_of(values.reshape(tuple(shape)))
     return out
 
 

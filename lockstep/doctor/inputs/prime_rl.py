@@ -8,17 +8,18 @@ schema_version 1). Log-probs are at their own token: the trainer shifts its own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from lockstep.doctor.checks.rows import BoolArray
-from lockstep.doctor.inputs.assemble import Row, Values, floats_of, ids_of, real
+from lockstep.doctor.inputs.assemble import Row, Values, array_of, floats_of, ids_of, real
 from lockstep.doctor.inputs.lines import LineDump
 from lockstep.errors import DataError
 
+_KEYS = frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"})
 _EXPORTS = "token_exports/step_*/rank_*.jsonl"
 
 
@@ -32,31 +33,69 @@ class PrimeRlDump(LineDump):
         _EXPORTS,
         f"*/{_EXPORTS}",
     )
-    keys: ClassVar[frozenset[str]] = frozenset(
-        {"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}
-    )
+    keys: ClassVar[frozenset[str]] = _KEYS
 
     def rows_of(
         self, line: Mapping[str, Any], path: Path, number: int, where: str
     ) -> Iterator[Row]:
-        ids = ids_of(line["token_ids"], f"{where}: token_ids")
-        values = Values(source=line, where=where, size=len(ids))
-        rewards = line.get("rewards")  # the reward of the row at each of its tokens
-        known = [real(r) for r in rewards] if isinstance(rewards, list) else []
-        step, run = line.get("export_step", line.get("step")), line.get("run_id")
-        name = f"{step}/rank{line.get('rank', 0)}/{line.get('export_sequence_idx', '?')}"
-        yield Row(
-            row_id=f"{run}/{name}" if isinstance(run, str) else name,
-            token_ids=ids,
-            loss_mask=_trained(values),
-            columns={
-                "rollout_logprobs": values.floats("inference_logprobs"),
-                "trainer_logprobs": values.floats("trainer_logprobs"),
-                "advantages": values.floats("advantages"),
-                "rewards": next((r for r in reversed(known) if r is not None), None),
-                "steps": step,
-            },
+        yield _row(line, where)
+
+
+def live_lines(
+    batch: Mapping[str, Any], logprobs: Any, lengths: Sequence[int], *, step: int
+) -> Iterator[dict[str, Any]]:
+    """The lines that the token export writes of a micro batch: its trained sequences, without the
+    padding behind them. logprobs: the trainer's, at their own token; lengths: of the sequences."""
+    names = {"token_ids": "input_ids", "loss_mask": "loss_mask", "advantages": "advantages"}
+    names |= {"inference_logprobs": "inference_logprobs", "rl_weights": "rl_weights"}
+    found = {name: batch[key] for name, key in names.items() if batch.get(key) is not None}
+    if missing := sorted(_KEYS - {*found, "trainer_logprobs"}):
+        raise DataError(
+            f"the micro batch of step {step} has no {', '.join(missing)}. Give the micro_batch, "
+            'out["logprobs"] and the sequence_lengths that the loop gives to token_exporter.export.'
         )
+    columns = {
+        n: array_of(v).reshape(-1) for n, v in {**found, "trainer_logprobs": logprobs}.items()
+    }
+    trained, begin = columns["loss_mask"].astype(np.bool_), 0
+    environments = batch.get("env_names") or ["?"] * len(trained)
+    for length in lengths:
+        end = following = begin + length
+        while end > begin and not trained[end - 1] and environments[end - 1] == "":
+            end -= 1
+        if trained[begin:end].any():
+            line = {name: column[begin:end].tolist() for name, column in columns.items()}
+            line |= {n: batch[n][begin:end] for n in ("losses", "rewards") if n in batch}
+            yield {"step": step} | line
+        begin = following
+
+
+def live_rows(lines: Iterable[Mapping[str, Any]], *, step: int) -> Iterator[Row]:
+    """Rows of `live_lines`."""
+    for number, line in enumerate(lines):
+        line = {**line, "export_sequence_idx": number}
+        yield _row(line, f"the batch of step {step}: sequence {number}")
+
+
+def _row(line: Mapping[str, Any], where: str) -> Row:
+    ids = ids_of(line["token_ids"], f"{where}: token_ids")
+    values = Values(source=line, where=where, size=len(ids))
+    rewards = line.get("rewards")  # the reward of the row at each of its tokens
+    known = [real(r) for r in rewards] if isinstance(rewards, list) else []
+    step, run = line.get("export_step", line.get("step")), line.get("run_id")
+    name = f"{step}/rank{line.get('rank', 0)}/{line.get('export_sequence_idx', '?')}"
+    return Row(
+        row_id=f"{run}/{name}" if isinstance(run, str) else name,
+        token_ids=ids,
+        loss_mask=_trained(values),
+        columns={
+            "rollout_logprobs": values.floats("inference_logprobs"),
+            "trainer_logprobs": values.floats("trainer_logprobs"),
+            "advantages": values.floats("advantages"),
+            "rewards": next((r for r in reversed(known) if r is not None), None),
+            "steps": step,
+        },
+    )
 
 
 def _trained(values: Values) -> BoolArray:

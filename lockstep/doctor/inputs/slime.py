@@ -11,7 +11,7 @@ observability/rollout_data_utils.py and train_data_utils.py) and miles' (utils/t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.doctor.checks.rows import BoolArray
-from lockstep.doctor.inputs.assemble import Array, Row, Values, ids_of, numbers, row_name, whole
+from lockstep.doctor.inputs.assemble import (
+    Array,
+    Row,
+    Values,
+    array_of,
+    ids_of,
+    numbers,
+    picked,
+    row_name,
+    whole,
+)
 from lockstep.doctor.inputs.lines import FileDump
 from lockstep.doctor.inputs.pickles import is_torch_file, read_torch
 from lockstep.errors import DataError
@@ -42,7 +52,8 @@ class SlimeDump(FileDump):
         "rollout_logprobs": "the samples have no rollout_log_probs: a custom generate function "
         "must set them from meta_info.output_token_logprobs.",
         "trainer_logprobs": "the trainer's log-probs are in the files of --save-debug-train-data, "
-        "unless --use-rollout-logprobs leaves them out.",
+        "unless --use-rollout-logprobs leaves them out; a step of one update computes them with "
+        "--get-mismatch-metrics.",
         "policy_version": "weight_versions are in the files of --save-debug-rollout-data; tokens "
         "get them only if each turn has one, or all are the same number.",
     }
@@ -78,6 +89,22 @@ class SlimeDump(FileDump):
             yield from kept.values()
 
 
+def live_rows(batch: Any, index: Sequence[int], *, step: int, rank: int) -> Iterator[Row]:
+    """The rows `index` of a list of samples, or of one rank's `rollout_data`."""
+    content: dict[str, Any] = {"rollout_id": step, "rank": rank}
+    if isinstance(batch, Mapping):
+        raw = {"raw_reward": batch.get("raw_reward")}  # of the whole batch, not of the rank
+        content["rollout_data"] = picked({"partition": _places(batch, rank), **batch}, index) | raw
+    else:
+        samples = [batch[i] for i in index]
+        samples = [s.to_dict() if hasattr(s, "to_dict") else dict(s) for s in samples]
+        content["samples"] = [
+            {name: array_of(value) for name, value in sample.items()} | {"rollout_position": i}
+            for i, sample in zip(index, samples, strict=True)
+        ]
+    return _rows(content, f"the batch of step {step}")
+
+
 def _batch_of(content: Any) -> tuple[Any, bool]:
     """(the rollout, whether the file is the share of one rank)."""
     if not isinstance(content, dict):
@@ -85,7 +112,7 @@ def _batch_of(content: Any) -> tuple[Any, bool]:
     return content.get("rollout_id"), "rollout_data" in content
 
 
-def _rows(content: Any, path: Path) -> Iterator[Row]:
+def _rows(content: Any, path: object) -> Iterator[Row]:
     samples = _samples(content) if isinstance(content, dict) else None
     if samples is None:
         raise DataError(
@@ -114,11 +141,15 @@ def _samples(content: dict[str, Any]) -> list[Any] | None:
     size = len(shard["tokens"])
     content["raw_reward"] = shard.get("raw_reward")
     lists = {n: v for n, v in shard.items() if isinstance(v, list | range) and len(v) == size}
-    places = lists.get("partition", [f"rank{content.get('rank')}/{i}" for i in range(size)])
+    places = lists.get("partition", _places(lists, content.get("rank")))
     return [
         {name: values[i] for name, values in lists.items()} | {"rollout_position": places[i]}
         for i in range(size)
     ]
+
+
+def _places(shard: Mapping[str, Any], rank: Any) -> list[str]:
+    return [f"rank{rank}/{i}" for i in range(len(shard["tokens"]))]
 
 
 def _row(sample: Mapping[str, Any], step: int | None, name: Any, where: str) -> Row:

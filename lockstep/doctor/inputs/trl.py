@@ -8,7 +8,7 @@ Names as in TRL 1.16 (trainer/grpo_trainer.py). The parity tests read files of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from lockstep.doctor.inputs.assemble import (
     Values,
     floats_of,
     ids_of,
+    picked,
     row_name,
     row_of,
 )
@@ -55,15 +56,31 @@ class TrlDump(FileDump):
         return is_torch_file(path) and mentions(path, _BATCH)
 
     def rows_in(self, path: Path) -> Iterator[Row]:
-        batch = read_torch(path)
-        if not isinstance(batch, dict) or any(np.ndim(batch.get(name, 0)) != 2 for name in _BATCH):
-            raise DataError(
-                f"{path} is no batch of a GRPOTrainer: expected a dict with the tensors "
-                f"{', '.join(_BATCH)}, each of two dimensions."
-            )
-        step = step_in(path)
-        for number in range(len(batch["completion_ids"])):
-            yield _row(row_of(batch, number), row_name(step, number), step, f"{path}: row {number}")
+        yield from _rows(read_torch(path), step_in(path), path)
+
+
+def live_rows(
+    batch: Mapping[str, Any], index: Sequence[int], group_size: int, *, step: int
+) -> Iterator[Row]:
+    """The rows `index` of the value of `_generate_and_score_completions`. group_size: rows of one
+    prompt, one after the other; 0 if it is unknown."""
+    for i, row in zip(
+        index, _rows(picked(batch, index), step, f"the batch of step {step}", index), strict=True
+    ):
+        row.columns |= {"groups": i // group_size} if group_size else {}
+        yield row
+
+
+def _rows(
+    batch: Any, step: int | None, where: object, names: Sequence[int] | None = None
+) -> Iterator[Row]:
+    if not isinstance(batch, dict) or any(np.ndim(batch.get(name, 0)) != 2 for name in _BATCH):
+        raise DataError(
+            f"{where} is no batch of a GRPOTrainer: expected a dict with the tensors "
+            f"{', '.join(_BATCH)}, each of two dimensions."
+        )
+    for i, name in enumerate(names or range(len(batch["completion_ids"]))):
+        yield _row(row_of(batch, i), row_name(step, name), step, f"{where}: row {name}")
 
 
 def _row(source: Mapping[str, Any], name: str, step: int | None, where: str) -> Row:

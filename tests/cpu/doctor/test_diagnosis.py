@@ -242,3 +242,19 @@ def test_the_verb_says_it_on_the_screen_as_json_and_as_a_page(tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     assert [c["cause"] for c in said["causes"]] == ["shifted"] and said["page"] == ""
     assert main(["doctor", EXAMPLE, "--only", "tokens/shift"]) == 2
+
+
+def test_a_cause_whose_gap_the_repair_before_it_took_is_no_more_than_likely():
+    """The same ids in each row, and noise of its own on both sides: undoing either side's leaves
+    nothing to the other."""
+    ids = np.tile(np.random.default_rng(0).integers(32, 127, 120), 16)
+    rows = make_rows(16, ids=ids)
+    noise = np.random.default_rng(1).normal(0, 0.5, (2, len(ids)))
+    rows = rows.with_(
+        rollout_logprobs=np.minimum(rows.rollout + noise[0], 0).astype(np.float32),
+        trainer_logprobs=np.minimum(rows.trainer + noise[1], 0).astype(np.float32),
+        messages=None,
+    )
+    diagnosis = lockstep.diagnose(ArrayDump(rows))
+    found = {c.name: diagnosis.certainty_of(c, f)[0] for c, f in diagnosis.causes}
+    assert found == {"kernel_noise": "proved", "dropout": "likely"}

@@ -1,16 +1,14 @@
 """The checks inside of a run: what they find, what comes of it, and that they change nothing."""
 
-import numpy as np
 import pytest
 
 import lockstep
 from lockstep import diagnose
 from lockstep.config import resolve
-from lockstep.doctor.monitor import choose, train
+from lockstep.doctor.monitor import train
 from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
 from lockstep.testing.faults import injected, split_faults
-from lockstep.types import Sample
 
 SMALL = (
     "steps=2", "groups_per_step=2", "group_size=6", "evaluation.num_tasks=1",
@@ -71,7 +69,7 @@ def test_a_run_that_is_not_to_stop_goes_on_and_says_each_cause_once(tmp_path, ca
     assert outcome.status == "done"
     assert "".join(capsys.readouterr()).count("doctor: shifted") == 1
     kept = sorted(path.name for path in (tmp_path / "run" / "doctor").iterdir())
-    assert kept == ["step-000000.parquet", "step-000001.parquet"]
+    assert kept == ["causes-rank-0.json", *(f"step-00000{i}-rank-0.parquet" for i in (0, 1))]
 
 
 def test_looking_changes_nothing_of_the_run(tmp_path):
@@ -94,18 +92,6 @@ def test_log_probs_of_a_later_update_are_not_taken_for_those_before_it(tmp_path)
     steps = [row for row in lockstep.load(tmp_path / "run").metrics if "doctor/rows" in row]
     assert [row["doctor/causes"] for row in steps] == [0, 0]
     assert diagnose(tmp_path / "run").examination.gap.max_abs == 0
-
-
-def test_whole_groups_are_looked_at_and_others_in_each_step():
-    rows = [
-        Sample(id=f"{g}/{i}", token_ids=np.zeros(2, np.int32), loss_mask=np.zeros(2, bool), group=g)
-        for g in range(3)
-        for i in range(4)
-    ]
-    assert [row.id for row in choose(rows, 4, step=1)] == ["1/0", "1/1", "1/2", "1/3"]
-    assert {row.group for row in choose(rows, 6, step=2)} == {2, 0}
-    assert choose(rows, 100, step=0) == rows
-    assert choose([], 4, step=0) == []
 
 
 def test_a_number_of_rows_below_0_is_refused():
