@@ -30,13 +30,18 @@ from lockstep.doctor.checks.tokens.post_processed import PostProcessed
 from lockstep.doctor.checks.tokens.reencoded import Reencoded
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
 from lockstep.doctor.checks.tokens.template import ThinkingDropped
-from lockstep.doctor.checks.training.staleness import AfterUpdate, GrowingGap, Stale
+from lockstep.doctor.checks.training.advantages import LateAdvantages
+from lockstep.doctor.checks.training.by_step import AfterResume, GrowingGap, IdleGrowth
+from lockstep.doctor.checks.training.staleness import AfterUpdate, Stale
 from lockstep.doctor.checks.training.unphysical import Unphysical
+from lockstep.doctor.checks.training.versions import LateVersion, MixedVersions
+from lockstep.doctor.checks.values.drawn_by import DraftLogprobs
 from lockstep.doctor.checks.values.finite import NonFinite, Positive
 from lockstep.doctor.checks.values.noise import NoisySampler, NoisyTrainer
 from lockstep.doctor.checks.values.precision import Precision
-from lockstep.doctor.checks.values.processed import Processed
+from lockstep.doctor.checks.values.processed import GenerationDefaults, Processed
 from lockstep.doctor.checks.values.rounding import Clamped, Quantised
+from lockstep.doctor.checks.values.routes import ZeroRoutes
 
 Chunks = Callable[[], Iterable[Rows]]
 """Yields the rows from the beginning, each time that it is called."""
@@ -257,6 +262,7 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
         ObservationTrained,
         AfterStop,
         MissingFinal,
+        LateAdvantages,
     ),
     # What is obvious: the ids, and which number is beside which token.
     "structure": (
@@ -268,15 +274,26 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
         DroppedSeparator,
         NonFinite,
         Positive,
+        ZeroRoutes,
     ),
     # How log-probs were stored.
     "values": (Clamped, Quantised),
-    # Which distribution they are of.
-    "processed": (Processed,),
+    # Which distribution they are of: first what processing explains, for raw log-probs of a sampler
+    # with a temperature were not drawn from either.
+    "processed": (GenerationDefaults, Processed, DraftLogprobs),
     # What repeats and what does not, in rows that are otherwise explained.
     "noise": (Precision, NoisySampler, NoisyTrainer),
     # What training does with the rows.
-    "training": (Stale, AfterUpdate, GrowingGap, Unphysical),
+    "training": (
+        Stale,
+        MixedVersions,
+        LateVersion,
+        AfterUpdate,
+        AfterResume,
+        IdleGrowth,
+        GrowingGap,
+        Unphysical,
+    ),
 }
 
 

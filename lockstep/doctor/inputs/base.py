@@ -77,6 +77,8 @@ class Dump(ABC):
     found_before: Mapping[str, int] = {}
     """Cause -> number of steps in which it was found during training; the rows that are stored may
     no longer show it."""
+    resumes: Sequence[int] = ()
+    """Steps that a resume of the run began with, where they are known."""
     _kept: list[Rows] | None = None
 
     def __init_subclass__(cls) -> None:

@@ -181,4 +181,4 @@ def test_figures_that_cannot_be_are_named_with_their_steps(rule, changed):
 
 
 def test_rules_have_names_of_their_own():
-    assert len({rule.name for rule in RULES}) == len(RULES) == 12
+    assert len({rule.name for rule in RULES}) == len(RULES) == 15

@@ -1,0 +1,245 @@
+"""Does the version at a token name the weights that sampled it, when weights change during a reply?
+
+An engine that takes new weights while it writes leaves a reply of two policies. If each token has
+its own version, the earlier ones are merely old. If the whole reply has the version of its end, the
+rows still show the break: the gap is there up to one token of the reply, and gone after it.
+
+# N tokens  S spans (sampled turns)  n judged tokens of one span
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.doctor.checks.attribution import Gap, gap_of
+from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.types import FORCED_LOGPROB, Int64Array
+
+MIN_K2 = 1e-8
+"""k2 below which the two sides agree to float32."""
+MIN_RATIO = 3.0
+"""Ratio of the gap before the switch to the gap after it, as for other ages."""
+MIN_TURNS = 8
+"""Turns of several versions that a cause needs."""
+MIN_LARGER = 0.75
+"""Share of them whose gap is larger before the switch: 0.5 if it has nothing to do with it."""
+
+MIN_PART = 8
+"""Judged tokens on each side of a break: a rank test of fewer reaches MIN_STDS only by the largest
+of all orders."""
+MIN_STDS = 5.0
+"""Standard deviations of the rank sum at the best break. The best of a hundred places in one order
+by chance is at 3."""
+MIN_STEP = 5.0
+"""Ratio of the median gaps before and after a break, both of |d| and of |d| over the uncertainty of
+the token: noise follows one of the two, so that neither it nor a certain ending makes a break."""
+MIN_BREAKS = 4
+"""Turns with a break that a cause needs."""
+MIN_LEAD = 4
+"""Times as many must break this way as the other way: a defect that begins inside of a turn, or a
+kind of text that comes first, breaks both ways or the other one."""
+CERTAINTY = 0.05
+"""Added to 1 - p, so that nearly certain tokens, whose gap is rounding, do not stand out."""
+MAX_TURNS = 2048
+"""Turns of a chunk that are searched for a break; more would tell no more."""
+NUM_SHOWN = 4
+"""Turns of one chunk that are offered as evidence."""
+
+
+class MixedVersions(Check):
+    """The gap of turns that several versions sampled, before and after the last switch."""
+
+    name = "training/mixed_versions"
+    claim = "one version of the weights sampled each turn, or the gap does not come with it"
+    cause = "mixed_versions"
+    needs = ("rollout_logprobs", "trainer_logprobs", "policy_version")
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._before, self._after = Gap(), Gap()
+
+    def look(self, rows: Rows) -> None:
+        is_before, is_after = _parts(rows)
+        square = np.nan_to_num(rows.gap**2)
+        self._before.add(gap_of(rows.gap[is_before]))
+        self._after.add(gap_of(rows.gap[is_after]))
+        spans = rows.spans
+        sums = [np.add.reduceat(np.append(x, 0.0), spans.begin) for x in _both(is_before, square)]
+        nums = [np.add.reduceat(np.append(x, 0), spans.begin) for x in _both(is_before, 1)]
+        of = [np.add.reduceat(np.append(x, 0.0), spans.begin) for x in _both(is_after, square)]
+        num = [np.add.reduceat(np.append(x, 0), spans.begin) for x in _both(is_after, 1)]
+        judged = (nums[0] > 0) & (num[0] > 0)
+        larger = judged & (sums[0] * num[0] > of[0] * nums[0])
+        self.count(turns=len(spans), mixed_turns=judged, larger_before=larger)
+        worst = np.flatnonzero(larger)
+        for s in worst[np.argsort(-sums[0][worst], kind="stable")][:NUM_SHOWN].tolist():
+            begin, end = int(spans.begin[s]), int(spans.end[s])
+            assert rows.policy_version is not None, "the check's needs"
+            versions = rows.policy_version[begin:end]
+            switch = begin + int(np.flatnonzero(versions < versions.max())[-1]) + 1
+            note = f"version {versions[0]}; from position {rows.where(switch)[1]} on another one"
+            self.show(float(sums[0][s]), rows, begin, switch, note)
+
+    def conclude(self) -> Finding:
+        c = self.counts
+        if not c["mixed_turns"]:
+            return self.consistent(f"one version sampled each of {c['turns']} turns")
+        before, after = (gap.means()["k2"] for gap in (self._before, self._after))
+        told = (
+            f"the weights changed inside of {c['mixed_turns']} of {c['turns']} turns: k2 is "
+            f"{before:.1e} before the switch and {after:.1e} after it"
+        )
+        is_cause = (
+            c["mixed_turns"] >= MIN_TURNS
+            and c["larger_before"] >= MIN_LARGER * c["mixed_turns"]
+            and before > max(MIN_K2, MIN_RATIO * after)
+        )
+        if is_cause and (self.setting.max_staleness or 0) > 0:
+            told += "; the run's settings allow that age"
+            is_cause = False
+        verdict = "differs" if is_cause else "information"
+        return self.found(verdict, told, k2_before=before, k2_after=after)
+
+    def repair(self, rows: Rows) -> Rows:
+        """The tokens before the switch as the trainer has them."""
+        if rows.policy_version is None:
+            return rows
+        return rows.agreeing(_parts(rows)[0])
+
+
+def _parts(rows: Rows) -> tuple[BoolArray, BoolArray]:
+    """([N] compared tokens of turns of several versions that an older one sampled, [N] the others
+    of these turns)."""
+    assert rows.policy_version is not None, "the check's needs"
+    spans, version = rows.spans, rows.policy_version
+    nothing = np.zeros(rows.num_tokens, np.bool_)
+    if not len(spans):
+        return nothing, nothing
+    known = np.where(rows.sampled, version, -1)
+    newest = np.maximum.reduceat(known, spans.begin)
+    oldest = np.array([known[b:e].min() for b, e in zip(spans.begin, spans.end, strict=True)])
+    is_mixed = (oldest >= 0) & (oldest < newest)
+    inside = np.append(is_mixed, False)[rows.span_of] & ~np.isnan(rows.gap)
+    is_old = version < np.append(newest, -1)[rows.span_of]
+    return inside & is_old, inside & ~is_old
+
+
+def _both(where: BoolArray, values: Float64Array | int) -> tuple[Float64Array]:
+    """`values` [N] where `where`, else 0."""
+    return (np.where(where, values, 0),)
+
+
+class LateVersion(Check):
+    """Searches turns of one version for a break: a gap up to some token, and agreement after it."""
+
+    name = "training/late_version"
+    claim = "the version of a turn is that of the weights that sampled all of it"
+    cause = "late_version"
+    needs = ("rollout_logprobs", "trainer_logprobs", "policy_version")
+
+    def look(self, rows: Rows) -> None:
+        breaks = _breaks(rows)
+        self.count(
+            judged_turns=breaks.num_judged,
+            broken_turns=breaks.gap_first,
+            broken_the_other_way=~breaks.gap_first,
+            rows_without_break=len(rows) - len(np.unique(rows.row_of[breaks.begin])),
+        )
+        gap = np.abs(rows.gap)
+        for b, at, e in zip(*breaks.shown(), strict=True):
+            before, after = (np.nanmedian(gap[part]) for part in (slice(b, at), slice(at, e)))
+            note = f"|d| is {before:.1e} here, and {after:.1e} in the rest of the turn"
+            self.show(float(before), rows, b, at, note)
+
+    def conclude(self) -> Finding:
+        c = self.counts
+        broken, other = c["broken_turns"], c["broken_the_other_way"]
+        if broken >= max(MIN_BREAKS, MIN_LEAD * other):
+            return self.differs(
+                f"{broken} of {c['judged_turns']} turns claim one version, but disagree up to some "
+                f"token and agree after it ({other} the other way): the weights changed while "
+                "they were sampled, and the version is that of their end"
+            )
+        return self.consistent(f"{broken} of {c['judged_turns']} turns of one version break")
+
+    def repair(self, rows: Rows) -> Rows:
+        """The tokens before each break as the trainer has them."""
+        if rows.policy_version is None:
+            return rows
+        breaks = _breaks(rows)
+        found = breaks.gap_first
+        return rows.agreeing(rows.within(breaks.begin[found], breaks.at[found]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Breaks:
+    """Turns whose gap changes at one token."""
+
+    begin: Int64Array
+    """[B] index of the turn's first token."""
+    at: Int64Array
+    """[B] index of the first token after the break."""
+    end: Int64Array
+    """[B]"""
+    gap_first: BoolArray
+    """[B] True where the gap is before the break, False where it is after it."""
+    num_judged: int
+
+    def shown(self) -> tuple[list[int], list[int], list[int]]:
+        found = np.flatnonzero(self.gap_first)[:NUM_SHOWN]
+        return self.begin[found].tolist(), self.at[found].tolist(), self.end[found].tolist()
+
+
+def _breaks(rows: Rows) -> _Breaks:
+    return rows.once("breaks", lambda: _find_breaks(rows))
+
+
+def _find_breaks(rows: Rows) -> _Breaks:
+    assert rows.policy_version is not None, "the check's needs"
+    spans, version = rows.spans, rows.policy_version
+    is_unforced = rows.compared[rows.rollout[rows.compared] < FORCED_LOGPROB]
+    low, high = np.searchsorted(is_unforced, [spans.begin, spans.end])
+    long = np.flatnonzero(high - low >= 2 * MIN_PART)[:MAX_TURNS]
+    found: list[tuple[int, int, int, bool]] = []
+    num_judged = 0
+    for s in long.tolist():
+        begin, end = int(spans.begin[s]), int(spans.end[s])
+        if version[begin] < 0 or (version[begin:end] != version[begin]).any():
+            continue
+        num_judged += 1
+        at = is_unforced[low[s] : high[s]]
+        gap = np.abs(rows.gap[at])
+        prob = np.exp(np.minimum((rows.rollout[at] + rows.trainer[at].astype(np.float64)) / 2, 0))
+        split = _break(gap / (1.0 - prob + CERTAINTY), gap)
+        if split:
+            found.append((begin, int(at[abs(split)]), end, split > 0))
+    begin, at, end, gap_first = np.array(found, np.int64).reshape(-1, 4).T
+    return _Breaks(begin, at, end, gap_first.astype(np.bool_), num_judged)
+
+
+def _break(scaled: Float64Array, gap: Float64Array) -> int:
+    """Number of tokens before the break, negative if the gap is after it, 0 if there is none.
+
+    scaled, gap: [n] the gap over the uncertainty of the token, and itself.
+    """
+    num = len(scaled)
+    ranks = np.empty(num)
+    ranks[np.argsort(scaled, kind="stable")] = np.arange(1, num + 1)
+    size = np.arange(1, num)
+    mean = size * (num + 1) / 2
+    std = np.sqrt(size * (num - size) * (num + 1) / 12)
+    apart = (np.cumsum(ranks)[:-1] - mean) / std
+    apart[: MIN_PART - 1] = apart[num - MIN_PART :] = 0.0
+    best = int(np.argmax(np.abs(apart)))
+    if abs(apart[best]) < MIN_STDS:
+        return 0
+    is_first = apart[best] > 0
+    for values in (scaled, gap):
+        before, after = np.median(values[: best + 1]), np.median(values[best + 1 :])
+        large, small = (before, after) if is_first else (after, before)
+        if not large > MIN_STEP * small:
+            return 0
+    return best + 1 if is_first else -(best + 1)
