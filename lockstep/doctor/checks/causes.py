@@ -171,7 +171,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
         ),
         "generation_defaults": Cause(
             kind="processed",
-            title="The engine samples with the model's generation_config.json, not as the run says.",
+            title="The engine samples as generation_config.json says, and not as the run does.",
             remedy="Send temperature, top_p, top_k and repetition_penalty with every request, or "
             "start the engine without the model's defaults.",
             in_engines={

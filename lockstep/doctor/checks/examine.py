@@ -281,13 +281,13 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
     # Which distribution they are of: first what processing explains, for raw log-probs of a sampler
     # with a temperature were not drawn from either.
     "processed": (GenerationDefaults, Processed, DraftLogprobs),
-    # What repeats and what does not, in rows that are otherwise explained.
-    "noise": (Precision, NoisySampler, NoisyTrainer),
+    # What repeats and what does not, in rows that are otherwise explained: other weights in a part
+    # of some rows look like noise.
+    "noise": (LateVersion, Precision, NoisySampler, NoisyTrainer),
     # What training does with the rows.
     "training": (
         Stale,
         MixedVersions,
-        LateVersion,
         AfterUpdate,
         AfterResume,
         IdleGrowth,

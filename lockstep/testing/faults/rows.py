@@ -639,6 +639,11 @@ class _RatioFault(_ValueFault):
         std = self.std * -np.expm1(np.minimum(logprobs.astype(np.float64), 0.0))
         return std * normal - std**2 / 2
 
+    @staticmethod
+    def bounded(new: npt.NDArray[np.float64], logprobs: Float32Array) -> npt.NDArray[np.floating]:
+        """`new` below 0: at most a quarter of `logprobs`, for 0.0 would be a filler."""
+        return np.minimum(new, logprobs / 4)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLogprobs(_RatioFault):
@@ -646,22 +651,19 @@ class DraftLogprobs(_RatioFault):
     or another head's."""
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        return np.minimum(logprobs + self.log_ratios(logprobs, row), 0.0)
+        return self.bounded(logprobs + self.log_ratios(logprobs, row), logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LateVersion(_RatioFault):
-    """Other weights sampled the first part of each turn, and all of it has the version of its end:
-    the engine took new weights while it wrote, and the version is stamped when a reply is done."""
+    """Other weights sampled the first part of each row, up to a token in its middle, and all of it
+    has the version of its end: the engine took new weights during the episode, and the version is
+    stamped when it is done."""
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        turn = row.columns["turn"][row.loss_mask]
-        is_first = np.zeros(len(turn), np.bool_)
-        for number in np.unique(turn).tolist():
-            at = np.flatnonzero(turn == number)
-            rng = np.random.default_rng(derive_seed(self.seed, "switch", row.id, number))
-            is_first[at[: int(len(at) * rng.uniform(0.3, 0.7))]] = True
-        other = np.minimum(logprobs - self.log_ratios(logprobs, row), 0.0)
+        rng = np.random.default_rng(derive_seed(self.seed, "switch", row.id))
+        is_first = np.arange(len(logprobs)) < len(logprobs) * rng.uniform(0.3, 0.7)
+        other = self.bounded(logprobs - self.log_ratios(logprobs, row), logprobs)
         return np.where(is_first, other, logprobs)
 
 

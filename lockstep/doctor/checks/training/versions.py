@@ -1,10 +1,10 @@
-"""Does the version at a token name the weights that sampled it, when weights change during a reply?
+"""Does a token's version name the weights that sampled it, if they change while a row is sampled?
 
-An engine that takes new weights while it writes leaves a reply of two policies. If each token has
-its own version, the earlier ones are merely old. If the whole reply has the version of its end, the
-rows still show the break: the gap is there up to one token of the reply, and gone after it.
+An engine that takes new weights while it writes leaves a row of two policies. If each token has its
+own version, the earlier ones are merely old. If the whole row has the version of its end, it still
+shows the break: the gap is there up to one token, and gone after it.
 
-# N tokens  S spans (sampled turns)  n judged tokens of one span
+# N tokens  S spans (sampled turns)  n judged tokens of one row
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ MIN_TURNS = 8
 MIN_LARGER = 0.75
 """Share of them whose gap is larger before the switch: 0.5 if it has nothing to do with it."""
 
-MIN_PART = 8
-"""Judged tokens on each side of a break: a rank test of fewer reaches MIN_STDS only by the largest
-of all orders."""
-MIN_STDS = 5.0
-"""Standard deviations of the rank sum at the best break. The best of a hundred places in one order
-by chance is at 3."""
+MIN_PART = 6
+"""Judged tokens on each side of a break: fewer have no median."""
+MIN_STDS = 3.5
+"""Standard deviations of the rank sum at the best break of a row. The best of some dozens of places
+in one row reaches it by chance once in a hundred rows, and as often the other way."""
 MIN_STEP = 5.0
 """Ratio of the median gaps before and after a break, both of |d| and of |d| over the uncertainty of
 the token: noise follows one of the two, so that neither it nor a certain ending makes a break."""
-MIN_BREAKS = 4
-"""Turns with a break that a cause needs."""
+MIN_BREAKS = 8
+"""Rows with a break that a cause needs."""
+MIN_SHARE = 0.1
+"""Share of the judged rows that they must be: an update hits every row that is being sampled."""
 MIN_LEAD = 4
-"""Times as many must break this way as the other way: a defect that begins inside of a turn, or a
+"""Times as many must break this way as the other way: a defect that begins inside of a row, or a
 kind of text that comes first, breaks both ways or the other one."""
 CERTAINTY = 0.05
 """Added to 1 - p, so that nearly certain tokens, whose gap is rounding, do not stand out."""
-MAX_TURNS = 2048
-"""Turns of a chunk that are searched for a break; more would tell no more."""
+MAX_ROWS = 2048
+"""Rows of a chunk that are searched for a break; more would tell no more."""
 NUM_SHOWN = 4
-"""Turns of one chunk that are offered as evidence."""
+"""Turns or rows of one chunk that are offered as evidence."""
 
 
 class MixedVersions(Check):
@@ -133,64 +134,57 @@ def _both(where: BoolArray, values: Float64Array | int) -> tuple[Float64Array]:
 
 
 class LateVersion(Check):
-    """Searches turns of one version for a break: a gap up to some token, and agreement after it."""
+    """Searches rows of one version for a break: a gap up to some token, and agreement after it."""
 
     name = "training/late_version"
-    claim = "the version of a turn is that of the weights that sampled all of it"
+    claim = "the version of a row is that of the weights that sampled all of it"
     cause = "late_version"
     needs = ("rollout_logprobs", "trainer_logprobs", "policy_version")
 
     def look(self, rows: Rows) -> None:
         breaks = _breaks(rows)
         self.count(
-            judged_turns=breaks.num_judged,
-            broken_turns=breaks.gap_first,
+            judged_rows=breaks.num_judged,
+            broken_rows=breaks.gap_first,
             broken_the_other_way=~breaks.gap_first,
-            rows_without_break=len(rows) - len(np.unique(rows.row_of[breaks.begin])),
         )
         gap = np.abs(rows.gap)
-        for b, at, e in zip(*breaks.shown(), strict=True):
-            before, after = (np.nanmedian(gap[part]) for part in (slice(b, at), slice(at, e)))
-            note = f"|d| is {before:.1e} here, and {after:.1e} in the rest of the turn"
-            self.show(float(before), rows, b, at, note)
+        found = np.flatnonzero(breaks.gap_first)[:NUM_SHOWN]
+        for row, at in zip(breaks.row[found].tolist(), breaks.at[found].tolist(), strict=True):
+            begin, end = int(rows.offsets[row]), int(rows.offsets[row + 1])
+            before, after = (np.nanmedian(gap[part]) for part in (slice(begin, at), slice(at, end)))
+            note = f"|d| is {before:.1e} up to here, and {after:.1e} in the rest of the row"
+            self.show(float(before), rows, at - 1, at, note)
 
     def conclude(self) -> Finding:
         c = self.counts
-        broken, other = c["broken_turns"], c["broken_the_other_way"]
-        if broken >= max(MIN_BREAKS, MIN_LEAD * other):
+        broken, other, judged = c["broken_rows"], c["broken_the_other_way"], c["judged_rows"]
+        if broken >= max(MIN_BREAKS, MIN_SHARE * judged, MIN_LEAD * other):
             return self.differs(
-                f"{broken} of {c['judged_turns']} turns claim one version, but disagree up to some "
-                f"token and agree after it ({other} the other way): the weights changed while "
-                "they were sampled, and the version is that of their end"
+                f"{broken} of {judged} rows claim one version, but disagree up to some token and "
+                f"agree after it ({other} the other way round): the weights changed while they "
+                "were sampled, and the version is that of their end"
             )
-        return self.consistent(f"{broken} of {c['judged_turns']} turns of one version break")
+        return self.consistent(f"{broken} of {judged} rows of one version have a break")
 
     def repair(self, rows: Rows) -> Rows:
         """The tokens before each break as the trainer has them."""
-        if rows.policy_version is None:
-            return rows
         breaks = _breaks(rows)
-        found = breaks.gap_first
-        return rows.agreeing(rows.within(breaks.begin[found], breaks.at[found]))
+        at, row = breaks.at[breaks.gap_first], breaks.row[breaks.gap_first]
+        return rows.agreeing(rows.within(rows.offsets[row], at))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Breaks:
-    """Turns whose gap changes at one token."""
+    """Rows whose gap changes at one token."""
 
-    begin: Int64Array
-    """[B] index of the turn's first token."""
+    row: Int64Array
+    """[B]"""
     at: Int64Array
     """[B] index of the first token after the break."""
-    end: Int64Array
-    """[B]"""
     gap_first: BoolArray
     """[B] True where the gap is before the break, False where it is after it."""
     num_judged: int
-
-    def shown(self) -> tuple[list[int], list[int], list[int]]:
-        found = np.flatnonzero(self.gap_first)[:NUM_SHOWN]
-        return self.begin[found].tolist(), self.at[found].tolist(), self.end[found].tolist()
 
 
 def _breaks(rows: Rows) -> _Breaks:
@@ -199,25 +193,24 @@ def _breaks(rows: Rows) -> _Breaks:
 
 def _find_breaks(rows: Rows) -> _Breaks:
     assert rows.policy_version is not None, "the check's needs"
-    spans, version = rows.spans, rows.policy_version
-    is_unforced = rows.compared[rows.rollout[rows.compared] < FORCED_LOGPROB]
-    low, high = np.searchsorted(is_unforced, [spans.begin, spans.end])
-    long = np.flatnonzero(high - low >= 2 * MIN_PART)[:MAX_TURNS]
-    found: list[tuple[int, int, int, bool]] = []
-    num_judged = 0
-    for s in long.tolist():
-        begin, end = int(spans.begin[s]), int(spans.end[s])
-        if version[begin] < 0 or (version[begin:end] != version[begin]).any():
-            continue
-        num_judged += 1
-        at = is_unforced[low[s] : high[s]]
+    compared = rows.compared
+    judged = compared[rows.rollout[compared] < FORCED_LOGPROB]
+    low, high = np.searchsorted(judged, [rows.offsets[:-1], rows.offsets[1:]])
+    is_one = high - low >= 2 * MIN_PART
+    version = rows.policy_version[compared]
+    first = np.append(version, -1)[np.searchsorted(compared, rows.offsets[:-1])]
+    is_one[rows.row_of[compared[version != first[rows.row_of[compared]]]]] = False
+    found: list[tuple[int, int, int]] = []
+    long = np.flatnonzero(is_one)[:MAX_ROWS].tolist()
+    for row in long:
+        at = judged[low[row] : high[row]]
         gap = np.abs(rows.gap[at])
-        prob = np.exp(np.minimum((rows.rollout[at] + rows.trainer[at].astype(np.float64)) / 2, 0))
-        split = _break(gap / (1.0 - prob + CERTAINTY), gap)
+        mean = (rows.rollout[at].astype(np.float64) + rows.trainer[at]) / 2
+        split = _break(gap / (CERTAINTY - np.expm1(np.minimum(mean, 0.0))), gap)
         if split:
-            found.append((begin, int(at[abs(split)]), end, split > 0))
-    begin, at, end, gap_first = np.array(found, np.int64).reshape(-1, 4).T
-    return _Breaks(begin, at, end, gap_first.astype(np.bool_), num_judged)
+            found.append((row, int(at[abs(split)]), int(split > 0)))
+    row, at, gap_first = np.array(found, np.int64).reshape(-1, 3).T
+    return _Breaks(row=row, at=at, gap_first=gap_first.astype(np.bool_), num_judged=len(long))
 
 
 def _break(scaled: Float64Array, gap: Float64Array) -> int:

@@ -28,9 +28,9 @@ away as k2 = 1 has one token in fifty beyond it."""
 MIN_EXCESS = 0.02
 """mean(exp(d)) - 1 that is judged: a k2 of 0.01, above which a mismatch counts as an alarm. The
 noise of engines is less, and has both means above 1."""
-MIN_ERRORS = 8.0
-"""Standard errors, over rows, by which the mean must be above 1. Rows of one prompt are not
-independent; groups of 8 alike would make it 2.8."""
+MIN_ERRORS = 6.0
+"""Standard errors by which the mean must be above 1: over rows or over groups, whichever is larger,
+for rows of one prompt are not independent."""
 MAX_OTHER = 0.3
 """|mean(exp(-d)) - 1|, and its standard error added, over the excess: 1 for noise in the recorded
 numbers, -1 for an update on the same rows, 0 if the trainer's distribution drew them."""
@@ -53,18 +53,21 @@ class DraftLogprobs(Check):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._rows = {sign: [np.zeros((0, 3))] for sign in (-1, 0, 1)}
-        """Sign of the row's advantage (0: none, or unknown) -> [R, 3] of each chunk: tokens, and
-        the sums of exp(d) - 1 and exp(-d) - 1; 24 bytes of a row."""
+        self._rows = {sign: [np.zeros((0, 4))] for sign in (-1, 0, 1)}
+        """Sign of the row's advantage (0: none, or unknown) -> [R, 4] of each chunk: tokens, the
+        sums of exp(d) - 1 and exp(-d) - 1, and the group; 32 bytes of a row."""
+        self._num_rows = 0
 
     def look(self, rows: Rows) -> None:
         at, d = rows.compared, rows.gap[rows.compared]
         num = rows.row_sums(at).astype(np.float64)
         up, down = (rows.row_sums(at, _excess(x)) for x in (d, -d))
         sign = _row_signs(rows, at)
+        group = _groups(rows) + self._num_rows
+        self._num_rows += len(rows)
         for s, of in self._rows.items():
             kept = (num > 0) & (sign == s)
-            of.append(np.stack([num, up, down], axis=1)[kept])
+            of.append(np.stack([num, up, down, group], axis=1)[kept])
         worst = np.argsort(-d, kind="stable")[:NUM_SHOWN]
         for i in worst.tolist():
             note = f"the trainer gives this token exp({d[i]:.2f}) times the sampler's probability"
@@ -117,15 +120,28 @@ def _row_signs(rows: Rows, at: Int64Array) -> Float64Array:
     return np.sign(rows.row_means(at, sign[at]))
 
 
+def _groups(rows: Rows) -> Int64Array:
+    """[R] number below R of the rows' group in its step; one of its own where it is not known."""
+    if rows.groups is None:
+        return np.arange(len(rows))
+    steps = np.zeros_like(rows.groups) if rows.steps is None else rows.steps
+    _, group = np.unique(np.stack([rows.groups, steps]), axis=1, return_inverse=True)
+    return group.ravel()
+
+
 def _means(of_rows: Float64Array) -> list[tuple[float, float]]:
-    """(mean over tokens, its standard error over rows) of exp(d) - 1 and of exp(-d) - 1."""
+    """(mean over tokens, its standard error) of exp(d) - 1 and of exp(-d) - 1."""
     num = of_rows[:, 0]
+    _, group = np.unique(of_rows[:, 3], return_inverse=True)
     out: list[tuple[float, float]] = []
-    for sums in of_rows[:, 1:].T:
+    for sums in of_rows[:, 1:3].T:
         mean = sums.sum() / num.sum()
         left = sums - mean * num
-        spread = np.sqrt(left @ left * len(num) / max(len(num) - 1, 1))
-        out.append((float(mean), float(spread / num.sum())))
+        spreads = [
+            np.sqrt(part @ part * len(part) / max(len(part) - 1, 1))
+            for part in (left, np.bincount(group, left))
+        ]
+        out.append((float(mean), float(max(spreads) / num.sum())))
     return out
 
 
