@@ -33,6 +33,10 @@ HOW_TO_GET: Mapping[str, str] = {
     "engine_ids": "log the ids that the engine returned, turn by turn, beside those trained",
     "tokenizer": "name the model's tokenizer: --tokenizer DIR",
     "renderer": "name the template that the prompts were made with: --renderer NAME",
+    "advantages": "log the weight of each trained token in the loss",
+    "routed_experts": "ask the engine for the experts of each token, and log them",
+    "step_metrics": "log the metrics of each step beside the rows",
+    "generation_defaults": "name the model: its directory has generation_config.json",
     "stop_ids": "name the model, or log the ids that end a turn",
     "model": "give the model that sampled: --model DIR",
 }

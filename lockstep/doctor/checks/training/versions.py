@@ -168,10 +168,15 @@ class LateVersion(Check):
         return self.consistent(f"{broken} of {judged} rows of one version have a break")
 
     def repair(self, rows: Rows) -> Rows:
-        """The tokens before each break as the trainer has them."""
-        breaks = _breaks(rows)
-        at, row = breaks.at[breaks.gap_first], breaks.row[breaks.gap_first]
-        return rows.agreeing(rows.within(rows.offsets[row], at))
+        """The tokens before each break as the trainer has them: of every row, at its likeliest
+        place, for most rows are too short to prove their own."""
+        begin, end = list[int](), list[int]()
+        for row, at in _judged(rows, least=2).items():
+            split = _likeliest(_scaled(rows, at))
+            if split:
+                begin.append(int(rows.offsets[row]))
+                end.append(int(at[split - 1]) + 1)
+        return rows.agreeing(rows.within(np.array(begin, np.int64), np.array(end, np.int64)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,25 +197,48 @@ def _breaks(rows: Rows) -> _Breaks:
 
 
 def _find_breaks(rows: Rows) -> _Breaks:
+    found: list[tuple[int, int, int]] = []
+    judged = _judged(rows, least=2 * MIN_PART)
+    for row, at in judged.items():
+        split = _break(_scaled(rows, at), np.abs(rows.gap[at]))
+        if split:
+            found.append((row, int(at[abs(split)]), int(split > 0)))
+    row, at, gap_first = np.array(found, np.int64).reshape(-1, 3).T
+    return _Breaks(row=row, at=at, gap_first=gap_first.astype(np.bool_), num_judged=len(judged))
+
+
+def _judged(rows: Rows, *, least: int) -> dict[int, Int64Array]:
+    """Row -> indices of its compared tokens that are not forced, of rows of one version that have
+    at least so many."""
     assert rows.policy_version is not None, "the check's needs"
     compared = rows.compared
     judged = compared[rows.rollout[compared] < FORCED_LOGPROB]
     low, high = np.searchsorted(judged, [rows.offsets[:-1], rows.offsets[1:]])
-    is_one = high - low >= 2 * MIN_PART
+    is_one = high - low >= least
     version = rows.policy_version[compared]
     first = np.append(version, -1)[np.searchsorted(compared, rows.offsets[:-1])]
     is_one[rows.row_of[compared[version != first[rows.row_of[compared]]]]] = False
-    found: list[tuple[int, int, int]] = []
-    long = np.flatnonzero(is_one)[:MAX_ROWS].tolist()
-    for row in long:
-        at = judged[low[row] : high[row]]
-        gap = np.abs(rows.gap[at])
-        mean = (rows.rollout[at].astype(np.float64) + rows.trainer[at]) / 2
-        split = _break(gap / (CERTAINTY - np.expm1(np.minimum(mean, 0.0))), gap)
-        if split:
-            found.append((row, int(at[abs(split)]), int(split > 0)))
-    row, at, gap_first = np.array(found, np.int64).reshape(-1, 3).T
-    return _Breaks(row=row, at=at, gap_first=gap_first.astype(np.bool_), num_judged=len(long))
+    return {row: judged[low[row] : high[row]] for row in np.flatnonzero(is_one)[:MAX_ROWS].tolist()}
+
+
+def _scaled(rows: Rows, at: Int64Array) -> Float64Array:
+    """|d| of the tokens `at` over their uncertainty."""
+    mean = np.minimum((rows.rollout[at].astype(np.float64) + rows.trainer[at]) / 2, 0.0)
+    return np.abs(rows.gap[at]) / (CERTAINTY - np.expm1(mean))
+
+
+def _likeliest(scaled: Float64Array) -> int:
+    """Number of tokens before the likeliest fall of the variance; 0 if it does not fall by
+    MIN_STEP. scaled: [n] gaps, normal with one variance before and another one after."""
+    size = np.arange(1, len(scaled))
+    before = np.cumsum(scaled**2)[:-1]
+    after = float((scaled**2).sum()) - before
+    rest = len(scaled) - size
+    one, other = (x / n + MIN_K2 for x, n in ((before, size), (np.maximum(after, 0.0), rest)))
+    gain = -size * np.log(one) - rest * np.log(other)
+    gain[one < MIN_STEP**2 * other] = -np.inf
+    best = int(np.argmax(gain))
+    return best + 1 if np.isfinite(gain[best]) else 0
 
 
 def _break(scaled: Float64Array, gap: Float64Array) -> int:

@@ -67,7 +67,7 @@ class DraftLogprobs(Check):
         self._num_rows += len(rows)
         for s, of in self._rows.items():
             kept = (num > 0) & (sign == s)
-            of.append(np.stack([num, up, down, group], axis=1)[kept])
+            of.append(np.stack([num, up, down, group.astype(np.float64)], axis=1)[kept])
         worst = np.argsort(-d, kind="stable")[:NUM_SHOWN]
         for i in worst.tolist():
             note = f"the trainer gives this token exp({d[i]:.2f}) times the sampler's probability"
