@@ -451,13 +451,18 @@ class LostRoutes(RowFault):
 @dataclass(frozen=True, kw_only=True)
 class ZeroRoutes(RowFault):
     """Routes that the engine did not return are zeros, as in a buffer that it never wrote: expert 0
-    as often as a token has experts. For `trainer.routing_replay=rollout`, expert 0 is a route."""
+    as often as a token has experts. For dumps: a run that replays such routes refuses them, and
+    others record none."""
 
     needs: ClassVar = "a router"
 
     part: Literal["all", "prefix", "layer"] = "prefix"
     """all: of the whole row. prefix: of all positions before its last turn, which the engine had in
     its cache. layer: of one layer, chosen by the row."""
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        super().check(config, model, renderer)
+        self.refuse_in_runs("a route with one expert twice is refused where it is replayed")
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
         if "routed_experts" not in row.columns or not turns(row):
@@ -511,12 +516,6 @@ class _ValueFault(RowFault):
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
         """Returns the values to write in place of `logprobs` [trained tokens]."""
         raise NotImplementedError(f"{type(self).__name__} changes no log-prob")
-
-    def refuse_in_runs(self, reason: str) -> None:
-        raise ConfigError(
-            f"fault {tag(type(self))} cannot be in a run: {reason}. It is for dumps: "
-            "lockstep.testing.dumps.faulty_rows."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
