@@ -278,12 +278,11 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
     ),
     # How log-probs were stored.
     "values": (Clamped, Quantised),
-    # Which distribution they are of: first what processing explains, for raw log-probs of a sampler
-    # with a temperature were not drawn from either.
-    "processed": (GenerationDefaults, Processed, DraftLogprobs),
-    # What repeats and what does not, in rows that are otherwise explained: other weights in a part
-    # of some rows look like noise.
-    "noise": (LateVersion, Precision, NoisySampler, NoisyTrainer),
+    # Which distribution they are of, and of which weights.
+    "processed": (GenerationDefaults, Processed, LateVersion),
+    # What repeats and what does not, in rows that are otherwise explained. Noise in the recorded
+    # numbers may look as if another distribution had drawn the tokens.
+    "noise": (Precision, NoisySampler, NoisyTrainer, DraftLogprobs),
     # What training does with the rows.
     "training": (
         Stale,

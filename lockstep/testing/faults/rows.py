@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import tag
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer

@@ -146,7 +146,7 @@ class AfterResume(_BySteps):
         return out
 
     def repair(self, rows: Rows) -> Rows:
-        """What the steps from the resume on have as a gap is its."""
+        """The gap of the steps from the resume on is its."""
         return self._agreeing_from(rows, self._begin) if self._begin else rows
 
 
@@ -199,7 +199,7 @@ class IdleGrowth(_BySteps):
         return best, "the learning rate is 0"
 
     def repair(self, rows: Rows) -> Rows:
-        """What the steps after the first of them have as a gap is not the weights'."""
+        """The gap of the steps after the first of them is that of another state."""
         if self._first < 0:
             return rows
         return self._agreeing_from(rows, self._first, self._last)
