@@ -59,6 +59,14 @@ MAX_LONE_RESIDUAL = 0.03
 """MAX_RESIDUAL over all explained rows if there are no branches."""
 MAX_OFF = 0.03
 """Relative error of the ratio of temperatures that is found: the distance of two that are tried."""
+MIN_TOLD_OF_KIND = 64
+"""Informative tokens that a penalty needs, of those that the row has already and of new ones."""
+MIN_RAISED = 0.98
+"""Share of the new tokens that must be likelier to the sampler: a penalty takes mass from others
+and gives it to all of them, and only noise makes exceptions."""
+MIN_LOWERED = 0.5
+"""Share of the tokens that the row has already that must be less likely: those with a small logit
+gain more than they lose. Truncation, which raises every token, lowers none."""
 MASS_ERROR = 0.01
 """Mass below a top-p that noise may show as kept."""
 NUM_SHOWN = 8
@@ -219,15 +227,52 @@ class GenerationDefaults(Processed):
     cause = "generation_defaults"
     needs = (*Processed.needs, "generation_defaults")
 
+    def look(self, rows: Rows) -> None:
+        super().look(rows)
+        at = rows.compared[np.abs(rows.gap[rows.compared]) > MIN_GAP]
+        # The first of the tokens of one row with one id is new, and all others come again.
+        key = (rows.row_of << np.int64(32)) + rows.token_ids
+        is_again = np.ones(rows.num_tokens, np.bool_)
+        is_again[np.unique(key, return_index=True)[1]] = False
+        again, lowered = is_again[at], rows.gap[at] > 0
+        self.count(again=again, again_lowered=again & lowered)
+        self.count(new=~again, new_raised=~again & ~lowered)
+
+    @property
+    def _is_penalised(self) -> bool:
+        c, defaults = self.counts, self.setting.generation_defaults
+        assert defaults is not None, "the check's needs"
+        return (
+            defaults.get("repetition_penalty", 1.0) > 1
+            and min(c["again"], c["new"]) >= MIN_TOLD_OF_KIND
+            and c["again_lowered"] >= MIN_LOWERED * c["again"]
+            and c["new_raised"] >= MIN_RAISED * c["new"]
+        )
+
     def conclude(self) -> Finding:
         finding = super().conclude()
         settings = self._settings() if finding.verdict == "differs" else ()
+        if not settings and self._is_penalised:
+            assert self.setting.generation_defaults is not None, "as above"
+            c, penalty = self.counts, self.setting.generation_defaults["repetition_penalty"]
+            self._chosen = None
+            return self.differs(
+                f"{c['again_lowered']} of {c['again']} tokens that their row has already are less "
+                f"likely to the sampler, and {c['new_raised']} of {c['new']} others are likelier: "
+                f"generation_config.json has repetition_penalty={penalty:g}"
+            )
         if not settings:
             self._chosen = None
             told = "no processing is found that the model's generation_config.json explains"
             return self.consistent(told)
         told = f"{finding.measured}. generation_config.json has {', '.join(settings)}"
         return replace(finding, measured=f"{told}, of which the run says otherwise or nothing")
+
+    def repair(self, rows: Rows) -> Rows:
+        """As for any processing; a penalty is on every token."""
+        if self._chosen is None and self._is_penalised:
+            return rows.agreeing(rows.loss_mask)
+        return super().repair(rows)
 
     def _settings(self) -> Sequence[str]:
         """The settings of the file that explain what is found, and that the run has not."""

@@ -301,6 +301,45 @@ def test_processing_that_the_models_file_asks_for_is_its(sampler, defaults, fact
         assert "generation_config.json has" in told.measured
 
 
+def penalised(penalty: float, seed=0) -> Rows:
+    """Rows whose sampler, and its log-probs, are of logits with a repetition penalty."""
+    rng = np.random.default_rng(seed)
+    table = rng.normal(0, 2, (40, 40))
+    ids, rollout, trainer = [], [], []
+    for _ in range(32):
+        row = [0, 1]
+        for _ in range(30):
+            logits = table[row[-1]]
+            seen = np.isin(np.arange(40), row)
+            drawn = np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
+            both = [z - np.log(np.exp(z).sum()) for z in (drawn, logits)]
+            token = int(rng.choice(40, p=np.exp(both[0])))
+            for values, of in zip((rollout, trainer), both, strict=True):
+                values.append(of[token])
+            row.append(token)
+        ids.append(row)
+    mask = np.tile(np.arange(32) >= 2, 32)
+    columns = [np.full(len(mask), np.nan, np.float32) for _ in range(2)]
+    for column, values in zip(columns, (rollout, trainer), strict=True):
+        column[mask] = values
+    return Rows(
+        row_ids=tuple(map(str, range(32))),
+        offsets=np.arange(33) * 32,
+        token_ids=np.array(ids, np.int32).ravel(),
+        loss_mask=mask,
+        rollout_logprobs=columns[0],
+        trainer_logprobs=columns[1],
+    )
+
+
+def test_a_repetition_penalty_of_the_models_file_is_told_by_its_signs():
+    rows = penalised(1.2)
+    out = examined(rows, generation_defaults={"repetition_penalty": 1.2})
+    assert [f.cause for f in out.findings if f.verdict == "differs"] == ["generation_defaults"]
+    assert out.shares[0].k2 > 0.99
+    assert "generation_defaults" not in causes(rows, generation_defaults={"temperature": 1.0})
+
+
 def test_the_models_file_alone_is_no_cause():
     assert causes(EXACT, generation_defaults={"temperature": 0.6, "top_k": 20}) == []
 
