@@ -35,6 +35,8 @@ in one row reaches it by chance once in a hundred rows, and as often the other w
 MIN_STEP = 5.0
 """Ratio of the median gaps before and after a break, both of |d| and of |d| over the uncertainty of
 the token: noise follows one of the two, so that neither it nor a certain ending makes a break."""
+MIN_GAP = 1e-4
+"""Median |d| in nats before a break: in float32 another batch moves a log-prob by 1e-6."""
 MIN_BREAKS = 8
 """Rows with a break that a cause needs."""
 MIN_SHARE = 0.1
@@ -68,21 +70,19 @@ class MixedVersions(Check):
         self._before.add(gap_of(rows.gap[is_before]))
         self._after.add(gap_of(rows.gap[is_after]))
         spans = rows.spans
-        sums = [np.add.reduceat(np.append(x, 0.0), spans.begin) for x in _both(is_before, square)]
-        nums = [np.add.reduceat(np.append(x, 0), spans.begin) for x in _both(is_before, 1)]
-        of = [np.add.reduceat(np.append(x, 0.0), spans.begin) for x in _both(is_after, square)]
-        num = [np.add.reduceat(np.append(x, 0), spans.begin) for x in _both(is_after, 1)]
-        judged = (nums[0] > 0) & (num[0] > 0)
-        larger = judged & (sums[0] * num[0] > of[0] * nums[0])
+        num_before, num_after = (_sums(rows, x.astype(float)) for x in (is_before, is_after))
+        before, after = (_sums(rows, np.where(x, square, 0.0)) for x in (is_before, is_after))
+        judged = (num_before > 0) & (num_after > 0)
+        larger = judged & (before * num_after > after * num_before)
         self.count(turns=len(spans), mixed_turns=judged, larger_before=larger)
         worst = np.flatnonzero(larger)
-        for s in worst[np.argsort(-sums[0][worst], kind="stable")][:NUM_SHOWN].tolist():
+        for s in worst[np.argsort(-before[worst], kind="stable")][:NUM_SHOWN].tolist():
             begin, end = int(spans.begin[s]), int(spans.end[s])
             assert rows.policy_version is not None, "the check's needs"
             versions = rows.policy_version[begin:end]
             switch = begin + int(np.flatnonzero(versions < versions.max())[-1]) + 1
             note = f"version {versions[0]}; from position {rows.where(switch)[1]} on another one"
-            self.show(float(sums[0][s]), rows, begin, switch, note)
+            self.show(float(before[s]), rows, begin, switch, note)
 
     def conclude(self) -> Finding:
         c = self.counts
@@ -128,9 +128,9 @@ def _parts(rows: Rows) -> tuple[BoolArray, BoolArray]:
     return inside & is_old, inside & ~is_old
 
 
-def _both(where: BoolArray, values: Float64Array | int) -> tuple[Float64Array]:
-    """`values` [N] where `where`, else 0."""
-    return (np.where(where, values, 0),)
+def _sums(rows: Rows, values: Float64Array) -> Float64Array:
+    """[S] sum of `values` [N], which are 0 where nothing was sampled, over each span."""
+    return np.add.reduceat(np.append(values, 0.0), rows.spans.begin)
 
 
 class LateVersion(Check):
@@ -261,6 +261,6 @@ def _break(scaled: Float64Array, gap: Float64Array) -> int:
     for values in (scaled, gap):
         before, after = np.median(values[: best + 1]), np.median(values[best + 1 :])
         large, small = (before, after) if is_first else (after, before)
-        if not large > MIN_STEP * small:
+        if not large > max(MIN_STEP * small, MIN_GAP):
             return 0
     return best + 1 if is_first else -(best + 1)
