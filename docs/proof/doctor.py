@@ -62,12 +62,15 @@ from lockstep.testing.engines import BrokenEngine
 from lockstep.testing.faults import FaultConfig
 from lockstep.testing.faults.rows import (
     ClampedLogprobs,
+    DraftLogprobs,
     DroppedFinalTokens,
     DroppedSeparators,
     DroppedThinking,
     DuplicatedPrompt,
     FillerLogprobs,
     InjectedControlTokens,
+    LateAdvantages,
+    LateVersion,
     NonfiniteLogprobs,
     PaddedRows,
     PostProcessedReplies,
@@ -80,6 +83,7 @@ from lockstep.testing.faults.rows import (
     TrainedObservations,
     WrongBoundary,
     WrongTemplate,
+    ZeroRoutes,
 )
 from lockstep.testing.faults.sides import (
     ActiveDropout,
@@ -340,6 +344,14 @@ FAULTS: dict[str, Sequence[FaultConfig]] = {
         NonfiniteLogprobs(token_share=0.2),
     ],
     "positive": _shares(ProbabilitiesAsLogprobs),
+    "draft_logprobs": [DraftLogprobs(std=std) for std in (0.7, 1.0, 2.0)],
+    "zero_routes": [
+        ZeroRoutes(part="layer", share=0.1), ZeroRoutes(share=0.3), ZeroRoutes(part="all"),
+    ],
+    "late_advantages": [
+        LateAdvantages(share=0.1), LateAdvantages(share=0.3, by=-1), LateAdvantages(),
+    ],
+    "late_version": [LateVersion(std=std) for std in (0.2, 0.5, 1.0)],
     "kernel_noise": [KernelNoise(std=0.05), KernelNoise(std=0.1), KernelNoise(std=0.3)],
     "routing_flips": [SamplingNoise(router_std=s, head_std=0.008) for s in (0.1, 0.3, 1.0)],
     "dropout": [ActiveDropout(prob=0.02), ActiveDropout(prob=0.1), ActiveDropout(prob=0.3)],
@@ -364,6 +376,7 @@ NEEDS_MODEL = frozenset(
 IMPOSSIBLE = {
     ("tiny-gpt-oss", "dropped_separator"): "harmony writes nothing between two messages",
     ("tiny-gpt-oss", "thinking_dropped"): "the shipped models do not think",
+    ("qwen3", "zero_routes"): "a dense model has no routes",
 }
 """(player, cause) that there is not."""
 

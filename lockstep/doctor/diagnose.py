@@ -51,7 +51,7 @@ def diagnose(
     facts = facts or dump.facts
     of_model = facts if str(model) in ("", OWN) else replace(facts, model=str(model), tokenizer="")
     words = tokenization_of(of_model, tokenizer, renderer)
-    setting = make_setting(facts, words, tuple(dump.step_metrics()))
+    setting = make_setting(facts, words, tuple(dump.step_metrics()), resumes=dump.resumes)
     stages = [Stage(checks=checks) for checks in all_stages().values()]
     numerics = Stage(checks=NUMERICS)
     _check_names(only, [*stages, numerics])
@@ -107,13 +107,22 @@ def _check_names(only: Sequence[str], stages: Sequence[Stage]) -> None:
 
 
 def make_setting(
-    facts: Facts, words: Tokenization, step_metrics: Sequence[Mapping[str, Any]] = ()
+    facts: Facts,
+    words: Tokenization,
+    step_metrics: Sequence[Mapping[str, Any]] = (),
+    *,
+    resumes: Sequence[int] = (),
 ) -> Setting:
     """The facts that checks may use: those of the input, and the user's choices."""
     known = {fact.name: getattr(facts, fact.name) for fact in fields(RunFacts)}
     known["pad_id"] = words.pad_id if facts.pad_id is None else facts.pad_id
     setting = Setting(
-        **known, tokenizer=words.tokenizer, renderer=words.renderer, step_metrics=step_metrics
+        **known,
+        tokenizer=words.tokenizer,
+        renderer=words.renderer,
+        step_metrics=step_metrics,
+        resumes=tuple(resumes),
+        generation_defaults=words.generation_defaults,
     )
     if words.renderer is not None:
         # A trainer often names one stop id, and not the template's second one.

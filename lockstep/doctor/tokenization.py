@@ -21,12 +21,15 @@ from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import RENDERER_FILE, RendererFile, renderer_of
 
+GENERATION_FILE = "generation_config.json"
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings of that file that change what an engine draws from."""
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     "config.json",
-    "generation_config.json",
+    GENERATION_FILE,
     RENDERER_FILE,
 )
 """Files that are fetched from the hub for a model: a few MB, no weights."""
@@ -42,6 +45,8 @@ class Tokenization:
     """Padding id of the tokenizer's own settings."""
     eos_ids: frozenset[int] = frozenset()
     """Ids at which engines stop by the model's generation_config.json or config.json."""
+    generation_defaults: Mapping[str, float] | None = None
+    """Sampling settings of the model's generation_config.json; None without one."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
     """"tokenizer", "renderer" -> why it is missing and how to give it."""
 
@@ -70,7 +75,10 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
         return Tokenization(lacks=lacks)
     directory = place if place.is_dir() else place.parent
     known = Tokenization(
-        tokenizer=found, pad_id=_pad_id(found, directory), eos_ids=_eos_ids(directory)
+        tokenizer=found,
+        pad_id=_pad_id(found, directory),
+        eos_ids=_eos_ids(directory),
+        generation_defaults=_generation_defaults(facts, directory),
     )
     try:
         made = make_renderer(_renderer_config(renderer or facts.renderer, directory), found)
@@ -134,6 +142,27 @@ def _renderer_config(named: str, directory: Path) -> RendererConfig:
 
 def _names() -> list[str]:
     return sorted(choices(RendererConfig))
+
+
+def _generation_defaults(facts: Facts, directory: Path) -> Mapping[str, float] | None:
+    """The sampling settings in the generation_config.json of the model, or else of its tokenizer's
+    directory. An engine reads the model's."""
+    places = [directory]
+    if facts.model:
+        with suppress(LockstepError):
+            place = _locate(facts.model, may_fetch=False)
+            places = [place if place.is_dir() else place.parent, *places]
+    for place in places:
+        path = place / GENERATION_FILE
+        if path.is_file():
+            try:
+                given: Any = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError:
+                return None  # the engine would not start on it either
+            kinds = (int, float)
+            named = given if isinstance(given, dict) else {}
+            return {n: float(named[n]) for n in _SAMPLING if type(named.get(n)) in kinds}
+    return None
 
 
 def _pad_id(tokenizer: Tokenizer, directory: Path) -> int | None:

@@ -310,6 +310,7 @@ class TrainingRun:
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
         if not is_complete:  # a complete run ends with the row of its last evaluation
             self.directory.rewind(self.step - 1)
+        self.directory.add_facts({"resumed_at": self.step})
         run = load_run(self.path)
         there = {row["step"] for row in run.metrics if is_step_row(row)}
         lost = [step for step in range(run.first_step, self.step) if step not in there]

@@ -185,9 +185,15 @@ def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
     """Asserts that the statistics of training do not contradict each other.
 
     metrics: one mapping per step, by the names of docs/reference/metrics.md (mismatch/k1,
-    train/clip_fraction); rules without their metrics are skipped.
+    train/clip_fraction) or those of verl, TRL and slime for the same figures
+    (`doctor.checks.training.metric_names`). Rules without their metrics are skipped; if no rule can
+    be tried, that is an AssertionError too.
+
+    >>> assert_physical([{"train/pg_clipfrac": 0.02, "train/loss": 0.1}] * 8)
     """
     finding = Unphysical(Setting(step_metrics=tuple(metrics))).conclude()
+    if finding.verdict == "not_checkable":
+        raise AssertionError(f"{finding.measured}.")
     if finding.verdict == "differs":
         raise AssertionError(f"{finding.measured}. {CAUSES['unphysical'].remedy} {NEXT}")
 

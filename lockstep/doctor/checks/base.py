@@ -70,6 +70,11 @@ class Setting(RunFacts, Once):
     """Model that can score rows again: a `doctor.numerics.rescore.Rescoring`."""
     step_metrics: Sequence[Mapping[str, Any]] = ()
     """Metrics of each step, by the names of docs/reference/metrics.md."""
+    resumes: Sequence[int] = ()
+    """Steps that a resume of the run began with."""
+    generation_defaults: Mapping[str, float] | None = None
+    """Sampling settings in the model's generation_config.json, by the names there; None without
+    one. Engines use them where a request says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

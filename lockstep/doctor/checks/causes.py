@@ -168,7 +168,8 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
         "processed": Cause(
             title="Only one side's log-probs are taken after temperature, top-p or top-k.",
             remedy="Divide the trainer's logits by the temperature, ask the engine for log-probs "
-            "after it, and sample with top_p=1 and no top_k, or renormalise over the kept tokens.",
+            "after it, and sample with top_p=1 and no top_k, or renormalise over the kept tokens. "
+            "An engine's upgrade may change which log-probs are its default.",
             in_trainers={
                 "lockstep": "agent.record_support=true (the default) keeps the ids that top_p and "
                 "top_k left; an engine that cannot needs agent.top_p=1 agent.top_k=0.",
@@ -180,11 +181,33 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
             },
             in_engines={
                 "vllm": "--logprobs-mode processed_logprobs; its default, raw_logprobs, is before "
-                "temperature, top_p and top_k.",
+                "temperature, top_p and top_k (the engine before V1 returned those after them).",
                 "sglang": "leave SGLANG_RETURN_ORIGINAL_LOGPROB unset: with it log-probs are "
                 "before temperature.",
             },
             fault="processed_logprobs",
+        ),
+        "generation_defaults": Cause(
+            kind="processed",
+            title="The engine samples as generation_config.json says, and not as the run does.",
+            remedy="Send temperature, top_p, top_k and repetition_penalty with every request, or "
+            "start the engine without the model's defaults.",
+            in_engines={
+                "vllm": "--generation-config vllm",
+                "sglang": "--sampling-defaults openai",
+            },
+        ),
+        "draft_logprobs": Cause(
+            title="The sampler's log-probs are of a distribution that did not draw the tokens.",
+            remedy="Record the log-probs of the model that accepts the token, not of the draft "
+            "model or another head, and check that the two columns of log-probs are not swapped.",
+            fault="draft_logprobs",
+        ),
+        "zero_routes": Cause(
+            title="Routes of experts are fillers: zeros, or one list at every token.",
+            remedy="Mark routes that the engine did not return as -1 (not recorded), and let the "
+            "trainer's router decide there.",
+            fault="zero_routes",
         ),
         "clamped": Cause(
             title="Log-probs were clamped at a bound.",
@@ -298,6 +321,49 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
                 "lockstep": "max_staleness, correction=mis",
                 "slime": "--update-weights-interval",
             },
+        ),
+        "mixed_versions": Cause(
+            kind="weights",
+            title="The weights changed while replies were sampled: their first part is older.",
+            remedy="Correct each token by its own version's log-probs, or let replies end before "
+            "the weights change.",
+            in_trainers={
+                "lockstep": "correction=mis",
+            },
+        ),
+        "late_version": Cause(
+            kind="weights",
+            title="The version of a reply is that of its end, not of the weights that began it.",
+            remedy="Stamp each token, or each part of a reply, when it is sampled; a reply that is "
+            "continued after a sync has two versions.",
+            fault="late_version",
+        ),
+        "after_resume": Cause(
+            kind="weights",
+            title="The two sides differ since the run was resumed.",
+            remedy="Load the checkpoint's weights into the engine before it samples, clear its "
+            "prefix cache, and compare the versions of both sides.",
+            in_trainers={
+                "lockstep": "sync.verify_every=1",
+            },
+            in_engines={
+                "vllm": "call reset_prefix_cache after loading: keys and values of the old "
+                "weights remain otherwise.",
+            },
+        ),
+        "grows_without_learning": Cause(
+            title="The gap grows while the weights do not change: another state grows apart.",
+            remedy="Look at what is kept from step to step besides the weights: cached keys and "
+            "values, buffers that the sync sends, scales of a quantised engine.",
+            in_engines={
+                "vllm": "call reset_prefix_cache after each sync.",
+            },
+        ),
+        "late_advantages": Cause(
+            title="Advantages are one token away from the tokens that they are of.",
+            remedy="Give each trained token its own advantage; shift to 'predicts the next' in one "
+            "function only, for log-probs, mask and advantages alike.",
+            fault="late_advantages",
         ),
         "after_update": Cause(
             kind="weights",

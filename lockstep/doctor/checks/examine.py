@@ -31,13 +31,18 @@ from lockstep.doctor.checks.tokens.reencoded import Reencoded
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
 from lockstep.doctor.checks.tokens.template import ThinkingDropped
 from lockstep.doctor.checks.tokens.wrong_template import WrongTemplate
-from lockstep.doctor.checks.training.staleness import AfterUpdate, GrowingGap, Stale
+from lockstep.doctor.checks.training.advantages import LateAdvantages
+from lockstep.doctor.checks.training.by_step import AfterResume, GrowingGap, IdleGrowth
+from lockstep.doctor.checks.training.staleness import AfterUpdate, Stale
 from lockstep.doctor.checks.training.unphysical import Unphysical
+from lockstep.doctor.checks.training.versions import LateVersion, MixedVersions
+from lockstep.doctor.checks.values.drawn_by import DraftLogprobs
 from lockstep.doctor.checks.values.finite import NonFinite, Positive
 from lockstep.doctor.checks.values.noise import NoisySampler, NoisyTrainer
 from lockstep.doctor.checks.values.precision import Precision
-from lockstep.doctor.checks.values.processed import Processed
+from lockstep.doctor.checks.values.processed import GenerationDefaults, Processed
 from lockstep.doctor.checks.values.rounding import Clamped, Quantised
+from lockstep.doctor.checks.values.routes import ZeroRoutes
 from lockstep.errors import LockstepError
 
 Chunks = Callable[[], Iterable[Rows]]
@@ -333,6 +338,7 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
         ObservationTrained,
         AfterStop,
         MissingFinal,
+        LateAdvantages,
     ),
     # What is obvious: the ids, and which number is beside which token.
     "structure": (
@@ -344,15 +350,25 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
         DroppedSeparator,
         NonFinite,
         Positive,
+        ZeroRoutes,
     ),
     # How log-probs were stored.
     "values": (Clamped, Quantised),
-    # Which distribution they are of.
-    "processed": (Processed,),
-    # What repeats and what does not, in rows that are otherwise explained.
-    "noise": (Precision, NoisySampler, NoisyTrainer),
+    # Which distribution they are of, and of which weights.
+    "processed": (GenerationDefaults, Processed, LateVersion),
+    # What repeats and what does not, in rows that are otherwise explained. Noise in the recorded
+    # numbers may look as if another distribution had drawn the tokens.
+    "noise": (Precision, NoisySampler, NoisyTrainer, DraftLogprobs),
     # What training does with the rows.
-    "training": (Stale, AfterUpdate, GrowingGap, Unphysical),
+    "training": (
+        Stale,
+        MixedVersions,
+        AfterUpdate,
+        AfterResume,
+        IdleGrowth,
+        GrowingGap,
+        Unphysical,
+    ),
 }
 
 

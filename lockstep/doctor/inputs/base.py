@@ -34,6 +34,10 @@ HOW_TO_GET: Mapping[str, str] = {
     "engine_ids": "log the ids that the engine returned, turn by turn, beside those trained",
     "tokenizer": "name the model's tokenizer: --tokenizer DIR",
     "renderer": "name the template that the prompts were made with: --renderer NAME",
+    "advantages": "log the weight of each trained token in the loss",
+    "routed_experts": "ask the engine for the experts of each token, and log them",
+    "step_metrics": "log the metrics of each step beside the rows",
+    "generation_defaults": "name the model: its directory has generation_config.json",
     "stop_ids": "name the model, or log the ids that end a turn",
     "model": "give the model that sampled: --model DIR",
 }
@@ -78,6 +82,8 @@ class Dump(ABC):
     found_before: Mapping[str, int] = {}
     """Cause -> number of steps in which it was found during training; the rows that are stored may
     no longer show it."""
+    resumes: Sequence[int] = ()
+    """Steps that a resume of the run began with, where they are known."""
     _kept: list[Rows] | None = None
 
     def __init_subclass__(cls) -> None:

@@ -116,6 +116,13 @@ class RowFault(FaultConfig):
         """For a dump: the messages of a row that this fault hits. before: the row without it."""
         return messages
 
+    def refuse_in_runs(self, reason: str) -> None:
+        """Raises the ConfigError of a fault that is for dumps alone."""
+        raise ConfigError(
+            f"fault {tag(type(self))} cannot be in a run: {reason}. It is for dumps: "
+            "lockstep.testing.dumps.faulty_rows."
+        )
+
     def prompt_length(self, row: Sample, before: Sample) -> int | None:
         """For a dump: its prompt length of `row`, which was `before`; None if it is right."""
         return None

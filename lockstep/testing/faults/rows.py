@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import tag
 from lockstep.doctor.checks.tokens.context import opening_of
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
@@ -475,6 +474,59 @@ class LostRoutes(RowFault):
         return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class ZeroRoutes(RowFault):
+    """Routes that the engine did not return are zeros, as in a buffer that it never wrote: expert 0
+    as often as a token has experts. For dumps: a run that replays such routes refuses them, and
+    others record none."""
+
+    needs: ClassVar = "a router"
+
+    part: Literal["all", "prefix", "layer"] = "prefix"
+    """all: of the whole row. prefix: of all positions before its last turn, which the engine had in
+    its cache. layer: of one layer, chosen by the row."""
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        super().check(config, model, renderer)
+        self.refuse_in_runs("a route with one expert twice is refused where it is replayed")
+
+    def changed(self, row: Sample, renderer: Renderer) -> Sample:
+        if "routed_experts" not in row.columns or not turns(row):
+            return row
+        out = taken(row, np.arange(len(row)))
+        routes = out.columns["routed_experts"]
+        if self.part == "layer":
+            routes[:, derive_seed(self.seed, "layer", row.id) % routes.shape[1]] = 0
+        else:
+            routes[: turns(row)[-1][0] if self.part == "prefix" else len(row)] = 0
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateAdvantages(RowFault):
+    """Every advantage is `by` tokens behind its own: the shift to "predicts the next" was applied
+    to log-probs and mask, and not to advantages. Log-probs are right."""
+
+    by: int = 1
+    """Places; negative is early."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.by == 0:
+            raise ConfigError("by=0 moves nothing; expected another whole number.")
+
+    def changed(self, row: Sample, renderer: Renderer) -> Sample:
+        if "advantages" not in row.columns:
+            return row
+        out = taken(row, np.arange(len(row)))
+        at = np.arange(len(row)) - self.by
+        is_inside = (at >= 0) & (at < len(row))
+        out.columns["advantages"][:] = np.where(
+            is_inside, row.columns["advantages"][at * is_inside], np.float32(0.0)
+        )
+        return out
+
+
 # -- log-probs ------------------------------------------------------------------------------------
 
 
@@ -490,12 +542,6 @@ class _ValueFault(RowFault):
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
         """Returns the values to write in place of `logprobs` [trained tokens]."""
         raise NotImplementedError(f"{type(self).__name__} changes no log-prob")
-
-    def refuse_in_runs(self, reason: str) -> None:
-        raise ConfigError(
-            f"fault {tag(type(self))} cannot be in a run: {reason}. It is for dumps: "
-            "lockstep.testing.dumps.faulty_rows."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -593,6 +639,57 @@ class NonfiniteLogprobs(_ValueFault):
         rng = np.random.default_rng(derive_seed(self.seed, "nonfinite", row.id))
         is_hit = rng.random(len(logprobs)) < self.token_share
         return np.where(is_hit, np.float32(self.value), logprobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RatioFault(_ValueFault):
+    """Base of faults whose log-probs are of another distribution than the one at hand."""
+
+    least: ClassVar = {"std": 0}
+
+    std: float = 0.5
+    """Standard deviation of the log ratio of the two at an unlikely token."""
+
+    def log_ratios(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.float64]:
+        """[trained tokens] log of a ratio with the mean 1 under the one that drew the tokens: that
+        of a normalised distribution to it. The same token after the same ids has the same one;
+        a certain token has none."""
+        keys: list[int] = []
+        key = self.seed
+        for of_token in row.token_ids.tolist():
+            key = derive_seed(key, of_token)
+            keys.append(key)
+        kept = np.flatnonzero(row.loss_mask).tolist()
+        normal = np.array([np.random.default_rng(keys[at]).normal() for at in kept])
+        std = self.std * -np.expm1(np.minimum(logprobs.astype(np.float64), 0.0))
+        return std * normal - std**2 / 2
+
+    @staticmethod
+    def bounded(new: npt.NDArray[np.float64], logprobs: Float32Array) -> npt.NDArray[np.floating]:
+        """`new` below 0: at most a quarter of `logprobs`, for 0.0 would be a filler."""
+        return np.minimum(new, logprobs / 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftLogprobs(_RatioFault):
+    """The recorded log-probs are of a distribution that did not draw the tokens: a draft model's,
+    or another head's."""
+
+    def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
+        return self.bounded(logprobs + self.log_ratios(logprobs, row), logprobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateVersion(_RatioFault):
+    """Other weights sampled the first part of each row, up to a token in its middle, and all of it
+    has the version of its end: the engine took new weights during the episode, and the version is
+    stamped when it is done."""
+
+    def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
+        rng = np.random.default_rng(derive_seed(self.seed, "switch", row.id))
+        is_first = np.arange(len(logprobs)) < len(logprobs) * rng.uniform(0.3, 0.7)
+        other = self.bounded(logprobs - self.log_ratios(logprobs, row), logprobs)
+        return np.where(is_first, other, logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)

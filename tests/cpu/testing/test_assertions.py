@@ -128,6 +128,15 @@ def test_a_tokenizer_of_transformers_is_asked_through_its_template():
     )
 
 
+def test_statistics_by_names_that_nobody_knows_are_not_passed_over():
+    with pytest.raises(AssertionError, match=r"no rule could be tried.*Found: my/kl"):
+        assert_physical([{"my/kl": 2.0}] * 40)
+    with pytest.raises(AssertionError, match="Found: none"):
+        assert_physical([])
+    with pytest.raises(AssertionError, match="nearly all tokens are clipped"):
+        assert_physical([{"actor/ppo_kl": 2, "actor/pg_clipfrac": 0.99}] * 40)
+
+
 def test_statistics_that_cannot_be_are_named():
     assert_physical([{"step": 0, "mismatch/k3": 0.01, "mismatch/k2": 0.01}])
     with pytest.raises(AssertionError, match="k3"):

@@ -20,10 +20,14 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import plan, preflight
 from lockstep.testing.faults import FaultConfig, injected, parse_fault, split_faults
 from lockstep.testing.faults.rows import (
+    DraftLogprobs,
     DroppedFinalTokens,
+    LateAdvantages,
+    LateVersion,
     LostRoutes,
     RetokenizedRows,
     ShiftedLogprobs,
+    ZeroRoutes,
 )
 from lockstep.testing.faults.sides import KernelNoise
 from lockstep.types import UNKNOWN_EXPERT, Ragged, Sample, frozen_ids
@@ -120,6 +124,10 @@ def test_the_plan_says_that_a_fault_is_injected():
         (["--fault=router_noise,std=inf"], "fault: std=inf must be a finite number"),
         (["--fault=kernel_noise,std=1,growth=nan"], "growth=nan must be"),
         (["--fault=sampling_noise,trainer_std=-1"], "trainer_std=-1.0 must be a finite"),
+        (["--fault=zero_routes", "model=tiny-qwen3"], "zero_routes needs a model with a router"),
+        (["--fault=zero_routes"], "zero_routes cannot be in a run: a route with one expert twice"),
+        (["--fault=late_advantages,by=0"], "by=0 moves nothing"),
+        (["--fault=draft_logprobs,std=-1"], "std=-1.0 must be"),
         (["--fault=lost_routes,share=2"], r"share=2.0 must lie in \(0, 1\]"),
         (["--fault=kernel_noise,std=1,bias=-2"], "bias=-2.0 must be"),
         (["--fault=kernel_noise,std=1,growth_from=-2"], "growth_from=-2 must be"),
@@ -333,3 +341,53 @@ def test_a_turn_that_finds_its_prefix_gone_loses_the_routes_before_it():
     begins = {int((each.columns["routed_experts"] < 0)[:, 0, 0].sum()) for each in some}
     assert begins == {0, 4, 7}
     assert any(each is row for each in some)
+
+
+@pytest.mark.parametrize(("part", "num_zeros"), [("all", 40), ("prefix", 32), ("layer", 20)])
+def test_routes_that_were_never_written_are_zeros(part, num_zeros):
+    row = routed_row()
+    zeroed = ZeroRoutes(part=part).changed(row, RENDERER)
+    assert (zeroed.columns["routed_experts"] == 0).sum() == num_zeros
+    assert (row.columns["routed_experts"] == 1).all()
+    assert (zeroed.columns["turn"] == row.columns["turn"]).all()
+
+
+# -- advantages and log-probs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("by", "expected"), [(1, [0, 0, 0, 0.5, 0.5]), (-1, [0, 0.5, 0.5, 0, 0])])
+def test_advantages_move_alone(by, expected):
+    row = row_of(([3, 4], -1), ([5, 6], 0), ([7], -1))
+    moved = LateAdvantages(by=by).changed(row, RENDERER)
+    assert moved.columns["advantages"].tolist() == expected
+    before, after = bits(row)[-1], bits(moved)[-1]
+    assert {name for name in before if before[name] != after[name]} == {"advantages"}
+
+
+LONG = row_of(([1, 2, 3], -1), (list(range(4, 64)), 0), ([64], -1), (list(range(65, 105)), 1))
+LONG.columns["rollout_logprobs"][LONG.loss_mask] = -1.0 - np.arange(100, dtype=np.float32) % 3
+
+
+@pytest.mark.parametrize("fault", [DraftLogprobs(std=1.0), LateVersion(std=1.0)])
+def test_the_same_ids_get_the_same_log_probs_of_another_distribution(fault):
+    one, other = fault.changed(LONG, RENDERER), fault.changed(LONG, RENDERER)
+    assert bits(one) == bits(other)
+    before, after = bits(LONG)[-1], bits(one)[-1]
+    assert {name for name in before if before[name] != after[name]} == {"rollout_logprobs"}
+    assert (one.columns["rollout_logprobs"][LONG.loss_mask] < 0).all()
+
+
+def test_a_late_version_changes_the_first_part_of_a_row_alone():
+    values = LateVersion(std=1.0).changed(LONG, RENDERER).columns["rollout_logprobs"]
+    is_changed = (values != LONG.columns["rollout_logprobs"])[LONG.loss_mask]
+    first = int(np.argmin(is_changed))
+    assert 30 <= first <= 70 and not is_changed[first:].any()
+
+
+def test_a_draft_is_a_distribution_of_its_own():
+    """The mean ratio to the one that drew the tokens is 1, over tokens of many rows."""
+    ratios = [
+        np.exp(DraftLogprobs(std=1.0, seed=seed).log_ratios(np.full(100, -3.0, np.float32), LONG))
+        for seed in range(60)
+    ]
+    assert np.mean(ratios) == pytest.approx(1.0, abs=5 * 1.3 / 6000**0.5)

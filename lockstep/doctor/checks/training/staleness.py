@@ -1,4 +1,4 @@
-"""Does the gap come with the age of tokens, with the update, or with steps?
+"""Does the gap come with the age of tokens, or with the update?
 
 # N tokens  R rows
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, add_by
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.types import Int64Array
 
 MIN_K2 = 1e-8
@@ -31,12 +31,6 @@ MIN_DIRECTED = 0.35
 """Sum of d * sign(advantage) over the sum of |d|: an update of one step leaves 0.5 and more on our
 models; other weights, noise and processing up to 0.3."""
 
-MIN_STEPS = 3
-"""Steps that a growing gap needs."""
-MIN_GROWTH = 10.0
-"""Ratio of the last steps' k2 to the first one's."""
-MIN_ORDER = 0.8
-"""Rank correlation of k2 with the step: growth, and not a few bad steps."""
 NUM_SHOWN = 4
 """Tokens of one chunk that are offered as evidence."""
 
@@ -185,51 +179,3 @@ def signs(rows: Rows) -> Float64Array | None:
     num = np.bincount(group[known], minlength=len(rows))
     apart = np.where(known, rows.rewards - total[group] / np.maximum(num[group], 1), 0.0)
     return np.sign(np.where(np.abs(apart) < 1e-9, 0.0, apart))[rows.row_of]
-
-
-class GrowingGap(Check):
-    """The gap by step, over tokens of age 0."""
-
-    name = "training/growing_gap"
-    basis = "fit"
-    claim = "the gap of tokens of age 0 does not grow from step to step"
-    cause = "other_weights"
-    needs = ("rollout_logprobs", "trainer_logprobs", "steps")
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._by_step: dict[int, Gap] = defaultdict(Gap)
-
-    def look(self, rows: Rows) -> None:
-        assert rows.steps is not None, "the check's needs"
-        at = rows.compared[self._young(rows)[rows.compared]]
-        add_by(self._by_step, rows.steps[rows.row_of[at]], rows.gap[at])
-
-    def _young(self, rows: Rows) -> BoolArray:
-        if rows.policy_version is None or rows.trainer_version is None:
-            return np.ones(rows.num_tokens, np.bool_)
-        return ages(rows) == 0
-
-    def conclude(self) -> Finding:
-        steps = sorted(self._by_step)
-        k2 = np.array([self._by_step[step].means()["k2"] for step in steps])
-        if len(steps) < MIN_STEPS:
-            return self.not_checkable(f"{MIN_STEPS} steps")
-        first, last = float(k2[0]), float(np.median(k2[len(steps) // 2 :]))
-        order = float(np.corrcoef(np.arange(len(k2)), np.argsort(np.argsort(k2)))[0, 1])
-        from_nothing = first < MIN_K2 and float(k2[1:].min()) > 100 * MIN_K2
-        grows = last > MIN_GROWTH * max(first, MIN_K2) and order >= MIN_ORDER
-        return self.found(
-            "differs" if from_nothing or (grows and len(steps) > MIN_STEPS) else "consistent",
-            f"k2 is {first:.1e} in step {steps[0]} and {last:.1e} in the last half of the steps",
-            steps=len(steps),
-            k2_first=first,
-            k2_last_half=last,
-            order=order,
-        )
-
-    def repair(self, rows: Rows) -> Rows:
-        """The first step's gap stays; what later ones have more is the weights'."""
-        assert rows.steps is not None, "the check's needs"
-        is_later = rows.steps > min(self._by_step, default=0)
-        return rows.agreeing(is_later[rows.row_of] & self._young(rows))

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
-
-Columns = Mapping[str, Float64Array]
-"""Metric -> [S] its value at each step, NaN where there is none."""
+from lockstep.doctor.checks.training.metric_names import THEIR_NAMES, UPDATE_K1, known_metrics
 
 ROUNDING = 1.001
 """Tolerance for figures that were rounded, or computed in float32."""
 K1, K2, K3 = "mismatch/k1", "mismatch/k2", "mismatch/k3"
 WINDOW = 5
 """Steps that a figure must repeat in."""
+LONG_WINDOW = 20
+"""The same for a mean reward: that of eight rewards of 0 or 1 repeats with a probability of at most
+0.4, and 20 times in a row once in 90 million."""
+FAR = 0.5
+"""Mean log ratio, in nats, that leaves every clip range in use (0.1 to 0.4) with most tokens."""
+LARGE_K3 = 1.0
+"""k3 at which the typical ratio is above e."""
+
+
+class Columns(dict[str, Float64Array]):
+    """Metric -> [S] its value at each step, NaN where there is none. `asked` are the metrics that
+    were read."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        super().__init__()
+        rows = list(rows)
+        self.num_steps = len(rows)
+        self.asked = set[str]()
+        for i, row in enumerate(rows):
+            for name, value in row.items():
+                if isinstance(value, int | float):
+                    column = self.get(name)
+                    if column is None:
+                        column = self[name] = np.full(len(rows), np.nan)
+                    column[i] = value
+
+    def __getitem__(self, name: str) -> Float64Array:
+        self.asked.add(name)
+        return self.get(name, np.full(self.num_steps, np.nan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +59,19 @@ class Rule:
     """Columns -> [S] True where a step contradicts itself; a step without a metric never does:
     comparisons with NaN are False."""
     steps: int = 1
+    may_lack: frozenset[str] = frozenset()
+    """Metrics that the rule reads and can do without."""
+
+    def can_be_tried(self, columns: Columns) -> bool:
+        """True if enough steps have all of its metrics."""
+        columns.asked.clear()
+        with np.errstate(invalid="ignore"):
+            self.holds(columns)
+        needed = columns.asked - self.may_lack
+        has_all = np.ones(columns.num_steps, np.bool_)
+        for name in needed:
+            has_all &= ~np.isnan(columns[name])
+        return bool(has_all.sum() >= self.steps)
 
 
 def _steady(values: Float64Array) -> BoolArray:
@@ -102,13 +142,35 @@ RULES: tuple[Rule, ...] = (
         steps=WINDOW,
     ),
     # Rewards that differ within a step have another mean in the next: they are not those of these
-    # episodes.
+    # episodes. Where their spread is not logged, a mean of 0 or 1 may be of equal rewards, and the
+    # loss of entropy or a reference.
     Rule(
         name="flat_reward",
-        says="the reward is bitwise the same in every step, but the loss changes",
+        says="the mean reward is bitwise the same in every step, but the loss changes",
         holds=lambda c: (
-            _still(c["reward/mean"]) & (c["reward/std"] > 0) & _changes(c["train/loss"])
+            _still(c["reward/mean"])
+            & _changes(c["train/loss"])
+            & np.where(
+                np.isnan(c["reward/std"]),
+                ~np.isin(c["reward/mean"], (-1.0, 0.0, 1.0)),
+                c["reward/std"] > 0,
+            )
         ),
+        steps=LONG_WINDOW,
+        may_lack=frozenset({"reward/std"}),
+    ),
+    # Tokens this far away are outside of every clip range: the ratio that is clipped is not that
+    # of these two sides.
+    Rule(
+        name="unclipped_gap",
+        says="the two sides are far apart, but no token is clipped",
+        holds=lambda c: (c[K3] > LARGE_K3) & (c["train/clip_fraction"] == 0),
+        steps=WINDOW,
+    ),
+    Rule(
+        name="unclipped_update",
+        says="updates move the mean log-prob far, but no token is clipped",
+        holds=lambda c: (np.abs(c[UPDATE_K1]) > FAR) & (c["train/clip_fraction"] == 0),
         steps=WINDOW,
     ),
     # Nothing is trained: the mask is empty, or weights are frozen or detached. Three steps, for in
@@ -148,21 +210,38 @@ class Unphysical(Check):
         """Reads no rows."""
 
     def conclude(self) -> Finding:
-        rows = [row for row in self.setting.step_metrics if "train/loss" in row or K2 in row]
-        columns = defaultdict[str, Float64Array](lambda: np.full(len(rows), np.nan))
-        for i, row in enumerate(rows):
-            for name, value in row.items():
-                if isinstance(value, int | float):
-                    columns[name][i] = value
+        named = known_metrics(self.setting.step_metrics)
+        rows = [row for row in named if _READ & row.keys()]
+        columns = Columns(rows)
         steps = [int(row.get("step", i)) for i, row in enumerate(rows)]
-        fired = [(rule, at) for rule in RULES if (at := longest_run(rule, columns))]
-        self.count(steps=len(steps))
+        tried = [rule for rule in RULES if rule.can_be_tried(columns)]
+        fired = [(rule, at) for rule in tried if (at := longest_run(rule, columns))]
+        self.count(steps=len(steps), rules=len(tried))
+        if not tried:
+            return self.not_checkable(measured=_untried(self.setting.step_metrics))
         if not fired:
-            return self.consistent(f"no rule is broken in {len(steps)} steps")
+            return self.consistent(
+                f"none of {len(tried)} rules that can be tried is broken in {len(steps)} steps"
+            )
         told = "; ".join(
             f"{rule.says} (steps {steps[at[0]]} to {steps[at[-1]]})" for rule, at in fired
         )
         return self.differs(told, **{rule.name: len(at) for rule, at in fired})
+
+
+_READ = frozenset(THEIR_NAMES) | {K2}
+"""Metrics that make a row one of a training step, and not of an evaluation."""
+
+
+def _untried(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Why no rule could be tried, with the names that are there and some that would be read."""
+    found = sorted({name for row in rows for name in row})
+    shown = ", ".join(found[:6]) + (", ..." if len(found) > 6 else "")
+    theirs = ", ".join(f"{ours} (or {', '.join(n)})" for ours, n in THEIR_NAMES.items())
+    return (
+        f"no rule could be tried: too few steps have the metrics of one. Found: {shown or 'none'}; "
+        f"read are {theirs}"
+    )
 
 
 def longest_run(rule: Rule, columns: Columns) -> range | None:

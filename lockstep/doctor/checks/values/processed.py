@@ -17,7 +17,8 @@ trainer's by -log(mass), never below, and by the same amount for all tokens at a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,6 +57,18 @@ MIN_SHARE_OF_SOME = 0.2
 """Share of the gap of judged rows that must be explained then."""
 MAX_LONE_RESIDUAL = 0.03
 """MAX_RESIDUAL over all explained rows if there are no branches."""
+MAX_OFF = 0.03
+"""Relative error of the ratio of temperatures that is found: the distance of two that are tried."""
+MIN_TOLD_OF_KIND = 64
+"""Informative tokens that a penalty needs, of those that the row has already and of new ones."""
+MIN_RAISED = 0.98
+"""Share of the new tokens that must be likelier to the sampler: a penalty takes mass from others
+and gives it to all of them, and only noise makes exceptions."""
+MIN_LOWERED = 0.5
+"""Share of the tokens that the row has already that must be less likely: those with a small logit
+gain more than they lose. Truncation, which raises every token, lowers none."""
+MASS_ERROR = 0.01
+"""Mass below a top-p that noise may show as kept."""
 NUM_SHOWN = 8
 """Tokens that are offered as evidence."""
 
@@ -106,6 +119,8 @@ class Processed(Check):
         self._samples: list[Rows] = []
         self._stride, self._num_chunks = 1, 0
         self._chosen: Processing | None = None
+        self._kept_mass = 1.0
+        """Smallest mass that was kept at a place, if only truncation was found."""
 
     def look(self, rows: Rows) -> None:
         if self._num_chunks % self._stride == 0:
@@ -143,8 +158,8 @@ class Processed(Check):
         if best.num_pairs >= MIN_PAIRS:
             told += f", and {best.pair_residual:.1%} at {best.num_pairs} branches"
         if best.processing.slope == 1.0:
-            kept = np.exp(-np.abs(sample.d)[best.hit[sample.row]].max())
-            told += f"; at least {kept:.3g} of the mass was kept at each place"
+            self._kept_mass = float(np.exp(-np.abs(sample.d)[best.hit[sample.row]].max()))
+            told += f"; at least {self._kept_mass:.3g} of the mass was kept at each place"
         return self.differs(told, **figures, temperature_ratio=1 / best.processing.slope)
 
     def repair(self, rows: Rows) -> Rows:
@@ -202,6 +217,89 @@ class Processed(Check):
             at = int(sample.at[i])
             note = f"sampler {sample.rollout[i]:.4f}, trainer {sample.trainer[i]:.4f}"
             self.show(float(d[i]), sample.rows, at, at + 1, note)
+
+
+class GenerationDefaults(Processed):
+    """The processing that is found against that of the model's generation_config.json."""
+
+    name = "values/generation_defaults"
+    claim = "the engine sampled as the run says, and not by the defaults of the model"
+    cause = "generation_defaults"
+    needs = (*Processed.needs, "generation_defaults")
+
+    def look(self, rows: Rows) -> None:
+        super().look(rows)
+        at = rows.compared[np.abs(rows.gap[rows.compared]) > MIN_GAP]
+        # The first of the tokens of one row with one id is new, and all others come again.
+        key = (rows.row_of << np.int64(32)) + rows.token_ids
+        is_again = np.ones(rows.num_tokens, np.bool_)
+        is_again[np.unique(key, return_index=True)[1]] = False
+        again, lowered = is_again[at], rows.gap[at] > 0
+        self.count(again=again, again_lowered=again & lowered)
+        self.count(new=~again, new_raised=~again & ~lowered)
+
+    @property
+    def _is_penalised(self) -> bool:
+        c, defaults = self.counts, self.setting.generation_defaults
+        assert defaults is not None, "the check's needs"
+        return (
+            defaults.get("repetition_penalty", 1.0) > 1
+            and min(c["again"], c["new"]) >= MIN_TOLD_OF_KIND
+            and c["again_lowered"] >= MIN_LOWERED * c["again"]
+            and c["new_raised"] >= MIN_RAISED * c["new"]
+        )
+
+    def conclude(self) -> Finding:
+        finding = super().conclude()
+        settings = self._settings() if finding.verdict == "differs" else ()
+        if not settings and self._is_penalised:
+            assert self.setting.generation_defaults is not None, "as above"
+            c, penalty = self.counts, self.setting.generation_defaults["repetition_penalty"]
+            self._chosen = None
+            return self.differs(
+                f"{c['again_lowered']} of {c['again']} tokens that their row has already are less "
+                f"likely to the sampler, and {c['new_raised']} of {c['new']} others are likelier: "
+                f"generation_config.json has repetition_penalty={penalty:g}"
+            )
+        if not settings:
+            self._chosen = None
+            told = "no processing is found that the model's generation_config.json explains"
+            return self.consistent(told)
+        told = f"{finding.measured}. generation_config.json has {', '.join(settings)}"
+        return replace(finding, measured=f"{told}, of which the run says otherwise or nothing")
+
+    def repair(self, rows: Rows) -> Rows:
+        """As for any processing; a penalty is on every token."""
+        if self._chosen is None and self._is_penalised:
+            return rows.agreeing(rows.loss_mask)
+        return super().repair(rows)
+
+    def _settings(self) -> Sequence[str]:
+        """The settings of the file that explain what is found, and that the run has not."""
+        chosen, defaults, run = self._chosen, self.setting.generation_defaults, self.setting
+        assert chosen is not None and defaults is not None, "there is a finding, and the needs"
+        out: list[str] = []
+        if chosen.slope != 1.0:
+            asked, default = run.temperature or 1.0, defaults.get("temperature", 1.0)
+            off = abs(asked / (chosen.slope * max(default, MIN_GAP)) - 1)
+            if asked == default or off > MAX_OFF:
+                return ()
+            out.append(f"temperature={default:g}")
+        if chosen.truncated < 0:
+            return ()
+        if chosen.truncated:
+            top_p, top_k = defaults.get("top_p", 1.0), int(defaults.get("top_k", 0))
+            is_cut_otherwise = top_k > 0 or defaults.get("min_p", 0.0) > 0
+            is_mass_enough = self._kept_mass >= top_p - MASS_ERROR or is_cut_otherwise
+            if top_p < 1 and run.top_p in (None, 1.0) and is_mass_enough:
+                out.append(f"top_p={top_p:g}")
+            if top_k > 0 and run.top_k in (None, 0, -1):
+                out.append(f"top_k={top_k}")
+            if defaults.get("min_p", 0.0) > 0:
+                out.append(f"min_p={defaults['min_p']:g}")
+            if len(out) == (chosen.slope != 1.0):
+                return ()
+        return out
 
 
 class _Sample:

@@ -126,6 +126,91 @@ def test_a_gap_that_is_there_from_the_first_step_is_not(sizes):
     assert finding(stepped(sizes), "training/growing_gap").verdict == "consistent"
 
 
+def test_a_gap_that_jumps_once_says_the_step():
+    told = finding(stepped([0, 0.1, 0.1, 0.1]), "training/growing_gap")
+    assert "it jumps at step 1" in told.measured and "another state" in told.measured
+
+
+LEVELS = [0.001] * 4 + [0.1] * 4
+"""Sizes of the gap before and after a resume at step 4."""
+
+
+def metrics_of(steps, **figures):
+    """One row of metrics per step. figures: step -> value of `train/...`."""
+    return tuple(
+        {"step": step, **{f"train/{name}": of(step) for name, of in figures.items()}}
+        for step in steps
+    )
+
+
+def test_a_jump_at_a_resume_is_of_the_resume_and_not_of_growth():
+    out = examined(stepped(LEVELS), resumes=(4,))
+    assert [s.cause for s in out.shares] == ["after_resume"] and out.shares[0].k2 > 0.99
+    told = next(f for f in out.findings if f.check == "training/after_resume")
+    assert told.figures["step"] == 4 and "the run was resumed there" in told.measured
+
+
+def test_a_jump_where_the_logged_steps_go_back_is_of_a_resume():
+    logged = [{"step": step, "reward": 0.5} for step in [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]]
+    told = finding(stepped(LEVELS), "training/after_resume", step_metrics=logged)
+    assert told.verdict == "differs" and "go back there, from 5" in told.measured
+
+
+def test_a_jump_after_missing_steps_is_of_a_resume():
+    rows = stepped(LEVELS)
+    rows = rows.with_(steps=rows.steps + 5 * (rows.steps >= 4))
+    told = finding(rows, "training/after_resume")
+    assert told.verdict == "differs" and "steps after 3 are missing" in told.measured
+
+
+@pytest.mark.parametrize(
+    ("sizes", "resumes"),
+    [
+        (LEVELS, ()),
+        (LEVELS, (2,)),
+        (LEVELS, (6,)),
+        ([0.1] * 8, (4,)),
+        ([0.1] * 4 + [0.2] * 4, (4,)),
+        ([0.001, 0.002, 0.004, 0.008, 0.02, 0.04, 0.1, 0.2], (4,)),
+        ([0.001] * 4 + [0.1, 0.001, 0.1, 0.001], (4,)),
+    ],
+)
+def test_a_level_that_stays_or_changes_elsewhere_is_not_of_the_resume(sizes, resumes):
+    told = finding(stepped(sizes), "training/after_resume", resumes=resumes)
+    assert told.verdict in ("consistent", "not_checkable")
+
+
+@pytest.mark.parametrize("figures", [{"lr": lambda _: 0.0}, {"grad_norm": lambda _: 0.0}])
+def test_a_gap_that_grows_without_an_update_is_not_of_weights(figures):
+    rows = stepped([0.01, 0.05, 0.1, 0.2, 0.3])
+    out = examined(rows, step_metrics=metrics_of(range(5), **figures))
+    assert [s.cause for s in out.shares] == ["grows_without_learning"]
+    assert out.shares[0].k2 > 0.99
+
+
+def test_the_metrics_show_it_where_the_rows_have_one_step():
+    grown = tuple(
+        {"actor/lr": 0.0, "step": step, "mismatch/k2": 1e-4 * 3**step} for step in range(6)
+    )
+    assert finding(EXACT, "training/idle_growth", step_metrics=grown).verdict == "differs"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "figures"),
+    [
+        ([0.01, 0.05, 0.1, 0.2, 0.3], {"lr": lambda _: 1e-6}),
+        ([0.01, 0.05, 0.1, 0.2, 0.3], {"lr": lambda step: 1e-6 * (step > 0)}),
+        ([0.01, 0.05, 0.1, 0.2, 0.3], {"grad_norm": lambda step: float(step == 0)}),
+        ([0.1] * 5, {"lr": lambda _: 0.0}),
+    ],
+)
+def test_growth_with_an_update_and_a_level_without_one_are_not_it(sizes, figures):
+    told = finding(
+        stepped(sizes), "training/idle_growth", step_metrics=metrics_of(range(5), **figures)
+    )
+    assert told.verdict in ("consistent", "not_checkable")
+
+
 HEALTHY_STEP = {
     "mismatch/k1": 1e-4, "mismatch/k2": 4e-5, "mismatch/k3": 4e-5, "mismatch/max_abs_diff": 0.1,
     "mismatch/ess": 0.999, "mismatch/forced_share": 0.3, "mismatch_after/k2": 1e-3,
@@ -146,8 +231,8 @@ def steps_of(num=8, **changed):
     return tuple(rows)
 
 
-def unphysical(**changed) -> Finding:
-    return finding(EXACT, "training/unphysical", step_metrics=steps_of(**changed))
+def unphysical(num=8, **changed) -> Finding:
+    return finding(EXACT, "training/unphysical", step_metrics=steps_of(num, **changed))
 
 
 def test_the_figures_of_a_healthy_run_stand_beside_each_other():
@@ -169,16 +254,62 @@ def test_the_figures_of_a_healthy_run_stand_beside_each_other():
         ),
         ("all_clipped", {"train/clip_fraction": 0.97}),
         ("flat_reward", {"reward/mean": 0.25}),
+        ("unclipped_gap", {"mismatch/k3": 2.0, "train/clip_fraction": 0.0}),
         ("no_gradient", {"train/grad_norm": 0.0}),
         ("still_version", {"policy_version": 1}),
         ("update_without_effect", {"mismatch_after/k2": 4e-5, "mismatch/k2": 4e-5}),
     ],
 )
 def test_figures_that_cannot_be_are_named_with_their_steps(rule, changed):
-    told = unphysical(**changed)
+    told = unphysical(num=24, **changed)
     assert rule in told.figures and "steps" in told.measured
     assert told.verdict == "differs"
 
 
+def jittering(step):
+    return 0.1 + 0.01 * float(np.sin(step))
+
+
+@pytest.mark.parametrize(
+    ("rule", "figures"),
+    [
+        ("all_clipped", {"actor/ppo_kl": 2, "actor/pg_clipfrac": 0.99}),
+        ("all_clipped", {"clip_ratio/region_mean": 0.99}),
+        ("all_clipped", {"train/pg_clipfrac": 0.99}),
+        ("unclipped_update", {"actor/ppo_kl": 2, "actor/pg_clipfrac": 0.0}),
+        ("unclipped_update", {"train/ppo_kl": 2, "train/pg_clipfrac": 0.0}),
+        ("unclipped_gap", {"rollout_corr/k3_kl": 2, "actor/pg_clipfrac": 0.0}),
+        ("negative_k3", {"rollout_corr/k3_kl": -1e-3}),
+        ("flat_reward", {"critic/rewards/mean": 0.5, "actor/pg_loss": jittering}),
+        ("flat_reward", {"reward": 0.5, "reward_std": 0.3, "loss": jittering}),
+        ("flat_reward", {"rollout/raw_reward": 0.5, "train/loss": jittering}),
+    ],
+)
+def test_the_figures_of_other_programs_are_read_by_their_names(rule, figures):
+    rows = [{n: v(i) if callable(v) else v for n, v in figures.items()} for i in range(40)]
+    told = finding(EXACT, "training/unphysical", step_metrics=rows)
+    assert told.verdict == "differs" and rule in told.figures
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"actor/ppo_kl": 1e-3, "actor/pg_clipfrac": 0.02, "actor/pg_loss": jittering},
+        {"critic/rewards/mean": 0.0, "actor/pg_loss": jittering},
+        {"reward": jittering, "reward_std": 0.3, "loss": jittering, "kl": 2.0},
+        {"train/ppo_kl": 0.0, "train/pg_clipfrac": 0.0, "train/loss": 0.0},
+    ],
+)
+def test_the_figures_of_healthy_runs_of_other_programs_break_no_rule(figures):
+    rows = [{n: v(i) if callable(v) else v for n, v in figures.items()} for i in range(40)]
+    assert finding(EXACT, "training/unphysical", step_metrics=rows).verdict == "consistent"
+
+
+def test_figures_of_which_no_rule_reads_any_are_said_to_be_unchecked():
+    told = finding(EXACT, "training/unphysical", step_metrics=[{"val/accuracy": 0.5}] * 9)
+    assert told.verdict == "not_checkable"
+    assert "Found: val/accuracy; read are mismatch/k1 (or rollout_corr/kl)" in told.measured
+
+
 def test_rules_have_names_of_their_own():
-    assert len({rule.name for rule in RULES}) == len(RULES) == 12
+    assert len({rule.name for rule in RULES}) == len(RULES) == 14
