@@ -467,19 +467,33 @@ def _as_family(program: Program) -> Program:
     return under_template(program, name)
 
 
+CUSTOM = "custom"
+"""The player's own template with rules before the system message, as users change templates."""
+_RULES = """
+{%- set rules = 'House rules: be polite. ' %}
+{%- if messages[0].role == 'system' %}
+{%- set messages = [{'role': 'system', 'content': rules + messages[0].content}] + messages[1:] %}
+{%- else %}
+{%- set messages = [{'role': 'system', 'content': rules}] + messages %}
+{%- endif %}
+"""
+
+
 @cache
 def _tokenizer_with(player: str, name: str) -> Any:
     tokenizer = type(wild.program_of(player).tokenizer).from_pretrained(
         wild.PLAYERS[player].directory
     )
-    tokenizer.chat_template = wild.TEMPLATES[name].jinja.strip()
+    own = wild.TEMPLATES[wild.PLAYERS[player].template]
+    changed = _RULES + own.jinja if name == CUSTOM else wild.TEMPLATES[name].jinja
+    tokenizer.chat_template = changed.strip()
     return tokenizer
 
 
 def under_template(program: Program, name: str) -> Program:
-    return replace(
-        program, template=wild.TEMPLATES[name], tokenizer=_tokenizer_with(program.parts.name, name)
-    )
+    template = program.template if name == CUSTOM else wild.TEMPLATES[name]
+    tokenizer = _tokenizer_with(program.parts.name, name)
+    return replace(program, template=template, tokenizer=tokenizer)
 
 
 def _with_system(messages: Sequence[Message]) -> list[Message]:
@@ -1050,7 +1064,7 @@ HEALTHY: Mapping[str, Mapping[str, Any]] = {
     },
     "raw log-probs at 0.6": {"sampling": {"temperature": 0.6, "is_raw": True}},
     "padded on the left": {"work": {"is_left": True}},
-    "another template on both sides": {"options": {"template": "plain"}},
+    "another template on both sides": {"options": {"template": CUSTOM}},
     "with versions": {"work": {"has_versions": True}},
 }  # fmt: skip
 """Kinds of dumps with nothing wrong: what differs from the usual one."""
@@ -1225,6 +1239,9 @@ def main() -> None:
             if parts
         }
         for done in as_completed(running):
+            if error := done.exception():  # of a program, not of the doctor
+                print(f"{running[done]} failed: {error!r}", flush=True)
+                continue
             for part, cases in done.result().items():
                 fresh.setdefault(part, {})[running[done]] = cases
                 found.setdefault(part, {})[running[done]] = cases

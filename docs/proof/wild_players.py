@@ -392,7 +392,7 @@ class Parts:
     tokenizer: str
     template: str
     format: str
-    steps: int = 240
+    steps: int = 180
     sampler: str = "transformers"
 
     @property
