@@ -672,7 +672,7 @@ def train(program: Program, *, steps: int, batch: int = 16, lr: float = 4e-3) ->
         optimizer.step()
         plan.step()
     model.eval()
-    return -float(loss)
+    return -float(loss.detach())
 
 
 def ensure(name: str) -> Path:
