@@ -27,6 +27,7 @@ import os
 import random
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -972,7 +973,9 @@ def asked(work: Work, lines: Sequence[Line], level: str) -> dict[str, Any]:
             }
         except Exception as error:
             text = " ".join(str(error).split()).replace(folder, "DUMP").replace(directory, "DIR")
-            return {"named": {}, "raised": f"{type(error).__name__}: {text[:300]}"}
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}, {last.name}"
+            return {"named": {}, "raised": f"{type(error).__name__} in {where}: {text[:300]}"}
         return {"named": found, "seconds": round(time.perf_counter() - began, 2)}
 
 
