@@ -27,6 +27,7 @@ import os
 import random
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -467,19 +468,33 @@ def _as_family(program: Program) -> Program:
     return under_template(program, name)
 
 
+CUSTOM = "custom"
+"""The player's own template with rules before the system message, as users change templates."""
+_RULES = """
+{%- set rules = 'House rules: be polite. ' %}
+{%- if messages[0].role == 'system' %}
+{%- set messages = [{'role': 'system', 'content': rules + messages[0].content}] + messages[1:] %}
+{%- else %}
+{%- set messages = [{'role': 'system', 'content': rules}] + messages %}
+{%- endif %}
+"""
+
+
 @cache
 def _tokenizer_with(player: str, name: str) -> Any:
     tokenizer = type(wild.program_of(player).tokenizer).from_pretrained(
         wild.PLAYERS[player].directory
     )
-    tokenizer.chat_template = wild.TEMPLATES[name].jinja.strip()
+    own = wild.TEMPLATES[wild.PLAYERS[player].template]
+    changed = _RULES + own.jinja if name == CUSTOM else wild.TEMPLATES[name].jinja
+    tokenizer.chat_template = changed.strip()
     return tokenizer
 
 
 def under_template(program: Program, name: str) -> Program:
-    return replace(
-        program, template=wild.TEMPLATES[name], tokenizer=_tokenizer_with(program.parts.name, name)
-    )
+    template = program.template if name == CUSTOM else wild.TEMPLATES[name]
+    tokenizer = _tokenizer_with(program.parts.name, name)
+    return replace(program, template=template, tokenizer=tokenizer)
 
 
 def _with_system(messages: Sequence[Message]) -> list[Message]:
@@ -958,7 +973,9 @@ def asked(work: Work, lines: Sequence[Line], level: str) -> dict[str, Any]:
             }
         except Exception as error:
             text = " ".join(str(error).split()).replace(folder, "DUMP").replace(directory, "DIR")
-            return {"named": {}, "raised": f"{type(error).__name__}: {text[:300]}"}
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}, {last.name}"
+            return {"named": {}, "raised": f"{type(error).__name__} in {where}: {text[:300]}"}
         return {"named": found, "seconds": round(time.perf_counter() - began, 2)}
 
 
@@ -1050,7 +1067,7 @@ HEALTHY: Mapping[str, Mapping[str, Any]] = {
     },
     "raw log-probs at 0.6": {"sampling": {"temperature": 0.6, "is_raw": True}},
     "padded on the left": {"work": {"is_left": True}},
-    "another template on both sides": {"options": {"template": "plain"}},
+    "another template on both sides": {"options": {"template": CUSTOM}},
     "with versions": {"work": {"has_versions": True}},
 }  # fmt: skip
 """Kinds of dumps with nothing wrong: what differs from the usual one."""
@@ -1225,6 +1242,9 @@ def main() -> None:
             if parts
         }
         for done in as_completed(running):
+            if error := done.exception():  # of a program, not of the doctor
+                print(f"{running[done]} failed: {error!r}", flush=True)
+                continue
             for part, cases in done.result().items():
                 fresh.setdefault(part, {})[running[done]] = cases
                 found.setdefault(part, {})[running[done]] = cases

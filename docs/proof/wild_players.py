@@ -392,7 +392,7 @@ class Parts:
     tokenizer: str
     template: str
     format: str
-    steps: int = 240
+    steps: int = 180
     sampler: str = "transformers"
 
     @property
@@ -672,7 +672,7 @@ def train(program: Program, *, steps: int, batch: int = 16, lr: float = 4e-3) ->
         optimizer.step()
         plan.step()
     model.eval()
-    return -float(loss)
+    return -float(loss.detach())
 
 
 def ensure(name: str) -> Path:
@@ -683,6 +683,9 @@ def ensure(name: str) -> Path:
     began, cpu = time.perf_counter(), time.process_time()
     program = new_program(parts)
     logprob = train(program, steps=parts.steps)
+    if len(program.end_ids) > 1:  # as published models of these families list them
+        ends = sorted(program.end_ids)
+        program.model.config.eos_token_id = program.model.generation_config.eos_token_id = ends
     program.model.save_pretrained(parts.directory)
     program.tokenizer.save_pretrained(parts.directory)
     made = {"logprob": round(logprob, 3), "vocabulary": len(program.tokenizer)}
