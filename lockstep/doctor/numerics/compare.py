@@ -82,6 +82,24 @@ CONTEXTS = (3, 8)
 """Lengths of a context in tokens: short ones occur often, long ones tell more."""
 
 
+_ORDER = (
+    ("ignored_sinks", "ignored_window", "ignored_rope_scaling", "wrong_positions", "packing_leak"),
+    ("padding_attended", "adapter_not_merged"),
+    (),
+    ("other_weights",),
+    ("processed", "generation_defaults"),
+    ("quantised_rollout",),
+    ("precision",),
+    ("half_head",),
+)
+"""Causes in the order in which they are taken where they explain equally well. Those that are not
+named here come third."""
+
+
+def rank_of(cause: str) -> int:
+    return next((i for i, causes in enumerate(_ORDER) if cause in causes), 2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
     """Processing of the logits before a log-prob is taken."""
@@ -90,11 +108,19 @@ class Distribution:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all."""
+    min_p: float = 0.0
+    """Share of the largest probability below which a token is dropped."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits, and factor of the negative ones, of ids that are in the row
+    already."""
 
     def describe(self) -> str:
         parts = [f"temperature={self.temperature:g}"]
         parts += [f"top_p={self.top_p:g}"] if self.top_p < 1 else []
         parts += [f"top_k={self.top_k}"] if self.top_k else []
+        parts += [f"min_p={self.min_p:g}"] if self.min_p else []
+        if self.repetition_penalty != 1:
+            parts += [f"repetition_penalty={self.repetition_penalty:g}"]
         return " ".join(parts)
 
 
@@ -118,6 +144,11 @@ class Variant:
     """[N], NaN where it was not computed."""
     plain: Float64Array | None = None
     """[N] the model without the defect, computed in the same way; None allows any move."""
+    family: str = ""
+    """Variants of one family are one defect, of which each row has another size; by default a
+    variant is its own."""
+    rank: int = 0
+    """Variants of a lower rank are taken first where they explain equally well."""
 
 
 @dataclass(kw_only=True)
@@ -134,13 +165,18 @@ class Evidence:
     """[N] as in `Scored`."""
     replayed: Float64Array | None = None
     """[N] with the sampler's recorded experts; None without any."""
-    distribution: str = ""
-    """Processing of the logits of the reference, in words."""
+    plain: Float64Array | None = None
+    """[N] the model in float32 under `processing`; NaN where its weights are not at hand."""
+    processing: Distribution = Distribution()
+    """Processing of the logits of the reference."""
     is_replayed: bool = False
     """Whether the reference takes the sampler's recorded experts, as a trainer that replays
     them."""
     sides: Sequence[SideName] = ()
     """The sides that have log-probs of their own, and not the model's."""
+    tried: Mapping[str, Sequence[str]] | None = None
+    """Cause -> the variants that were tried on a few rows (`search`); None: nothing was left to
+    explain."""
 
     def take(self, index: Int64Array) -> Evidence:
         """The rows at these places, in their order."""
@@ -306,13 +342,7 @@ def _side(
     best = np.full(len(rows), np.inf)
     residuals: list[Float64Array] = []
     for variant in evidence.variants:
-        left, compared = _sums(rows, values - variant.logprobs)
-        # A variant that was not computed for a row, or not for all its tokens, explains nothing.
-        left[(compared < tokens) | (tokens == 0)] = np.inf
-        if variant.plain is not None:
-            plain = np.where(np.isfinite(variant.plain), variant.plain, held)
-            moved, _ = _sums(rows, variant.logprobs - plain)
-            left[moved < MIN_MOVE * k2] = np.inf
+        left = _residual(rows, values, held, k2, tokens, variant)
         residuals.append(left)
         best = np.minimum(best, left)
     hit = np.full(len(rows), -1)
@@ -327,8 +357,10 @@ def _side(
         hit[is_far] = -1
     total = float(k2[is_known].sum()) if is_known.any() else float(k2.sum())
     enough = min(MIN_ROWS, int((tokens > 0).sum()))
-    for number, left in enumerate(residuals):
-        is_hit = hit == number
+    families = [v.family or v.text for v in evidence.variants]
+    for family in dict.fromkeys(families):
+        is_hit = np.isin(hit, np.flatnonzero([own == family for own in families]))
+        left = np.stack([*residuals, k2])[hit, np.arange(len(rows))]
         whole, rest = float(k2[is_hit].sum()), float(left[is_hit].sum())
         if (
             rest > MAX_RESIDUAL * whole
@@ -349,6 +381,29 @@ def _side(
         variants=evidence.variants,
         is_known=is_known,
     )
+
+
+def row_residual(rows: Rows, side: Side, variant: Variant) -> Float64Array:
+    """[R] what the variant leaves of the side's k2; infinity where it explains nothing."""
+    return _residual(rows, side.values, side.reference, side.k2, side.tokens, variant)
+
+
+def _residual(
+    rows: Rows,
+    values: Float64Array,
+    held: Float64Array,
+    k2: Float64Array,
+    tokens: Int64Array,
+    variant: Variant,
+) -> Float64Array:
+    left, compared = _sums(rows, values - variant.logprobs)
+    # A variant that was not computed for a row, or not for all its tokens, explains nothing.
+    left[(compared < tokens) | (tokens == 0)] = np.inf
+    if variant.plain is not None:
+        plain = np.where(np.isfinite(variant.plain), variant.plain, held)
+        moved, _ = _sums(rows, variant.logprobs - plain)
+        left[moved < MIN_MOVE * k2] = np.inf
+    return left
 
 
 def variance_within(rows: Rows, d: Float64Array, spread: Float64Array, *, is_shared: bool) -> float:
