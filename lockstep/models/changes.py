@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -250,26 +250,45 @@ def _rebuilt(inner: nn.Module, parameters: Any) -> list[tuple[Any, str, Any]]:
 # -- quantised weights ----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The weight of one linear map [..., N, K], or of one of those that a decoder has fused."""
+
+    weight: nn.Parameter
+    rows: slice = field(default_factory=lambda: slice(None))
+    """Its outputs among those of the parameter."""
+    is_transposed: bool = False
+    """Whether it is stored as [..., K, N]."""
+
+    @property
+    def held(self) -> Tensor:
+        whole = self.weight.data
+        return whole.transpose(-1, -2) if self.is_transposed else whole[..., self.rows, :]
+
+    def write(self, into: Tensor, new: Tensor) -> None:
+        into[..., self.rows, :] = new.transpose(-1, -2) if self.is_transposed else new
+
+
 @contextmanager
 def _quantised(model: Any, scheme: Scheme) -> Iterator[None]:
     """The weights of linear maps rounded by this scheme: a second copy of them is in memory. As in
     engines, the embedding, the head, routers, and gates of experts are not."""
-    is_decoder = isinstance(model, Decoder)
-    inner: nn.Module = model if is_decoder else model.inner
+    news: dict[nn.Parameter, Tensor] = {}
     with torch.no_grad(), ExitStack() as stack:
-        patches: list[tuple[Any, str, Any]] = []
-        for weight, is_transposed in linear_weights(model):
-            held = weight.data.transpose(-1, -2) if is_transposed else weight.data
-            new = scheme.rounded(held)
-            new = new.transpose(-1, -2).contiguous() if is_transposed else new
-            patches.append((weight, "data", new))
-        stack.enter_context(patched(*patches))
-        chosen = {id(weight) for weight, _ in linear_weights(model)}
-        if scheme.has_inputs and is_decoder:
-            stack.enter_context(patched((model, "ops", RoundingOps(scheme, chosen))))
+        for parts in linear_maps(model):
+            held = [part.held for part in parts]
+            if scheme.is_fused:
+                rounded = scheme.rounded(torch.cat(held, -2)).split([h.shape[-2] for h in held], -2)
+            else:
+                rounded = [scheme.rounded(one) for one in held]
+            for part, new in zip(parts, rounded, strict=True):
+                part.write(news.setdefault(part.weight, torch.empty_like(part.weight)), new)
+        stack.enter_context(patched(*((weight, "data", new) for weight, new in news.items())))
+        if scheme.has_inputs and isinstance(model, Decoder):
+            stack.enter_context(patched((model, "ops", RoundingOps(scheme, set(map(id, news))))))
         elif scheme.has_inputs:
-            for module in inner.modules():
-                if isinstance(module, nn.Linear) and id(module.weight) in chosen:
+            for module in model.inner.modules():
+                if isinstance(module, nn.Linear) and module.weight in news:
                     handle = module.register_forward_pre_hook(partial(_round_inputs, scheme))
                     stack.callback(handle.remove)
         yield
@@ -295,22 +314,50 @@ class RoundingOps(Ops):
         return super().expert_linear(self._inputs(x, weight), weight, *inputs)
 
 
-def linear_weights(model: Any) -> Iterator[tuple[nn.Parameter, bool]]:
-    """(weight [..., N, K], whether it is stored as [..., K, N]) of every map that engines quantise:
-    those of attention, MLPs and experts."""
-    inner = model if isinstance(model, Decoder) else model.inner
-    width = model.config.hidden_size
-    few = {max(model.config.num_experts, 1), 1}
-    kept = {id(model.embedding), id(model.head)}
-    for name, weight in inner.named_parameters():
-        last = name.rpartition(".")[2]
-        if id(weight) in kept or "lora" in name or weight.dim() not in (2, 3):
+def linear_maps(model: Any) -> list[list[Part]]:
+    """The maps that engines quantise, those of attention, MLPs and experts; together those that
+    read one input."""
+    return _decoder_maps(model) if isinstance(model, Decoder) else _fallback_maps(model)
+
+
+def _decoder_maps(model: Decoder) -> list[list[Part]]:
+    out: list[list[Part]] = []
+    layers: Any = model.layers
+    for block in layers:
+        c = block.attention
+        sizes = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+        ends = [sum(sizes[: i + 1]) for i in range(3)]
+        qkv = c.qkv_proj.weight
+        out.append(
+            [Part(weight=qkv, rows=slice(e - n, e)) for n, e in zip(sizes, ends, strict=True)]
+        )
+        out.append([Part(weight=c.o_proj.weight)])
+        for name in ("gate_up_proj", "down_proj"):
+            map_: Any = getattr(block.mlp, name)
+            weight = map_ if isinstance(map_, nn.Parameter) else map_.weight
+            half = weight.shape[-2] // 2
+            rows = [slice(0, half), slice(half, None)] if name == "gate_up_proj" else [slice(None)]
+            out.append([Part(weight=weight, rows=part) for part in rows])
+    return out
+
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def _fallback_maps(model: FallbackModel) -> list[list[Part]]:
+    width, kept = model.config.hidden_size, {id(model.embedding), id(model.head)}
+    few = (1, model.config.num_experts)  # outputs of a router, or of a gate
+    found: dict[tuple[str, ...], list[Part]] = {}
+    for path, module in model.inner.named_modules():
+        parent, _, name = path.rpartition(".")
+        if isinstance(module, nn.Linear):
+            if id(module.weight) not in kept and module.weight.shape[0] not in few:
+                fused = next((names for names in _FUSED if name in names), (name,))
+                found.setdefault((parent, *fused), []).append(Part(weight=module.weight))
             continue
-        if weight.dim() == 3:
-            if last not in ("gate_up_proj", "down_proj"):
-                continue  # a convolution
-            inputs = width if last == "gate_up_proj" else None
-            is_last = weight.shape[-1] == inputs if inputs else weight.shape[-2] == width
-            yield weight, not is_last
-        elif last == "weight" and weight.shape[0] not in few:
-            yield weight, False
+        for own, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 3 and own in ("gate_up_proj", "down_proj"):
+                is_up = own == "gate_up_proj"
+                is_transposed = weight.shape[-1 if is_up else -2] != width
+                found[path, own] = [Part(weight=weight, is_transposed=is_transposed)]
+    return list(found.values())

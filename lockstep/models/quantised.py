@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 Tensor = torch.Tensor
-Number = Literal["fp8", "int8", "int4", "int4 asymmetric", "mxfp4", "nf4"]
+Number = Literal["fp8", "int8", "int4", "int4 to 7", "int4 asymmetric", "mxfp4", "nf4"]
 
 FP8_LARGEST = 448.0  # of e4m3
 FP4_LARGEST_POWER = 2  # exponent of e2m1's largest number, 6
@@ -33,6 +33,9 @@ class Scheme:
     number: Number
     block: tuple[int, int]
     """(outputs, inputs) that share a scale; 0 is all of them. A last block may be smaller."""
+    is_fused: bool = False
+    """Whether the projections that read one input (queries, keys and values; gate and up) are one
+    tensor, which shares scales."""
     has_inputs: bool = False
     """Whether inputs are rounded to the same numbers: a scale per token, and per block of inputs
     where weights have one."""
@@ -43,7 +46,8 @@ class Scheme:
         if shape is None:
             shape = f"in groups of {inputs}" if outputs == 1 else f"in blocks of {outputs}x{inputs}"
         of = "weights and inputs" if self.has_inputs else "weights"
-        return f"{of} in {self.number} {shape}"
+        fused = ", fused projections as one" if self.is_fused else ""
+        return f"{of} in {self.number} {shape}{fused}"
 
     def rounded(self, weight: Tensor) -> Tensor:
         """weight [..., N, K] -> the same shape and dtype."""
@@ -57,14 +61,19 @@ class Scheme:
 
 SCHEMES: tuple[Scheme, ...] = (
     *(
-        Scheme(number=number, block=block, has_inputs=has_inputs)
-        for number, blocks in (("fp8", ((0, 0), (1, 0), (128, 128))), ("int8", ((1, 0),)))
-        for block in blocks
+        Scheme(number=number, block=block, has_inputs=has_inputs, is_fused=is_fused)
+        for number, block in (
+            ("fp8", (0, 0)),
+            ("fp8", (1, 0)),
+            ("fp8", (128, 128)),
+            ("int8", (1, 0)),
+        )
+        for is_fused in ((False,) if block[0] == 1 else (False, True))
         for has_inputs in (False, True)
     ),
     *(
         Scheme(number=number, block=(1, group))
-        for number in ("int4", "int4 asymmetric")
+        for number in ("int4", "int4 to 7", "int4 asymmetric")
         for group in (32, 64, 128)
     ),
     Scheme(number="mxfp4", block=(1, 32)),
@@ -107,6 +116,11 @@ def _int4(x: Tensor) -> Tensor:
     return (x / scale).round().clamp(-8, 7) * scale
 
 
+def _int4_to_7(x: Tensor) -> Tensor:
+    scale = _scale(x, 7)
+    return (x / scale).round().clamp(-8, 7) * scale
+
+
 def _int4_asymmetric(x: Tensor) -> Tensor:
     least, most = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
     scale = (most - least) / 15
@@ -135,6 +149,7 @@ _ROUND: dict[Number, Callable[[Tensor], Tensor]] = {
     "fp8": _fp8,
     "int8": _int8,
     "int4": _int4,
+    "int4 to 7": _int4_to_7,
     "int4 asymmetric": _int4_asymmetric,
     "mxfp4": _mxfp4,
     "nf4": _nf4,

@@ -51,8 +51,13 @@ MIN_ROWS, MIN_TOKENS = 3, 8
 """Rows and tokens that a variant must explain; fewer rows if there are no more, or if the variant
 leaves less of them than MAX_FEW_RESIDUAL."""
 MAX_FEW_RESIDUAL = 0.05
+MAX_APPROXIMATE_RESIDUAL = 0.75
+"""Share of the deviation that an approximate variant may leave over all rows. Noise, or other
+weights, have no part in common with it: with its own size it would leave more than all."""
 TIE = 0.05
 """Share of the deviation within which two variants explain equally well."""
+EXACT = 4.0
+"""Ratio of what they leave within which they do: what leaves nothing is no tie."""
 FLOAT_K2 = 1e-8
 """k2 per token below which a side agrees with the model: float32 kernels that sum in another order
 are at 1e-13, TF32 is below this."""
@@ -149,6 +154,9 @@ class Variant:
     variant is its own."""
     rank: int = 0
     """Variants of a lower rank are taken first where they explain equally well."""
+    is_approximate: bool = False
+    """Whether what has this defect differs from the variant besides (an engine with rounded weights
+    rounds more than them): judged over all rows at once, by MAX_APPROXIMATE_RESIDUAL."""
 
 
 @dataclass(kw_only=True)
@@ -350,8 +358,9 @@ def _side(
     limit = np.where(is_known, MAX_ROW_RESIDUAL, MAX_FAR_RESIDUAL) * k2
     for number in reversed(range(len(residuals))):
         left = residuals[number]
-        is_near = left <= best + TIE * k2
+        is_near = (left <= best + TIE * k2) & (left <= EXACT * best + FLOAT_K2 * tokens)
         hit[is_deviating & is_near & (left <= limit)] = number
+    _add_approximate(hit, evidence.variants, residuals, k2, is_deviating & is_known)
     is_far = ~is_known & (tokens > 0)
     if tokens[is_far & (hit >= 0)].sum() < MIN_FAR_TOKENS * tokens[is_far].sum():
         hit[is_far] = -1
@@ -359,11 +368,13 @@ def _side(
     enough = min(MIN_ROWS, int((tokens > 0).sum()))
     families = [v.family or v.text for v in evidence.variants]
     for family in dict.fromkeys(families):
-        is_hit = np.isin(hit, np.flatnonzero([own == family for own in families]))
+        members = [own == family for own in families]
+        is_hit = np.isin(hit, np.flatnonzero(members))
         left = np.stack([*residuals, k2])[hit, np.arange(len(rows))]
         whole, rest = float(k2[is_hit].sum()), float(left[is_hit].sum())
+        is_approximate = evidence.variants[members.index(True)].is_approximate
         if (
-            rest > MAX_RESIDUAL * whole
+            rest > (MAX_APPROXIMATE_RESIDUAL if is_approximate else MAX_RESIDUAL) * whole
             or whole < MIN_SHARE * total
             or (is_hit.sum() < enough and rest > MAX_FEW_RESIDUAL * whole)
             or tokens[is_hit].sum() < MIN_TOKENS
@@ -404,6 +415,26 @@ def _residual(
         moved, _ = _sums(rows, variant.logprobs - plain)
         left[moved < MIN_MOVE * k2] = np.inf
     return left
+
+
+def _add_approximate(
+    hit: Int64Array,
+    variants: Sequence[Variant],
+    residuals: Sequence[Float64Array],
+    k2: Float64Array,
+    is_open: BoolArray,
+) -> None:
+    """Gives the rows that no variant reproduces to the approximate one that leaves the least of
+    them, if that is little enough."""
+    rows = is_open & np.array([h < 0 or variants[h].is_approximate for h in hit.tolist()])
+    of_all = {
+        number: float(left[rows].sum())
+        for number, left in enumerate(residuals)
+        if variants[number].is_approximate and rows.any() and np.isfinite(left[rows]).all()
+    }
+    number = min(of_all, key=lambda n: of_all[n], default=-1)
+    if number >= 0 and of_all[number] <= MAX_APPROXIMATE_RESIDUAL * float(k2[rows].sum()):
+        hit[rows] = number
 
 
 def variance_within(rows: Rows, d: Float64Array, spread: Float64Array, *, is_shared: bool) -> float:

@@ -1,9 +1,9 @@
 """Finds the variants of the model that are worth scoring, on a few rows first.
 
-There are some dozens of variants, each a forward. They are tried only where a side deviates by more
-than is explained, on NUM_PROBES rows that deviate; what reproduces one of these is scored on all rows
-that deviate. So a search costs as much as some 10 rows for each variant, whatever the dump; the
-number of variants grows with the layers that have sinks or windows.
+There are some dozens of variants, each a forward. They are tried only where a side deviates by
+more than is explained, on NUM_PROBES rows that deviate; what reproduces one of these is scored on
+all rows that deviate. So a search costs a forward of some 10 rows for each variant, whatever the
+dump; the number of variants grows with the layers that have sinks or windows.
 
 Imported with torch, when there is something to search for.
 
@@ -23,7 +23,9 @@ import torch
 
 from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.doctor.numerics.compare import (
+    EXACT,
     FLOAT_K2,
+    MAX_APPROXIMATE_RESIDUAL,
     MAX_FEW_RESIDUAL,
     MAX_ROW_RESIDUAL,
     NOISE_FACTOR,
@@ -70,6 +72,8 @@ class Trial:
     """Trials of a lower rank come first; a higher one's are not made where they leave nothing."""
     is_precision: bool = False
     """Tried on deviations of any size."""
+    is_approximate: bool = False
+    """As in `Variant`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +139,7 @@ class Search:
                         [self._is_open(int(row), found, best) for row in rows], np.bool_
                     )
             chosen = {trial.text: trial for _, trial in best.values()}
+            chosen |= self._approximate(trials, mine[False], evidence, found)
             families = {t.family for t in chosen.values() if t.family}
             for trial in trials:
                 if trial.text in chosen or trial.family in families:
@@ -158,8 +163,26 @@ class Search:
                 k2, before = side.k2[row], best.get((side.name, row), (side.left[row], trial))[0]
                 if not _is_left(side, found, row, is_precision=trial.is_precision):
                     continue
-                if left[row] <= MAX_ROW_RESIDUAL * k2 and left[row] < before - TIE * k2:
+                is_nearer = left[row] < before - TIE * k2 or EXACT * left[row] < before
+                if left[row] <= MAX_ROW_RESIDUAL * k2 and is_nearer:
                     best[side.name, row] = float(left[row]), trial
+
+    def _approximate(
+        self, trials: Sequence[Trial], rows: Int64Array, evidence: Evidence, found: Comparison
+    ) -> dict[str, Trial]:
+        """The approximate trial that leaves the least of these rows together, by side."""
+        out: dict[str, Trial] = {}
+        for side in found.sides.values():
+            mine = [r for r in rows.tolist() if _is_left(side, found, r)]
+            whole, sums = float(side.k2[mine].sum()), dict[float, Trial]()
+            for trial in (t for t in trials if t.is_approximate and t.text in self._scored):
+                if mine and self._done[trial.text].issuperset(mine):
+                    variant = self._variant(trial, self._scored[trial.text], evidence)
+                    left = row_residual(evidence.rows, side, variant)[mine]
+                    sums.setdefault(float(left.sum()), trial)
+            if sums and min(sums) <= MAX_APPROXIMATE_RESIDUAL * whole:
+                out[sums[min(sums)].text] = sums[min(sums)]
+        return out
 
     def _is_open(
         self, row: int, found: Comparison, best: dict[tuple[str, int], tuple[float, Trial]]
@@ -200,6 +223,7 @@ class Search:
             plain=None if trial.is_precision else evidence.plain,
             family=trial.family,
             rank=rank_of(trial.cause),
+            is_approximate=trial.is_approximate,
         )
 
     # -- trials -------------------------------------------------------------------------------
@@ -224,6 +248,7 @@ class Search:
                 text=change.text,
                 score=partial(changed, change),
                 rank=change.rank,
+                is_approximate=change.kind == "quantised",
             )
 
         def arranged(arrangement: Any, places: Int64Array) -> Float64Array:
