@@ -269,12 +269,11 @@ class Part:
         into[..., self.rows, :] = new.transpose(-1, -2) if self.is_transposed else new
 
 
-@contextmanager
-def _quantised(model: Any, scheme: Scheme) -> Iterator[None]:
-    """The weights of linear maps rounded by this scheme: a second copy of them is in memory. As in
-    engines, the embedding, the head, routers, and gates of experts are not."""
+def rounded_weights(model: Any, scheme: Scheme) -> dict[nn.Parameter, Tensor]:
+    """Parameter -> its weights rounded by this scheme. As in engines, the embedding, the head,
+    routers, and gates of experts are not."""
     news: dict[nn.Parameter, Tensor] = {}
-    with torch.no_grad(), ExitStack() as stack:
+    with torch.no_grad():
         for parts in linear_maps(model):
             held = [part.held for part in parts]
             if scheme.is_fused:
@@ -283,6 +282,21 @@ def _quantised(model: Any, scheme: Scheme) -> Iterator[None]:
                 rounded = [scheme.rounded(one) for one in held]
             for part, new in zip(parts, rounded, strict=True):
                 part.write(news.setdefault(part.weight, torch.empty_like(part.weight)), new)
+    return news
+
+
+def quantise(model: Decoder, scheme: Scheme) -> Decoder:
+    """Rounds the weights of `model` itself."""
+    for weight, new in rounded_weights(model, scheme).items():
+        weight.data = new
+    return model
+
+
+@contextmanager
+def _quantised(model: Any, scheme: Scheme) -> Iterator[None]:
+    """The weights of linear maps rounded by this scheme: a second copy of them is in memory."""
+    news = rounded_weights(model, scheme)
+    with ExitStack() as stack:
         stack.enter_context(patched(*((weight, "data", new) for weight, new in news.items())))
         if scheme.has_inputs and isinstance(model, Decoder):
             stack.enter_context(patched((model, "ops", RoundingOps(scheme, set(map(id, news))))))
