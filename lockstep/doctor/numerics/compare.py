@@ -78,7 +78,10 @@ FOREIGN = 4.0
 neither side ran these weights."""
 MAX_WITHIN = 0.65
 """Ratio of the variance within equal contexts to the whole, below which a deviation repeats and is
-no noise. Other weights were at 0.24 to 0.50, noise at 0.80 to 1.02 (two shipped models)."""
+no noise. Other weights were at 0.05 to 0.37, noise and dropout at 0.78 to 1.04 (a shipped model and
+a tiny one of transformers, four seeds)."""
+LEAST_LOGPROB = -15.0
+"""Log-prob from which on tokens count as equally unlikely in a trend."""
 MIN_REPEATED = 60
 """Tokens in repeated contexts that are needed to tell."""
 MIN_SPREAD = 1e-3
@@ -437,7 +440,14 @@ def _add_approximate(
         hit[rows] = number
 
 
-def variance_within(rows: Rows, d: Float64Array, spread: Float64Array, *, is_shared: bool) -> float:
+def variance_within(
+    rows: Rows,
+    d: Float64Array,
+    spread: Float64Array,
+    *,
+    is_shared: bool,
+    reference: Float64Array | None = None,
+) -> float:
     """Ratio of the variance of d [N] within equal contexts to the whole: about 1 for noise, at most
     MAX_WITHIN for a deviation that repeats; NaN if too few tokens repeat.
 
@@ -445,6 +455,8 @@ def variance_within(rows: Rows, d: Float64Array, spread: Float64Array, *, is_sha
     them by much the same, noise does not. The length in CONTEXTS that repeats most counts. d is in
     units of the spread that noise on the logits would cause, without extremes. is_shared: rows that
     begin alike may have been computed once, so that one token of each beginning is taken.
+    reference: [N] log-probs of the model. Strong noise makes likely tokens less likely each time
+    that they are read; what d is at such log-probs on average is taken off first.
     """
     is_used = np.isfinite(d) & (spread > MIN_SPREAD)
     if is_shared:
@@ -452,23 +464,41 @@ def variance_within(rows: Rows, d: Float64Array, spread: Float64Array, *, is_sha
         _, first = np.unique(rows.prefix_keys[places], return_index=True)
         is_used = np.zeros_like(is_used)
         is_used[places[first]] = True
-    found = [_within(rows, d, spread, is_used, length) for length in CONTEXTS]
+    z = np.full(len(d), np.nan)
+    z[is_used] = d[is_used] / np.sqrt(spread[is_used])
+    if reference is not None and is_used.sum() > MIN_REPEATED:
+        z[is_used] = _without_trend(z[is_used], reference[is_used], spread[is_used])
+    found = [_within(rows, z, is_used, length) for length in CONTEXTS]
     return min((ratio for ratio in found if not np.isnan(ratio)), default=np.nan)
 
 
-def _within(
-    rows: Rows, d: Float64Array, spread: Float64Array, is_used: BoolArray, length: int
-) -> float:
+def _without_trend(z: Float64Array, logprobs: Float64Array, spread: Float64Array) -> Float64Array:
+    """z less its mean, and over its size, at tokens of such a log-prob and spread: a polynomial of
+    both is fitted."""
+    x, y = np.clip(logprobs, LEAST_LOGPROB, 0), np.log(spread)
+    columns = np.stack([x**0, x, x * x, np.exp(x), np.exp(2 * x), y, y * y, x * y], 1)
+    z = _clipped(z)
+    rest = z - columns @ np.linalg.lstsq(columns, z, rcond=None)[0]
+    # The logarithm of a square that is 0 by chance would decide: none is below a share of the mean.
+    squares = np.log(rest**2 + 1e-3 * (rest**2).mean() + 1e-30)
+    return rest / np.exp(0.5 * columns @ np.linalg.lstsq(columns, squares, rcond=None)[0])
+
+
+def _clipped(z: Float64Array) -> Float64Array:
+    limit = np.quantile(np.abs(z), 0.98)
+    return np.clip(z, -limit, limit)
+
+
+def _within(rows: Rows, z: Float64Array, is_used: BoolArray, length: int) -> float:
     ids = rows.token_ids.astype(np.uint64)
     key = np.zeros(len(ids), np.uint64)
     for back in range(length):
         key = key * np.uint64(1_000_003) + np.roll(ids, back)
     is_used = is_used & (rows.position >= length)
-    z, key = d[is_used] / np.sqrt(spread[is_used]), key[is_used]
+    z, key = z[is_used], key[is_used]
     if len(z) < MIN_REPEATED:
         return np.nan
-    limit = np.quantile(np.abs(z), 0.98)
-    z = np.clip(z, -limit, limit)
+    z = _clipped(z)
     _, index, count = np.unique(key, return_inverse=True, return_counts=True)
     is_repeated = count[index] > 1
     _, index, count = np.unique(index[is_repeated], return_inverse=True, return_counts=True)

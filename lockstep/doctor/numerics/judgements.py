@@ -86,6 +86,7 @@ class _Compared(Check):
             comparison.deviation(side),
             comparison.evidence.spread,
             is_shared=side.name == "trainer",
+            reference=side.reference,
         )
         is_of_routes = comparison.replayed_share(side) > MOSTLY
         return np.nan if within <= MAX_WITHIN and is_of_routes else within
