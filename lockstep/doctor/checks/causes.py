@@ -177,7 +177,7 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
                 "vllm": "--generation-config vllm takes nothing from the file.",
                 "sglang": "--sampling-defaults openai takes nothing from the file.",
             },
-            fault="generation_defaults",
+            fault="processed_logprobs",
         ),
         "clamped": Cause(
             title="Log-probs were clamped at a bound.",

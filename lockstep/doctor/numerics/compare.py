@@ -354,6 +354,13 @@ def _side(
     residuals: list[Float64Array] = []
     for variant in evidence.variants:
         left = _residual(rows, values, held, k2, tokens, variant)
+        if variant.is_approximate:
+            again = values - variant.logprobs
+            d = np.where(np.isfinite(again), values - held, np.nan)
+            # A few tokens that go to other experts must not decide: the typical one is nearer too.
+            typical = MAX_APPROXIMATE_RESIDUAL * _typical(d, evidence.spread)
+            if not _typical(again, evidence.spread) <= typical:
+                left[:] = np.inf
         residuals.append(left)
         best = np.minimum(best, left)
     hit = np.full(len(rows), -1)
