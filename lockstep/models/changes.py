@@ -216,7 +216,7 @@ def _fallback_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"with longrope's {one} factors at every length", rebuilt(same)
     if len(of_kinds) > 1:
         for kind, found in of_kinds.items():
-            everywhere = dict.fromkeys(of_kinds, found)
+            everywhere: dict[str, dict[str, Any]] = dict.fromkeys(of_kinds, found)
             yield f"with the rotary angles of its {kind} layers in all", rebuilt(everywhere)
 
 
@@ -348,7 +348,7 @@ def _decoder_maps(model: Decoder) -> list[list[Part]]:
         out.append([Part(weight=c.o_proj.weight)])
         for name in ("gate_up_proj", "down_proj"):
             map_: Any = getattr(block.mlp, name)
-            weight = map_ if isinstance(map_, nn.Parameter) else map_.weight
+            weight: Any = map_ if isinstance(map_, nn.Parameter) else map_.weight
             half = weight.shape[-2] // 2
             rows = [slice(0, half), slice(half, None)] if name == "gate_up_proj" else [slice(None)]
             out.append([Part(weight=weight, rows=part) for part in rows])

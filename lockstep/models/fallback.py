@@ -149,8 +149,12 @@ class FallbackModel(nn.Module):
             config.sliding_window = window
             make: Any = create_causal_mask if window is None else create_sliding_window_causal_mask
             hidden = args[0] if args else kwargs["hidden_states"]
-            mask = make(config=config, inputs_embeds=hidden, attention_mask=padding["mask"],
-                        **{self._cache_name(make): None})  # fmt: skip
+            mask = make(
+                config=config,
+                inputs_embeds=hidden,
+                attention_mask=padding["mask"],
+                **{self._cache_name(make): None},
+            )
             return args, kwargs | {"attention_mask": mask}
 
         with ExitStack() as stack:

@@ -20,9 +20,23 @@ FP8_LARGEST = 448.0  # of e4m3
 FP4_LARGEST_POWER = 2  # exponent of e2m1's largest number, 6
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1
 NF4 = (
-    -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
-    0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928,
+    -0.5250731,
+    -0.3949175,
+    -0.2844414,
+    -0.1847734,
+    -0.0910500,
+    0.0,
+    0.0795803,
+    0.1609302,
+    0.2461123,
+    0.3379152,
+    0.4407098,
+    0.5626170,
+    0.7229568,
+    1.0,
+)
 """Source: bitsandbytes; quantiles of a normal distribution (arXiv 2305.14314)."""
 
 
@@ -59,6 +73,7 @@ class Scheme:
         return _in_blocks(x[..., None, :], (1, inputs), _ROUND[self.number])[..., 0, :]
 
 
+_INT4: tuple[Number, ...] = ("int4", "int4 to 7", "int4 asymmetric")
 SCHEMES: tuple[Scheme, ...] = (
     *(
         Scheme(number=number, block=block, has_inputs=has_inputs, is_fused=is_fused)
@@ -71,15 +86,11 @@ SCHEMES: tuple[Scheme, ...] = (
         for is_fused in ((False,) if block[0] == 1 else (False, True))
         for has_inputs in (False, True)
     ),
-    *(
-        Scheme(number=number, block=(1, group))
-        for number in ("int4", "int4 to 7", "int4 asymmetric")
-        for group in (32, 64, 128)
-    ),
+    *(Scheme(number=number, block=(1, group)) for number in _INT4 for group in (32, 64, 128)),
     Scheme(number="mxfp4", block=(1, 32)),
     Scheme(number="nf4", block=(1, 64)),
 )
-"""What vLLM and SGLang serve: fp8 per tensor is vLLM's quantization=fp8, blocks are DeepSeek's,
+"""Formats that vLLM and SGLang serve: fp8 per tensor is vLLM's quantization=fp8, blocks are DeepSeek's,
 groups are those of GPTQ and AWQ, mxfp4 is gpt-oss' own, nf4 is bitsandbytes'."""
 
 

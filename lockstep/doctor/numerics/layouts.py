@@ -36,12 +36,12 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """What is known of the batches in which rows were computed."""
+    """Facts about the batches in which rows were computed."""
 
     prompts: Int64Array
     """[R] tokens before the first that is trained."""
     longest_prompt: int
-    """Of the whole dump, like the next."""
+    """Tokens of the longest prompt in the whole dump."""
     longest: int
     preceding: Sequence[tuple[Int32Array, ...]]
     """[R] ids of the rows before this one in the dump, the nearest first."""
@@ -132,7 +132,7 @@ _TO: dict[str, _Size] = {
     "the longest prompt": _to_longest_prompt,
     "the longest row": _to_longest,
 }
-"""What rows are padded to -> tokens of padding."""
+"""Length to which rows are padded -> tokens of padding."""
 
 
 # -- positions ------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Scorer:
                     yield text, model
 
     def changes(self, model: Any) -> Iterator[Change]:
-        """What may be wrong with the arithmetic of this model."""
+        """Changes that may be wrong with the arithmetic of this model."""
         return changes(model)
 
     def in_bfloat16(self, model: Any) -> Any:
