@@ -73,6 +73,10 @@ class Scheme:
         return _in_blocks(x[..., None, :], (1, inputs), _ROUND[self.number])[..., 0, :]
 
 
+_WITH_INPUTS: dict[Number, tuple[tuple[int, int], ...]] = {
+    "fp8": ((0, 0), (1, 0), (128, 128)),
+    "int8": ((1, 0),),
+}
 _INT4: tuple[Number, ...] = ("int4", "int4 to 7", "int4 asymmetric")
 SCHEMES: tuple[Scheme, ...] = (
     *(
@@ -90,8 +94,8 @@ SCHEMES: tuple[Scheme, ...] = (
     Scheme(number="mxfp4", block=(1, 32)),
     Scheme(number="nf4", block=(1, 64)),
 )
-"""Formats that vLLM and SGLang serve: fp8 per tensor is vLLM's quantization=fp8, blocks are DeepSeek's,
-groups are those of GPTQ and AWQ, mxfp4 is gpt-oss' own, nf4 is bitsandbytes'."""
+"""Formats that vLLM and SGLang serve: fp8 per tensor is vLLM's quantization=fp8, blocks are
+DeepSeek's, groups are those of GPTQ and AWQ, mxfp4 is gpt-oss' own, nf4 is bitsandbytes'."""
 
 
 def _in_blocks(
