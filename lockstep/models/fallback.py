@@ -10,7 +10,10 @@ Settings that need more are refused by name, before a model is loaded and here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,71 @@ class FallbackModel(nn.Module):
         terms_NV = logprobs_NV.exp() * logprobs_NV
         entropy_N = -terms_NV.masked_fill(logprobs_NV == float("-inf"), 0.0).sum(-1)
         return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+
+    def logits(
+        self, ids_T: Tensor, positions_T: Tensor, context: PackedContext, predictors_N: Tensor
+    ) -> Callable[[slice], Tensor]:
+        """Gives the logits [n, V] at a slice of the predictors [N], in the compute dtype. All of
+        them are in memory at once where the head is not plain."""
+        if self.has_plain_head:
+            hidden_ND = take_rows(self(ids_T, positions_T, context), predictors_N)
+            return lambda part: self.ops.linear(hidden_ND[part], self.head)
+        logits_TV = self._run(self.inner, lambda out: out.logits, ids_T, positions_T, context)
+        logits_NV = take_rows(logits_TV, predictors_N)
+        return lambda part: logits_NV[part]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer, by the config; None is full attention, or none."""
+        config = self.inner.config
+        width, num_layers = getattr(config, "sliding_window", None), self.config.num_layers
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+        if not isinstance(getattr(self.inner.base_model, "layers", None), nn.ModuleList):
+            return (None,) * num_layers  # layers that have another place cannot be given masks
+        return tuple(width if kind == "sliding_attention" else None for kind in kinds)
+
+    @contextmanager
+    def with_windows(self, windows: Sequence[int | None]) -> Iterator[None]:
+        """Inside of the block, each layer of attention is given the mask of this window."""
+        from transformers.masking_utils import (
+            create_causal_mask,
+            create_sliding_window_causal_mask,
+        )
+
+        base, own = self.inner.base_model, self.windows
+        padding: dict[str, Tensor] = {}
+
+        def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            padding["mask"] = kwargs["attention_mask"]
+
+        def give(window: int | None, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            config = copy(self.inner.config)
+            config.sliding_window = window
+            make: Any = create_causal_mask if window is None else create_sliding_window_causal_mask
+            hidden = args[0] if args else kwargs["hidden_states"]
+            mask = make(
+                config=config,
+                inputs_embeds=hidden,
+                attention_mask=padding["mask"],
+                **{self._cache_name(make): None},
+            )
+            return args, kwargs | {"attention_mask": mask}
+
+        with ExitStack() as stack:
+            hooks = [base.register_forward_pre_hook(keep, with_kwargs=True)]
+            for layer, before, after in zip(base.layers, own, windows, strict=True):
+                if before != after:
+                    hook = partial(give, after)
+                    hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            for handle in hooks:
+                stack.callback(handle.remove)
+            yield
+
+    @staticmethod
+    def _cache_name(make: Any) -> str:
+        """Keyword of the cache, which releases of transformers have renamed."""
+        names = inspect.signature(make).parameters
+        return "cache" if "cache" in names else "past_key_values"
 
     def _check(self, context: Any, routing: Any) -> None:
         if not isinstance(context, PackedContext):

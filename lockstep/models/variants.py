@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention
+from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.moe import MoE
@@ -57,15 +58,29 @@ class SinklessAttention(Attention):
         return None
 
 
-def without_sinks(model: Decoder) -> Decoder:
-    """`model` without attention sinks, which then get no gradient."""
-    return with_attention(model, SinklessAttention)
+def without_sinks(model: Decoder, *, layer: int | None = None) -> Decoder:
+    """`model` without attention sinks, which then get no gradient. layer: the only one without;
+    None: all."""
+
+    def kind(config: ModelConfig, number: int) -> Attention:
+        return (SinklessAttention if layer in (None, number) else Attention)(config, number)
+
+    return with_attention(model, kind)
 
 
-def without_windows(model: Decoder) -> Decoder:
-    """`model` with full attention in every layer."""
+def without_windows(model: Decoder, *, layer: int | None = None) -> Decoder:
+    """`model` with full attention in this layer; None: in every one."""
+    windows = tuple(
+        None if layer in (None, number) else width
+        for number, width in enumerate(model.config.windows)
+    )
+    return with_config(model, windows=windows)
+
+
+def with_config(model: Decoder, **changed: Any) -> Decoder:
+    """`model` with other settings, of the same shapes."""
     with torch.device("meta"):
-        twin = Decoder(replace(model.config, windows=(None,) * model.config.num_layers))
+        twin = Decoder(replace(model.config, **changed))
     return sharing(twin, model)
 
 

@@ -258,8 +258,8 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
             fault="router_noise,std=0.3",
         ),
         "ignored_sinks": Cause(
-            title="The trainer's attention ignores the model's attention sinks.",
-            remedy="Train with an attention kernel that supports sinks.",
+            title="One side's attention ignores the model's attention sinks, or those of a layer.",
+            remedy="Use an attention kernel that supports sinks, in every layer.",
             in_engines={
                 "transformers": "attn_implementation=eager, flex_attention, flash_attention_4 or "
                 "kernels-community/vllm-flash-attn3 (Hopper): gpt-oss does not support "
@@ -268,9 +268,58 @@ _CAUSES: dict[Room, dict[str, Cause]] = {
             fault="ignored_sinks",
         ),
         "ignored_window": Cause(
-            title="One side's attention reaches beyond the model's sliding window.",
-            remedy="Pass each layer's window to the attention kernel.",
+            title="One side's attention does not keep to the model's sliding windows.",
+            remedy="Pass each layer's own window to the attention kernel.",
             fault="ignored_window",
+        ),
+        "ignored_rope_scaling": Cause(
+            title="One side turns queries and keys by other rotary angles than the model's.",
+            remedy="Read rope_parameters (rope_scaling and rope_theta) of the model's config.json.",
+            in_engines={
+                "vllm": "leave --hf-overrides without rope settings, and serve the config.json "
+                "that is trained.",
+                "sglang": "leave --json-model-override-args without rope settings.",
+            },
+            fault="ignored_rope_scaling",
+        ),
+        "wrong_positions": Cause(
+            title="One side counts the positions of a row's tokens wrongly.",
+            remedy="Give the model position ids that count the row's own tokens from 0, over all "
+            "of its turns.",
+            in_engines={
+                "transformers": "pass position_ids: without them a padded or packed batch counts "
+                "padding, or the row before.",
+            },
+            fault="wrong_positions",
+        ),
+        "packing_leak": Cause(
+            title="Attention sees the row that is packed before a row.",
+            remedy="Give attention the bounds of the rows, or compute each row by itself.",
+            in_engines={
+                "transformers": "attn_implementation=flash_attention_2 with position_ids that "
+                "begin at 0 in each row, and no attention_mask.",
+            },
+            fault="packing_leak",
+        ),
+        "padding_attended": Cause(
+            title="Attention sees padding, or does not see tokens beside it.",
+            remedy="Pass an attention mask that is 1 at the row's own tokens, made on the side on "
+            "which the batch is padded.",
+            fault="padding_attended",
+        ),
+        "quantised_rollout": Cause(
+            title="The sampler runs weights that are rounded to a narrower format.",
+            remedy="Serve the weights as they are trained, or correct by importance sampling.",
+            in_engines={
+                "vllm": "leave --quantization out, and serve a directory without "
+                "quantization_config.",
+                "sglang": "leave --quantization out.",
+            },
+            fault="quantised_rollout",
+        ),
+        "half_head": Cause(
+            title="The two sides compute the output projection in different precisions.",
+            remedy="Compute the head in one precision on both sides; float32 has the least noise.",
         ),
         "dropout": Cause(
             kind="trainer_noise",

@@ -51,8 +51,13 @@ MIN_ROWS, MIN_TOKENS = 3, 8
 """Rows and tokens that a variant must explain; fewer rows if there are no more, or if the variant
 leaves less of them than MAX_FEW_RESIDUAL."""
 MAX_FEW_RESIDUAL = 0.05
+MAX_APPROXIMATE_RESIDUAL = 0.75
+"""Share of the deviation that an approximate variant may leave over all rows. Noise, or other
+weights, have no part in common with it: with its own size it would leave more than all."""
 TIE = 0.05
 """Share of the deviation within which two variants explain equally well."""
+EXACT = 4.0
+"""Ratio of what they leave within which they do: what leaves nothing is no tie."""
 FLOAT_K2 = 1e-8
 """k2 per token below which a side agrees with the model: float32 kernels that sum in another order
 are at 1e-13, TF32 is below this."""
@@ -73,13 +78,34 @@ FOREIGN = 4.0
 neither side ran these weights."""
 MAX_WITHIN = 0.65
 """Ratio of the variance within equal contexts to the whole, below which a deviation repeats and is
-no noise. Other weights were at 0.24 to 0.50, noise at 0.80 to 1.02 (two shipped models)."""
+no noise. Other weights were at 0.05 to 0.37, noise and dropout at 0.78 to 1.04 (a shipped model and
+a tiny one of transformers, four seeds)."""
+LEAST_LOGPROB = -15.0
+"""Log-prob from which on tokens count as equally unlikely in a trend."""
 MIN_REPEATED = 60
 """Tokens in repeated contexts that are needed to tell."""
 MIN_SPREAD = 1e-3
 """Variance under unit noise on the logits that a token needs to tell anything about noise."""
 CONTEXTS = (3, 8)
 """Lengths of a context in tokens: short ones occur often, long ones tell more."""
+
+
+_ORDER = (
+    ("ignored_sinks", "ignored_window", "ignored_rope_scaling", "wrong_positions", "packing_leak"),
+    ("padding_attended", "adapter_not_merged"),
+    (),
+    ("other_weights",),
+    ("processed", "generation_defaults"),
+    ("quantised_rollout",),
+    ("precision",),
+    ("half_head",),
+)
+"""Causes in the order in which they are taken where they explain equally well. Those that are not
+named here come third."""
+
+
+def rank_of(cause: str) -> int:
+    return next((i for i, causes in enumerate(_ORDER) if cause in causes), 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +116,19 @@ class Distribution:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all."""
+    min_p: float = 0.0
+    """Share of the largest probability below which a token is dropped."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits, and factor of the negative ones, of ids that are in the row
+    already."""
 
     def describe(self) -> str:
         parts = [f"temperature={self.temperature:g}"]
         parts += [f"top_p={self.top_p:g}"] if self.top_p < 1 else []
         parts += [f"top_k={self.top_k}"] if self.top_k else []
+        parts += [f"min_p={self.min_p:g}"] if self.min_p else []
+        if self.repetition_penalty != 1:
+            parts += [f"repetition_penalty={self.repetition_penalty:g}"]
         return " ".join(parts)
 
 
@@ -118,6 +152,14 @@ class Variant:
     """[N], NaN where it was not computed."""
     plain: Float64Array | None = None
     """[N] the model without the defect, computed in the same way; None allows any move."""
+    family: str = ""
+    """Variants of one family are one defect, of which each row has another size; by default a
+    variant is its own."""
+    rank: int = 0
+    """Variants of a lower rank are taken first where they explain equally well."""
+    is_approximate: bool = False
+    """Whether what has this defect differs from the variant besides (an engine with rounded weights
+    rounds more than them): judged over all rows at once, by MAX_APPROXIMATE_RESIDUAL."""
 
 
 @dataclass(kw_only=True)
@@ -134,13 +176,18 @@ class Evidence:
     """[N] as in `Scored`."""
     replayed: Float64Array | None = None
     """[N] with the sampler's recorded experts; None without any."""
-    distribution: str = ""
-    """Processing of the logits of the reference, in words."""
+    plain: Float64Array | None = None
+    """[N] the model in float32 under `processing`; NaN where its weights are not at hand."""
+    processing: Distribution = Distribution()
+    """Processing of the logits of the reference."""
     is_replayed: bool = False
     """Whether the reference takes the sampler's recorded experts, as a trainer that replays
     them."""
     sides: Sequence[SideName] = ()
     """The sides that have log-probs of their own, and not the model's."""
+    tried: Mapping[str, Sequence[str]] | None = None
+    """Cause -> the variants that were tried on a few rows (`search`); None: nothing was left to
+    explain."""
 
     def take(self, index: Int64Array) -> Evidence:
         """The rows at these places, in their order."""
@@ -306,13 +353,14 @@ def _side(
     best = np.full(len(rows), np.inf)
     residuals: list[Float64Array] = []
     for variant in evidence.variants:
-        left, compared = _sums(rows, values - variant.logprobs)
-        # A variant that was not computed for a row, or not for all its tokens, explains nothing.
-        left[(compared < tokens) | (tokens == 0)] = np.inf
-        if variant.plain is not None:
-            plain = np.where(np.isfinite(variant.plain), variant.plain, held)
-            moved, _ = _sums(rows, variant.logprobs - plain)
-            left[moved < MIN_MOVE * k2] = np.inf
+        left = _residual(rows, values, held, k2, tokens, variant)
+        if variant.is_approximate:
+            again = values - variant.logprobs
+            d = np.where(np.isfinite(again), values - held, np.nan)
+            # A few tokens that go to other experts must not decide: the typical one is nearer too.
+            typical = MAX_APPROXIMATE_RESIDUAL * _typical(d, evidence.spread)
+            if not _typical(again, evidence.spread) <= typical:
+                left[:] = np.inf
         residuals.append(left)
         best = np.minimum(best, left)
     hit = np.full(len(rows), -1)
@@ -320,18 +368,23 @@ def _side(
     limit = np.where(is_known, MAX_ROW_RESIDUAL, MAX_FAR_RESIDUAL) * k2
     for number in reversed(range(len(residuals))):
         left = residuals[number]
-        is_near = left <= best + TIE * k2
+        is_near = (left <= best + TIE * k2) & (left <= EXACT * best + FLOAT_K2 * tokens)
         hit[is_deviating & is_near & (left <= limit)] = number
+    _add_approximate(hit, evidence.variants, residuals, k2, is_deviating & is_known)
     is_far = ~is_known & (tokens > 0)
     if tokens[is_far & (hit >= 0)].sum() < MIN_FAR_TOKENS * tokens[is_far].sum():
         hit[is_far] = -1
     total = float(k2[is_known].sum()) if is_known.any() else float(k2.sum())
     enough = min(MIN_ROWS, int((tokens > 0).sum()))
-    for number, left in enumerate(residuals):
-        is_hit = hit == number
+    families = [v.family or v.text for v in evidence.variants]
+    for family in dict.fromkeys(families):
+        members = [own == family for own in families]
+        is_hit = np.isin(hit, np.flatnonzero(members))
+        left = np.stack([*residuals, k2])[hit, np.arange(len(rows))]
         whole, rest = float(k2[is_hit].sum()), float(left[is_hit].sum())
+        is_approximate = evidence.variants[members.index(True)].is_approximate
         if (
-            rest > MAX_RESIDUAL * whole
+            rest > (MAX_APPROXIMATE_RESIDUAL if is_approximate else MAX_RESIDUAL) * whole
             or whole < MIN_SHARE * total
             or (is_hit.sum() < enough and rest > MAX_FEW_RESIDUAL * whole)
             or tokens[is_hit].sum() < MIN_TOKENS
@@ -351,7 +404,57 @@ def _side(
     )
 
 
-def variance_within(rows: Rows, d: Float64Array, spread: Float64Array, *, is_shared: bool) -> float:
+def row_residual(rows: Rows, side: Side, variant: Variant) -> Float64Array:
+    """[R] what the variant leaves of the side's k2; infinity where it explains nothing."""
+    return _residual(rows, side.values, side.reference, side.k2, side.tokens, variant)
+
+
+def _residual(
+    rows: Rows,
+    values: Float64Array,
+    held: Float64Array,
+    k2: Float64Array,
+    tokens: Int64Array,
+    variant: Variant,
+) -> Float64Array:
+    left, compared = _sums(rows, values - variant.logprobs)
+    # A variant that was not computed for a row, or not for all its tokens, explains nothing.
+    left[(compared < tokens) | (tokens == 0)] = np.inf
+    if variant.plain is not None:
+        plain = np.where(np.isfinite(variant.plain), variant.plain, held)
+        moved, _ = _sums(rows, variant.logprobs - plain)
+        left[moved < MIN_MOVE * k2] = np.inf
+    return left
+
+
+def _add_approximate(
+    hit: Int64Array,
+    variants: Sequence[Variant],
+    residuals: Sequence[Float64Array],
+    k2: Float64Array,
+    is_open: BoolArray,
+) -> None:
+    """Gives the rows that no variant reproduces to the approximate one that leaves the least of
+    them, if that is little enough."""
+    rows = is_open & np.array([h < 0 or variants[h].is_approximate for h in hit.tolist()])
+    of_all = {
+        number: float(left[rows].sum())
+        for number, left in enumerate(residuals)
+        if variants[number].is_approximate and rows.any() and np.isfinite(left[rows]).all()
+    }
+    number = min(of_all, key=lambda n: of_all[n], default=-1)
+    if number >= 0 and of_all[number] <= MAX_APPROXIMATE_RESIDUAL * float(k2[rows].sum()):
+        hit[rows] = number
+
+
+def variance_within(
+    rows: Rows,
+    d: Float64Array,
+    spread: Float64Array,
+    *,
+    is_shared: bool,
+    reference: Float64Array | None = None,
+) -> float:
     """Ratio of the variance of d [N] within equal contexts to the whole: about 1 for noise, at most
     MAX_WITHIN for a deviation that repeats; NaN if too few tokens repeat.
 
@@ -359,6 +462,8 @@ def variance_within(rows: Rows, d: Float64Array, spread: Float64Array, *, is_sha
     them by much the same, noise does not. The length in CONTEXTS that repeats most counts. d is in
     units of the spread that noise on the logits would cause, without extremes. is_shared: rows that
     begin alike may have been computed once, so that one token of each beginning is taken.
+    reference: [N] log-probs of the model. Strong noise makes likely tokens less likely each time
+    that they are read; what d is at such log-probs on average is taken off first.
     """
     is_used = np.isfinite(d) & (spread > MIN_SPREAD)
     if is_shared:
@@ -366,23 +471,41 @@ def variance_within(rows: Rows, d: Float64Array, spread: Float64Array, *, is_sha
         _, first = np.unique(rows.prefix_keys[places], return_index=True)
         is_used = np.zeros_like(is_used)
         is_used[places[first]] = True
-    found = [_within(rows, d, spread, is_used, length) for length in CONTEXTS]
+    z = np.full(len(d), np.nan)
+    z[is_used] = d[is_used] / np.sqrt(spread[is_used])
+    if reference is not None and is_used.sum() > MIN_REPEATED:
+        z[is_used] = _without_trend(z[is_used], reference[is_used], spread[is_used])
+    found = [_within(rows, z, is_used, length) for length in CONTEXTS]
     return min((ratio for ratio in found if not np.isnan(ratio)), default=np.nan)
 
 
-def _within(
-    rows: Rows, d: Float64Array, spread: Float64Array, is_used: BoolArray, length: int
-) -> float:
+def _without_trend(z: Float64Array, logprobs: Float64Array, spread: Float64Array) -> Float64Array:
+    """z less its mean, and over its size, at tokens of such a log-prob and spread: a polynomial of
+    both is fitted."""
+    x, y = np.clip(logprobs, LEAST_LOGPROB, 0), np.log(spread)
+    columns = np.stack([x**0, x, x * x, np.exp(x), np.exp(2 * x), y, y * y, x * y], 1)
+    z = _clipped(z)
+    rest = z - columns @ np.linalg.lstsq(columns, z, rcond=None)[0]
+    # The logarithm of a square that is 0 by chance would decide: none is below a share of the mean.
+    squares = np.log(rest**2 + 1e-3 * (rest**2).mean() + 1e-30)
+    return rest / np.exp(0.5 * columns @ np.linalg.lstsq(columns, squares, rcond=None)[0])
+
+
+def _clipped(z: Float64Array) -> Float64Array:
+    limit = np.quantile(np.abs(z), 0.98)
+    return np.clip(z, -limit, limit)
+
+
+def _within(rows: Rows, z: Float64Array, is_used: BoolArray, length: int) -> float:
     ids = rows.token_ids.astype(np.uint64)
     key = np.zeros(len(ids), np.uint64)
     for back in range(length):
         key = key * np.uint64(1_000_003) + np.roll(ids, back)
     is_used = is_used & (rows.position >= length)
-    z, key = d[is_used] / np.sqrt(spread[is_used]), key[is_used]
+    z, key = z[is_used], key[is_used]
     if len(z) < MIN_REPEATED:
         return np.nan
-    limit = np.quantile(np.abs(z), 0.98)
-    z = np.clip(z, -limit, limit)
+    z = _clipped(z)
     _, index, count = np.unique(key, return_inverse=True, return_counts=True)
     is_repeated = count[index] > 1
     _, index, count = np.unique(index[is_repeated], return_inverse=True, return_counts=True)

@@ -36,6 +36,8 @@ MIN_LEFT = 0.01
 repair may be an estimate (log-probs after a temperature), and its error is no noise."""
 MIN_REPLAYED = 0.1
 """Share of a side's deviation that replaying the recorded routes must remove to be named."""
+MAX_TRIED = 4
+"""Variants that a finding names of those that explain nothing."""
 MOSTLY = 0.5
 """The same, above which a deviation is one of routes though it repeats: routers as noisy as that
 make log-probs worse wherever they matter."""
@@ -84,6 +86,7 @@ class _Compared(Check):
             comparison.deviation(side),
             comparison.evidence.spread,
             is_shared=side.name == "trainer",
+            reference=side.reference,
         )
         is_of_routes = comparison.replayed_share(side) > MOSTLY
         return np.nan if within <= MAX_WITHIN and is_of_routes else within
@@ -136,12 +139,13 @@ class Reproduced(_Compared):
     """A side whose numbers are those of the model with one thing changed."""
 
     is_defect: ClassVar[bool] = True
-    is_of_decoder: ClassVar[bool] = False
-    """Its variants are of Lockstep's decoder, and cannot be made of a model of transformers."""
 
     def judge(self) -> Finding:
         comparison = self.comparison
         tried = [v.text for v in comparison.evidence.variants if v.cause == self.cause]
+        tried += [
+            t for t in (comparison.evidence.tried or {}).get(self.cause, ()) if t not in tried
+        ]
         if not tried:
             return self._untried()
         figures: dict[str, float] = {"bfloat16_k2": comparison.floor}
@@ -167,57 +171,60 @@ class Reproduced(_Compared):
             }
             self.show_worst(side, is_hit, f"it {variant.text}", variant.logprobs)
         if not texts:
-            told = f"neither side has what the model gives {', '.join(tried)}"
+            shown = tried[:MAX_TRIED]
+            more = f" and {len(tried) - len(shown)} more" if len(tried) > len(shown) else ""
+            told = f"neither side has what the model gives {', '.join(shown)}{more}"
             return self.consistent(told, **figures)
         whole = "; ".join([*texts, comparison.describe()])
         return self.found("differs" if self.is_defect else "information", whole, **figures)
 
     def _untried(self) -> Finding:
-        if self.is_of_decoder and rescoring_of(self.setting).weights.all[0].is_fallback:
-            return self.unable(
-                "transformers computes this model; its attention and adapters cannot be changed"
-            )
-        return self.consistent("the model has nothing of the kind")
+        if self.comparison.evidence.tried is None:
+            return self.consistent("no row deviates by more than two precisions do")
+        return self.consistent("the model or the dump has nothing of the kind")
 
     def repair(self, rows: Rows) -> Rows:
         return self.repaired(rows, lambda side: side.explained_by(self.cause))
 
 
-class IgnoredSinks(Reproduced):
-    """Attention without the logits that take part in its softmax and have no value (gpt-oss)."""
-
-    name = "numerics/ignored_sinks"
-    claim = "both sides' attention has the model's sinks"
-    cause = "ignored_sinks"
-    is_of_decoder = True
-
-
-class IgnoredWindow(Reproduced):
-    """Attention that sees beyond a layer's sliding window. Rows shorter than the window are the
-    same either way."""
-
-    name = "numerics/ignored_window"
-    claim = "both sides' attention keeps to the model's sliding windows"
-    cause = "ignored_window"
-    is_of_decoder = True
+def _reproduced(cause: str, claim: str, *, is_defect: bool = True) -> type[Reproduced]:
+    """A check of variants that need no more judging."""
+    members = {
+        "__doc__": f"Names {cause} where a variant of it has a side's numbers.",
+        "__module__": __name__,
+        "name": f"numerics/{cause}",
+        "claim": claim,
+        "cause": cause,
+        "is_defect": is_defect,
+    }
+    return type("".join(word.title() for word in cause.split("_")), (Reproduced,), members)
 
 
-class AdapterNotMerged(Reproduced):
-    """The model without its adapter, or with it twice."""
-
-    name = "numerics/adapter_not_merged"
-    claim = "both sides run the model with its adapter, once"
-    cause = "adapter_not_merged"
-    is_of_decoder = True
-
-
-class RescoredProcessed(Reproduced):
-    """Log-probs after temperature, top-p and top-k, from the whole of the model's logits: exact,
-    where the check of the values alone must infer it."""
-
-    name = "numerics/processed"
-    claim = "both sides' log-probs are of the same distribution"
-    cause = "processed"
+REPRODUCED: tuple[type[Reproduced], ...] = (
+    _reproduced("ignored_sinks", "both sides' attention has the model's sinks, in every layer"),
+    _reproduced(
+        "ignored_window", "both sides' attention keeps to the sliding window of every layer"
+    ),
+    _reproduced(
+        "ignored_rope_scaling", "both sides turn queries and keys by the model's rotary angles"
+    ),
+    _reproduced("wrong_positions", "both sides count positions from the start of each row"),
+    _reproduced("packing_leak", "attention sees nothing of other rows"),
+    _reproduced("padding_attended", "attention sees no padding, and every token of the row"),
+    _reproduced("adapter_not_merged", "both sides run the model with its adapter, once"),
+    # From the whole of the logits: exact, where the check of the values alone must infer it.
+    _reproduced("processed", "both sides' log-probs are of the same distribution"),
+    _reproduced(
+        "generation_defaults",
+        "neither side's log-probs are after settings of generation_config.json that the run has "
+        "not asked for",
+    ),
+    _reproduced("quantised_rollout", "both sides run the weights in the precision that is saved"),
+)
+"""In the order of their repairs."""
+HALF_HEAD = _reproduced(
+    "half_head", "both sides compute the output projection in one precision", is_defect=False
+)
 
 
 class OtherWeights(Reproduced):
@@ -260,7 +267,7 @@ class OtherWeights(Reproduced):
                 "no row was trained by weights that are at hand: give the checkpoint by --model DIR"
             )
         return self.consistent(
-            f"{comparison.describe()}; scored under {comparison.evidence.distribution}",
+            f"{comparison.describe()}; scored under {comparison.evidence.processing.describe()}",
             **found.figures,
         )
 
@@ -452,12 +459,10 @@ class KernelNoise(_Noise):
 
 
 NUMERICS: tuple[type[Check], ...] = (
-    IgnoredSinks,
-    IgnoredWindow,
-    AdapterNotMerged,
-    RescoredProcessed,
+    *REPRODUCED,
     OtherWeights,
     Precision,
+    HALF_HEAD,
     RoutingFlips,
     Dropout,
     KernelNoise,

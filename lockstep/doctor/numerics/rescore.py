@@ -6,7 +6,7 @@ Without torch: `scorer` is imported when the first row is scored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.config import read_json
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Chunks, Stage, all_stages
 from lockstep.doctor.checks.rows import Float32Array, Float64Array, Once, Rows
@@ -29,16 +30,19 @@ from lockstep.doctor.numerics.compare import (
     SideName,
     Variant,
     compare,
+    rank_of,
 )
+from lockstep.doctor.numerics.layouts import MAX_BEFORE, Lines, turn_positions
 from lockstep.doctor.numerics.weights import Weights, WeightsAtHand, weights_at_hand
 from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.memory import GIB, available_bytes
 from lockstep.models.config import ModelConfig
 from lockstep.models.shapes import decoder_shapes, num_elements
-from lockstep.types import Int64Array
+from lockstep.types import Int32Array, Int64Array
 
 if TYPE_CHECKING:
     from lockstep.doctor.numerics.scorer import Scorer
+    from lockstep.doctor.numerics.search import Search
 
 MAX_TOKENS = 32_768
 """Largest sample: shares have errors of about 1 %, as far as rows are alike."""
@@ -47,13 +51,6 @@ MIN_TOKENS = 2_048
 MULTIPLIES = 4e11
 """Multiplications of one forward over the sample: some ten seconds on a core. A larger model gets a
 smaller sample."""
-
-_CAUSES = {
-    "without_sinks": ("ignored_sinks", "without its sinks"),
-    "without_windows": ("ignored_window", "without its sliding window"),
-    "without_adapter": ("adapter_not_merged", "without its adapter"),
-    "adapter_twice": ("adapter_not_merged", "with its adapter added twice"),
-}
 
 
 @dataclass(kw_only=True)
@@ -71,6 +68,11 @@ class Rescoring(Once):
     recorded: dict[SideName, float] = field(default_factory=dict[SideName, float])
     """k2 per token of each side against the model, as the sample has it before any repair."""
     _sample: Rows | None = None
+    _preceding: dict[str, tuple[Int32Array, ...]] = field(default_factory=dict[str, Any])
+    """Row of the sample -> ids of the rows before it in the dump, the nearest first."""
+    _longest: int = 0
+    """Tokens of the dump's longest row."""
+    _longest_prompt: int = 0
 
     def __post_init__(self) -> None:
         config = self.weights.config
@@ -133,10 +135,18 @@ class Rescoring(Once):
         are as many. Memory: the sample, and one chunk."""
         rng = np.random.default_rng(self.seed)
         ranks, kept = np.empty(0), list[Rows]()
+        before: list[Int32Array] = []
         for rows in chunks:
+            ids = [*before, *np.split(rows.token_ids, rows.offsets[1:-1])]
+            num_before, before = len(before), ids[-MAX_BEFORE:]
             drawn = rng.random(len(rows))
             drawn[self._own(rows) >= 0] /= 2
             trained = np.bincount(rows.row_of, rows.loss_mask, minlength=len(rows))
+            first = np.full(len(rows), 0)
+            where = np.flatnonzero(rows.loss_mask)[::-1]
+            first[rows.row_of[where]] = rows.position[where]  # the last one written is the first
+            self._longest = max(self._longest, int(rows.sizes.max(initial=0)))
+            self._longest_prompt = max(self._longest_prompt, int(first.max(initial=0)))
             is_usable = (trained > 0) & (rows.sizes <= self.weights.config.max_positions)
             if not is_usable.any():
                 continue
@@ -147,6 +157,11 @@ class Rescoring(Once):
             fits[0] = True
             chosen = np.sort(order[fits])
             ranks, kept = ranks[chosen], [known.take(chosen)]
+            number_of = {name: number for number, name in enumerate(rows.row_ids)}
+            for name in kept[0].row_ids:
+                if name in number_of:
+                    at = num_before + number_of[name]
+                    self._preceding[name] = tuple(ids[max(at - MAX_BEFORE, 0) : at][::-1])
         if not kept:
             limit = self.weights.config.max_positions
             raise CheckpointError(f"no row has a trained token and at most {limit} tokens.")
@@ -174,7 +189,83 @@ class Rescoring(Once):
     def compare(self, rows: Rows) -> Comparison:
         """Both sides of these rows, as they are, against the model."""
         key = _digest(rows, rows.rollout_logprobs, rows.trainer_logprobs)
-        return self.once(f"comparison {key}", lambda: compare(self.evidence(rows)))
+        return self.once(
+            f"comparison {key}", lambda: self._search(rows).explained(self.evidence(rows))
+        )
+
+    def _search(self, rows: Rows) -> Search:
+        """The variants of these rows, which are scored where there is something to explain."""
+        from lockstep.doctor.numerics.search import Known, Search
+
+        return self.once(
+            f"search {_digest(rows)}",
+            lambda: Search(
+                rows,
+                self.scorer,
+                self.weights.all,
+                self._own(rows),
+                Known(lines=self._lines(rows), distributions=self._defaults()),
+            ),
+        )
+
+    def _lines(self, rows: Rows) -> Lines:
+        config = self.weights.config
+        trained = rows.loss_mask & (rows.position > 0)
+        first = np.full(len(rows), np.iinfo(np.int64).max)
+        np.minimum.at(first, rows.row_of[trained], rows.position[trained])
+        prompts = np.minimum(first, rows.sizes)
+        return Lines(
+            prompts=prompts,
+            longest_prompt=max(self._longest_prompt, int(prompts.max(initial=0))),
+            longest=max(self._longest, int(rows.sizes.max(initial=0))),
+            preceding=[self._preceding.get(name, ()) for name in rows.row_ids],
+            turns=turn_positions(rows),
+            pad_id=self._pad_id(),
+            max_positions=config.max_positions,
+        )
+
+    def _pad_id(self) -> int | None:
+        if self.facts.pad_id is not None:
+            return self.facts.pad_id
+        for settings in (self._beside("config.json"), self._beside("generation_config.json")):
+            for name in ("pad_token_id", "eos_token_id"):
+                found = settings.get(name)
+                found = found[0] if isinstance(found, list) and found else found
+                if isinstance(found, int) and found >= 0:
+                    return found
+        return None
+
+    def _beside(self, name: str) -> Mapping[str, Any]:
+        """A file of settings beside the model; empty without one."""
+        path = self.weights.all[0].model_directory / name
+        return read_json(path, CheckpointError) if path.is_file() else {}
+
+    def _defaults(self) -> tuple[Distribution, ...]:
+        """Processing of the logits by generation_config.json, as an engine takes it for what a
+        request leaves open: with the run's own temperature and without, all of it, or what is
+        before top-p, top-k and min-p."""
+        settings = self._beside("generation_config.json")
+        if settings.get("do_sample") is False:
+            return ()
+
+        def number(name: str, default: float) -> float:
+            found = settings.get(name)
+            return float(found) if isinstance(found, int | float) and found > 0 else default
+
+        whole = Distribution(
+            temperature=number("temperature", 1.0),
+            top_p=number("top_p", 1.0),
+            top_k=int(number("top_k", 0)),
+            min_p=number("min_p", 0.0),
+            repetition_penalty=number("repetition_penalty", 1.0),
+        )
+        asked = self.facts.temperature or 1.0
+        out: list[Distribution] = []
+        for temperature in (whole.temperature, asked):
+            one = replace(whole, temperature=temperature)
+            out += [one, replace(one, top_p=1.0, top_k=0, min_p=0.0)]
+        known = self._distributions()
+        return tuple(d for d in dict.fromkeys(out) if d not in known)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -219,9 +310,8 @@ class Rescoring(Once):
         chosen, dtype = self._reference(rows, logprobs, distributions)
         plain, reference = logprobs("all", chosen), logprobs(dtype, chosen)
         found = [
-            (cause, text, logprobs(name, chosen))
-            for name, (cause, text) in _CAUSES.items()
-            if name in names
+            ("adapter_not_merged", name, logprobs(name, chosen))
+            for name in sorted(names - {"all", "bfloat16", "replayed"})
         ]
         for number, weights in enumerate(self.weights.all):
             values = scored[number]["all"].logprobs[chosen].astype(np.float64)
@@ -230,12 +320,13 @@ class Rescoring(Once):
         for other in (d for d in distributions if d != chosen):
             found.append(("processed", f"after {other.describe()}", logprobs("all", other)))
         variants = [
-            Variant(cause=cause, text=text, logprobs=values, plain=plain)
+            Variant(cause=cause, text=text, logprobs=values, plain=plain, rank=rank_of(cause))
             for cause, text, values in found
         ]
         name, other_dtype = ("all", "float32") if dtype == "bfloat16" else ("bfloat16", "bfloat16")
         values, text = logprobs(name, chosen), f"in {other_dtype}"
-        variants.append(Variant(cause="precision", text=text, logprobs=values))
+        rank = rank_of("precision")
+        variants.append(Variant(cause="precision", text=text, logprobs=values, rank=rank))
         replayed = None
         if "replayed" in names and dtype != "replayed":
             replayed = logprobs("replayed", chosen)
@@ -247,7 +338,8 @@ class Rescoring(Once):
             spread=of_own("all", lambda found: found.spread),
             replayed=replayed,
             is_replayed=dtype == "replayed",
-            distribution=chosen.describe(),
+            plain=plain,
+            processing=chosen,
             sides=self.sides,
         )
 
@@ -267,8 +359,9 @@ class Rescoring(Once):
             return out
         if rows.routed_experts is not None and getattr(self.weights.config, "is_moe", False):
             out["replayed"] = score(model, chosen=own, is_replaying=True)
-        for name, changed in scorer.variants(model):
-            out[name] = score(changed, chosen=own)
+        for text, changed in scorer.without_adapter(model):
+            out[text] = score(changed, chosen=own)
+        out["bfloat16"] = score(scorer.in_bfloat16(model), chosen=own)
         return out
 
     def _reference(

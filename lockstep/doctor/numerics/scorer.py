@@ -6,7 +6,8 @@ because it imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,15 @@ from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.numerics.compare import Distribution, Scored
 from lockstep.doctor.numerics.weights import Weights
+from lockstep.models.changes import Change, changes
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import load_fallback
-from lockstep.models.hf_io import load_checkpoint
+from lockstep.models.hf_io import copy_decoder, load_checkpoint
 from lockstep.models.lora import adapter_scaled, add_adapter
 from lockstep.models.moe import Routing
 from lockstep.models.peft_format import read_shape
 from lockstep.models.peft_io import load_adapter
-from lockstep.models.variants import (
-    with_perturbed_routers,
-    without_sinks,
-    without_windows,
-)
+from lockstep.models.variants import with_perturbed_routers
 from lockstep.ops.context import PackedContext
 from lockstep.types import UNKNOWN_EXPERT, Int64Array
 
@@ -36,6 +34,8 @@ Tensor = torch.Tensor
 BATCH_TOKENS = 8192
 """Tokens of one forward: more gains nothing on a CPU, and logits are formed in chunks anyway."""
 LOGIT_BYTES = 64 << 20  # logits that are in memory at once
+ALL_LOGIT_BYTES = 512 << 20
+"""The same where a model gives the logits of all tokens at once."""
 NUM_PASSES = 4
 """Forwards with noise on the routers that estimate a variance."""
 ROUTER_STDS = (0.03, 0.3)  # flips are rare at one and common at the other
@@ -66,22 +66,33 @@ class Scorer:
 
     # -- variants -----------------------------------------------------------------------------
 
-    def variants(self, model: Any) -> Iterator[tuple[str, Any]]:
-        """(name, the model with a defect) for each that changes something in this model. A variant
-        is good until the next one is made; bfloat16 is last because it uses the model up."""
-        if isinstance(model, Decoder):
-            if model.config.has_sinks:
-                yield "without_sinks", without_sinks(model)
-            if any(window is not None for window in model.config.windows):
-                yield "without_windows", without_windows(model)
-            if model.lora is not None:
-                for name, scale in (("without_adapter", 0.0), ("adapter_twice", 2.0)):
-                    with adapter_scaled(model, scale):
-                        yield name, model
-        # Casting there and back would lose the weights: they are loaded again afterwards.
-        self._loaded = None
+    def without_adapter(self, model: Any) -> Iterator[tuple[str, Any]]:
+        """(text, the model without its adapter, or with it twice), each until the next is made."""
+        if isinstance(model, Decoder) and model.lora is not None:
+            for text, scale in (
+                ("without its adapter", 0.0),
+                ("with its adapter added twice", 2.0),
+            ):
+                with adapter_scaled(model, scale):
+                    yield text, model
+
+    def changes(self, model: Any) -> Iterator[Change]:
+        """Changes that may be wrong with the arithmetic of this model."""
+        return changes(model)
+
+    def in_bfloat16(self, model: Any) -> Any:
+        """The model itself, cast: loading it again is the way back."""
+        self._loaded = None  # casting there and back would lose the weights
         assert model.embedding.dtype == torch.float32, "variants start from float32"
-        yield "bfloat16", model.to(torch.bfloat16)
+        return model.to(torch.bfloat16)
+
+    def copied_in_bfloat16(self, model: Any) -> Any:
+        """A copy, beside the model."""
+        return (
+            copy_decoder(model, dtype=torch.bfloat16)
+            if isinstance(model, Decoder)
+            else deepcopy(model).to(torch.bfloat16)
+        )
 
     def router_variances(
         self, weights: Weights, rows: Rows, chosen: Int64Array, *, seed: int
@@ -115,55 +126,45 @@ class Scorer:
         distributions: Sequence[Distribution] = (Distribution(),),
         is_replaying: bool = False,
         has_spread: bool = False,
+        positions: Int64Array | None = None,
+        head: torch.dtype | None = None,
     ) -> Scored:
         """Log-probs of the trained tokens of the rows at these places, without a row's first token.
 
         has_spread: fills `spread` too. is_replaying: takes the sampler's recorded experts where
-        they are known.
+        they are known. positions: [N] the model is told; default: from 0 in each row. head: dtype
+        of the output projection and its inputs; default: the model's.
         """
         N, device = rows.num_tokens, self.device
         out = Scored(
             logprobs={d: np.full(N, np.nan, np.float32) for d in distributions},
             spread=np.full(N, np.nan),
         )
+        told = rows.position if positions is None else positions
         chosen = np.asarray(chosen, np.int64)
         longest_first = chosen[np.argsort(-rows.sizes[chosen], kind="stable")].tolist()
         sized = ((int(rows.sizes[row]), row) for row in longest_first if rows.sizes[row])
-        for batch in map(np.array, grouped(sized, BATCH_TOKENS)):
+        for batch in map(np.array, grouped(sized, _batch_tokens(model))):
             sizes = rows.sizes[batch]
             first = np.cumsum(sizes) - sizes
             at = np.arange(sizes.sum()) + np.repeat(rows.offsets[batch] - first, sizes)  # [T]
-            positions = rows.position[at]
-            targets = np.flatnonzero(rows.loss_mask[at] & (positions > 0))  # [P] among the T
+            targets = np.flatnonzero(rows.loss_mask[at] & (rows.position[at] > 0))  # [P] of the T
             if not len(targets):
                 continue
             ids_T = torch.from_numpy(rows.token_ids[at].astype(np.int64)).to(device)
-            positions_T = torch.from_numpy(positions).to(device)
+            positions_T = torch.from_numpy(told[at]).to(device)
             predictors_P = torch.from_numpy(targets - 1).to(device)
             targets_P = ids_T[torch.from_numpy(targets).to(device)]
             context, place = PackedContext.of(sizes.tolist(), device=device), at[targets]
-            if not isinstance(model, Decoder):
-                for distribution, values in out.logprobs.items():
-                    if distribution.top_p < 1 or distribution.top_k:
-                        continue  # transformers hands out no logits: left unknown
-                    logprobs, _ = model.score(
-                        ids_T,
-                        positions_T,
-                        context,
-                        predictors_N=predictors_P,
-                        targets_N=targets_P,
-                        temperature=distribution.temperature,
-                    )
-                    values[place] = logprobs.float().cpu().numpy()
-                continue
             routing = self._routing(rows, at) if is_replaying else None
-            hidden_PD = model(ids_T, positions_T, context, routing).index_select(0, predictors_P)
-            step = max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
+            logits_of = _logits(model, ids_T, positions_T, context, predictors_P, routing, head)
+            step = max(1, LOGIT_BYTES // (4 * len(model.embedding)))
             for i in range(0, len(place), step):
                 part = slice(i, i + step)
-                logits = model.logits(hidden_PD[part]).float()
+                logits = logits_of(part).float()
                 for distribution, values in out.logprobs.items():
-                    logp = _logprobs(logits, distribution)
+                    penalised = _penalised(logits, distribution, rows, place[part])
+                    logp = _logprobs(penalised, distribution)
                     values[place[part]] = logp.gather(1, targets_P[part, None])[:, 0].cpu().numpy()
                 if has_spread:
                     p = logits.softmax(-1)
@@ -180,10 +181,62 @@ class Scorer:
         return Routing(replay_TLA=routes.clamp_min(0), is_known_T=is_known)
 
 
+def has_plain_head(model: Any) -> bool:
+    """Whether the logits are hidden states times a matrix."""
+    return isinstance(model, Decoder) or model.has_plain_head
+
+
+def _batch_tokens(model: Any) -> int:
+    """Tokens of one forward: fewer if it gives the logits of all of them at once."""
+    if has_plain_head(model):
+        return BATCH_TOKENS
+    return max(min(BATCH_TOKENS, ALL_LOGIT_BYTES // (4 * len(model.embedding))), 1)
+
+
+def _logits(
+    model: Any,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    context: PackedContext,
+    predictors_P: Tensor,
+    routing: Routing | None,
+    head: torch.dtype | None,
+) -> Callable[[slice], Tensor]:
+    """Gives the logits [n, V] at a slice of the predictors."""
+    is_decoder = isinstance(model, Decoder)
+    if not is_decoder and not model.has_plain_head:
+        return model.logits(ids_T, positions_T, context, predictors_P)
+    hidden_TD = model(ids_T, positions_T, context, *([routing] if is_decoder else []))
+    hidden_PD = hidden_TD.index_select(0, predictors_P)
+    if head is not None:
+        hidden_PD, weight_VD = hidden_PD.to(head), model.head.to(head)
+        return lambda part: model.ops.linear(hidden_PD[part], weight_VD)
+    if is_decoder:
+        return lambda part: model.logits(hidden_PD[part])
+    return lambda part: model.ops.linear(hidden_PD[part], model.head)
+
+
+def _penalised(logits: Tensor, distribution: Distribution, rows: Rows, place: Int64Array) -> Tensor:
+    """Logits [P, V] after the repetition penalty on the ids before each place of its row."""
+    penalty = distribution.repetition_penalty
+    if penalty == 1:
+        return logits
+    count = rows.position[place]
+    ends = np.cumsum(count)
+    before = np.arange(count.sum()) + np.repeat(place - ends, count)
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    seen[np.repeat(np.arange(len(place)), count), rows.token_ids[before].astype(np.int64)] = True
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
 def _logprobs(logits: Tensor, distribution: Distribution) -> Tensor:
     """[P, V] float32, -inf outside of the tokens that are kept."""
     if distribution.temperature != 1.0:
         logits = logits / distribution.temperature
+    if distribution.min_p:
+        p = logits.softmax(-1)
+        is_out = p < distribution.min_p * p.amax(-1, keepdim=True)
+        logits = logits.masked_fill(is_out, float("-inf"))
     if distribution.top_k and distribution.top_k < logits.shape[-1]:
         least = logits.topk(distribution.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import check_numbers, tag
@@ -22,6 +23,7 @@ from lockstep.types import Delta, Request, Sample
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.models.decoder import Decoder
+    from lockstep.models.quantised import Scheme
     from lockstep.testing.faulty_decoders import NoisyDecoder
 
 
@@ -235,6 +237,45 @@ class UnmergedAdapter(_SamplerFault):
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantisedRollout(_SamplerFault):
+    """The sampler runs weights that are rounded to a narrow format after each sync: an engine that
+    serves in fp8."""
+
+    verifies_sync: ClassVar = False
+    shares_weights: ClassVar = False
+    least: ClassVar = {"outputs": 0, "inputs": 0}
+
+    number: Literal["fp8", "int8", "int4", "int4 to 7", "int4 asymmetric", "mxfp4", "nf4"] = "fp8"
+    """Format of a number."""
+    outputs: int = 1
+    """Outputs that share a scale; 0 for all."""
+    inputs: int = 0
+    """Inputs that share one; 0 for all."""
+
+    def rounded(self, model: Decoder) -> Decoder:
+        """A copy of `model` with rounded weights."""
+        from lockstep.models.changes import quantise
+        from lockstep.models.hf_io import copy_decoder
+
+        return quantise(copy_decoder(model), self.scheme).requires_grad_(False)
+
+    @property
+    def scheme(self) -> Scheme:
+        from lockstep.models.quantised import Scheme
+
+        return Scheme(number=self.number, block=(self.outputs, self.inputs))
+
+    def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
+        from lockstep.testing.faulty_decoders import QuantisedEngine
+
+        assert isinstance(config, EmbeddedConfig), "checked before the run"
+        return QuantisedEngine(config, context, scheme=self.scheme)
+
+    def make_sampler(self, model: Decoder) -> Decoder:
+        return self.rounded(model)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessedLogprobs(_SamplerFault):
     """The sampler draws with a temperature, top-p or top-k and records log-probs of that
     distribution, while the trainer's are of the raw one: vLLM's logprobs_mode=processed_logprobs,
@@ -306,10 +347,13 @@ class IgnoredSinks(_SinkFault):
     """The trainer's attention has no sinks: a training kernel that drops the argument, as flash
     attention 2 does for gpt-oss. All log-probs of the trainer are of another model."""
 
+    layer: int = -1
+    """Layer whose sinks are ignored; -1 for all."""
+
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.models.variants import without_sinks
 
-        return without_sinks(model)
+        return without_sinks(model, layer=None if self.layer < 0 else self.layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,10 +376,85 @@ class IgnoredWindow(FaultConfig):
     needs: ClassVar = "a sliding window"
     verifies_sync: ClassVar = False
 
+    layer: int = -1
+    """Layer whose window is ignored; -1 for all."""
+
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.models.variants import without_windows
 
-        return without_windows(model)
+        return without_windows(model, layer=None if self.layer < 0 else self.layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoredRopeScaling(FaultConfig):
+    """The trainer turns queries and keys by the angles of a model without rope scaling, or of
+    another base: a config.json that is read by half."""
+
+    verifies_sync: ClassVar = False
+
+    theta: float = 0.0
+    """Base of the angles; 0 keeps it, and leaves the scaling out."""
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        super().check(config, model, renderer)
+        if self.theta == 0 and model.rope_scaling is None:
+            raise ConfigError(
+                f"fault {tag(type(self))}: model={config.model} has no rope scaling to ignore. Set "
+                "theta, or choose a gpt-oss."
+            )
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.models.variants import with_config
+
+        changed = {"rope_theta": self.theta} if self.theta else {"rope_scaling": None}
+        return with_config(model, **changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongPositions(FaultConfig):
+    """The trainer gives every token position 0: position ids that were never filled in."""
+
+    verifies_sync: ClassVar = False
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_decoders import rearranged, without_positions
+
+        return rearranged(model, without_positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingLeak(FaultConfig):
+    """The trainer's attention does not stop where a packed row begins: each sees those before it,
+    among `rows` that are packed together."""
+
+    verifies_sync: ClassVar = False
+    least: ClassVar = {"rows": 2}
+
+    rows: int = 2
+    """Rows that see one another."""
+    restarts: bool = True
+    """Whether positions begin again in each row."""
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_decoders import leaking, rearranged
+
+        return rearranged(model, partial(leaking, rows=self.rows, restarts=self.restarts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingAttended(FaultConfig):
+    """The trainer pads rows on the left to the longest of their batch, and attention sees it."""
+
+    verifies_sync: ClassVar = False
+    least: ClassVar = {"token": 0}
+
+    token: int = 0
+    """Id of the padding."""
+
+    def make_trained(self, model: Decoder) -> Decoder:
+        from lockstep.testing.faulty_decoders import padded, rearranged
+
+        return rearranged(model, partial(padded, token=self.token))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,12 +134,14 @@ def test_a_bug_in_a_check_of_a_plugin_is_told_in_its_row_and_the_others_go_on(me
     request.addfinalizer(lambda: CAUSES.pop("broken"))
     kind = type("Broken", (Broken,), {"where": method, "cause": "broken"})
     setting = Setting(tokenizer=RENDERER.tokenizer, renderer=RENDERER)
-    checks = [kind, *all_stages()["structure"]]
     rows = ROWS[True, True]
     has = frozenset(f for f in rows.__dataclass_fields__ if getattr(rows, f) is not None)
+    known = {*has, "tokenizer", "renderer"}
+    makeable = [check for check in all_stages()["structure"] if set(check.needs) <= known]
+    checks = [kind, *makeable]
     found = examine(lambda: [rows], [Stage(checks=checks)], setting, has=has)
     own, *others = found.findings
     assert own.verdict == ("differs" if method == "repair" else "not_checkable")
     assert "the check failed with KeyError: 'a bug'" in own.measured
-    assert len(others) == len(all_stages()["structure"])
+    assert len(others) == len(makeable) > 5
     assert "not_checkable" not in {f.verdict for f in others}

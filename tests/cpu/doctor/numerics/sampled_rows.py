@@ -13,7 +13,12 @@ from lockstep.doctor.numerics.scorer import Scorer
 from lockstep.doctor.numerics.weights import Weights
 from lockstep.models.locate import locate_model
 from lockstep.models.moe import Routing
-from lockstep.models.variants import with_dropout, with_perturbed_routers
+from lockstep.models.variants import (
+    with_dropout,
+    with_perturbed_routers,
+    without_sinks,
+    without_windows,
+)
 from lockstep.ops.context import PackedContext
 from lockstep.renderers.tokenizer import Tokenizer
 
@@ -84,8 +89,8 @@ def weights_of(model: str) -> Weights:
 
 @cache
 def scored(model: str, variant: str = "", **settings: float):
-    """[N] float32 of the sampled rows; variant: of `Scorer.variants`, or dropout, routers, or
-    temperature, by `settings`."""
+    """[N] float32 of the sampled rows; variant: bfloat16, without_sinks, without_windows, dropout
+    or routers. settings: of these, or temperature."""
     scorer, rows = Scorer(device="cpu"), sampled_rows(model)
     decoder, every = scorer.load(weights_of(model)), np.arange(len(sampled_rows(model)))
     distribution = Distribution(temperature=settings.get("temperature", 1.0))
@@ -97,9 +102,13 @@ def scored(model: str, variant: str = "", **settings: float):
         return values(with_dropout(decoder, settings["share"], seed=77))
     if variant == "routers":
         return values(with_perturbed_routers(decoder, settings["std"], seed=77))
-    if not variant:
-        return values(decoder)
-    return next(values(twin) for name, twin in scorer.variants(decoder) if name == variant)
+    if variant == "bfloat16":
+        return values(scorer.in_bfloat16(decoder))
+    if variant == "without_sinks":
+        return values(without_sinks(decoder))
+    if variant == "without_windows":
+        return values(without_windows(decoder))
+    return values(decoder)
 
 
 @cache

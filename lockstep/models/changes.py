@@ -1,0 +1,377 @@
+"""Changes of a loaded model that a defect would make, for the decoder and for a model that
+transformers runs: each is made in place while a block runs, and taken back.
+
+The doctor scores by them to find the one that reproduces a deviating side (`doctor.numerics`).
+
+# D model width  N outputs  K inputs  H heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lockstep.models.attention import rope_table
+from lockstep.models.config import ModelConfig, YarnScaling
+from lockstep.models.decoder import Decoder
+from lockstep.models.fallback import FallbackModel
+from lockstep.models.quantised import SCHEMES, Scheme
+from lockstep.ops.base import Ops
+
+Tensor = torch.Tensor
+Kind = Literal["sinks", "window", "rope", "quantised"]
+
+DEFAULT_THETA = 10_000.0
+"""Base of the rotary angles that a program takes if it does not read the model's."""
+SELDOM = 1
+"""Rank of changes that are tried last: one for each layer, or one that copies all weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A model with one thing changed."""
+
+    kind: Kind
+    text: str
+    """The changed model: "without its sinks"."""
+    made: Callable[[], AbstractContextManager[Any]]
+    """The model has the change inside of this block."""
+    rank: int = 0
+    """Changes of a lower rank are tried first."""
+
+
+def changes(model: Decoder | FallbackModel) -> Iterator[Change]:
+    """Every change that may make a difference in this model, by rank within a kind."""
+    inner = model if isinstance(model, Decoder) else model.inner
+    yield from _sinks(inner)
+    yield from _windows(model)
+    yield from _ropes(model)
+    for scheme in SCHEMES:
+        yield Change(
+            kind="quantised",
+            text=f"with {scheme.describe()}",
+            made=partial(_quantised, model, scheme),
+            rank=SELDOM,
+        )
+
+
+@contextmanager
+def patched(*changed: tuple[Any, str, Any]) -> Iterator[None]:
+    """(object, attribute, value): the attributes have these values inside of the block."""
+    before = [getattr(of, name) for of, name, _ in changed]
+    try:
+        for of, name, value in changed:
+            setattr(of, name, value)
+        yield
+    finally:
+        for (of, name, _), value in zip(changed, before, strict=True):
+            setattr(of, name, value)
+
+
+# -- sinks ----------------------------------------------------------------------------------------
+
+
+def _sinks(inner: nn.Module) -> Iterator[Change]:
+    found = [p for name, p in inner.named_parameters() if name.rpartition(".")[2] == "sinks"]
+    if not found:
+        return
+    # A logit of -inf takes no part in a softmax.
+    gone = [(p, "data", torch.full_like(p, -torch.inf)) for p in found]
+    yield Change(kind="sinks", text="without its sinks", made=partial(patched, *gone))
+    if len(found) == 1:
+        return
+    for layer, one in enumerate(gone):
+        text = f"without the sinks of layer {layer}"
+        yield Change(kind="sinks", text=text, made=partial(patched, one), rank=SELDOM)
+
+
+# -- windows --------------------------------------------------------------------------------------
+
+Windows = tuple[int | None, ...]
+
+
+def _windows(model: Decoder | FallbackModel) -> Iterator[Change]:
+    own: Windows = model.config.windows if isinstance(model, Decoder) else model.windows
+    widths = [w for w in own if w is not None]
+    if not widths:
+        return
+
+    def change(text: str, windows: Sequence[int | None], rank: int = 0) -> Change:
+        made = partial(with_windows, model, tuple(windows))
+        return Change(kind="window", text=text, made=made, rank=rank)
+
+    yield change("without its sliding window", [None] * len(own))
+    if None in own:
+        width = widths[0]
+        swapped = [width if w is None else None for w in own]
+        yield change("with windows in the layers that have none, and none in the others", swapped)
+        yield change("with a sliding window in every layer", [w or width for w in own])
+    for by, word in ((1, "longer"), (-1, "shorter")):
+        moved = [w if w is None else max(w + by, 1) for w in own]
+        yield change(f"with windows one token {word}", moved)
+    if len(widths) > 1:
+        for layer, width in enumerate(own):
+            if width is not None:
+                one = [None if i == layer else w for i, w in enumerate(own)]
+                yield change(f"without the window of layer {layer}", one, SELDOM)
+
+
+@contextmanager
+def with_windows(model: Decoder | FallbackModel, windows: Windows) -> Iterator[None]:
+    """Each layer's attention has this window."""
+    if isinstance(model, FallbackModel):
+        with model.with_windows(windows):
+            yield
+        return
+    layers: Any = model.layers
+    with patched(*((b.attention, "window", w) for b, w in zip(layers, windows, strict=True))):
+        yield
+
+
+# -- rotary positions -----------------------------------------------------------------------------
+
+
+def _ropes(model: Decoder | FallbackModel) -> Iterator[Change]:
+    found = _decoder_ropes if isinstance(model, Decoder) else _fallback_ropes
+    for text, patches in found(model):
+        yield Change(kind="rope", text=text, made=partial(_patched_late, patches))
+
+
+@contextmanager
+def _patched_late(patches: Callable[[], list[tuple[Any, str, Any]]]) -> Iterator[None]:
+    with patched(*patches()):
+        yield
+
+
+def _decoder_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    config: ModelConfig = model.config
+
+    def table(**changed: Any) -> Callable[[], list[tuple[Any, str, Any]]]:
+        made = partial(rope_table, replace(config, **changed), model.embedding.device)
+        return lambda: [(model, "rope_table", made())]
+
+    scaling = config.rope_scaling
+    if scaling is not None:
+        yield "without its rope scaling", table(rope_scaling=None)
+    if config.rope_theta != DEFAULT_THETA:
+        yield f"with rope_theta={DEFAULT_THETA:.0f}", table(rope_theta=DEFAULT_THETA)
+    if isinstance(scaling, YarnScaling):
+        yield (
+            "without yarn's attention factor",
+            table(rope_scaling=replace(scaling, attention_factor=1.0)),
+        )
+        yield (
+            f"with yarn's truncate={not scaling.truncate}",
+            table(rope_scaling=replace(scaling, truncate=not scaling.truncate)),
+        )
+
+
+def _fallback_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    config = model.inner.config
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        return
+    is_by_kind = all(isinstance(v, dict | None) for v in parameters.values())
+    of_kinds = {k: v for k, v in parameters.items() if v} if is_by_kind else {"": parameters}
+
+    def rebuilt(changed: dict[str, dict[str, Any]]) -> Callable[[], list[tuple[Any, str, Any]]]:
+        return partial(_rebuilt, model.inner, changed if is_by_kind else changed[""])
+
+    def of(edit: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {kind: edit(deepcopy(found)) for kind, found in of_kinds.items()}
+
+    types = {found.get("rope_type", "default") for found in of_kinds.values()}
+    kept = ("rope_theta", "partial_rotary_factor")
+    if types - {"default"}:
+        plain = of(
+            lambda p: {"rope_type": "default", **{name: p[name] for name in kept if name in p}}
+        )
+        yield "without its rope scaling", rebuilt(plain)
+    if any(found.get("rope_theta", DEFAULT_THETA) != DEFAULT_THETA for found in of_kinds.values()):
+        based = of(lambda p: p | {"rope_theta": DEFAULT_THETA})
+        yield f"with rope_theta={DEFAULT_THETA:.0f}", rebuilt(based)
+    if "yarn" in types:
+        yield (
+            "without yarn's attention factor",
+            rebuilt(of(lambda p: p | ({"attention_factor": 1.0} if _is(p, "yarn") else {}))),
+        )
+        yield (
+            f"with yarn's truncate={not parameters.get('truncate', True)}",
+            rebuilt(of(lambda p: p | {"truncate": not p.get("truncate", True)})),
+        )
+    if "longrope" in types:
+        for one, other in (("short", "long"), ("long", "short")):
+            same = of(
+                lambda p, one=one, other=other: (
+                    p | ({f"{other}_factor": p[f"{one}_factor"]} if _is(p, "longrope") else {})
+                )
+            )
+            yield f"with longrope's {one} factors at every length", rebuilt(same)
+    if len(of_kinds) > 1:
+        for kind, found in of_kinds.items():
+            everywhere: dict[str, dict[str, Any]] = dict.fromkeys(of_kinds, found)
+            yield f"with the rotary angles of its {kind} layers in all", rebuilt(everywhere)
+
+
+def _is(parameters: dict[str, Any], rope_type: str) -> bool:
+    return parameters.get("rope_type") == rope_type
+
+
+def _rebuilt(inner: nn.Module, parameters: Any) -> list[tuple[Any, str, Any]]:
+    """The rotary modules as transformers makes them of these parameters, and the scales of
+    attention, which yarn changes in some models."""
+    patches: list[tuple[Any, str, Any]] = []
+    device = next(inner.parameters()).device
+    for parent in inner.modules():
+        for name, child in parent.named_children():
+            own: Any = getattr(child, "config", None)
+            if own is None or not hasattr(own, "rope_parameters"):
+                continue
+            changed = copy(own)
+            changed.rope_parameters = deepcopy(parameters)
+            kind: Any = type(child)
+            if kind.__name__.endswith("RotaryEmbedding"):
+                patches.append((parent, name, kind(changed).to(device)))
+            elif hasattr(child, "scaling") and hasattr(child, "layer_idx"):
+                with torch.device("meta"):
+                    scaling = kind(changed, child.layer_idx).scaling
+                if scaling != child.scaling:
+                    patches.append((child, "scaling", scaling))
+    return patches
+
+
+# -- quantised weights ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The weight of one linear map [..., N, K], or of one of those that a decoder has fused."""
+
+    weight: nn.Parameter
+    rows: slice = field(default_factory=lambda: slice(None))
+    """Its outputs among those of the parameter."""
+    is_transposed: bool = False
+    """Whether it is stored as [..., K, N]."""
+
+    @property
+    def held(self) -> Tensor:
+        whole = self.weight.data
+        return whole.transpose(-1, -2) if self.is_transposed else whole[..., self.rows, :]
+
+    def write(self, into: Tensor, new: Tensor) -> None:
+        into[..., self.rows, :] = new.transpose(-1, -2) if self.is_transposed else new
+
+
+def rounded_weights(model: Any, scheme: Scheme) -> dict[nn.Parameter, Tensor]:
+    """Parameter -> its weights rounded by this scheme. As in engines, the embedding, the head,
+    routers, and gates of experts are not."""
+    news: dict[nn.Parameter, Tensor] = {}
+    with torch.no_grad():
+        for parts in linear_maps(model):
+            held = [part.held for part in parts]
+            if scheme.is_fused:
+                rounded = scheme.rounded(torch.cat(held, -2)).split([h.shape[-2] for h in held], -2)
+            else:
+                rounded = [scheme.rounded(one) for one in held]
+            for part, new in zip(parts, rounded, strict=True):
+                part.write(news.setdefault(part.weight, torch.empty_like(part.weight)), new)
+    return news
+
+
+def quantise(model: Decoder, scheme: Scheme) -> Decoder:
+    """Rounds the weights of `model` itself."""
+    for weight, new in rounded_weights(model, scheme).items():
+        weight.data = new
+    return model
+
+
+@contextmanager
+def _quantised(model: Any, scheme: Scheme) -> Iterator[None]:
+    """The weights of linear maps rounded by this scheme: a second copy of them is in memory."""
+    news = rounded_weights(model, scheme)
+    with ExitStack() as stack:
+        stack.enter_context(patched(*((weight, "data", new) for weight, new in news.items())))
+        if scheme.has_inputs and isinstance(model, Decoder):
+            stack.enter_context(patched((model, "ops", RoundingOps(scheme, set(map(id, news))))))
+        elif scheme.has_inputs:
+            for module in model.inner.modules():
+                if isinstance(module, nn.Linear) and module.weight in news:
+                    handle = module.register_forward_pre_hook(partial(_round_inputs, scheme))
+                    stack.callback(handle.remove)
+        yield
+
+
+def _round_inputs(scheme: Scheme, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (scheme.rounded_inputs(inputs[0]), *inputs[1:])
+
+
+class RoundingOps(Ops):
+    """Ops whose linear maps by the chosen weights round their inputs."""
+
+    def __init__(self, scheme: Scheme, chosen: set[int]) -> None:
+        self._scheme, self._chosen = scheme, chosen
+
+    def _inputs(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._scheme.rounded_inputs(x) if id(weight) in self._chosen else x
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().linear(self._inputs(x, weight), weight, bias)
+
+    def expert_linear(self, x: Tensor, weight: Tensor, *inputs: Any) -> Tensor:
+        return super().expert_linear(self._inputs(x, weight), weight, *inputs)
+
+
+def linear_maps(model: Any) -> list[list[Part]]:
+    """The maps that engines quantise, those of attention, MLPs and experts; together those that
+    read one input."""
+    return _decoder_maps(model) if isinstance(model, Decoder) else _fallback_maps(model)
+
+
+def _decoder_maps(model: Decoder) -> list[list[Part]]:
+    out: list[list[Part]] = []
+    layers: Any = model.layers
+    for block in layers:
+        c = block.attention
+        sizes = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+        ends = [sum(sizes[: i + 1]) for i in range(3)]
+        qkv = c.qkv_proj.weight
+        out.append(
+            [Part(weight=qkv, rows=slice(e - n, e)) for n, e in zip(sizes, ends, strict=True)]
+        )
+        out.append([Part(weight=c.o_proj.weight)])
+        for name in ("gate_up_proj", "down_proj"):
+            map_: Any = getattr(block.mlp, name)
+            weight: Any = map_ if isinstance(map_, nn.Parameter) else map_.weight
+            half = weight.shape[-2] // 2
+            rows = [slice(0, half), slice(half, None)] if name == "gate_up_proj" else [slice(None)]
+            out.append([Part(weight=weight, rows=part) for part in rows])
+    return out
+
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def _fallback_maps(model: FallbackModel) -> list[list[Part]]:
+    width, kept = model.config.hidden_size, {id(model.embedding), id(model.head)}
+    few = (1, model.config.num_experts)  # outputs of a router, or of a gate
+    found: dict[tuple[str, ...], list[Part]] = {}
+    for path, module in model.inner.named_modules():
+        parent, _, name = path.rpartition(".")
+        if isinstance(module, nn.Linear):
+            if id(module.weight) not in kept and module.weight.shape[0] not in few:
+                fused = next((names for names in _FUSED if name in names), (name,))
+                found.setdefault((parent, *fused), []).append(Part(weight=module.weight))
+            continue
+        for own, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 3 and own in ("gate_up_proj", "down_proj"):
+                is_up = own == "gate_up_proj"
+                is_transposed = weight.shape[-1 if is_up else -2] != width
+                found[path, own] = [Part(weight=weight, is_transposed=is_transposed)]
+    return list(found.values())
