@@ -57,7 +57,15 @@ def diagnose(
     _check_names(only, [*stages, numerics])
 
     if isinstance(model, Rescoring) or model:
-        opened = open_model(dump, facts, model=model, adapter=adapter, against=against)
+        opened = open_model(
+            dump,
+            facts,
+            model=model,
+            adapter=adapter,
+            against=against,
+            tokenizer=words.tokenizer,
+            renderer=words.renderer,
+        )
         setting = replace(setting, model=opened)
         if isinstance(opened, Rescoring):
             stages = opened.stages(stages)

@@ -201,6 +201,7 @@ def _reproduced(cause: str, claim: str, *, is_defect: bool = True) -> type[Repro
 
 
 REPRODUCED: tuple[type[Reproduced], ...] = (
+    _reproduced("wrong_template", "both sides' replies follow the prompt of the row"),
     _reproduced("ignored_sinks", "both sides' attention has the model's sinks, in every layer"),
     _reproduced(
         "ignored_window", "both sides' attention keeps to the sliding window of every layer"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -22,11 +22,12 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.tokens.context import opening_of
 from lockstep.doctor.checks.tokens.replies import control_spelling
 from lockstep.doctor.checks.tokens.wrong_template import BEGINNINGS
+from lockstep.doctor.numerics.layouts import Layout
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import encode_pieces, first_difference
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.types import Message, ToolSchema
+from lockstep.types import Int64Array, Message, ToolSchema
 
 Ids = list[int]
 
@@ -174,8 +175,6 @@ class Parts:
     observed: list[Ids]
     """The prompt, and what stands before each further reply."""
     replies: list[Ids]
-    behind: Ids
-    """Ids after the last reply."""
     messages: tuple[Message, ...] | None = None
 
     @classmethod
@@ -194,8 +193,7 @@ class Parts:
             replies.append(rows.token_ids[begin:end].tolist())
             at = end
         messages = None if rows.messages is None else rows.messages[row]
-        behind = rows.token_ids[at : tokens.stop].tolist()
-        return cls(observed=observed, replies=replies, behind=behind, messages=messages)
+        return cls(observed=observed, replies=replies, messages=messages)
 
     def with_observed(self, observed: Sequence[Ids]) -> Parts:
         return replace(self, observed=list(observed))
@@ -238,7 +236,7 @@ class Prompt:
     """Another way to write the prompt of any row."""
 
     text: str
-    """The prompt in words: "after the prompt without its first token"."""
+    """The prompt in words, after "after the prompt ": "without its first token"."""
     write: Callable[[Parts], Parts | None]
     """The row's parts with that prompt; None where it changes nothing or cannot be written."""
 
@@ -329,6 +327,10 @@ class Prompts:
             for words in DEFAULT_SYSTEMS:
                 told = f"with the system message {words!r}"
                 yield told, of_text(lambda text, f=frame, w=words: f.inserted(text, w))
+        for family in FAMILIES.values():
+            if family.before.get("system", "").strip():
+                told = "without its last system message"
+                yield told, of_text(partial(_without_last_system, family=family))
         if (user := self._user_frame) is not None:
             told = "with the white space around the user's words stripped"
             yield told, of_text(user.stripped, is_first=False)
@@ -351,7 +353,7 @@ class Prompts:
 
     @cached_property
     def _user_frame(self) -> Frame | None:
-        """What the renderer writes directly around the words of a user."""
+        """The text that the renderer writes directly around the words of a user."""
         text = self._text([Message(role="user", content=_MARK)], ())
         if text is None or text.count(_MARK) != 1:
             return None
@@ -558,6 +560,17 @@ def read_messages_of(text: str, family: Family) -> list[Message] | None:
     return out
 
 
+def _without_last_system(text: str, *, family: Family) -> str | None:
+    """The text without the last system message of a format, tools before it kept."""
+    before = family.before["system"]
+    begin = text.rfind(before)
+    if begin < 0:
+        return None
+    inside = begin + len(before)
+    ends = [at for role in family.openers if (at := text.find(role, inside)) >= 0]
+    return text[:begin] + text[min(ends) :] if ends else None
+
+
 def tools_in(text: str) -> Iterator[ToolSchema]:
     """The tools that a prompt declares as JSON objects, in whatever form."""
     at = 0
@@ -577,35 +590,39 @@ def tools_in(text: str) -> Iterator[ToolSchema]:
             yield ToolSchema(name=name, description=about, parameters=parameters)
 
 
-def rewritten(rows: Rows, chosen: Sequence[int], prompt: Prompt) -> tuple[Rows, list[int]] | None:
-    """(the chosen rows with another prompt, and which of them it could be written for); None if
-    for none. The trained tokens keep their order."""
+def with_prompt(prompt: Prompt, rows: Rows, chosen: Sequence[int]) -> Layout | None:
+    """The chosen rows with another prompt before the same replies; None if it can be written for
+    none of them."""
     ids: list[Ids] = []
-    masks: list[list[bool]] = []
-    written: list[int] = []
+    places: list[Int64Array] = []
+    names: list[str] = []
     for row in chosen:
         parts = Parts.of(rows, row)
         other = None if parts is None else prompt.write(parts)
         if parts is None or other is None:
             continue
-        own = rows.loss_mask[rows.slices[row]].tolist()
         new: Ids = []
-        mask: list[bool] = []
-        at = 0
+        place: list[Int64Array] = []
+        at = int(rows.offsets[row])
         for before, after, reply in zip(parts.observed, other.observed, parts.replies, strict=True):
             at += len(before)
             new += [*after, *reply]
-            mask += [False] * len(after) + own[at : at + len(reply)]
+            place += [np.full(len(after), -1), np.arange(at, at + len(reply))]
             at += len(reply)
         ids.append(new)
-        masks.append(mask)
-        written.append(row)
-    if not written:
+        places.append(np.concatenate(place))
+        names.append(rows.row_ids[row])
+    if not ids:
         return None
-    out = Rows(
-        row_ids=tuple(rows.row_ids[row] for row in written),
-        offsets=np.cumsum([0, *map(len, ids)], dtype=np.int64),
-        token_ids=np.concatenate([np.array(i, np.int32) for i in ids]),
-        loss_mask=np.concatenate([np.array(m, np.bool_) for m in masks]),
+    place = np.concatenate(places)
+    sizes = [len(row) for row in ids]
+    return Layout(
+        rows=Rows(
+            row_ids=tuple(names),
+            offsets=np.cumsum([0, *sizes], dtype=np.int64),
+            token_ids=np.concatenate([np.array(row, np.int32) for row in ids]),
+            loss_mask=(place >= 0) & rows.loss_mask[place],
+        ),
+        positions=np.concatenate([np.arange(size) for size in sizes]),
+        place=place,
     )
-    return out, written

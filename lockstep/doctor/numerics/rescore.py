@@ -33,11 +33,14 @@ from lockstep.doctor.numerics.compare import (
     rank_of,
 )
 from lockstep.doctor.numerics.layouts import MAX_BEFORE, Lines, turn_positions
+from lockstep.doctor.numerics.prompts import Prompt, Prompts
 from lockstep.doctor.numerics.weights import Weights, WeightsAtHand, weights_at_hand
 from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.memory import GIB, available_bytes
 from lockstep.models.config import ModelConfig
 from lockstep.models.shapes import decoder_shapes, num_elements
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Int64Array
 
 if TYPE_CHECKING:
@@ -62,6 +65,9 @@ class Rescoring(Once):
     """Facts of the dump: its temperature, top-p and top-k of sampling are tried."""
     sides: Sequence[SideName] = tuple(COLUMN_OF)
     """The sides whose log-probs the dump has."""
+    tokenizer: Tokenizer | None = None
+    renderer: Renderer | None = None
+    """With the tokenizer, to write other prompts for the same replies."""
     seed: int = 0
     max_tokens: int = 0
     """Size of the sample; 0: as many as take seconds."""
@@ -204,9 +210,18 @@ class Rescoring(Once):
                 self.scorer,
                 self.weights.all,
                 self._own(rows),
-                Known(lines=self._lines(rows), distributions=self._defaults()),
+                Known(
+                    lines=self._lines(rows),
+                    distributions=self._defaults(),
+                    prompts=self._prompts(),
+                ),
             ),
         )
+
+    def _prompts(self) -> list[Prompt]:
+        if self.tokenizer is None:
+            return []
+        return list(Prompts(self.tokenizer, self.renderer).all())
 
     def _lines(self, rows: Rows) -> Lines:
         config = self.weights.config
@@ -405,11 +420,14 @@ def open_model(
     model: str | Path | Rescoring,
     adapter: str | Path = "",
     against: Sequence[str | Path] = (),
+    tokenizer: Tokenizer | None = None,
+    renderer: Renderer | None = None,
 ) -> Rescoring | str:
     """The model at hand with its sample of the dump scored, or why it cannot be used: too large for
     this machine, torn, of another vocabulary. Reads the dump once.
 
     model, adapter, against: as in `weights.weights_at_hand`; a `Rescoring` is taken as it is.
+    tokenizer, renderer: of the rows.
     Raises ConfigError for what names no model, or nothing to compare: rows without log-probs of
     either side.
     """
@@ -423,6 +441,7 @@ def open_model(
                 facts=facts,
                 sides=sides,
             )
+        model.tokenizer, model.renderer = tokenizer, renderer
         model.prepare(dump.read)
     except (CheckpointError, MissingExtraError) as error:
         return str(error)

@@ -39,7 +39,8 @@ from lockstep.doctor.numerics.compare import (
     rank_of,
     row_residual,
 )
-from lockstep.doctor.numerics.layouts import Lines, arrangements, laid_out
+from lockstep.doctor.numerics.layouts import Layout, Lines, arrangements, laid_out
+from lockstep.doctor.numerics.prompts import Prompt, with_prompt
 from lockstep.doctor.numerics.scorer import Scorer, has_plain_head
 from lockstep.models.changes import Change, Kind
 from lockstep.types import Int64Array
@@ -83,6 +84,8 @@ class Known:
     lines: Lines
     distributions: Sequence[Distribution]
     """Processing by the defaults beside the model."""
+    prompts: Sequence[Prompt] = ()
+    """Other prompts, the likely mistakes first."""
 
 
 class Search:
@@ -251,9 +254,8 @@ class Search:
                 is_approximate=change.kind == "quantised",
             )
 
-        def arranged(arrangement: Any, places: Int64Array) -> Float64Array:
+        def scored_as(layout: Layout | None) -> Float64Array:
             out = np.full(rows.num_tokens, np.nan)
-            layout = laid_out(arrangement, rows, places.tolist(), known.lines)
             if layout is not None:
                 scored = scorer.score(
                     model,
@@ -266,6 +268,18 @@ class Search:
                 out[layout.place[is_own]] = scored.logprobs[chosen][is_own]
             return out
 
+        def arranged(arrangement: Any, places: Int64Array) -> Float64Array:
+            return scored_as(laid_out(arrangement, rows, places.tolist(), known.lines))
+
+        def asked(prompt: Prompt, places: Int64Array) -> Float64Array:
+            return scored_as(with_prompt(prompt, rows, places.tolist()))
+
+        for prompt in known.prompts:
+            yield Trial(
+                cause="wrong_template",
+                text=f"after the prompt {prompt.text}",
+                score=partial(asked, prompt),
+            )
         for arrangement in arrangements(known.lines):
             yield Trial(
                 cause=arrangement.cause,

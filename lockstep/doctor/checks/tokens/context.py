@@ -543,7 +543,7 @@ class DroppedSeparator(_Context, TemplateCheck):
 
 @dataclass(frozen=True, slots=True)
 class Separator:
-    """What a template writes between a turn and the next message."""
+    """Ids between a turn and the next message, in a template."""
 
     ids: tuple[int, ...]
     openers: frozenset[int]
