@@ -51,9 +51,15 @@ MIN_ROWS, MIN_TOKENS = 3, 8
 """Rows and tokens that a variant must explain; fewer rows if there are no more, or if the variant
 leaves less of them than MAX_FEW_RESIDUAL."""
 MAX_FEW_RESIDUAL = 0.05
-MAX_APPROXIMATE_RESIDUAL = 0.75
-"""Share of the deviation that an approximate variant may leave over all rows. Noise, or other
-weights, have no part in common with it: with its own size it would leave more than all."""
+MAX_ROUNDED_LEFT = 0.75
+"""Share of the deviation that rounded weights may leave over all rows. Noise, or other weights,
+have no part in common with them: with their own size they would leave more than all."""
+MAX_PROMPT_LEFT = 0.6
+"""The same for another prompt: one that lacks what the sampler read has much in common with it.
+The best of 50 prompts left 0.79 and more of a deviation by other weights (four models)."""
+MAX_EXACT_LEFT = 0.15
+"""Share of a row's deviation that positions, padding or neighbours may leave: the same ids in the
+same places give the same numbers, up to the noise of the pair."""
 TIE = 0.05
 """Share of the deviation within which two variants explain equally well."""
 EXACT = 4.0
@@ -82,6 +88,10 @@ no noise. Other weights were at 0.05 to 0.37, noise and dropout at 0.78 to 1.04 
 a tiny one of transformers, four seeds)."""
 LEAST_LOGPROB = -15.0
 """Log-prob from which on tokens count as equally unlikely in a trend."""
+MIN_OWN_NOISE = 0.35
+"""The same within contexts that are equal from the first id on, above which it is noise: what is
+computed from the ids has none of its own. Hidden dropout was at 0.37 to 0.42, other weights and
+prompts below 0.06 where they are ten times the noise of the pair."""
 MIN_REPEATED = 60
 """Tokens in repeated contexts that are needed to tell."""
 MIN_SPREAD = 1e-3
@@ -157,9 +167,12 @@ class Variant:
     variant is its own."""
     rank: int = 0
     """Variants of a lower rank are taken first where they explain equally well."""
-    is_approximate: bool = False
-    """Whether what has this defect differs from the variant besides (an engine with rounded weights
-    rounds more than them): judged over all rows at once, by MAX_APPROXIMATE_RESIDUAL."""
+    max_left: float = MAX_ROW_RESIDUAL
+    """Share of a row's deviation that it may leave."""
+    approximates: float = 0.0
+    """Share of the deviation that it may leave over all rows at once, where what has this defect
+    differs from the variant besides (an engine with rounded weights rounds more than them); 0: it
+    must reproduce single rows."""
 
 
 @dataclass(kw_only=True)
@@ -354,20 +367,20 @@ def _side(
     residuals: list[Float64Array] = []
     for variant in evidence.variants:
         left = _residual(rows, values, held, k2, tokens, variant)
-        if variant.is_approximate:
+        if variant.approximates:
             again = values - variant.logprobs
             d = np.where(np.isfinite(again), values - held, np.nan)
             # A few tokens that go to other experts must not decide: the typical one is nearer too.
-            typical = MAX_APPROXIMATE_RESIDUAL * _typical(d, evidence.spread)
+            typical = variant.approximates * _typical(d, evidence.spread)
             if not _typical(again, evidence.spread) <= typical:
                 left[:] = np.inf
         residuals.append(left)
         best = np.minimum(best, left)
     hit = np.full(len(rows), -1)
     is_deviating = k2 > FLOAT_K2 * tokens
-    limit = np.where(is_known, MAX_ROW_RESIDUAL, MAX_FAR_RESIDUAL) * k2
     for number in reversed(range(len(residuals))):
         left = residuals[number]
+        limit = np.where(is_known, evidence.variants[number].max_left, MAX_FAR_RESIDUAL) * k2
         is_near = (left <= best + TIE * k2) & (left <= EXACT * best + FLOAT_K2 * tokens)
         hit[is_deviating & is_near & (left <= limit)] = number
     _add_approximate(hit, evidence.variants, residuals, k2, is_deviating & is_known)
@@ -382,9 +395,9 @@ def _side(
         is_hit = np.isin(hit, np.flatnonzero(members))
         left = np.stack([*residuals, k2])[hit, np.arange(len(rows))]
         whole, rest = float(k2[is_hit].sum()), float(left[is_hit].sum())
-        is_approximate = evidence.variants[members.index(True)].is_approximate
+        approximates = evidence.variants[members.index(True)].approximates
         if (
-            rest > (MAX_APPROXIMATE_RESIDUAL if is_approximate else MAX_RESIDUAL) * whole
+            rest > (approximates or MAX_RESIDUAL) * whole
             or whole < MIN_SHARE * total
             or (is_hit.sum() < enough and rest > MAX_FEW_RESIDUAL * whole)
             or tokens[is_hit].sum() < MIN_TOKENS
@@ -436,14 +449,14 @@ def _add_approximate(
 ) -> None:
     """Gives the rows that no variant reproduces to the approximate one that leaves the least of
     them, if that is little enough."""
-    rows = is_open & np.array([h < 0 or variants[h].is_approximate for h in hit.tolist()])
+    rows = is_open & np.array([h < 0 or bool(variants[h].approximates) for h in hit.tolist()])
     of_all = {
         number: float(left[rows].sum())
         for number, left in enumerate(residuals)
-        if variants[number].is_approximate and rows.any() and np.isfinite(left[rows]).all()
+        if variants[number].approximates and rows.any() and np.isfinite(left[rows]).all()
     }
     number = min(of_all, key=lambda n: of_all[n], default=-1)
-    if number >= 0 and of_all[number] <= MAX_APPROXIMATE_RESIDUAL * float(k2[rows].sum()):
+    if number >= 0 and of_all[number] <= variants[number].approximates * float(k2[rows].sum()):
         hit[rows] = number
 
 
@@ -461,11 +474,17 @@ def variance_within(
     Tokens with the same last tokens, themselves included, are one context: other weights change
     them by much the same, noise does not. The length in CONTEXTS that repeats most counts. d is in
     units of the spread that noise on the logits would cause, without extremes. is_shared: rows that
-    begin alike may have been computed once, so that one token of each beginning is taken.
+    begin alike may have been computed once, so that one token of each beginning is taken. What
+    varies after the very same ids is noise, whatever repeats besides.
     reference: [N] log-probs of the model. Strong noise makes likely tokens less likely each time
     that they are read; what d is at such log-probs on average is taken off first.
     """
     is_used = np.isfinite(d) & (spread > MIN_SPREAD)
+    if is_used.any():
+        every = np.full(len(d), np.nan)
+        every[is_used] = _clipped(d[is_used] / np.sqrt(spread[is_used]))
+        if _noise_of_equal_prefixes(rows, every) > MIN_OWN_NOISE:
+            return 1.0
     if is_shared:
         places = np.flatnonzero(is_used)
         _, first = np.unique(rows.prefix_keys[places], return_index=True)
@@ -494,6 +513,21 @@ def _without_trend(z: Float64Array, logprobs: Float64Array, spread: Float64Array
 def _clipped(z: Float64Array) -> Float64Array:
     limit = np.quantile(np.abs(z), 0.98)
     return np.clip(z, -limit, limit)
+
+
+def _noise_of_equal_prefixes(rows: Rows, z: Float64Array) -> float:
+    """Ratio of the variance of z [N] after the very same ids to the whole: 0 for what is computed
+    from the ids alone; NaN if too few tokens occur again after the same ids."""
+    at = np.flatnonzero(np.isfinite(z))
+    _, index, count = np.unique(rows.prefix_keys[at], return_inverse=True, return_counts=True)
+    is_repeated = count[index] > 1
+    _, index, count = np.unique(index[is_repeated], return_inverse=True, return_counts=True)
+    values = z[at][is_repeated]
+    if len(values) - len(count) < MIN_REPEATED // 2 or not (values * values).sum():
+        return np.nan
+    mean = np.bincount(index, values) / count
+    within = ((values - mean[index]) ** 2).sum() / (len(values) - len(count))
+    return float(within / (values * values).mean())
 
 
 def _within(rows: Rows, z: Float64Array, is_used: BoolArray, length: int) -> float:

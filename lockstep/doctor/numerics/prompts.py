@@ -79,16 +79,15 @@ def _roles(form: str, **names: str) -> dict[str, str]:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "chatml": Family(
-        before=_roles("<|im_start|>ROLE\n"), after={"": "<|im_end|>\n"}
-    ),
+    "chatml": Family(before=_roles("<|im_start|>ROLE\n"), after={"": "<|im_end|>\n"}),
     "llama3": Family(
         first="<|begin_of_text|>",
         before=_roles("<|start_header_id|>ROLE<|end_header_id|>\n\n", tool="ipython"),
         after={"": "<|eot_id|>"},
     ),
     "harmony": Family(
-        before=_roles("<|start|>ROLE<|message|>"), after={"": "<|end|>"},
+        before=_roles("<|start|>ROLE<|message|>"),
+        after={"": "<|end|>"},
         opening="<|start|>assistant",
     ),
     "gemma": Family(
@@ -100,19 +99,30 @@ FAMILIES: Mapping[str, Family] = {
     "phi4": Family(before=_roles("<|im_start|>ROLE<|im_sep|>"), after={"": "<|im_end|>"}),
     "zephyr": Family(before=_roles("<|ROLE|>\n"), after={"": "</s>\n"}),
     "glm4": Family(
-        first="[gMASK]<sop>", before=_roles("<|ROLE|>\n", tool="observation"), after={},
+        first="[gMASK]<sop>",
+        before=_roles("<|ROLE|>\n", tool="observation"),
+        after={},
         opening="<|assistant|>",
     ),
     "mistral": Family(
-        first="<s>", before={"user": "[INST] ", "assistant": ""},
+        first="<s>",
+        before={"user": "[INST] ", "assistant": ""},
         after={"user": " [/INST]", "assistant": "</s>"},
     ),
     "mistral v7": Family(
         first="<s>",
-        before={"system": "[SYSTEM_PROMPT] ", "user": "[INST] ", "assistant": "",
-                "tool": "[TOOL_RESULTS] "},
-        after={"system": "[/SYSTEM_PROMPT]", "user": "[/INST]", "assistant": "</s>",
-               "tool": "[/TOOL_RESULTS]"},
+        before={
+            "system": "[SYSTEM_PROMPT] ",
+            "user": "[INST] ",
+            "assistant": "",
+            "tool": "[TOOL_RESULTS] ",
+        },
+        after={
+            "system": "[/SYSTEM_PROMPT]",
+            "user": "[/INST]",
+            "assistant": "</s>",
+            "tool": "[/TOOL_RESULTS]",
+        },
     ),
     "llama2": Family(
         first="<s>",
@@ -128,26 +138,32 @@ FAMILIES: Mapping[str, Family] = {
         first="<BOS_TOKEN>",
         before={
             role: f"<|START_OF_TURN_TOKEN|><|{name}_TOKEN|>"
-            for role, name in {"system": "SYSTEM", "user": "USER", "assistant": "CHATBOT",
-                               "tool": "SYSTEM"}.items()
+            for role, name in {
+                "system": "SYSTEM",
+                "user": "USER",
+                "assistant": "CHATBOT",
+                "tool": "SYSTEM",
+            }.items()
         },
         after={"": "<|END_OF_TURN_TOKEN|>"},
     ),
     "headings": Family(
-        before=_roles("### ROLE:\n", system="System", user="User", assistant="Assistant",
-                      tool="Tool"),
+        before=_roles(
+            "### ROLE:\n", system="System", user="User", assistant="Assistant", tool="Tool"
+        ),
         after={"": "\n\n"},
     ),
     "alpaca": Family(
-        before=_roles("### ROLE:\n", system="System", user="Instruction", assistant="Response",
-                      tool="Input"),
+        before=_roles(
+            "### ROLE:\n", system="System", user="Instruction", assistant="Response", tool="Input"
+        ),
         after={"": "\n\n"},
     ),
     "vicuna": Family(
         before={"system": "", "user": "USER: ", "assistant": "ASSISTANT:"},
         after={"system": " ", "user": " ", "assistant": "</s>"},
     ),
-}  # fmt: skip
+}
 """Formats that a program may take by mistake, by the names of their models."""
 
 DEFAULT_SYSTEMS = (

@@ -19,6 +19,7 @@ from lockstep.config import read_json
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Chunks, Stage, all_stages
 from lockstep.doctor.checks.rows import Float32Array, Float64Array, Once, Rows
+from lockstep.doctor.checks.values.processed import Processed
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.compare import (
     COLUMN_OF,
@@ -42,6 +43,10 @@ from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Int64Array
+
+TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.4, 1.7, 2.0)
+"""Temperatures of a side that are tried: a deviation that is nearly one of these is its."""
+TOP_P, TOP_K = (0.7, 0.8, 0.9, 0.95), (20, 50)
 
 if TYPE_CHECKING:
     from lockstep.doctor.numerics.scorer import Scorer
@@ -101,16 +106,16 @@ class Rescoring(Once):
 
     def stages(self, stages: Sequence[Stage]) -> list[Stage]:
         """`stages`, in which checks that lack the log-probs of one side see the sample, filled with
-        the model's. Checks of noise are left out: they infer from equal contexts what the model
-        tells exactly."""
+        the model's. Checks of noise and of processed log-probs are left out: they infer what the
+        model tells exactly."""
         filled = frozenset(COLUMN_OF[name] for name in COLUMN_OF if name not in self.sides)
         out: list[Stage] = []
         for stage in stages:
             if tuple(stage.checks) == all_stages()["noise"]:
                 continue
-            late = [check for check in stage.checks if filled & set(check.needs)]
-            early = [check for check in stage.checks if check not in late]
-            out.append(replace(stage, checks=early) if late else stage)
+            made = [check for check in stage.checks if not issubclass(check, Processed)]
+            late = [check for check in made if filled & set(check.needs)]
+            out.append(replace(stage, checks=[check for check in made if check not in late]))
             if late:
                 out.append(Stage(checks=late, chunks=self.sample, has=filled))
         return out
@@ -212,7 +217,7 @@ class Rescoring(Once):
                 self._own(rows),
                 Known(
                     lines=self._lines(rows),
-                    distributions=self._defaults(),
+                    distributions=self._processing(),
                     prompts=self._prompts(),
                 ),
             ),
@@ -254,6 +259,18 @@ class Rescoring(Once):
         """A file of settings beside the model; empty without one."""
         path = self.weights.all[0].model_directory / name
         return read_json(path, CheckpointError) if path.is_file() else {}
+
+    def _processing(self) -> dict[str, Sequence[Distribution]]:
+        """Cause -> settings that the dump does not tell: those of generation_config.json, then
+        temperatures and cuts on a grid, each relative to what is sampled."""
+        defaults = self._defaults()
+        grid = [Distribution(temperature=t) for t in TEMPERATURES]
+        grid += [Distribution(top_p=p) for p in TOP_P] + [Distribution(top_k=k) for k in TOP_K]
+        known = {*self._distributions(), *defaults}
+        return {
+            "generation_defaults": defaults,
+            "processed": [one for one in grid if one not in known],
+        }
 
     def _defaults(self) -> tuple[Distribution, ...]:
         """Processing of the logits by generation_config.json, as an engine takes it for what a

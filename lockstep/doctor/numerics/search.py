@@ -13,7 +13,7 @@ Imported with torch, when there is something to search for.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,8 +25,10 @@ from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.doctor.numerics.compare import (
     EXACT,
     FLOAT_K2,
-    MAX_APPROXIMATE_RESIDUAL,
+    MAX_EXACT_LEFT,
     MAX_FEW_RESIDUAL,
+    MAX_PROMPT_LEFT,
+    MAX_ROUNDED_LEFT,
     MAX_ROW_RESIDUAL,
     NOISE_FACTOR,
     TIE,
@@ -73,8 +75,9 @@ class Trial:
     """Trials of a lower rank come first; a higher one's are not made where they leave nothing."""
     is_precision: bool = False
     """Tried on deviations of any size."""
-    is_approximate: bool = False
-    """As in `Variant`."""
+    max_left: float = MAX_ROW_RESIDUAL
+    """As in `Variant`, and the next."""
+    approximates: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +85,8 @@ class Known:
     """Facts about the dump that trials are made of."""
 
     lines: Lines
-    distributions: Sequence[Distribution]
-    """Processing by the defaults beside the model."""
+    distributions: Mapping[str, Sequence[Distribution]]
+    """Cause -> processing of the logits that it would be."""
     prompts: Sequence[Prompt] = ()
     """Other prompts, the likely mistakes first."""
 
@@ -167,7 +170,7 @@ class Search:
                 if not _is_left(side, found, row, is_precision=trial.is_precision):
                     continue
                 is_nearer = left[row] < before - TIE * k2 or EXACT * left[row] < before
-                if left[row] <= MAX_ROW_RESIDUAL * k2 and is_nearer:
+                if left[row] <= trial.max_left * k2 and is_nearer:
                     best[side.name, row] = float(left[row]), trial
 
     def _approximate(
@@ -178,12 +181,12 @@ class Search:
         for side in found.sides.values():
             mine = [r for r in rows.tolist() if _is_left(side, found, r)]
             whole, sums = float(side.k2[mine].sum()), dict[float, Trial]()
-            for trial in (t for t in trials if t.is_approximate and t.text in self._scored):
+            for trial in (t for t in trials if t.approximates and t.text in self._scored):
                 if mine and self._done[trial.text].issuperset(mine):
                     variant = self._variant(trial, self._scored[trial.text], evidence)
                     left = row_residual(evidence.rows, side, variant)[mine]
                     sums.setdefault(float(left.sum()), trial)
-            if sums and min(sums) <= MAX_APPROXIMATE_RESIDUAL * whole:
+            if sums and min(sums) <= sums[min(sums)].approximates * whole:
                 out[sums[min(sums)].text] = sums[min(sums)]
         return out
 
@@ -226,7 +229,8 @@ class Search:
             plain=None if trial.is_precision else evidence.plain,
             family=trial.family,
             rank=rank_of(trial.cause),
-            is_approximate=trial.is_approximate,
+            max_left=trial.max_left,
+            approximates=trial.approximates,
         )
 
     # -- trials -------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ class Search:
                 text=change.text,
                 score=partial(changed, change),
                 rank=change.rank,
-                is_approximate=change.kind == "quantised",
+                approximates=MAX_ROUNDED_LEFT if change.kind == "quantised" else 0.0,
             )
 
         def scored_as(layout: Layout | None) -> Float64Array:
@@ -279,21 +283,24 @@ class Search:
                 cause="wrong_template",
                 text=f"after the prompt {prompt.text}",
                 score=partial(asked, prompt),
+                approximates=MAX_PROMPT_LEFT,
             )
         for arrangement in arrangements(known.lines):
             yield Trial(
                 cause=arrangement.cause,
                 text=arrangement.text,
                 family=arrangement.family,
+                max_left=MAX_EXACT_LEFT,
                 score=partial(arranged, arrangement),
             )
-        for distribution in known.distributions:
-            if distribution != chosen:
-                yield Trial(
-                    cause="generation_defaults",
-                    text=f"after {distribution.describe()}",
-                    score=partial(plain, distribution=distribution),
-                )
+        for cause, distributions in known.distributions.items():
+            for distribution in distributions:
+                if distribution != chosen:
+                    yield Trial(
+                        cause=cause,
+                        text=f"after {distribution.describe()}",
+                        score=partial(plain, distribution=distribution),
+                    )
         if has_plain_head(model):
             yield Trial(
                 cause=HALF_HEAD,

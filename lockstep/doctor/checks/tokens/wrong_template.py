@@ -218,9 +218,12 @@ class WrongTemplate(TemplateCheck):
             if one == two and one in begins and self.setting.tokenizer is not None:
                 name = self.setting.tokenizer.control_name(one)
                 yield OtherPrompt(
-                    row=r, first=start + 1, cut=replied[r], what=f"{name} twice at its beginning",
+                    row=r,
+                    first=start + 1,
+                    cut=replied[r],
+                    what=f"{name} twice at its beginning",
                     expected=(),
-                )  # fmt: skip
+                )
 
     def _unopened(self, rows: Rows) -> Iterator[OtherPrompt]:
         """The rows whose first reply directly follows the end of a message, where the template has
@@ -236,9 +239,12 @@ class WrongTemplate(TemplateCheck):
             is_unopened &= ids[np.maximum(first - back, 0)] == id_
         for r, begin in zip(row[is_unopened].tolist(), first[is_unopened].tolist(), strict=True):
             yield OtherPrompt(
-                row=r, first=begin, cut=begin, expected=opening,
+                row=r,
+                first=begin,
+                cut=begin,
+                expected=opening,
                 what="the opening of the reply is missing",
-            )  # fmt: skip
+            )
 
     @property
     def _close(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
