@@ -87,14 +87,19 @@ from lockstep.testing.faults.rows import (
 )
 from lockstep.testing.faults.sides import (
     ActiveDropout,
+    IgnoredRopeScaling,
     IgnoredSinks,
     IgnoredWindow,
     KernelNoise,
+    PackingLeak,
+    PaddingAttended,
     ProcessedLogprobs,
+    QuantisedRollout,
     SamplingNoise,
     ScoredAfterUpdate,
     StaleWeights,
     UnmergedAdapter,
+    WrongPositions,
 )
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Delta, Int32Array, Request
@@ -358,17 +363,33 @@ FAULTS: dict[str, Sequence[FaultConfig]] = {
     "other_weights": [StaleWeights(lag=lag, is_honest=False) for lag in (1, 4, 16)],
     "stale": [StaleWeights(lag=lag) for lag in (1, 4, 16)],
     "adapter_not_merged": [UnmergedAdapter(updates=n) for n in (2, 8, 32)],
+    "quantised_rollout": [
+        QuantisedRollout(number="int8"), QuantisedRollout(),
+        QuantisedRollout(number="int4", inputs=32),
+    ],
     "after_update": [ScoredAfterUpdate(updates=n) for n in (1, 2, 4)],
 }  # fmt: skip
 """Cause -> its strengths, weakest first."""
 CASES = [
     *(Case(cause=cause, fault=fault) for cause, faults in FAULTS.items() for fault in faults),
-    *(Case(cause="ignored_sinks", fault=IgnoredSinks(), share=s) for s in (0.1, 0.3, 1.0)),
+    *(
+        Case(cause=cause, fault=fault, share=s)
+        for cause, fault in {
+            "ignored_sinks": IgnoredSinks(),
+            "ignored_rope_scaling": IgnoredRopeScaling(theta=10_000.0),
+            "wrong_positions": WrongPositions(),
+            "packing_leak": PackingLeak(),
+            "padding_attended": PaddingAttended(),
+        }.items()
+        for s in (0.1, 0.3, 1.0)
+    ),
     *(Case(cause="ignored_window", fault=IgnoredWindow(), share=s) for s in (0.1, 0.3, 1.0)),
 ]
 NEEDS_MODEL = frozenset(
     {
         "kernel_noise", "routing_flips", "ignored_sinks", "ignored_window", "dropout",
+        "ignored_rope_scaling", "wrong_positions", "packing_leak", "padding_attended",
+        "quantised_rollout",
         "other_weights", "adapter_not_merged", "stale", "after_update",
     }
 )  # fmt: skip

@@ -30,7 +30,7 @@ from lockstep.doctor.checks.tokens.post_processed import PostProcessed
 from lockstep.doctor.checks.tokens.reencoded import Reencoded
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
 from lockstep.doctor.checks.tokens.template import ThinkingDropped
-from lockstep.doctor.checks.tokens.wrong_template import WrongTemplate
+from lockstep.doctor.checks.tokens.wrong_template import UnlikeTemplate, WrongTemplate
 from lockstep.doctor.checks.training.advantages import LateAdvantages
 from lockstep.doctor.checks.training.by_step import AfterResume, GrowingGap, IdleGrowth
 from lockstep.doctor.checks.training.staleness import AfterUpdate, Stale
@@ -354,8 +354,8 @@ _OWN: dict[str, tuple[type[Check], ...]] = {
     ),
     # How log-probs were stored.
     "values": (Clamped, Quantised),
-    # Which distribution they are of, and of which weights.
-    "processed": (GenerationDefaults, Processed, LateVersion),
+    # Which distribution they are of, of which weights, and after which prompt.
+    "processed": (GenerationDefaults, Processed, LateVersion, UnlikeTemplate),
     # What repeats and what does not, in rows that are otherwise explained. Noise in the recorded
     # numbers may look as if another distribution had drawn the tokens.
     "noise": (Precision, NoisySampler, NoisyTrainer, DraftLogprobs),

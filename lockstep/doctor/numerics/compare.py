@@ -57,7 +57,7 @@ have no part in common with them: with their own size they would leave more than
 MAX_PROMPT_LEFT = 0.6
 """The same for another prompt: one that lacks what the sampler read has much in common with it.
 The best of 50 prompts left 0.79 and more of a deviation by other weights (four models)."""
-MAX_EXACT_LEFT = 0.15
+MAX_EXACT_LEFT = 0.05
 """Share of a row's deviation that positions, padding or neighbours may leave: the same ids in the
 same places give the same numbers, up to the noise of the pair."""
 TIE = 0.05
@@ -367,13 +367,6 @@ def _side(
     residuals: list[Float64Array] = []
     for variant in evidence.variants:
         left = _residual(rows, values, held, k2, tokens, variant)
-        if variant.approximates:
-            again = values - variant.logprobs
-            d = np.where(np.isfinite(again), values - held, np.nan)
-            # A few tokens that go to other experts must not decide: the typical one is nearer too.
-            typical = variant.approximates * _typical(d, evidence.spread)
-            if not _typical(again, evidence.spread) <= typical:
-                left[:] = np.inf
         residuals.append(left)
         best = np.minimum(best, left)
     hit = np.full(len(rows), -1)
@@ -383,7 +376,11 @@ def _side(
         limit = np.where(is_known, evidence.variants[number].max_left, MAX_FAR_RESIDUAL) * k2
         is_near = (left <= best + TIE * k2) & (left <= EXACT * best + FLOAT_K2 * tokens)
         hit[is_deviating & is_near & (left <= limit)] = number
-    _add_approximate(hit, evidence.variants, residuals, k2, is_deviating & is_known)
+    near = [
+        left if v.approximates and _is_typically_near(evidence, v, values, held) else None
+        for left, v in zip(residuals, evidence.variants, strict=True)
+    ]
+    _add_approximate(hit, evidence.variants, near, k2, is_deviating & is_known)
     is_far = ~is_known & (tokens > 0)
     if tokens[is_far & (hit >= 0)].sum() < MIN_FAR_TOKENS * tokens[is_far].sum():
         hit[is_far] = -1
@@ -440,20 +437,40 @@ def _residual(
     return left
 
 
+def _is_typically_near(
+    evidence: Evidence, variant: Variant, values: Float64Array, held: Float64Array
+) -> bool:
+    """Whether an approximate variant is nearer at the typical token too: a few tokens that go to
+    other experts must not decide."""
+    again = values - variant.logprobs
+    d = np.where(np.isfinite(again), values - held, np.nan)
+    typical = variant.approximates * _typical(d, evidence.spread)
+    return _typical(again, evidence.spread) <= typical
+
+
+def _is_loose(near: Sequence[Float64Array | None], k2: Float64Array, row: int, number: int) -> bool:
+    """Whether no variant reproduces the row, or only one that is approximate, and not its very
+    numbers."""
+    if number < 0:
+        return True
+    left = near[number]
+    return left is not None and float(left[row]) > MAX_FEW_RESIDUAL * float(k2[row])
+
+
 def _add_approximate(
     hit: Int64Array,
     variants: Sequence[Variant],
-    residuals: Sequence[Float64Array],
+    near: Sequence[Float64Array | None],
     k2: Float64Array,
     is_open: BoolArray,
 ) -> None:
     """Gives the rows that no variant reproduces to the approximate one that leaves the least of
     them, if that is little enough."""
-    rows = is_open & np.array([h < 0 or bool(variants[h].approximates) for h in hit.tolist()])
+    rows = is_open & np.array([_is_loose(near, k2, row, h) for row, h in enumerate(hit.tolist())])
     of_all = {
         number: float(left[rows].sum())
-        for number, left in enumerate(residuals)
-        if variants[number].approximates and rows.any() and np.isfinite(left[rows]).all()
+        for number, left in enumerate(near)
+        if left is not None and rows.any() and np.isfinite(left[rows]).all()
     }
     number = min(of_all, key=lambda n: of_all[n], default=-1)
     if number >= 0 and of_all[number] <= variants[number].approximates * float(k2[rows].sum()):

@@ -7,21 +7,19 @@ and believed only if it gives the side's very numbers. No torch.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.tokens.context import opening_of
 from lockstep.doctor.checks.tokens.replies import control_spelling
-from lockstep.doctor.checks.tokens.wrong_template import BEGINNINGS
+from lockstep.doctor.checks.tokens.wrong_template import BEGINNINGS, tools_in
 from lockstep.doctor.numerics.layouts import Layout
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
@@ -585,25 +583,6 @@ def _without_last_system(text: str, *, family: Family) -> str | None:
     inside = begin + len(before)
     ends = [at for role in family.openers if (at := text.find(role, inside)) >= 0]
     return text[:begin] + text[min(ends) :] if ends else None
-
-
-def tools_in(text: str) -> Iterator[ToolSchema]:
-    """The tools that a prompt declares as JSON objects, in whatever form."""
-    at = 0
-    while (at := text.find("{", at)) >= 0:
-        try:
-            found, end = json.JSONDecoder().raw_decode(text, at)
-        except ValueError:
-            at += 1
-            continue
-        at = end
-        declared: Any = found.get("function", found) if isinstance(found, dict) else {}
-        if not isinstance(declared, dict):
-            continue
-        name, parameters = declared.get("name"), declared.get("parameters")
-        if isinstance(name, str) and isinstance(parameters, dict):
-            about = str(declared.get("description", ""))
-            yield ToolSchema(name=name, description=about, parameters=parameters)
 
 
 def with_prompt(prompt: Prompt, rows: Rows, chosen: Sequence[int]) -> Layout | None:

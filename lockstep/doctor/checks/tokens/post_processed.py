@@ -18,6 +18,8 @@ MIN_BROKEN_ROWS = 3
 programs parse replies in their own way, and a stripped message proves nothing."""
 MIN_BROKEN = 0.5
 """Share of the rows with another text that must disagree."""
+MAX_ALIKE = 0.5
+"""Ratio to the share of other rows that disagree."""
 MIN_IMPROBABLE = 1.0
 """Nats by which the trainer finds the end of a turn less probable than the sampler did."""
 MIN_AT_ENDS = 0.7
@@ -50,6 +52,8 @@ class PostProcessed(ReplyCheck):
 
     def _look_at_messages(self, rows: Rows) -> None:
         is_big = np.abs(rows.gap) > BREAK  # NaN is not
+        if rows.rollout_logprobs is not None:  # a filler is no disagreement about the ids
+            is_big &= rows.rollout_logprobs != 0.0
         seen: set[int] = set()
         for row, begin, end, what in self._rewritten(rows):
             if row in seen:
@@ -60,6 +64,10 @@ class PostProcessed(ReplyCheck):
             self.count(other_rows=1, broken_rows=is_broken)
             note = f"the text of these ids is not their message's: {what}"
             self.show(1.0 + is_broken, rows, begin, end, note)
+        if seen:
+            others = [d.row for d in dialogues(rows) if d.row not in seen]
+            is_hit = rows.row_sums(np.flatnonzero(is_big)) > 0
+            self.count(same_rows=len(others), same_broken_rows=is_hit[others])
 
     def _rewritten(self, rows: Rows) -> Iterator[tuple[int, int, int, str]]:
         """(row, begin, end, in words) of the turns whose text is not their message's."""
@@ -116,7 +124,10 @@ class PostProcessed(ReplyCheck):
                 f"a change ({self._what})",
                 basis="shown",
             )
-        if c["broken_rows"] >= max(MIN_BROKEN_ROWS, MIN_BROKEN * c["other_rows"]):
+        is_harmed = c["broken_rows"] >= max(MIN_BROKEN_ROWS, MIN_BROKEN * c["other_rows"])
+        # Where rows with their messages' text disagree as often, something else is wrong.
+        own = c["same_broken_rows"] * c["other_rows"]
+        if is_harmed and own <= MAX_ALIKE * c["broken_rows"] * c["same_rows"]:
             return self.differs(
                 f"the turns of {c['other_rows']} of {c['dialogues']} rows are not what their "
                 f"messages say ({self._what}), and in {c['broken_rows']} of them the two sides "

@@ -189,7 +189,8 @@ def first_breaks(
     """[R] index of the first token of each row on which the two sides disagree; -1 for rows with
     fewer than `min_tokens` of these, or (has_clean_start) that disagree from the start."""
     gap, compared = np.abs(rows.gap), rows.compared
-    at = compared[gap[compared] > BREAK]
+    # 0.0 at a token that the trainer finds unlikely is a filler, whatever stands there.
+    at = compared[(gap[compared] > BREAK) & (rows.rollout[compared] != 0.0)]
     first = rows.firsts(at)
     first[(first == rows.num_tokens) | (rows.row_sums(at) < min_tokens)] = -1
     if not has_clean_start:

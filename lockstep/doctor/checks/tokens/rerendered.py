@@ -108,7 +108,9 @@ class Rerendered(ReplyCheck):
         out: list[tuple[int, int, bool]] = []
         breaks, clean = first_breaks(rows, has_clean_start=False), first_breaks(rows)
         for dialogue in dialogues(rows):
-            if len(dialogue.begin) < 2 or len(dialogue.replies) < 2:
+            answered = None if rows.engine_ids is None else rows.engine_ids[dialogue.row]
+            is_told = answered is not None and len(answered) == len(dialogue.begin)
+            if is_told or len(dialogue.begin) < 2 or len(dialogue.replies) < 2:
                 continue
             is_whole_turn = self._is_whole_turn(dialogue)
             if is_whole_turn and dialogue.is_paired and is_extended(dialogue, self.renderer):

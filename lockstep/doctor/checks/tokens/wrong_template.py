@@ -7,8 +7,11 @@ then the sampled ids, and all of their log-probs follow another prompt.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +23,7 @@ from lockstep.doctor.checks.values.noise import MIN_FREEDOM, noise_of
 from lockstep.errors import RendererError
 from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.types import Int32Array, Message
+from lockstep.types import Int32Array, Message, ToolSchema
 
 MIN_ROWS = 3
 """Rows whose prompt is not their messages', before that is a cause: one may have lost a message."""
@@ -34,8 +37,11 @@ MAX_NOISE = 0.25
 time."""
 MAX_END = 24
 """Ids at the end of a prompt that are taken for the opening of the reply."""
-INFERRED = ("unopened", "written")
-"""Kinds of other prompts that are known by a template, which may not be the rows' own."""
+MIN_OWN = 50
+"""Tokens in rows with the template's own prompt, and ..."""
+MIN_SMALL_CONTRAST = 4.0
+"""... ratio to their mean |d|, from which on a smaller gap counts too."""
+_USER = Message(role="user", content="a")
 BEGINNINGS = frozenset({"<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>"})
 """Names of tokens that a text begins with once, where no template says it."""
 
@@ -55,57 +61,80 @@ class OtherPrompt:
     """Ids that should stand from `first` on."""
 
 
-class WrongTemplate(TemplateCheck):
-    """Compares each prompt with what the engine was sent; without that, with what the renderer
-    writes for the row's messages, where the two sides disagree."""
+class _PromptCheck(TemplateCheck):
+    """Base of checks that compare prompts with what they should be."""
 
-    name = "template/wrong_template"
-    claim = "prompts are what the engine was sent, and what the model's template writes"
     cause = "wrong_template"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._what = ""
-        self._written: dict[tuple[Message, ...], list[int] | None] = {}
-        self._gap = np.zeros((2, 2))
-        """Sums of |d| and numbers of tokens: rows with another prompt than the template writes,
-        other rows."""
-        self._square = self._noise = 0.0
-        self._freedom = 0
 
-    # -- looking ------------------------------------------------------------------------------
+    def show_others(self, rows: Rows, kind: str, others: Sequence[OtherPrompt]) -> None:
+        """Counts the rows under `kind`, and offers them as evidence."""
+        self.count(**{kind: len(others)})
+        for other in others:
+            self._what = self._what or other.what
+            end = min(other.first + max(len(other.expected), 1), int(rows.offsets[other.row + 1]))
+            note = f"the prompt is another one from here on: {other.what}"
+            self.show(1.0, rows, other.first, max(end, other.first + 1), note, other.expected)
+
+    def compared(
+        self, rows: Rows, row: int, begin: int, expected: Sequence[int] | Int32Array
+    ) -> OtherPrompt | None:
+        """The difference of a row's prompt, which ends at `begin`, from the expected ids; None if
+        there is none, or if it is another check's: padding, a prompt twice, control tokens that a
+        text spelled, a border that is misplaced."""
+        expected = np.asarray(expected, np.int32)
+        start = int(rows.offsets[row])
+        ids = rows.token_ids[start : int(rows.offsets[row + 1])]
+        if np.array_equal(ids[: len(expected)], expected):
+            return None
+        prompt = ids[: begin - start]
+        if len(prompt) >= 2 * len(expected) and len(first_of(expected.tolist(), prompt)) > 1:
+            return None
+        if self.is_of_others(prompt, expected):
+            return None
+        first = min(first_difference(prompt.tolist(), expected.tolist()), len(prompt))
+        return OtherPrompt(
+            row=row,
+            first=min(start + first, begin),
+            cut=begin,
+            what=describe(prompt, expected, self.setting.tokenizer),
+            expected=tuple(expected[first : first + MAX_END].tolist()),
+        )
+
+    def is_of_others(self, found: Int32Array, expected: Int32Array) -> bool:
+        """Whether the difference is padding, or control tokens that a text spelled."""
+        tokenizer = self.setting.tokenizer
+        if _is_padded(found, expected):
+            return True
+        if tokenizer is None:
+            return False
+        more, other = (
+            sum(i in tokenizer.control_ids for i in ids.tolist()) for ids in (found, expected)
+        )
+        return more > other and tokenizer.decode_bytes(found) == tokenizer.decode_bytes(expected)
+
+
+class WrongTemplate(_PromptCheck):
+    """Compares each prompt with the ids that the engine was sent, and its beginning with a second
+    one."""
+
+    name = "template/wrong_template"
+    claim = "prompts are the ids that the engine was sent, and begin once"
+    basis = "shown"
 
     def look(self, rows: Rows) -> None:
-        has_renderer = self.setting.renderer is not None
-        self.count(
-            rows=len(rows),
-            prompts_sent=sum(map(bool, rows.engine_prompt_ids or ())),
-            prompts_written=sum(map(bool, rows.messages or ())) if has_renderer else 0,
-        )
-        weight = {"sent": 3.0, "twice": 2.0, "unopened": 2.0, "written": 1.0}
+        self.count(rows=len(rows), prompts_sent=sum(map(bool, rows.engine_prompt_ids or ())))
         for kind, others in self._others(rows).items():
-            for other in others:
-                self.count(**{kind: 1})
-                self._what = self._what or other.what
-                end = min(other.first + max(len(other.expected), 1), int(rows.offsets[-1]))
-                end = min(end, int(rows.offsets[other.row + 1]))
-                note = f"the prompt is another one from here on: {other.what}"
-                self.show(
-                    weight[kind], rows, other.first, max(end, other.first + 1), note, other.expected
-                )
-        self._measure(rows)
+            self.show_others(rows, kind, others)
 
     def _others(self, rows: Rows) -> dict[str, list[OtherPrompt]]:
-        """The rows with another prompt: than was sent, with its beginning twice, without the
-        opening of the reply, or than the template writes for the messages."""
+        """The rows with another prompt than was sent, or with its beginning twice."""
         return rows.once(
             "other prompts",
-            lambda: {
-                "sent": list(self._unlike_sent(rows)),
-                "twice": list(self._begun_twice(rows)),
-                "unopened": list(self._unopened(rows)),
-                "written": list(self._unlike_written(rows)),
-            },
+            lambda: {"sent": list(self._unlike_sent(rows)), "twice": list(self._twice(rows))},
         )
 
     def _unlike_sent(self, rows: Rows) -> Iterator[OtherPrompt]:
@@ -115,47 +144,11 @@ class WrongTemplate(TemplateCheck):
             prompts = None if rows.engine_prompt_ids is None else rows.engine_prompt_ids[r]
             if not prompts or not len(prompts[0]) or not turns:
                 continue
-            other = self._compare(rows, r, int(spans.begin[turns[0]]), np.asarray(prompts[0]))
+            other = self.compared(rows, r, int(spans.begin[turns[0]]), prompts[0])
             if other is None:
                 other = self._later(rows, r, turns, prompts, answered[r])
             if other is not None:
                 yield other
-
-    def _compare(
-        self, rows: Rows, row: int, begin: int, expected: Int32Array
-    ) -> OtherPrompt | None:
-        """The difference of a row's prompt, which ends at `begin`, from the expected ids; None if
-        there is none, or if it is another check's: padding, a prompt twice, control tokens that a
-        text spelled, a border that is misplaced."""
-        start = int(rows.offsets[row])
-        ids = rows.token_ids[start : int(rows.offsets[row + 1])]
-        if np.array_equal(ids[: len(expected)], expected):
-            return None
-        prompt = ids[: begin - start]
-        if len(prompt) >= 2 * len(expected) and len(first_of(expected.tolist(), prompt)) > 1:
-            return None
-        if _is_padded(prompt, expected):
-            return None
-        tokenizer = self.setting.tokenizer
-        if tokenizer is not None and self._is_injected(prompt, expected, tokenizer):
-            return None
-        first = min(first_difference(prompt.tolist(), expected.tolist()), len(prompt))
-        what = describe(prompt, expected, tokenizer)
-        return OtherPrompt(
-            row=row,
-            first=min(start + first, begin),
-            cut=begin,
-            what=what,
-            expected=tuple(expected[first : first + MAX_END].tolist()),
-        )
-
-    @staticmethod
-    def _is_injected(prompt: Int32Array, expected: Int32Array, tokenizer: Tokenizer) -> bool:
-        """Whether both are one text, in which the prompt has more control tokens."""
-        control = tokenizer.control_ids
-        more = sum(i in control for i in prompt.tolist())
-        more -= sum(i in control for i in expected.tolist())
-        return more > 0 and tokenizer.decode_bytes(prompt) == tokenizer.decode_bytes(expected)
 
     def _later(
         self,
@@ -168,28 +161,21 @@ class WrongTemplate(TemplateCheck):
         """The first text between two turns that is not what the engine was sent there. Text that
         is only missing at its beginning is the separator's check's."""
         spans = rows.spans
-        if answered is None or len(answered) != len(turns) or len(prompts) != len(turns):
+        if answered is None or not len(answered) == len(turns) == len(prompts):
             return None
         for t in range(1, len(turns)):
-            before = np.concatenate([prompts[t - 1], answered[t - 1]])
-            if not np.array_equal(prompts[t][: len(before)], before):
-                return None  # the engine was sent a history that was rendered anew
-            sent = np.asarray(prompts[t][len(before) :])
+            reply = answered[t - 1]
+            before = np.concatenate([prompts[t - 1], reply])
             begin, end = int(spans.end[turns[t - 1]]), int(spans.begin[turns[t]])
+            is_history = np.array_equal(prompts[t][: len(before)], before)
+            own = rows.token_ids[max(begin - len(reply), 0) : begin]
+            if not is_history or not np.array_equal(own, reply):
+                return None  # rendered anew by the engine's client, or another reply in the row
+            sent = np.asarray(prompts[t][len(before) :], np.int32)
             found = rows.token_ids[begin:end]
-            is_suffix = len(found) < len(sent) and np.array_equal(
-                sent[len(sent) - len(found) :], found
-            )
-            if np.array_equal(found, sent) or is_suffix:
+            is_suffix = len(found) < len(sent) and np.array_equal(sent[-len(found) :], found)
+            if np.array_equal(found, sent) or is_suffix or self.is_of_others(found, sent):
                 continue
-            if self.setting.tokenizer is not None and self._is_injected(
-                found, sent, self.setting.tokenizer
-            ):
-                continue
-            if not np.array_equal(
-                rows.token_ids[begin - len(answered[t - 1]) : begin], answered[t - 1]
-            ):
-                return None  # the reply is another one, and its border too
             first = first_difference(found.tolist(), sent.tolist())
             return OtherPrompt(
                 row=row,
@@ -200,72 +186,22 @@ class WrongTemplate(TemplateCheck):
             )
         return None
 
-    def _begun_twice(self, rows: Rows) -> Iterator[OtherPrompt]:
-        begins = self._beginnings
-        spans = rows.spans
-        starts, sizes = rows.offsets[:-1].tolist(), rows.sizes.tolist()
-        replied = dict(
-            zip(
-                spans.row[spans.is_first].tolist(),
-                spans.begin[spans.is_first].tolist(),
-                strict=True,
-            )
-        )
-        for r, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            if size < 2 or not begins or r not in replied:
-                continue
-            one, two = rows.token_ids[start : start + 2].tolist()
-            if one == two and one in begins and self.setting.tokenizer is not None:
-                name = self.setting.tokenizer.control_name(one)
-                yield OtherPrompt(
-                    row=r,
-                    first=start + 1,
-                    cut=replied[r],
-                    what=f"{name} twice at its beginning",
-                    expected=(),
-                )
-
-    def _unopened(self, rows: Rows) -> Iterator[OtherPrompt]:
-        """The rows whose first reply directly follows the end of a message, where the template has
-        an opening."""
-        close, opening = self._close
-        if not close or not opening:
+    def _twice(self, rows: Rows) -> Iterator[OtherPrompt]:
+        begins, tokenizer, spans = self._beginnings, self.setting.tokenizer, rows.spans
+        if not begins or tokenizer is None:
             return
-        spans, ids = rows.spans, rows.token_ids
-        first = spans.begin[spans.is_first]
-        row = spans.row[spans.is_first]
-        is_unopened = rows.position[first] >= len(close)
-        for back, id_ in enumerate(reversed(close), 1):
-            is_unopened &= ids[np.maximum(first - back, 0)] == id_
-        for r, begin in zip(row[is_unopened].tolist(), first[is_unopened].tolist(), strict=True):
+        first, row = spans.begin[spans.is_first], spans.row[spans.is_first]
+        start = rows.offsets[row]
+        one, two = rows.token_ids[start], rows.token_ids[np.minimum(start + 1, first)]
+        is_twice = np.isin(one, list(begins)) & (one == two) & (first > start + 1)
+        for at in np.flatnonzero(is_twice).tolist():
             yield OtherPrompt(
-                row=r,
-                first=begin,
-                cut=begin,
-                expected=opening,
-                what="the opening of the reply is missing",
+                row=int(row[at]),
+                first=int(start[at]) + 1,
+                cut=int(first[at]),
+                what=f"{tokenizer.control_name(int(one[at]))} twice at its beginning",
+                expected=(),
             )
-
-    @property
-    def _close(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(the ids that end a user's message, the opening that the renderer writes after them);
-        empty if they are not known."""
-
-        def find() -> tuple[tuple[int, ...], tuple[int, ...]]:
-            renderer = self.setting.renderer
-            if renderer is None:
-                return (), ()
-            try:
-                opening = opening_of(renderer)
-                one, two = (
-                    renderer.render([Message(role="user", content=c)])[: -len(opening)]
-                    for c in ("a", "b")
-                )
-            except RendererError:
-                return (), ()
-            return tuple(one[len(one) - first_difference(one[::-1], two[::-1]) :]), opening
-
-        return self.setting.once("close", find)
 
     @property
     def _beginnings(self) -> frozenset[int]:
@@ -277,66 +213,152 @@ class WrongTemplate(TemplateCheck):
                 return frozenset()
             found = {i for i in tokenizer.control_ids if tokenizer.control_name(i) in BEGINNINGS}
             if renderer is not None:
-                try:
-                    one, two, *_ = renderer.render([Message(role="user", content="a")])
-                except RendererError:
-                    return frozenset(found)
-                if one in tokenizer.control_ids and one != two:
-                    found.add(one)
+                with suppress(RendererError):
+                    one, two, *_ = renderer.render([_USER])
+                    if one in tokenizer.control_ids and one != two:
+                        found.add(one)
             return frozenset(found - {self.setting.pad_id})
 
         return self.setting.once("beginnings", find)
 
-    def _unlike_written(self, rows: Rows) -> Iterator[OtherPrompt]:
-        if rows.messages is None or self.setting.renderer is None:
-            return
-        spans = rows.spans
-        for r, turns in enumerate(spans.of_rows(len(rows))):
-            messages = rows.messages[r]
-            if not messages or not turns:
-                continue
-            expected = self._write(messages)
-            if expected is None:
-                continue
-            other = self._compare(
-                rows, r, int(spans.begin[turns[0]]), np.asarray(expected, np.int32)
+    def conclude(self) -> Finding:
+        c = self.counts
+        if c["sent"]:
+            return self.differs(
+                f"{c['sent']} of {c['prompts_sent']} prompts are not what the engine was sent: "
+                f"{self._what}"
             )
-            if other is not None:
-                yield other
+        if c["twice"]:
+            return self.differs(f"{c['twice']} of {c['rows']} rows have {self._what}")
+        if not c["prompts_sent"]:
+            return self.not_checkable("engine_prompt_ids")
+        return self.consistent(f"{c['prompts_sent']} prompts are as they were sent")
 
-    def _write(self, messages: Sequence[Message]) -> list[int] | None:
-        """The first prompt of a dialogue by the renderer; None where it refuses it."""
-        replied = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
-        asked = tuple(messages[:replied])
-        if asked not in self._written:
-            if len(self._written) >= MAX_WRITTEN:
-                self._written.clear()
-            try:
-                self._written[asked] = self.renderer.render(asked)
-            except RendererError:
-                self._written[asked] = None
-        return self._written[asked]
+    def repair(self, rows: Rows) -> Rows:
+        """Nothing is trained after a prompt that is not the sampler's."""
+        return rows.cut_from([o.cut for others in self._others(rows).values() for o in others])
 
-    def _measure(self, rows: Rows) -> None:
-        """Sums the gap of rows with another prompt than the template writes, and of the others."""
+
+class UnlikeTemplate(_PromptCheck):
+    """Compares prompts with what the renderer writes for the row's messages, and looks for the
+    opening of the reply, where nothing else has explained why the two sides disagree.
+
+    The renderer may be another one than the rows', and messages do not tell all that a prompt has:
+    what differs is a cause only where log-probs disagree, and by the same each time.
+    """
+
+    name = "template/unlike_template"
+    claim = "prompts are what the model's template writes for the row's messages"
+    basis = "fit"
+    needs = ("renderer",)
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._written: dict[tuple[tuple[Message, ...], str], list[int] | None] = {}
+        self._gap = np.zeros((2, 2))
+        """Sums of |d| and numbers of tokens: rows with another prompt than the template writes,
+        other rows."""
+        self._square = self._noise = 0.0
+        self._freedom = 0
+
+    def look(self, rows: Rows) -> None:
+        self.count(rows=len(rows), prompts_written=sum(map(bool, rows.messages or ())))
+        others = self._others(rows)
+        self.show_others(rows, "others", others)
         if rows.rollout_logprobs is None or rows.trainer_logprobs is None:
             return
         is_other = np.zeros(len(rows), np.bool_)
-        others = self._others(rows)
-        is_other[[other.row for kind in INFERRED for other in others[kind]]] = True
+        is_other[[other.row for other in others]] = True
         at = rows.compared
         gap, chosen = np.abs(rows.gap[at]), is_other[rows.row_of[at]]
         for sums, of in zip(self._gap, (chosen, ~chosen), strict=True):
             sums += [gap[of].sum(), of.sum()]
-        if not is_other.any():
-            return
-        for side in (rows.rollout, rows.trainer):
+        for side in (rows.rollout, rows.trainer) if is_other.any() else ():
             noise = noise_of(rows, side)
             self._noise += noise.within
             self._freedom += noise.freedom
-            self._square += noise.square_gap * noise.freedom / max(noise.tokens, 1)
+            self._square += noise.mean_square_gap * noise.freedom
 
-    # -- judging ------------------------------------------------------------------------------
+    def _others(self, rows: Rows) -> list[OtherPrompt]:
+        def find() -> list[OtherPrompt]:
+            found = {other.row: other for other in self._unopened(rows)}
+            return list((found | {o.row: o for o in self._unlike_written(rows)}).values())
+
+        return rows.once("prompts unlike the template's", find)
+
+    def _unopened(self, rows: Rows) -> Iterator[OtherPrompt]:
+        """The rows whose first reply directly follows the end of a message, where the template has
+        an opening."""
+        close, opening = self._close
+        if not close or not opening:
+            return
+        spans, ids = rows.spans, rows.token_ids
+        first, row = spans.begin[spans.is_first], spans.row[spans.is_first]
+        is_unopened = rows.position[first] >= len(close)
+        for back, id_ in enumerate(reversed(close), 1):
+            is_unopened &= ids[np.maximum(first - back, 0)] == id_
+        for r, begin in zip(row[is_unopened].tolist(), first[is_unopened].tolist(), strict=True):
+            what = "the opening of the reply is missing"
+            yield OtherPrompt(row=r, first=begin, cut=begin, expected=opening, what=what)
+
+    @property
+    def _close(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(the ids that end a user's message, the opening that the renderer writes after them);
+        empty if they are not known."""
+
+        def find() -> tuple[tuple[int, ...], tuple[int, ...]]:
+            try:
+                opening = opening_of(self.renderer)
+                one, two = (
+                    self.renderer.render([Message(role="user", content=c)])[: -len(opening)]
+                    for c in ("a", "b")
+                )
+            except RendererError:
+                return (), ()
+            return tuple(one[len(one) - first_difference(one[::-1], two[::-1]) :]), opening
+
+        return self.setting.once("close", find)
+
+    def _unlike_written(self, rows: Rows) -> Iterator[OtherPrompt]:
+        spans = rows.spans
+        for r, turns in enumerate(spans.of_rows(len(rows)) if rows.messages else ()):
+            messages = None if rows.messages is None else rows.messages[r]
+            is_known = rows.engine_prompt_ids is not None and rows.engine_prompt_ids[r]
+            if not messages or not turns or is_known:
+                continue
+            begin = int(spans.begin[turns[0]])
+            other = self._unlike(rows, r, begin, messages, ())
+            if other is not None and self.setting.tokenizer is not None:
+                prompt = rows.token_ids[int(rows.offsets[r]) : begin].tolist()
+                tools = tuple(tools_in(self.setting.tokenizer.decode(prompt)))
+                other = self._unlike(rows, r, begin, messages, tools) if tools else other
+            if other is not None:
+                yield other
+
+    def _unlike(
+        self,
+        rows: Rows,
+        row: int,
+        begin: int,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+    ) -> OtherPrompt | None:
+        expected = self._write(messages, tools)
+        return None if expected is None else self.compared(rows, row, begin, expected)
+
+    def _write(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int] | None:
+        """The first prompt of a dialogue by the renderer; None where it refuses it."""
+        replied = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
+        asked = tuple(messages[:replied])
+        key = (asked, json.dumps([tool.parameters for tool in tools]))
+        if key not in self._written:
+            if len(self._written) >= MAX_WRITTEN:
+                self._written.clear()
+            try:
+                self._written[key] = self.renderer.render(asked, tools)
+            except RendererError:
+                self._written[key] = None
+        return self._written[key]
 
     @property
     def _is_harmful(self) -> bool:
@@ -346,49 +368,52 @@ class WrongTemplate(TemplateCheck):
         (gap, num), (own_gap, own_num) = self._gap.tolist()
         mean, own = gap / max(num, 1.0), own_gap / max(own_num, 1.0)
         is_noise = self._freedom >= MIN_FREEDOM and self._noise > MAX_NOISE * self._square
+        is_large = mean >= MIN_GAP or (own_num >= MIN_OWN and mean >= MIN_SMALL_CONTRAST * own)
         return (
             self.setting.model is None
-            and max(self.counts[kind] for kind in INFERRED) >= MIN_ROWS
-            and mean >= max(MIN_GAP, MIN_CONTRAST * own)
+            and self.counts["others"] >= MIN_ROWS
+            and is_large
+            and mean >= MIN_CONTRAST * own
             and not is_noise
         )
 
     def conclude(self) -> Finding:
         c = self.counts
-        if c["sent"]:
-            return self.differs(
-                f"{c['sent']} of {c['prompts_sent']} prompts are not what the engine was sent: "
-                f"{self._what}",
-                basis="shown",
-            )
-        if c["twice"]:
-            return self.differs(
-                f"{c['twice']} of {c['rows']} rows have {self._what}", basis="shown"
-            )
         told = (
-            f"{c['written'] or c['unopened']} of {c['rows']} prompts are not what the template "
-            f"writes: {self._what}"
+            f"{c['others']} of {c['rows']} prompts are not what the template writes: {self._what}"
         )
         if self._is_harmful:
-            return self.differs(f"{told}; the two sides disagree in these rows", basis="fit")
-        if c["written"] or c["unopened"]:
+            return self.differs(f"{told}; the two sides disagree in these rows")
+        if c["others"]:
             return self.information(
                 f"{told}. Tools and defaults that the messages do not tell may be the reason"
             )
-        if not c["prompts_sent"] and not c["prompts_written"]:
-            return self.not_checkable("engine_prompt_ids or messages")
-        return self.consistent(
-            f"{c['prompts_sent']} prompts are as they were sent, {c['prompts_written']} as the "
-            "template writes them"
-        )
+        if not c["prompts_written"]:
+            return self.not_checkable("messages")
+        return self.consistent(f"{c['prompts_written']} prompts are as the template writes them")
 
     def repair(self, rows: Rows) -> Rows:
-        """Nothing is trained after a prompt that is not the sampler's."""
-        others = self._others(rows)
-        found = [*others["sent"], *others["twice"]]
-        if not self.counts["sent"] and self._is_harmful:
-            found += [*others["unopened"], *others["written"]]
-        return rows.cut_from([other.cut for other in found])
+        """Nothing is trained after a prompt that is not the template's, if that does harm."""
+        return rows.cut_from([o.cut for o in self._others(rows)] if self._is_harmful else [])
+
+
+def tools_in(text: str) -> Iterator[ToolSchema]:
+    """The tools that a prompt declares as JSON objects, in whatever form."""
+    at = 0
+    while (at := text.find("{", at)) >= 0:
+        try:
+            found, end = json.JSONDecoder().raw_decode(text, at)
+        except ValueError:
+            at += 1
+            continue
+        at = end
+        declared: Any = found.get("function", found) if isinstance(found, dict) else {}
+        if not isinstance(declared, dict):
+            continue
+        name, parameters = declared.get("name"), declared.get("parameters")
+        if isinstance(name, str) and isinstance(parameters, dict):
+            about = str(declared.get("description", ""))
+            yield ToolSchema(name=name, description=about, parameters=parameters)
 
 
 def _is_padded(prompt: Int32Array, expected: Int32Array) -> bool:
