@@ -57,9 +57,14 @@ have no part in common with them: with their own size they would leave more than
 MAX_PROMPT_LEFT = 0.6
 """The same for another prompt: one that lacks what the sampler read has much in common with it.
 The best of 50 prompts left 0.79 and more of a deviation by other weights (four models)."""
-MAX_EXACT_LEFT = 0.05
-"""Share of a row's deviation that positions, padding or neighbours may leave: the same ids in the
-same places give the same numbers, up to the noise of the pair."""
+Fit = Literal["most", "near", "exact"]
+"""How well a variant must reproduce a row. most: it leaves at most MAX_ROW_RESIDUAL. near: it
+leaves little of the deviation, or little at all, as a temperature next to the right one does.
+exact: both, since the same ids in the same places give the same numbers up to the pair's noise."""
+MAX_LITTLE = 0.05
+"""Little of a row's deviation. Other weights are up to 70 % like a temperature, ..."""
+MAX_LITTLE_K2 = 2e-3
+"""... and little k2 per token: kernels in 16 bits are a few hundredths of a nat apart."""
 TIE = 0.05
 """Share of the deviation within which two variants explain equally well."""
 EXACT = 4.0
@@ -167,8 +172,7 @@ class Variant:
     variant is its own."""
     rank: int = 0
     """Variants of a lower rank are taken first where they explain equally well."""
-    max_left: float = MAX_ROW_RESIDUAL
-    """Share of a row's deviation that it may leave."""
+    fit: Fit = "most"
     approximates: float = 0.0
     """Share of the deviation that it may leave over all rows at once, where what has this defect
     differs from the variant besides (an engine with rounded weights rounds more than them); 0: it
@@ -373,7 +377,9 @@ def _side(
     is_deviating = k2 > FLOAT_K2 * tokens
     for number in reversed(range(len(residuals))):
         left = residuals[number]
-        limit = np.where(is_known, evidence.variants[number].max_left, MAX_FAR_RESIDUAL) * k2
+        limit = np.where(
+            is_known, limit_of(evidence.variants[number].fit, k2, tokens), MAX_FAR_RESIDUAL * k2
+        )
         is_near = (left <= best + TIE * k2) & (left <= EXACT * best + FLOAT_K2 * tokens)
         hit[is_deviating & is_near & (left <= limit)] = number
     near = [
@@ -412,6 +418,16 @@ def _side(
         variants=evidence.variants,
         is_known=is_known,
     )
+
+
+def limit_of(fit: Fit, k2: Float64Array, tokens: Int64Array) -> Float64Array:
+    """[R] sums of d^2 / 2 that a variant may leave of rows, to reproduce them."""
+    little, little_k2 = MAX_LITTLE * k2, MAX_LITTLE_K2 * tokens
+    if fit == "exact":
+        return np.minimum(little, little_k2)
+    if fit == "near":
+        return np.minimum(MAX_ROW_RESIDUAL * k2, np.maximum(little, little_k2))
+    return MAX_ROW_RESIDUAL * k2
 
 
 def row_residual(rows: Rows, side: Side, variant: Variant) -> Float64Array:

@@ -91,6 +91,13 @@ class _Compared(Check):
         is_of_routes = comparison.replayed_share(side) > MOSTLY
         return np.nan if within <= MAX_WITHIN and is_of_routes else within
 
+    @staticmethod
+    def is_of_prompts(side: Side) -> bool:
+        """Whether another prompt explains much of the side: what repeats in other rows is then of
+        prompts that were not guessed (tools, a system message), rather than of other weights."""
+        k2 = side.k2[side.explained_by("wrong_template")].sum()
+        return bool(k2 >= MIN_SHARE * side.k2[side.is_known].sum() > 0)
+
     def show_worst(
         self, side: Side, rows_hit: BoolArray, note: str = "", other: Float64Array | None = None
     ) -> None:
@@ -243,7 +250,7 @@ class OtherWeights(Reproduced):
             return found
         for side in self.comparison.sides.values():
             within = self.repetition(side)
-            if within is None or not within <= MAX_WITHIN:
+            if within is None or not within <= MAX_WITHIN or self.is_of_prompts(side):
                 continue
             self.show_worst(side, side.is_unexplained)
             return self.differs(
@@ -278,7 +285,8 @@ class OtherWeights(Reproduced):
     def repair(self, rows: Rows) -> Rows:
         def repeats(side: Side) -> BoolArray | None:
             within = self.repetition(side)
-            return side.is_unexplained if within is not None and within <= MAX_WITHIN else None
+            is_its = within is not None and within <= MAX_WITHIN and not self.is_of_prompts(side)
+            return side.is_unexplained if is_its else None
 
         return super().repair(self.repaired(rows, repeats))
 

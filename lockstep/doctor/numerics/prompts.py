@@ -255,6 +255,11 @@ class Prompt:
     """The row's parts with that prompt; None where it changes nothing or cannot be written."""
 
 
+def _first_written(ways: Sequence[Callable[[Parts], Parts | None]], parts: Parts) -> Parts | None:
+    """The parts by the first way that changes them."""
+    return next((other for way in ways if (other := way(parts)) is not None), None)
+
+
 class Prompts:
     """The prompts that are tried for the rows of one tokenizer and renderer."""
 
@@ -263,9 +268,12 @@ class Prompts:
         self._spelling = control_spelling(tokenizer)
 
     def all(self) -> Iterator[Prompt]:
-        """Every prompt, the likely mistakes first."""
+        """Every prompt, the likely mistakes first. Each text occurs once."""
+        edits: dict[str, list[Callable[[Parts], Parts | None]]] = {}
         for text, edit in (*self._edits(), *self._text_edits()):
-            yield Prompt(text=text, write=self._of_parts(edit))
+            edits.setdefault(text, []).append(self._of_parts(edit))
+        for text, ways in edits.items():
+            yield Prompt(text=text, write=partial(_first_written, ways))
         if self.renderer is not None:
             for text, change in _CHANGES.items():
                 yield Prompt(

@@ -352,7 +352,14 @@ class Rescoring(Once):
         for other in (d for d in distributions if d != chosen):
             found.append(("processed", f"after {other.describe()}", logprobs("all", other)))
         variants = [
-            Variant(cause=cause, text=text, logprobs=values, plain=plain, rank=rank_of(cause))
+            Variant(
+                cause=cause,
+                text=text,
+                logprobs=values,
+                plain=plain,
+                rank=rank_of(cause),
+                fit="near" if cause == "processed" else "most",
+            )
             for cause, text, values in found
         ]
         name, other_dtype = ("all", "float32") if dtype == "bfloat16" else ("bfloat16", "bfloat16")

@@ -25,19 +25,19 @@ from lockstep.doctor.checks.rows import Float64Array, Rows
 from lockstep.doctor.numerics.compare import (
     EXACT,
     FLOAT_K2,
-    MAX_EXACT_LEFT,
     MAX_FEW_RESIDUAL,
     MAX_PROMPT_LEFT,
     MAX_ROUNDED_LEFT,
-    MAX_ROW_RESIDUAL,
     NOISE_FACTOR,
     TIE,
     Comparison,
     Distribution,
     Evidence,
+    Fit,
     Side,
     Variant,
     compare,
+    limit_of,
     rank_of,
     row_residual,
 )
@@ -75,7 +75,7 @@ class Trial:
     """Trials of a lower rank come first; a higher one's are not made where they leave nothing."""
     is_precision: bool = False
     """Tried on deviations of any size."""
-    max_left: float = MAX_ROW_RESIDUAL
+    fit: Fit = "most"
     """As in `Variant`, and the next."""
     approximates: float = 0.0
 
@@ -165,12 +165,13 @@ class Search:
         variant = self._variant(trial, self._values(trial, rows), evidence)
         for side in found.sides.values():
             left = row_residual(evidence.rows, side, variant)
+            limits = limit_of(trial.fit, side.k2, side.tokens)
             for row in rows.tolist():
                 k2, before = side.k2[row], best.get((side.name, row), (side.left[row], trial))[0]
                 if not _is_left(side, found, row, is_precision=trial.is_precision):
                     continue
                 is_nearer = left[row] < before - TIE * k2 or EXACT * left[row] < before
-                if left[row] <= trial.max_left * k2 and is_nearer:
+                if left[row] <= limits[row] and is_nearer:
                     best[side.name, row] = float(left[row]), trial
 
     def _approximate(
@@ -229,7 +230,7 @@ class Search:
             plain=None if trial.is_precision else evidence.plain,
             family=trial.family,
             rank=rank_of(trial.cause),
-            max_left=trial.max_left,
+            fit=trial.fit,
             approximates=trial.approximates,
         )
 
@@ -290,7 +291,7 @@ class Search:
                 cause=arrangement.cause,
                 text=arrangement.text,
                 family=arrangement.family,
-                max_left=MAX_EXACT_LEFT,
+                fit="exact",
                 score=partial(arranged, arrangement),
             )
         for cause, distributions in known.distributions.items():
@@ -300,6 +301,7 @@ class Search:
                         cause=cause,
                         text=f"after {distribution.describe()}",
                         score=partial(plain, distribution=distribution),
+                        fit="near",
                     )
         if has_plain_head(model):
             yield Trial(
