@@ -108,10 +108,12 @@ class Rerendered(ReplyCheck):
         out: list[tuple[int, int, bool]] = []
         breaks, clean = first_breaks(rows, has_clean_start=False), first_breaks(rows)
         for dialogue in dialogues(rows):
-            answered = None if rows.engine_ids is None else rows.engine_ids[dialogue.row]
-            is_told = answered is not None and len(answered) == len(dialogue.begin)
-            if is_told or len(dialogue.begin) < 2 or len(dialogue.replies) < 2:
+            if len(dialogue.begin) < 2 or len(dialogue.replies) < 2:
                 continue
+            answered = None if rows.engine_ids is None else rows.engine_ids[dialogue.row]
+            last = dialogue.ids[int(dialogue.begin[-1]) : int(dialogue.end[-1])]
+            if answered and not np.array_equal(last, answered[-1]):
+                continue  # a rendering leaves the last turn as it was sampled
             is_whole_turn = self._is_whole_turn(dialogue)
             if is_whole_turn and dialogue.is_paired and is_extended(dialogue, self.renderer):
                 continue
