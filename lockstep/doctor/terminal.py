@@ -147,9 +147,10 @@ def _show_rest(diagnosis: Diagnosis, console: Console) -> None:
 def _show_lists(diagnosis: Diagnosis, console: Console) -> None:
     needs: dict[str, list[str]] = {}
     for finding in diagnosis.with_verdict("not_checkable"):
-        needs.setdefault("; ".join(diagnosis.missing_for(finding)), []).append(finding.check)
+        lacks = "; ".join(diagnosis.missing_for(finding))
+        needs.setdefault(f"needs {lacks}" if lacks else finding.measured, []).append(finding.check)
     missing = [
-        f"{checks[0]}{f' and {len(checks) - 1} more' * bool(checks[1:])}: needs {why}"
+        f"{checks[0]}{f' and {len(checks) - 1} more' * bool(checks[1:])}: {why}"
         for why, checks in needs.items()
     ]
 
