@@ -551,6 +551,8 @@ def read_messages_of(text: str, family: Family) -> list[Message] | None:
     openers = family.openers
     if not openers:
         return None
+    if family.reply_opening.strip():
+        text = text.rstrip("\n ").removesuffix(family.reply_opening.strip())
     longest = sorted(openers, key=len, reverse=True)
     found = list(re.finditer("|".join(map(re.escape, longest)), text))
     if not found:
@@ -571,10 +573,11 @@ def read_messages_of(text: str, family: Family) -> list[Message] | None:
             if is_last:
                 break
             return None  # a reply among what nobody sampled
-        close = family.close(role).rstrip("\n")
-        if close and not words.rstrip("\n").endswith(close) and not is_last:
+        close = family.close(role).strip()
+        words, closed, _ = words.partition(close) if close else (words, "", "")
+        if close and not closed and not is_last:
             return None
-        words = words.rstrip("\n").removesuffix(close) if close.strip() else words.rstrip("\n")
+        words = words.rstrip("\n ") if close != family.close(role) else words
         words = words.removeprefix(family.before[role][len(match[0]) :])
         if role == "user" and "<tool_response>" in words:
             role, words = "tool", re.sub(r"\n?</?tool_response>\n?", "", words)

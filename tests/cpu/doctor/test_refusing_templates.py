@@ -4,7 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from checks.text_dumps import played, rows_of
+from cpu.doctor.checks.text_dumps import played, rows_of
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -193,7 +193,9 @@ class WrongTemplate(_PromptCheck):
         first, row = spans.begin[spans.is_first], spans.row[spans.is_first]
         start = rows.offsets[row]
         one, two = rows.token_ids[start], rows.token_ids[np.minimum(start + 1, first)]
-        is_twice = np.isin(one, list(begins)) & (one == two) & (first > start + 1)
+        three = rows.token_ids[np.minimum(start + 2, first)]  # more of them are padding
+        is_twice = np.isin(one, list(begins)) & (one == two) & (two != three)
+        is_twice &= first > start + 1
         for at in np.flatnonzero(is_twice).tolist():
             yield OtherPrompt(
                 row=int(row[at]),
