@@ -61,7 +61,7 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
     """
     try:
         place = _locate(tokenizer, may_fetch=True) if tokenizer else _place_named(facts)
-        found = Tokenizer.from_file(place)
+        found = Tokenizer.from_file(place, has_prefix=False)
     except LockstepError as error:
         if tokenizer:
             raise

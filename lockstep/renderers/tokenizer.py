@@ -24,7 +24,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from lockstep.config import read_json
 from lockstep.errors import RendererError
 from lockstep.renderers.large_texts import CURRENT
-from lockstep.renderers.vocabulary import characters_of, merge_parts, read_vocabulary
+from lockstep.renderers.vocabulary import (
+    characters_of,
+    merge_parts,
+    read_vocabulary,
+    without_prefix_space,
+)
 
 _PROBE = 'Hello, world!\n\t  {"key": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\n\n end '
 """Probe text: a tokenizer that does not return it byte for byte is refused."""
@@ -87,10 +92,12 @@ class Tokenizer:
     # -- loading ------------------------------------------------------------------------------
 
     @classmethod
-    def from_file(cls, path: str | Path) -> Tokenizer:
+    def from_file(cls, path: str | Path, *, has_prefix: bool = True) -> Tokenizer:
         """Reads a Hugging Face `tokenizer.json`, given its path or its directory.
 
         Also reads the added tokens that only a `tokenizer_config.json` beside it declares.
+        has_prefix: False leaves out the space that some write before every text: ids of rows can
+        then be read, and prompts cannot be written as the model's own tokenizer writes them.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -101,7 +108,10 @@ class Tokenizer:
         if config_file.is_file():
             declared = read_json(config_file, RendererError).get("added_tokens_decoder") or {}
             extra = {int(id_): token for id_, token in declared.items()}
-        return cls._from_spec(read_json(file, RendererError), where=str(file), extra=extra)
+        spec = read_json(file, RendererError)
+        if not has_prefix:
+            spec = without_prefix_space(spec)
+        return cls._from_spec(spec, where=str(file), extra=extra)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "tokenizer") -> Tokenizer:

@@ -89,6 +89,30 @@ def read_vocabulary(
     return text_tokens, control, plain
 
 
+_PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+
+
+def without_prefix_space(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a `tokenizer.json` that writes no space before a text (Llama 2 and its like do).
+
+    Every byte of a text then comes back, and ids of a text in the middle of a row are the same; at
+    the beginning of one, the file's own tokenizer writes another id.
+    """
+
+    def cleaned(part: Any, inner: str) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "Sequence":
+            kept = [cleaned(one, inner) for one in part[inner]]
+            return {**part, inner: [one for one in kept if one is not None]}
+        if kind == "Prepend" or (kind == "Strip" and inner == "decoders"):
+            return None
+        if kind == "Metaspace":
+            return {**part, "prepend_scheme": "never", "add_prefix_space": False}
+        return part
+
+    return {**spec, **{name: cleaned(spec.get(name), inner) for name, inner in _PARTS.items()}}
+
+
 def _checked(tokens: Sequence[Mapping[str, Any]] | None, where: str) -> Sequence[Mapping[str, Any]]:
     """The added tokens, each with an id of its own. Raises RendererError."""
     names: dict[int, str] = {}

@@ -303,3 +303,15 @@ def test_files_that_cannot_be_rendered_exactly_are_refused(what, tmp_path):
         (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(RendererError, match=message):
         Tokenizer.from_file(tmp_path)
+
+
+def test_a_space_before_every_text_can_be_left_out_to_read_ids(tmp_path):
+    spec = json.loads(sentencepiece_json())
+    prefix = {"type": "Prepend", "prepend": "\u2581"}
+    spec["normalizer"] = {"type": "Sequence", "normalizers": [prefix, spec["normalizer"]]}
+    spec["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(RendererError, match="changes text"):
+        Tokenizer.from_file(tmp_path)
+    tokenizer = Tokenizer.from_file(tmp_path, has_prefix=False)
+    assert tokenizer.decode(tokenizer.encode("two words")) == "two words"
