@@ -39,7 +39,7 @@ class Stale(Check):
     """The gap by age: the trainer's version minus the version that sampled the token."""
 
     name = "training/staleness"
-    basis = "fit"
+    basis = "shown"
     claim = "tokens were sampled by the weights that they are trained on"
     cause = "stale"
     needs = ("rollout_logprobs", "trainer_logprobs", "policy_version", "trainer_version")
