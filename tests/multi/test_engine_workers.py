@@ -1,6 +1,5 @@
 """Runs whose engine samples in processes of its own: the runs of the engine inside, bit for bit."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.run.train import train
+from lockstep.store.metrics import read_rows
 from lockstep.store.run import load_run
 from lockstep.testing.faults import injected
 from lockstep.testing.faults.sides import KernelNoise
@@ -123,9 +123,8 @@ def wait_for(path, process, is_wanted):
     """The first row of metrics.jsonl that is wanted."""
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
-        if (path / "metrics.jsonl").exists():
-            for line in (path / "metrics.jsonl").read_text().splitlines():
-                if is_wanted(row := json.loads(line)):
-                    return row
+        for row in read_rows(path / "metrics.jsonl"):
+            if is_wanted(row):
+                return row
         time.sleep(0.1)
     raise AssertionError(f"no such row; exit code {process.poll()}: {process.stderr.read()}")

@@ -1,6 +1,5 @@
 """Whole runs over two processes: the same as one, resumed by one, interrupted, refused, broken."""
 
-import json
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from lockstep.config import from_dict, resolve
 from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.run_config import Config
+from lockstep.store.metrics import read_rows
 from lockstep.store.run import load_run
 from lockstep.types import Task
 
@@ -110,10 +110,8 @@ def start_ranks(path, *settings_of_rank):
 def wait_for_rows(path, count, process):
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
-        if (path / "metrics.jsonl").exists():
-            rows = (path / "metrics.jsonl").read_text().splitlines()
-            if len(rows) >= count:
-                return [json.loads(row) for row in rows]
+        if len(rows := list(read_rows(path / "metrics.jsonl"))) >= count:
+            return rows
         time.sleep(0.1)
     raise AssertionError(f"no {count} rows; exit code {process.poll()}")
 

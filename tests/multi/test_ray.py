@@ -1,6 +1,5 @@
 """Runs on a Ray cluster of this machine: two processes that train, an engine beside each."""
 
-import json
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ from lockstep.config import resolve
 from lockstep.errors import ConfigError, RankError
 from lockstep.recipes import find_recipe
 from lockstep.run.train import train
+from lockstep.store.metrics import read_rows
 from lockstep.store.run import load_run
 
 ray = pytest.importorskip("ray", reason="placement=ray needs the extra `ray`")
@@ -59,10 +59,8 @@ def after(path, is_wanted, act):
     def watch():
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            if (path / "metrics.jsonl").exists():
-                rows = [json.loads(r) for r in (path / "metrics.jsonl").read_text().splitlines()]
-                if any(map(is_wanted, rows)):
-                    break
+            if any(map(is_wanted, read_rows(path / "metrics.jsonl"))):
+                break
             time.sleep(0.1)
         act()  # also when nothing came: the run must end
 
