@@ -30,7 +30,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -120,6 +120,9 @@ class Work:
     """By which the trainer divides."""
     is_left: bool = False
     has_versions: bool = False
+    also: set[str] = field(default_factory=set)
+    """Causes that are as right: a rendering that leaves most replies' text as it is encodes them
+    again, and does no more."""
     sampler_model: Any = None
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -192,6 +195,7 @@ def reencoded(share: float) -> Callable[[Work, list[Row]], None]:
 
 def rerendered(share: float) -> Callable[[Work, list[Row]], None]:
     def change(work: Work, rows: list[Row]) -> None:
+        same_texts: list[bool] = []
         for row in work.pick(share, rows):
             try:
                 row.parts = _anew(work.program, row)
@@ -199,6 +203,13 @@ def rerendered(share: float) -> Callable[[Work, list[Row]], None]:
                 if type(error).__name__ not in ("TemplateError", "UndefinedError"):
                     raise
             row.prompt_length = len(row.parts[0].ids)
+            for part in row.replies:
+                sampled = row.episode.replies[part.turn]
+                if part.ids != sampled:
+                    texts = (work.program.decode(ids) for ids in (part.ids, sampled))
+                    same_texts.append(len(set(texts)) == 1)
+        if same_texts and np.mean(same_texts) >= 0.5:
+            work.also.add("reencoded")
 
     return change
 
@@ -985,13 +996,21 @@ def is_of(name: str, cause: str) -> bool:
     return name == cause or (known and is_same_class(name, cause))
 
 
-def judged(found: Mapping[str, Any], causes: Sequence[str]) -> dict[str, Any]:
+def judged(
+    found: Mapping[str, Any], causes: Sequence[str], also: Collection[str] = ()
+) -> dict[str, Any]:
+    """also: causes that are as right where "rerendered" was injected."""
     names = list(found["named"])
     proved = [n for n, sure in found["named"].items() if sure == "proved"]
+
+    def is_right(name: str, cause: str) -> bool:
+        return is_of(name, cause) or (cause == "rerendered" and name in also)
+
     return {
-        "first": bool(names) and any(is_of(names[0], c) for c in causes),
-        "all": all(any(is_of(n, c) for n in names) for c in causes),
-        "false_proved": [n for n in proved if not any(is_of(n, c) for c in causes)],
+        "first": bool(names) and any(is_right(names[0], c) for c in causes),
+        "all": all(any(is_right(n, c) for n in names) for c in causes),
+        "false_proved": [n for n in proved if not any(is_right(n, c) for c in causes)],
+        **({"also": sorted(also)} if also else {}),
         **found,
     }
 
@@ -1040,7 +1059,8 @@ def _cases(player: str, what: Asked, cases: Sequence[tuple[Fault, ...]]) -> list
                 case = {
                     "player": player, "level": level, "causes": causes,
                     "strength": " + ".join(one.label for one in faults), "seed": seed,
-                    "times": round(k2 / floor, 2), **judged(asked(work, lines, level), causes),
+                    "times": round(k2 / floor, 2),
+                    **judged(asked(work, lines, level), causes, work.also),
                 }  # fmt: skip
                 show(case)
                 out.append(case)

@@ -20,6 +20,7 @@ from lockstep.renderers.jinja.source import has_template
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import RENDERER_FILE, RendererFile, renderer_of
+from lockstep.types import Message, ToolSchema
 
 GENERATION_FILE = "generation_config.json"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -33,6 +34,11 @@ _FILES = (
     RENDERER_FILE,
 )
 """Files that are fetched from the hub for a model: a few MB, no weights."""
+_PROBE = (
+    [Message(role="system", content="s"), Message(role="user", content="u")],
+    [ToolSchema(name="t", description="d", parameters={"type": "object", "properties": {}})],
+)
+"""Messages and tools whose rendering tells a template from a format that it resembles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +88,26 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
     )
     try:
         made = make_renderer(_renderer_config(renderer or facts.renderer, directory), found)
+        if not renderer and not facts.renderer:
+            made = _by_own_template(made, directory)
     except LockstepError as error:
         if renderer:
             raise
         lacks = {"renderer": f"{error} Name it: --renderer {'|'.join(_names())}"}
         return replace(known, lacks=lacks)
     return replace(known, renderer=made)
+
+
+def _by_own_template(made: Renderer, directory: Path) -> Renderer:
+    """The directory's chat template, if that declares a tool otherwise than the format of the
+    architecture: the dump's program writes by the template."""
+    if not has_template(directory) or (directory / RENDERER_FILE).is_file():
+        return made
+    with suppress(LockstepError):
+        own = make_renderer(JinjaConfig(), made.tokenizer)
+        if own.render(*_PROBE) != made.render(*_PROBE):
+            return own
+    return made
 
 
 def _place_named(facts: Facts) -> Path:

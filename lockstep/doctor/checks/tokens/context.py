@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -156,9 +156,9 @@ class TemplateIds:
 
     @cached_property
     def openings(self) -> tuple[tuple[int, ...], ...]:
-        """Ids directly before a turn: the renderer's one opening, or those that were learnt."""
+        """Ids directly before a turn: the renderer's, or those that were learnt."""
         if self._setting.renderer is not None:
-            return (opening_of(self._setting.renderer),)
+            return openings_of(self._setting.renderer)
         least = max(MIN_TURNS, MIN_OPENING * self._openings.total())
         return tuple(opening for opening, num in self._openings.items() if num >= least)
 
@@ -213,6 +213,24 @@ def opening_of(renderer: Renderer) -> tuple[int, ...]:
         controls = [at for at, id_ in enumerate(shared) if id_ in tokenizer.control_ids]
         opening = list(shared[controls[-1] :]) if controls else list(shared)
     return tuple(opening)
+
+
+def openings_of(renderer: Renderer) -> tuple[tuple[int, ...], ...]:
+    """The opening of a reply, and the ends of messages that it follows without one: DeepSeek writes
+    none after a tool's reply. Raises RendererError as `opening_of` does."""
+    out = [opening_of(renderer)]
+    for message in _NEXT:
+        try:
+            one, two = (
+                renderer.extend([renderer.stop_ids[0]], [replace(message, content=words)])
+                for words in ("a", "b")
+            )
+        except RendererError:
+            continue
+        close = tuple(one[len(one) - first_difference(one[::-1], two[::-1]) :])
+        if close and close[-len(out[0]) :] != out[0]:
+            out.append(close)
+    return tuple(out)
 
 
 def ends_of(sequence: Sequence[int], rows: Rows) -> Int64Array:
@@ -509,7 +527,7 @@ class DroppedSeparator(_Context, TemplateCheck):
             if one in openers or num <= at_once:
                 continue
             if num + at_once >= MIN_FOLLOWED * counts.total() and len(openers) <= MAX_OPENERS:
-                out[stop] = Separator((one,), openers)
+                out[stop] = Separator((one,), frozenset((id_,) for id_ in openers))
         return out
 
     def _ends(self, rows: Rows) -> Int64Array:
@@ -522,8 +540,11 @@ class DroppedSeparator(_Context, TemplateCheck):
         ends, ids = self._ends(rows), rows.token_ids
         is_dropped = np.zeros(len(ends), np.bool_)
         for stop, separator in self._separators.items():
-            is_next = np.isin(ids[ends], list(separator.openers))
-            is_dropped |= (ids[ends - 1] == stop) & is_next
+            for opener in separator.openers:
+                is_next = (ids[ends - 1] == stop) & (ends + len(opener) <= rows.num_tokens)
+                for step, id_ in enumerate(opener):
+                    is_next &= ids[np.minimum(ends + step, rows.num_tokens - 1)] == id_
+                is_dropped |= is_next
         return ends[is_dropped], ends[is_dropped]
 
     def conclude(self) -> Finding:
@@ -546,25 +567,35 @@ class Separator:
     """Ids between a turn and the next message, in a template."""
 
     ids: tuple[int, ...]
-    openers: frozenset[int]
-    """Ids that open the next message: one for each role, in many formats."""
+    openers: frozenset[tuple[int, ...]]
+    """Ids that open the next message: those of each role, in many formats."""
 
 
 def separators_of(renderer: Renderer) -> dict[int, Separator]:
-    """Stop id -> its separator; without stop ids that have none, and without formats whose messages
-    do not begin with a control token."""
+    """Stop id -> its separator; without stop ids that have none. A message begins with its first
+    control token or, where the format has none, with its first text that is not white space."""
     control = renderer.tokenizer.control_ids
     out: dict[int, Separator] = {}
     for stop in renderer.stop_ids:
-        found = dict[tuple[int, ...], set[int]]()
+        found = dict[tuple[int, ...], set[tuple[int, ...]]]()
         for message in _NEXT:
             try:
                 glue = renderer.extend([stop], [message])
+                other = renderer.extend([stop], [replace(message, content="b")])
             except RendererError:
                 continue
-            first = next((at for at, id_ in enumerate(glue) if id_ in control), 0)
-            if first:
-                found.setdefault(tuple(glue[:first]), set()).add(glue[first])
+            header = glue[: first_difference(glue, other)]
+            first = next((at for at, id_ in enumerate(header) if id_ in control), -1)
+            if first > 0:
+                found.setdefault(tuple(glue[:first]), set()).add((glue[first],))
+            elif first < 0:
+                header = renderer.tokenizer.decode(header)
+                bare = header.lstrip()
+                # The last id may be another one before the message's own text.
+                opener = tuple(renderer.tokenizer.encode(bare)[:-1])
+                if opener and bare != header:
+                    separator = renderer.tokenizer.encode(header[: -len(bare)])
+                    found.setdefault(tuple(separator), set()).add(opener)
         for ids, openers in found.items():
             out.setdefault(stop, Separator(ids, frozenset(openers)))
     return out

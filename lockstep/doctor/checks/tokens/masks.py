@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,11 @@ MIN_OPENED = 0.5
 MAX_BORDER = 8
 """Tokens by which a border may be misplaced; a run that begins further before its turn is a
 message that is trained."""
+MIN_LATE = 0.25
+"""Share of the rows whose first reply must begin at one distance after the opening, to be late."""
+MIN_LATE_TEXTS = 4
+"""Texts that stand there: a program that writes the first words of replies has one or two. Two are
+enough where later replies begin at their opening: such a program writes their words too."""
 MIN_ANSWER = 8
 """Tokens that the engine's answer must have to be searched for in the row."""
 MAX_ALIKE = 64
@@ -99,9 +105,16 @@ class Boundary(TemplateCheck):
     claim = "the first reply of a row begins where its prompt ends"
     cause = "boundary"
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._late: dict[int, Counter[tuple[int, ...]]] = {}
+        """Tokens between the opening and the first reply, by their number."""
+
     def look(self, rows: Rows) -> None:
         if rows.is_sampled is None:
             self.template.add(rows)
+        if self.template.is_exact:
+            self._look_behind_openings(rows)
         found = Borders(rows, self.template)
         begin, _ = rows.runs(misplaced(rows, self.template).early)
         has_moved = found.moved_by != 0
@@ -126,8 +139,49 @@ class Boundary(TemplateCheck):
             shown = Evidence(row=rows.row_ids[r], begin=max(first - 1, 0), end=end, note=note)
             self.keep(2.0 if found.is_impossible[r] else 1.0, shown)
 
+    def _look_behind_openings(self, rows: Rows) -> None:
+        """Counts the text, without a control token, between the opening and the first reply."""
+        spans, ends = rows.spans, self.template.opening_ends(rows)
+        first = spans.begin[spans.is_first]
+        if not len(ends) or not len(first):
+            return
+        self.count(later_at_opening=np.isin(spans.begin[~spans.is_first], ends))
+        begin = ends[np.maximum(np.searchsorted(ends, first, side="right") - 1, 0)]
+        size = first - begin
+        is_near = (begin <= first) & (rows.row_of[begin - 1] == rows.row_of[first])
+        is_near &= size <= MAX_BORDER
+        control = set() if self.setting.tokenizer is None else self.setting.tokenizer.control_ids
+        for b, e in zip(begin[is_near].tolist(), first[is_near].tolist(), strict=True):
+            text = tuple(rows.token_ids[b:e].tolist())
+            if control.isdisjoint(text):
+                texts = self._late.setdefault(e - b, Counter())
+                if len(texts) < MAX_KEPT or text in texts:
+                    texts[text] += 1
+                if e > b:
+                    note = f"the opening of the reply ends {e - b} tokens before"
+                    self.show(0.5, rows, e, e + 1, note)
+
+    @property
+    def _late_by(self) -> int:
+        """Tokens by which first replies begin too late, by the template; 0 if they do not."""
+        late = {size: texts for size, texts in self._late.items() if size}
+        if not late:
+            return 0
+        size = max(late, key=lambda k: late[k].total())
+        least = max(MIN_UNFINISHED, MIN_LATE * self.counts["rows"])
+        least_texts = 2 if self.counts["later_at_opening"] >= MIN_UNFINISHED else MIN_LATE_TEXTS
+        is_late = late[size].total() >= least and len(late[size]) >= least_texts
+        return size if is_late else 0
+
     def conclude(self) -> Finding:
         c = self.counts
+        if not c["rows_hit"] and (late := self._late_by):
+            return self.differs(
+                f"{self._late[late].total()} of {c['rows']} first replies begin {late} tokens "
+                f"after the opening that the template writes, with {len(self._late[late])} texts "
+                "between the two",
+                basis="fit",
+            )
         if not c["rows_hit"]:
             return self.consistent(f"the borders of {c['rows']} rows are where they should be")
         parts = [

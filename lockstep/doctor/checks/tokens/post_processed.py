@@ -25,6 +25,8 @@ MIN_IMPROBABLE = 1.0
 MIN_AT_ENDS = 0.7
 """Share of the rows with a clean start whose first disagreement must be at the end of a turn, where
 neither engine's ids nor messages are known. Other causes put it anywhere."""
+MAX_INSERTED = 16
+"""Untrained tokens of text before the end of a turn that may have been added to it."""
 NUM_END_TOKENS = 2
 """Control tokens that close a turn: of a call, and of the turn."""
 
@@ -46,9 +48,26 @@ class PostProcessed(ReplyCheck):
             self._what = self._what or reply.what
         if self.setting.renderer is not None:
             self.count(dialogues=len(dialogues(rows)))
+        begin, end = self._inserted(rows)
+        self.count(inserted=len(begin))
+        self.show_runs(rows, begin, end, lambda b, e: "added before the end of a sampled turn")
         self._look_at_messages(rows)
         if rows.engine_ids is None and rows.messages is None:
             self._look_at_ends(rows)
+
+    def _inserted(self, rows: Rows) -> tuple[Int64Array, Int64Array]:
+        """(begin, end) of text that is not trained, inside a trained turn and before its end: the
+        model did not write it, and no template writes text alone."""
+        begin, end = rows.runs(~rows.loss_mask)
+        is_inner = (begin > rows.offsets[rows.row_of[begin]]) & (end - begin <= MAX_INSERTED)
+        is_inner &= end < rows.offsets[rows.row_of[begin] + 1]
+        begin, end = begin[is_inner], end[is_inner]
+        is_text = self.speller.is_text(rows.token_ids)
+        num_text = np.concatenate([[0], np.cumsum(is_text)])
+        before, stops = rows.token_ids[begin - 1], self.setting.stop_ids
+        is_open = ~np.isin(before, list(stops)) if stops else is_text[begin - 1]
+        is_inner = is_open & ~is_text[end] & (num_text[end] - num_text[begin] == end - begin)
+        return begin[is_inner], end[is_inner]
 
     def _look_at_messages(self, rows: Rows) -> None:
         is_big = np.abs(rows.gap) > BREAK  # NaN is not
@@ -124,6 +143,11 @@ class PostProcessed(ReplyCheck):
                 f"a change ({self._what})",
                 basis="shown",
             )
+        if c["inserted"] >= MIN_BROKEN_ROWS:
+            return self.differs(
+                f"{c['inserted']} turns have text before their end that is not trained: the model "
+                "did not write it"
+            )
         is_harmed = c["broken_rows"] >= max(MIN_BROKEN_ROWS, MIN_BROKEN * c["other_rows"])
         # Where rows with their messages' text disagree as often, something else is wrong.
         own = c["same_broken_rows"] * c["other_rows"]
@@ -152,8 +176,9 @@ class PostProcessed(ReplyCheck):
     def repair(self, rows: Rows) -> Rows:
         """Nothing is trained from the first different token of a changed turn on."""
         at = [reply.first for reply in self.changed(rows)]
-        if not self.counts["changed_turns"]:
+        if not self.counts["changed_turns"] and self.counts["inserted"] < MIN_BROKEN_ROWS:
             at += [begin for _, begin, _, _ in self._rewritten(rows)]
+        at += (self._inserted(rows)[0] - 1).tolist()  # the turn that it was added to
         if self._by_ends:
             at += self._ends(rows)[1].tolist()
         return rows.cut_from(at)

@@ -296,15 +296,21 @@ def _change(
     again = speller.turn(engine)
     if len(found) in (len(engine), len(again)) and np.array_equal(found, again[: len(found)]):
         return "reencoded", "the reply, decoded and encoded again"
+    decode, text = speller.tokenizer.decode, speller.tokenizer.decode(engine.tolist())
+    if decode(found.tolist()) == text:
+        return "reencoded", "the same text, encoded with its control tokens"
+    if found[-1] in setting.stop_ids and decode(found[:-1].tolist()) == text:
+        return "rerendered", "the same text, encoded again and closed by a stop id"
     if setting.renderer is not None:
         for form, what in renderings(engine, setting.renderer):
             shared = min(len(form), len(found))
-            if shared >= MIN_FORM_TOKENS and np.array_equal(found[:shared], form[:shared]):
+            is_whole = not speller.is_text(found[shared:]).any()
+            if shared >= MIN_FORM_TOKENS and is_whole and (found[:shared] == form[:shared]).all():
                 return "rerendered", what
     one, other = (ids[speller.is_text(ids) & (ids != setting.pad_id)] for ids in (engine, found))
     if np.array_equal(one, other):
         return None  # only control tokens or padding differ
-    what = rewriting(*(speller.tokenizer.decode(ids.tolist()) for ids in (engine, found)))
+    what = rewriting(text, decode(found.tolist()))
     return None if what is None else ("post_processed", what)
 
 
@@ -318,6 +324,7 @@ def renderings(sampled_ids: Int32Array, renderer: Renderer) -> Iterator[tuple[li
     written = {
         "parsed to a message and rendered again": plain,
         "rendered again without its thinking": replace(plain, thinking=""),
+        **_written_again(plain),
         "its whole text, rendered as a message's content": Message(role="assistant", content=text),
         "its words, rendered as a message's content": Message(role="assistant", content=words),
     }
@@ -326,6 +333,25 @@ def renderings(sampled_ids: Int32Array, renderer: Renderer) -> Iterator[tuple[li
             yield as_history(kept, renderer), what
         with suppress(RendererError):
             yield renderer.render_reply(kept), what
+
+
+def _written_again(message: Message) -> dict[str, Message]:
+    """The message with the JSON of its calls read and written again, as a program that keeps
+    objects does; empty if that is the same."""
+    try:
+        read = [json.loads(call.arguments) for call in message.tool_calls]
+    except ValueError:
+        return {}
+    texts = [json.dumps(arguments, ensure_ascii=False) for arguments in read]
+    if texts == [call.arguments for call in message.tool_calls]:
+        return {}
+    calls = tuple(replace(c, arguments=t) for c, t in zip(message.tool_calls, texts, strict=True))
+    new = replace(message, tool_calls=calls)
+    stripped = replace(new, content=new.content.strip())
+    return {
+        "rendered again with the JSON of its calls written again": new,
+        "stripped, and rendered again with the JSON of its calls written again": stripped,
+    }
 
 
 def as_history(message: Message, renderer: Renderer) -> list[int]:

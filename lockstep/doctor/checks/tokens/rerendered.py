@@ -27,6 +27,8 @@ from lockstep.types import Int64Array
 MIN_HARMED = 0.25
 """Share of the rows with rendered turns whose log-probs must disagree from there on. They agree
 where the template writes what the model would have sampled."""
+MAX_ALIKE = 0.5
+"""Ratio of the share of other rows that disagree to that."""
 IMPROBABLE = -1.0
 """Trainer - rollout below which the sampler did not draw a token there."""
 MIN_EARLY = 0.3
@@ -60,10 +62,16 @@ class Rerendered(ReplyCheck):
         self._matched += sum(reply.match_rate for reply in self.changed(rows))
         if rows.engine_ids is None and rows.messages is None:
             self._look_at_early(rows)
-        for begin, end, is_harmed in self._whole(rows):
+        found = self._whole(rows)
+        for begin, end, is_harmed in found:
             self.count(rerendered_rows=1, harmed_rows=is_harmed)
             note = "the ids that the template writes for the messages, not an extended sampled turn"
             self.show(1.0 + is_harmed, rows, begin, end, note)
+        if found:
+            # A dialogue of one reply has no earlier turn, and so none that was rendered.
+            others = [d.row for d in dialogues(rows) if len(d.replies) < 2]
+            is_broken = first_breaks(rows, has_clean_start=False)[others] >= 0
+            self.count(other_rows=len(others), other_broken_rows=is_broken)
 
     def _look_at_early(self, rows: Rows) -> None:
         early, rates = self._early(rows)
@@ -166,7 +174,10 @@ class Rerendered(ReplyCheck):
             f"{c['rerendered_rows']} of {c['dialogues']} rows have earlier turns as the template "
             "writes them, not as extended sampled turns"
         )
-        if c["harmed_rows"] >= max(MIN_BROKEN_ROWS, MIN_HARMED * c["rerendered_rows"]):
+        is_harmed = c["harmed_rows"] >= max(MIN_BROKEN_ROWS, MIN_HARMED * c["rerendered_rows"])
+        # Where rows that cannot have a rendering disagree as often, something else is wrong.
+        own = c["other_broken_rows"] * c["rerendered_rows"]
+        if is_harmed and own <= MAX_ALIKE * c["harmed_rows"] * c["other_rows"]:
             return self.differs(f"{told}; in {c['harmed_rows']} the two sides disagree there")
         low, num, last_low, last_num = self._early_rates.tolist()
         is_last_own = last_low * num <= MAX_LAST * low * max(last_num, 1.0)
