@@ -155,38 +155,30 @@ def whole_files(files: Sequence[Path]) -> tuple[dict[Path, int], list[str]]:
     unless there is no other. What is torn elsewhere is an error where it is read.
     """
     ends, notes = dict.fromkeys(files, sys.maxsize), list[str]()
-    for file in files:
-        if _step_name(file) != _step_name(files[-1]) or not os.access(file, os.R_OK):
-            continue
-        size, ends[file] = _whole_bytes(file)
-        if 0 < ends[file] < size:
-            what = f"ends in the middle of a row: its last {size - ends[file]:,} bytes are left out"
-        elif ends[file] or len(ends) == 1:
-            ends[file] = size
-            continue
-        else:
-            why = "its end is missing" if size else "nothing is in it yet"
-            what = f"({size:,} bytes) is left out: {why}"
+    newest = [f for f in files if _RANK.sub("", str(f)) == _RANK.sub("", str(files[-1]))]
+    for file in (f for f in newest if f.is_file() and os.access(f, os.R_OK)):
+        size, ends[file] = _sizes(file)
+        left = f"ends in the middle of a row: its last {size - ends[file]:,} bytes are left out"
+        if not ends[file]:
+            if len(ends) == 1:
+                return {file: size}, []
             del ends[file]
-        notes.append(f"{file} {what}. It is still being written, or was cut off")
+            why = "its end is missing" if size else "nothing is in it yet"
+            left = f"({size:,} bytes) is left out: {why}"
+        if ends.get(file) != size:
+            notes.append(f"{file} {left}. It is still being written, or was cut off")
     return ends, notes
 
 
-def _step_name(file: Path) -> str:
-    return _RANK.sub("", str(file))
-
-
-def _whole_bytes(path: Path) -> tuple[int, int]:
-    """(size of a file, bytes from its beginning that are whole), all for other kinds of content."""
-    if not path.is_file():
-        return sys.maxsize, sys.maxsize
+def _sizes(path: Path) -> tuple[int, int]:
+    """Bytes of a file, and those from its beginning that are whole: all, if its kind is unknown."""
     with open(path, "rb") as file:
         head, size = file.read(64).removeprefix(BYTE_ORDER_MARK), file.seek(0, os.SEEK_END)
         is_json = head.lstrip().startswith(b"{")
         file.seek(max(size - (MAX_LINE_BYTES if is_json else len(PARQUET_MAGIC)), 0))
         tail = file.read(MAX_LINE_BYTES)
-    last = tail[tail.rfind(b"\n") + 1 :]
-    if is_json and last.lstrip().startswith(b"{"):
+    last = tail[tail.rfind(b"\n") + 1 :] if is_json else b""
+    if last.lstrip().startswith(b"{"):
         try:
             json.loads(last)
         except (ValueError, RecursionError):

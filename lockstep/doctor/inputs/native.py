@@ -22,13 +22,7 @@ import pyarrow.parquet as pq
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, HOW_TO_GET, Dump, Facts
-from lockstep.doctor.inputs.lines import (
-    json_line,
-    lines_of,
-    numbers_in,
-    parse_json,
-    whole_files,
-)
+from lockstep.doctor.inputs.lines import json_line, lines_of, numbers_in, parse_json, whole_files
 from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, judged, why_no_rows
 from lockstep.doctor.inputs.schema import (
     BY_NAME,

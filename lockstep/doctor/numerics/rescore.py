@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config import read_json
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Chunks, Stage, all_stages
 from lockstep.doctor.checks.rows import Float32Array, Float64Array, Once, Rows
@@ -24,6 +23,8 @@ from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.compare import (
     COLUMN_OF,
     FLOAT_K2,
+    MAX_ROW_RESIDUAL,
+    WILD_FACTOR,
     Comparison,
     Distribution,
     Evidence,
@@ -36,6 +37,7 @@ from lockstep.doctor.numerics.compare import (
 from lockstep.doctor.numerics.layouts import MAX_BEFORE, Lines, turn_positions
 from lockstep.doctor.numerics.prompts import Prompt, Prompts
 from lockstep.doctor.numerics.weights import Weights, WeightsAtHand, weights_at_hand
+from lockstep.doctor.tokenization import settings_beside
 from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.memory import GIB, available_bytes
 from lockstep.models.config import ModelConfig
@@ -56,6 +58,9 @@ MAX_TOKENS = 32_768
 """Largest sample: shares have errors of about 1 %, as far as rows are alike."""
 MIN_TOKENS = 2_048
 """Smallest sample: with fewer tokens too little repeats to tell noise from other weights."""
+MIN_FOREIGN = 0.9
+"""Share of the rows that neither side computed with the weights at hand, from which these are not
+those of the dump."""
 MULTIPLIES = 4e11
 """Multiplications of one forward over the sample: some ten seconds on a core. A larger model gets a
 smaller sample."""
@@ -126,15 +131,30 @@ class Rescoring(Once):
         evidence = self._score(drawn)
         # Rows whose weights are not at hand can only tell of other weights. Those that do not are
         # dropped: no cause could have a share of their gap.
-        judged = np.flatnonzero(compare(evidence).is_judged)
+        comparison = compare(evidence)
+        judged = np.flatnonzero(comparison.is_judged)
         if 0 < len(judged) < len(drawn):
             evidence = evidence.take(judged)
         self.once(f"evidence {_digest(evidence.rows)}", lambda: evidence)
         self._sample = self._filled(evidence.rows)
         for side in COLUMN_OF:
-            d = evidence.side(side) - evidence.reference
-            d = d[np.isfinite(d)]
-            self.recorded[side] = float(0.5 * (d @ d) / max(len(d), 1))
+            self.recorded[side] = _k2(evidence.side(side) - evidence.reference)
+        if comparison.is_foreign.mean() >= MIN_FOREIGN:
+            self._check_is_theirs(evidence)
+
+    def _check_is_theirs(self, evidence: Evidence) -> None:
+        """Raises CheckpointError if nothing at hand is near what both sides computed."""
+        nearest, floor = min(self.recorded.values()), _k2(evidence.bfloat16 - evidence.reference)
+        tried = [_k2(evidence.side(s) - v.logprobs) for s in COLUMN_OF for v in evidence.variants]
+        if nearest > WILD_FACTOR * floor and min(tried) > MAX_ROW_RESIDUAL * nearest:
+            gap = _k2(evidence.side("sampler") - evidence.side("trainer"))
+            raise CheckpointError(
+                f"{self.weights.all[0].name} is another model than that of the rows, or another "
+                f"checkpoint of it: the two sides agree with each other (k2 {gap:.1e}), and the "
+                f"nearer one is at k2 {nearest:.1e} from it, where bfloat16 makes {floor:.1e}. "
+                "What it tells is no evidence about these rows. Give the weights that they were "
+                "made with: --model DIR, and more of them by --against DIR"
+            )
 
     def sample(self) -> Iterable[Rows]:
         """The sample, as chunks of a stage. A side without log-probs has the model's."""
@@ -256,9 +276,7 @@ class Rescoring(Once):
         return None
 
     def _beside(self, name: str) -> Mapping[str, Any]:
-        """A file of settings beside the model; empty without one."""
-        path = self.weights.all[0].model_directory / name
-        return read_json(path, CheckpointError) if path.is_file() else {}
+        return settings_beside(self.weights.all[0].model_directory, name) or {}
 
     def _processing(self) -> dict[str, Sequence[Distribution]]:
         """Cause -> settings that the dump does not tell: those of generation_config.json, then
@@ -313,13 +331,6 @@ class Rescoring(Once):
         return tuple(dict.fromkeys(found))
 
     def _score(self, rows: Rows) -> Evidence:
-        vocabulary = getattr(self.weights.config, "vocab_size", 0)
-        largest = int(rows.token_ids.max(initial=0))
-        if vocabulary and (largest >= vocabulary or rows.token_ids.min(initial=0) < 0):
-            raise CheckpointError(
-                f"the rows have token ids from {rows.token_ids.min(initial=0)} to {largest}, and "
-                f"the vocabulary of {self.weights.all[0].name} ends at {vocabulary - 1}."
-            )
         own = self._own(rows)
         distributions = self._distributions()
         scored = [
@@ -448,12 +459,12 @@ def open_model(
     renderer: Renderer | None = None,
 ) -> Rescoring | str:
     """The model at hand with its sample of the dump scored, or why it cannot be used: too large for
-    this machine, torn, of another vocabulary. Reads the dump once.
+    this machine, torn, far from both sides. Reads the dump once.
 
     model, adapter, against: as in `weights.weights_at_hand`; a `Rescoring` is taken as it is.
     tokenizer, renderer: of the rows.
-    Raises ConfigError for what names no model, or nothing to compare: rows without log-probs of
-    either side.
+    Raises ConfigError for what names no model, DataError before one is loaded that the rows cannot
+    be of.
     """
     sides: list[SideName] = [name for name, column in COLUMN_OF.items() if column in dump.has]
     if not sides:
@@ -465,11 +476,25 @@ def open_model(
                 facts=facts,
                 sides=sides,
             )
+        weights = model.weights
+        weights.check_named(facts, dump.path)
+
+        def checked() -> Iterable[Rows]:
+            for rows in dump.read():
+                weights.check_rows(rows, dump.path)
+                yield rows
+
         model.tokenizer, model.renderer = tokenizer, renderer
-        model.prepare(dump.read)
+        model.prepare(checked)
     except (CheckpointError, MissingExtraError) as error:
         return str(error)
     return model
+
+
+def _k2(d: Float64Array) -> float:
+    """Mean of d^2 / 2 where d is known."""
+    d = d[np.isfinite(d)]
+    return float(0.5 * (d @ d) / max(len(d), 1))
 
 
 def _digest(rows: Rows, *more: Float32Array | None) -> str:

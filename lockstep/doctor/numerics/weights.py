@@ -4,12 +4,17 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.doctor.inputs.base import Dump
+import numpy as np
+
+from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.run_dump import RunDump
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.doctor.tokenization import locate
+from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
 from lockstep.models.peft_format import CONFIG as ADAPTER_CONFIG
@@ -21,6 +26,8 @@ MAX_WEIGHTS = 6
 """Sets of weights to score by: each costs a forward over the sample. Faults of weights are nearly
 always one or two versions back, or the model that training began with."""
 POLICY = "policy"
+_OF_A_MODEL = ("architecture", "num_layers", "hidden_size", "num_experts")
+"""Facts that every checkpoint of a model has in common."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +63,44 @@ class WeightsAtHand:
         if all(w.step is None for w in self.all):
             return 0
         return next((i for i, w in enumerate(self.all) if w.step == step), None)
+
+    def check_named(self, facts: Facts, where: Path) -> None:
+        """Raises DataError if the facts of a dump name a model of another architecture or size."""
+        differs: list[str] = []
+        with suppress(LockstepError):  # it is not on this machine
+            named = _config_of(locate(facts.model, may_fetch=False))
+            for name in _OF_A_MODEL:
+                of_dump, given = getattr(named, name), getattr(self.config, name)
+                differs += [f"{name} {of_dump} and not {given}"] * (of_dump != given)
+        if differs:
+            raise DataError(
+                f"{where}: the rows are of {facts.model}, which has {', '.join(differs)} as "
+                f"{self.all[0].name}. Give the model that they were made with: --model DIR."
+            )
+
+    def check_rows(self, rows: Rows, where: Path) -> None:
+        """Raises DataError for ids, or experts, that the model does not have."""
+        config, routes = self.config, rows.routed_experts
+        is_beyond = (rows.token_ids < 0) | (rows.token_ids >= config.vocab_size)
+        wrong = ""
+        if is_beyond.any():
+            at = int(np.argmax(is_beyond))
+            row, place = rows.where(at)
+            wrong = f"row {row}, token {place} has the id {rows.token_ids[at]}"
+            wrong += f"; the vocabulary of {self.all[0].name} ends at {config.vocab_size - 1}"
+        elif routes is not None and routes.ndim == 3 and isinstance(config, ModelConfig):
+            layers, active = len(config.routed_layers), config.num_active_experts
+            if routes.shape[1:] != (layers, active) or routes.max() >= config.num_experts:
+                wrong = (
+                    f"row {rows.row_ids[0]} has routes of {routes.shape[1]} layers to "
+                    f"{routes.shape[2]} experts up to {routes.max()}; {self.all[0].name} has "
+                    f"{layers} layers that send a token to {active} of {config.num_experts}"
+                )
+        if wrong:
+            raise DataError(
+                f"{where}: {wrong}. It is another model than that of the rows. Give the one that "
+                "they were made with (--model DIR), or leave --model out."
+            )
 
 
 def weights_at_hand(
