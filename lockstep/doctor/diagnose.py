@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,7 @@ def diagnose(
 
     lacks = {**words.lacks, **dump.lacks}
     if isinstance(model, Rescoring) or model:
-        opened = open_model(
-            dump,
-            facts,
-            model=model,
-            adapter=adapter,
-            against=against,
-            tokenizer=words.tokenizer,
-            renderer=words.renderer,
-        )
+        opened = open_model(dump, facts, words, model=model, adapter=adapter, against=against)
         setting = replace(setting, model=opened)
         if isinstance(opened, Rescoring):
             stages = opened.stages(stages)
@@ -117,15 +110,15 @@ def tokenization_of(
 def _of_rows(words: Tokenization, dump: Dump, *, is_given: bool) -> Tokenization:
     """`words` if the first rows do not contradict them, else the reason. Raises DataError for ids
     beyond a tokenizer that was given."""
-    rows = next(iter(dump.chunks(max_tokens=HEAD_TOKENS)), None)
-    if words.tokenizer is None or rows is None:
+    if (tokenizer := words.tokenizer) is None:
         return words
-    how = "Name that of the rows: --tokenizer DIR"
-    beyond = why_beyond(words.tokenizer, rows)
-    if beyond and is_given:
-        raise DataError(f"{dump.path}: {beyond} {how}.")
-    if why := beyond or why_unlike(words.tokenizer, rows):
-        return Tokenization(lacks=dict.fromkeys(("tokenizer", "renderer"), f"{why} {how}"))
+    for rows in islice(dump.chunks(max_tokens=HEAD_TOKENS), 1):
+        beyond = why_beyond(tokenizer, rows)
+        if why := beyond or why_unlike(tokenizer, rows):
+            why += " Name that of the rows: --tokenizer DIR"
+            if beyond and is_given:
+                raise DataError(f"{dump.path}: {why}.")
+            return Tokenization(lacks={"tokenizer": why, "renderer": why})
     return words
 
 

@@ -211,8 +211,7 @@ def why_beyond(tokenizer: Tokenizer, rows: Rows) -> str:
     is_beyond = rows.token_ids >= tokenizer.vocab_size
     if not rows.num_tokens or is_beyond.mean() <= MAX_UNKNOWN_IDS:
         return ""
-    at = int(np.argmax(is_beyond))
-    row, place = rows.where(at)
+    row, place = rows.where(at := int(np.argmax(is_beyond)))
     return (
         f"{is_beyond.mean():.0%} of the rows' ids, up to {rows.token_ids.max()}, are not in the "
         f"tokenizer ({tokenizer.where}), which has {tokenizer.vocab_size}: it is of another model. "
@@ -223,24 +222,23 @@ def why_beyond(tokenizer: Tokenizer, rows: Rows) -> str:
 def why_unlike(tokenizer: Tokenizer, rows: Rows) -> str:
     """Reason why the tokenizer is not that of the rows if, by it, nearly all spell none of the
     texts and messages recorded with them; empty otherwise."""
-    unlike: list[str] = []
-    num_told = 0
+    unlike, num_told = list[str](), 0
     for r, tokens in enumerate(rows.slices):
         texts = [rows.texts[r] or ""] if rows.texts else []
-        texts += [m.content for m in (rows.messages and rows.messages[r]) or ()]
-        texts = [plain for text in texts if len(plain := _plain(text)) >= _RUN]
-        if not texts:
-            continue
-        num_told += 1
-        spelt = tokenizer.decode(rows.token_ids[tokens])
-        if max(_share_spelt(text, _plain(spelt)) for text in texts) < _MIN_SPELT:
-            unlike.append(f"row {rows.row_ids[r]} decodes to {spelt[:40]!r}..., and not to")
-            unlike[-1] += f" {texts[-1][:40]!r}..."
+        texts += [m.content for m in rows.messages[r] or ()] if rows.messages else []
+        if texts := [text for text in texts if len(_plain(text)) >= _RUN]:
+            num_told += 1
+            spelt = tokenizer.decode(rows.token_ids[tokens])
+            if max(_share_spelt(_plain(text), _plain(spelt)) for text in texts) < _MIN_SPELT:
+                unlike.append(
+                    f"row {rows.row_ids[r]} is {spelt[:40]!r}... and not {texts[-1]!r:.40}"
+                )
     if len(unlike) <= _MAX_UNLIKE * num_told:
         return ""
     return (
         f"by the tokenizer ({tokenizer.where}) the ids of {len(unlike)} of {num_told} rows do not "
-        f"spell the texts recorded with them: it is of another model. {unlike[0]}."
+        f"spell the texts recorded with them ({unlike[0]}...): it is of another model, or the "
+        "texts are of other rows."
     )
 
 
@@ -249,6 +247,5 @@ def _plain(text: str) -> str:
 
 
 def _share_spelt(text: str, spelt: str) -> float:
-    last = len(text) - _RUN
-    runs = [text[i : i + _RUN] for i in range(0, last + 1, 1 + last // _NUM_RUNS)]
-    return sum(run in spelt for run in runs) / len(runs)
+    begins = range(0, len(text) - _RUN + 1, 1 + len(text) // _NUM_RUNS)
+    return sum(text[i : i + _RUN] in spelt for i in begins) / len(begins)

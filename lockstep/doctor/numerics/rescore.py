@@ -37,7 +37,7 @@ from lockstep.doctor.numerics.compare import (
 from lockstep.doctor.numerics.layouts import MAX_BEFORE, Lines, turn_positions
 from lockstep.doctor.numerics.prompts import Prompt, Prompts
 from lockstep.doctor.numerics.weights import Weights, WeightsAtHand, weights_at_hand
-from lockstep.doctor.tokenization import settings_beside
+from lockstep.doctor.tokenization import Tokenization, settings_beside
 from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.memory import GIB, available_bytes
 from lockstep.models.config import ModelConfig
@@ -131,29 +131,24 @@ class Rescoring(Once):
         evidence = self._score(drawn)
         # Rows whose weights are not at hand can only tell of other weights. Those that do not are
         # dropped: no cause could have a share of their gap.
-        comparison = compare(evidence)
-        judged = np.flatnonzero(comparison.is_judged)
+        judged = np.flatnonzero((comparison := compare(evidence)).is_judged)
         if 0 < len(judged) < len(drawn):
             evidence = evidence.take(judged)
         self.once(f"evidence {_digest(evidence.rows)}", lambda: evidence)
         self._sample = self._filled(evidence.rows)
         for side in COLUMN_OF:
             self.recorded[side] = _k2(evidence.side(side) - evidence.reference)
-        if comparison.is_foreign.mean() >= MIN_FOREIGN:
-            self._check_is_theirs(evidence)
-
-    def _check_is_theirs(self, evidence: Evidence) -> None:
-        """Raises CheckpointError if nothing at hand is near what both sides computed."""
+        sampler, trainer = evidence.side("sampler"), evidence.side("trainer")
         nearest, floor = min(self.recorded.values()), _k2(evidence.bfloat16 - evidence.reference)
-        tried = [_k2(evidence.side(s) - v.logprobs) for s in COLUMN_OF for v in evidence.variants]
-        if nearest > WILD_FACTOR * floor and min(tried) > MAX_ROW_RESIDUAL * nearest:
-            gap = _k2(evidence.side("sampler") - evidence.side("trainer"))
+        left = [_k2(side - v.logprobs) for side in (sampler, trainer) for v in evidence.variants]
+        is_far = nearest > WILD_FACTOR * floor and min(left) > MAX_ROW_RESIDUAL * nearest
+        if is_far and comparison.is_foreign.mean() >= MIN_FOREIGN:
             raise CheckpointError(
                 f"{self.weights.all[0].name} is another model than that of the rows, or another "
-                f"checkpoint of it: the two sides agree with each other (k2 {gap:.1e}), and the "
-                f"nearer one is at k2 {nearest:.1e} from it, where bfloat16 makes {floor:.1e}. "
-                "What it tells is no evidence about these rows. Give the weights that they were "
-                "made with: --model DIR, and more of them by --against DIR"
+                f"checkpoint of it: the two sides agree with each other (k2 "
+                f"{_k2(sampler - trainer):.1e}), and the nearer one is at k2 {nearest:.1e} from "
+                f"it, where bfloat16 makes {floor:.1e}. What it tells is no evidence about these "
+                "rows. Give the weights that they were made with: --model DIR, --against DIR"
             )
 
     def sample(self) -> Iterable[Rows]:
@@ -451,18 +446,17 @@ class Rescoring(Once):
 def open_model(
     dump: Dump,
     facts: Facts,
+    words: Tokenization,
     *,
     model: str | Path | Rescoring,
     adapter: str | Path = "",
     against: Sequence[str | Path] = (),
-    tokenizer: Tokenizer | None = None,
-    renderer: Renderer | None = None,
 ) -> Rescoring | str:
     """The model at hand with its sample of the dump scored, or why it cannot be used: too large for
     this machine, torn, far from both sides. Reads the dump once.
 
     model, adapter, against: as in `weights.weights_at_hand`; a `Rescoring` is taken as it is.
-    tokenizer, renderer: of the rows.
+    words: of the rows.
     Raises ConfigError for what names no model, DataError before one is loaded that the rows cannot
     be of.
     """
@@ -476,16 +470,8 @@ def open_model(
                 facts=facts,
                 sides=sides,
             )
-        weights = model.weights
-        weights.check_named(facts, dump.path)
-
-        def checked() -> Iterable[Rows]:
-            for rows in dump.read():
-                weights.check_rows(rows, dump.path)
-                yield rows
-
-        model.tokenizer, model.renderer = tokenizer, renderer
-        model.prepare(checked)
+        model.tokenizer, model.renderer = words.tokenizer, words.renderer
+        model.prepare(partial(model.weights.rows_of, dump, facts))
     except (CheckpointError, MissingExtraError) as error:
         return str(error)
     return model

@@ -3,7 +3,7 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +26,6 @@ MAX_WEIGHTS = 6
 """Sets of weights to score by: each costs a forward over the sample. Faults of weights are nearly
 always one or two versions back, or the model that training began with."""
 POLICY = "policy"
-_OF_A_MODEL = ("architecture", "num_layers", "hidden_size", "num_experts")
-"""Facts that every checkpoint of a model has in common."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,43 +62,42 @@ class WeightsAtHand:
             return 0
         return next((i for i, w in enumerate(self.all) if w.step == step), None)
 
-    def check_named(self, facts: Facts, where: Path) -> None:
-        """Raises DataError if the facts of a dump name a model of another architecture or size."""
-        differs: list[str] = []
+    def rows_of(self, dump: Dump, facts: Facts) -> Iterator[Rows]:
+        """The rows of the dump. Raises DataError if its facts name a model of another architecture
+        or size, and for ids or experts that the model does not have."""
+        named = c = self.config
         with suppress(LockstepError):  # it is not on this machine
             named = _config_of(locate(facts.model, may_fetch=False))
-            for name in _OF_A_MODEL:
-                of_dump, given = getattr(named, name), getattr(self.config, name)
-                differs += [f"{name} {of_dump} and not {given}"] * (of_dump != given)
-        if differs:
-            raise DataError(
-                f"{where}: the rows are of {facts.model}, which has {', '.join(differs)} as "
-                f"{self.all[0].name}. Give the model that they were made with: --model DIR."
-            )
+        if (of_dump := _told(named)) != _told(c):
+            raise self._refusal(dump, f"the rows are of {facts.model} ({of_dump})", _told(c))
+        experts = (len(c.routed_layers), c.num_active_experts)
+        for rows in dump.read():
+            is_beyond = (rows.token_ids < 0) | (rows.token_ids >= c.vocab_size)
+            if is_beyond.any():
+                row, place = rows.where(at := int(np.argmax(is_beyond)))
+                what = f"row {row}, token {place} has the id {rows.token_ids[at]}"
+                raise self._refusal(dump, what, f"ids up to {c.vocab_size - 1}")
+            routes = rows.routed_experts if isinstance(c, ModelConfig) else None
+            if routes is not None and routes.ndim == 3:
+                is_beyond = (routes >= c.num_experts).any((1, 2)) | (routes.shape[1:] != experts)
+                if is_beyond.any():
+                    row, place = rows.where(at := int(np.argmax(is_beyond)))
+                    what = f"row {row}, token {place} has the experts {routes[at].tolist()!s:.60}"
+                    told = f"{experts[0]} layers that send a token to {experts[1]} of"
+                    raise self._refusal(dump, what, f"{told} {c.num_experts} experts")
+            yield rows
 
-    def check_rows(self, rows: Rows, where: Path) -> None:
-        """Raises DataError for ids, or experts, that the model does not have."""
-        config, routes = self.config, rows.routed_experts
-        is_beyond = (rows.token_ids < 0) | (rows.token_ids >= config.vocab_size)
-        wrong = ""
-        if is_beyond.any():
-            at = int(np.argmax(is_beyond))
-            row, place = rows.where(at)
-            wrong = f"row {row}, token {place} has the id {rows.token_ids[at]}"
-            wrong += f"; the vocabulary of {self.all[0].name} ends at {config.vocab_size - 1}"
-        elif routes is not None and routes.ndim == 3 and isinstance(config, ModelConfig):
-            layers, active = len(config.routed_layers), config.num_active_experts
-            if routes.shape[1:] != (layers, active) or routes.max() >= config.num_experts:
-                wrong = (
-                    f"row {rows.row_ids[0]} has routes of {routes.shape[1]} layers to "
-                    f"{routes.shape[2]} experts up to {routes.max()}; {self.all[0].name} has "
-                    f"{layers} layers that send a token to {active} of {config.num_experts}"
-                )
-        if wrong:
-            raise DataError(
-                f"{where}: {wrong}. It is another model than that of the rows. Give the one that "
-                "they were made with (--model DIR), or leave --model out."
-            )
+    def _refusal(self, dump: Dump, found: str, has: str) -> DataError:
+        return DataError(
+            f"{dump.path}: {found}, and {self.all[0].name} has {has}: it is another model than "
+            "that of the rows. Give theirs (--model DIR), or leave --model out."
+        )
+
+
+def _told(config: ModelConfig | FallbackConfig) -> str:
+    """Facts that every checkpoint of a model has in common."""
+    names = ("architecture", "num_layers", "hidden_size", "num_experts")
+    return ", ".join(f"{name} {getattr(config, name)}" for name in names)
 
 
 def weights_at_hand(
