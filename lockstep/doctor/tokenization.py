@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,7 +91,7 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
         tokenizer=found,
         pad_id=_pad_id(found, directory),
         eos_ids=_eos_ids(directory),
-        generation_defaults=_generation_defaults(facts, directory),
+        generation_defaults=generation_defaults(*_directories(facts, directory)),
     )
     try:
         made = make_renderer(_renderer_config(renderer or facts.renderer, directory), found)
@@ -157,15 +157,18 @@ def _names() -> list[str]:
     return sorted(choices(RendererConfig))
 
 
-def _generation_defaults(facts: Facts, directory: Path) -> Mapping[str, float] | None:
-    """The sampling settings in the generation_config.json of the model, or else of its tokenizer's
-    directory. An engine reads the model's."""
-    places = [directory]
+def _directories(facts: Facts, directory: Path) -> Iterator[Path]:
+    """That of the model, if it is here, and that of its tokenizer. An engine reads the model's."""
     if facts.model:
         with suppress(LockstepError):
             place = locate(facts.model, may_fetch=False)
-            places = [place if place.is_dir() else place.parent, *places]
-    known = [place for place in places if (place / GENERATION_FILE).is_file()]
+            yield place if place.is_dir() else place.parent
+    yield directory
+
+
+def generation_defaults(*directories: Path) -> Mapping[str, float] | None:
+    """The sampling settings in the generation_config.json of the first directory that has one."""
+    known = [place for place in directories if (place / GENERATION_FILE).is_file()]
     named = settings_beside(known[0], GENERATION_FILE) if known else None
     if named is None:
         return None

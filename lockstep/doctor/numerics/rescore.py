@@ -6,7 +6,7 @@ Without torch: `scorer` is imported when the first row is scored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -37,13 +37,11 @@ from lockstep.doctor.numerics.compare import (
 from lockstep.doctor.numerics.layouts import MAX_BEFORE, Lines, turn_positions
 from lockstep.doctor.numerics.prompts import Prompt, Prompts
 from lockstep.doctor.numerics.weights import Weights, WeightsAtHand, weights_at_hand
-from lockstep.doctor.tokenization import Tokenization, settings_beside
+from lockstep.doctor.tokenization import Tokenization, generation_defaults, settings_beside
 from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.memory import GIB, available_bytes
 from lockstep.models.config import ModelConfig
 from lockstep.models.shapes import decoder_shapes, num_elements
-from lockstep.renderers.base import Renderer
-from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Int64Array
 
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.4, 1.7, 2.0)
@@ -75,9 +73,8 @@ class Rescoring(Once):
     """Facts of the dump: its temperature, top-p and top-k of sampling are tried."""
     sides: Sequence[SideName] = tuple(COLUMN_OF)
     """The sides whose log-probs the dump has."""
-    tokenizer: Tokenizer | None = None
-    renderer: Renderer | None = None
-    """With the tokenizer, to write other prompts for the same replies."""
+    words: Tokenization = field(default_factory=Tokenization)
+    """Of the rows, to write other prompts for the same replies."""
     seed: int = 0
     max_tokens: int = 0
     """Size of the sample; 0: as many as take seconds."""
@@ -136,8 +133,7 @@ class Rescoring(Once):
             evidence = evidence.take(judged)
         self.once(f"evidence {_digest(evidence.rows)}", lambda: evidence)
         self._sample = self._filled(evidence.rows)
-        for side in COLUMN_OF:
-            self.recorded[side] = _k2(evidence.side(side) - evidence.reference)
+        self.recorded = {s: _k2(evidence.side(s) - evidence.reference) for s in COLUMN_OF}
         sampler, trainer = evidence.side("sampler"), evidence.side("trainer")
         nearest, floor = min(self.recorded.values()), _k2(evidence.bfloat16 - evidence.reference)
         left = [_k2(side - v.logprobs) for side in (sampler, trainer) for v in evidence.variants]
@@ -239,9 +235,8 @@ class Rescoring(Once):
         )
 
     def _prompts(self) -> list[Prompt]:
-        if self.tokenizer is None:
-            return []
-        return list(Prompts(self.tokenizer, self.renderer).all())
+        tokenizer = self.words.tokenizer
+        return [] if tokenizer is None else list(Prompts(tokenizer, self.words.renderer).all())
 
     def _lines(self, rows: Rows) -> Lines:
         config = self.weights.config
@@ -260,18 +255,13 @@ class Rescoring(Once):
         )
 
     def _pad_id(self) -> int | None:
-        if self.facts.pad_id is not None:
-            return self.facts.pad_id
-        for settings in (self._beside("config.json"), self._beside("generation_config.json")):
+        known: list[Any] = [self.facts.pad_id]
+        for file in ("config.json", "generation_config.json"):
+            settings = settings_beside(self.weights.all[0].model_directory, file) or {}
             for name in ("pad_token_id", "eos_token_id"):
                 found = settings.get(name)
-                found = found[0] if isinstance(found, list) and found else found
-                if isinstance(found, int) and found >= 0:
-                    return found
-        return None
-
-    def _beside(self, name: str) -> Mapping[str, Any]:
-        return settings_beside(self.weights.all[0].model_directory, name) or {}
+                known += found if isinstance(found, list) else [found]
+        return next((id_ for id_ in known if isinstance(id_, int) and id_ >= 0), None)
 
     def _processing(self) -> dict[str, Sequence[Distribution]]:
         """Cause -> settings that the dump does not tell: those of generation_config.json, then
@@ -289,21 +279,9 @@ class Rescoring(Once):
         """Processing of the logits by generation_config.json, as an engine takes it for what a
         request leaves open: with the run's own temperature and without, all of it, or what is
         before top-p, top-k and min-p."""
-        settings = self._beside("generation_config.json")
-        if settings.get("do_sample") is False:
-            return ()
-
-        def number(name: str, default: float) -> float:
-            found = settings.get(name)
-            return float(found) if isinstance(found, int | float) and found > 0 else default
-
-        whole = Distribution(
-            temperature=number("temperature", 1.0),
-            top_p=number("top_p", 1.0),
-            top_k=int(number("top_k", 0)),
-            min_p=number("min_p", 0.0),
-            repetition_penalty=number("repetition_penalty", 1.0),
-        )
+        found = generation_defaults(self.weights.all[0].model_directory) or {}
+        named: dict[str, Any] = {name: value for name, value in found.items() if value > 0}
+        whole = Distribution(**named | {"top_k": int(named.get("top_k", 0))})
         asked = self.facts.temperature or 1.0
         out: list[Distribution] = []
         for temperature in (whole.temperature, asked):
@@ -470,7 +448,7 @@ def open_model(
                 facts=facts,
                 sides=sides,
             )
-        model.tokenizer, model.renderer = words.tokenizer, words.renderer
+        model.words = words
         model.prepare(partial(model.weights.rows_of, dump, facts))
     except (CheckpointError, MissingExtraError) as error:
         return str(error)
