@@ -158,7 +158,7 @@ def _names() -> list[str]:
 
 
 def _directories(facts: Facts, directory: Path) -> Iterator[Path]:
-    """That of the model, if it is here, and that of its tokenizer. An engine reads the model's."""
+    """The directory of the model, if it is here, and its tokenizer's. An engine reads the first."""
     if facts.model:
         with suppress(LockstepError):
             place = locate(facts.model, may_fetch=False)

@@ -74,7 +74,7 @@ class Rescoring(Once):
     sides: Sequence[SideName] = tuple(COLUMN_OF)
     """The sides whose log-probs the dump has."""
     words: Tokenization = field(default_factory=Tokenization)
-    """Of the rows, to write other prompts for the same replies."""
+    """Tokenizer and renderer of the rows, to write other prompts for the same replies."""
     seed: int = 0
     max_tokens: int = 0
     """Size of the sample; 0: as many as take seconds."""
@@ -141,10 +141,11 @@ class Rescoring(Once):
         if is_far and comparison.is_foreign.mean() >= MIN_FOREIGN:
             raise CheckpointError(
                 f"{self.weights.all[0].name} is another model than that of the rows, or another "
-                f"checkpoint of it: the two sides agree with each other (k2 "
-                f"{_k2(sampler - trainer):.1e}), and the nearer one is at k2 {nearest:.1e} from "
-                f"it, where bfloat16 makes {floor:.1e}. What it tells is no evidence about these "
-                "rows. Give the weights that they were made with: --model DIR, --against DIR"
+                "checkpoint of it, or both sides score by a setting (a temperature) that the dump "
+                f"does not state: they agree with each other (k2 {_k2(sampler - trainer):.1e}), "
+                f"and the nearer is at k2 {nearest:.1e} from it, where bfloat16 makes {floor:.1e}. "
+                "It is no evidence about them. Give the weights that they were made with: "
+                "--model DIR, --against DIR"
             )
 
     def sample(self) -> Iterable[Rows]:

@@ -186,4 +186,5 @@ def test_the_screen_and_the_page_say_it(tmp_path: Path, capsys: pytest.CaptureFi
     said = " ".join(capsys.readouterr().out.split())
     assert "ends in the middle of a row" in said
     assert "ends in the middle of a row" in page.read_text()
+    assert "diagnosis.notes.map" in page.read_text()
     assert diagnose(path).to_json()["notes"]
