@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from lockstep.doctor.numerics.judgements import NUMERICS
 from lockstep.doctor.numerics.rescore import Rescoring, open_model
 from lockstep.doctor.numerics.weights import OWN
 from lockstep.doctor.row_choice import RowChoice
-from lockstep.doctor.tokenization import Tokenization, find_tokenization
+from lockstep.doctor.tokenization import Tokenization, find_tokenization, why_beyond, why_unlike
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
+
+HEAD_TOKENS = 1 << 15
+"""Tokens from which it shows whether the tokenizer is that of the rows."""
 
 
 def diagnose(
@@ -44,34 +48,30 @@ def diagnose(
     model: scores a sample of the rows again: a directory, a shipped name, "own" for the weights of
     a run, or an open `Rescoring`; empty skips the checks that need one. adapter: in PEFT's form,
     for that model. against: other weights that may explain a difference. only: names of checks;
-    empty runs all. Raises DataError if the input cannot be read, ConfigError for unknown names.
+    empty runs all. Raises DataError if the input cannot be read, or is of another model or
+    vocabulary than those given; ConfigError for unknown names.
     """
     began = time.perf_counter()
     dump = source if isinstance(source, Dump) else open_dump(source, format=format)
     facts = facts or dump.facts
     of_model = facts if str(model) in ("", OWN) else replace(facts, model=str(model), tokenizer="")
     words = tokenization_of(of_model, tokenizer, renderer)
+    words = _of_rows(words, dump, is_given=tokenizer is not None)
     setting = make_setting(facts, words, tuple(dump.step_metrics()), resumes=dump.resumes)
     stages = [Stage(checks=checks) for checks in all_stages().values()]
     numerics = Stage(checks=NUMERICS)
     _check_names(only, [*stages, numerics])
 
+    lacks = {**words.lacks, **dump.lacks}
     if isinstance(model, Rescoring) or model:
-        opened = open_model(
-            dump,
-            facts,
-            model=model,
-            adapter=adapter,
-            against=against,
-            tokenizer=words.tokenizer,
-            renderer=words.renderer,
-        )
+        opened = open_model(dump, facts, words, model=model, adapter=adapter, against=against)
         setting = replace(setting, model=opened)
         if isinstance(opened, Rescoring):
             stages = opened.stages(stages)
             numerics = replace(numerics, chunks=opened.sample)
         else:
             numerics = replace(numerics, chunks=tuple)
+            lacks["model"] = opened
     # Training is judged last: after the causes of the gap.
     stages.insert(len(stages) - 1, numerics)
     choice = RowChoice()
@@ -92,7 +92,7 @@ def diagnose(
         only=tuple(only),
         choice=choice,
         options=tuple(word for name, value in texts for word in (f"--{name}", str(value))),
-        lacks={**words.lacks, **dump.lacks},
+        lacks=lacks,
     )
 
 
@@ -105,6 +105,21 @@ def tokenization_of(
     if isinstance(tokenizer, Tokenizer):
         return Tokenization(tokenizer=tokenizer, lacks={"renderer": "none was given"})
     return find_tokenization(facts, tokenizer=tokenizer or "", renderer=renderer or "")
+
+
+def _of_rows(words: Tokenization, dump: Dump, *, is_given: bool) -> Tokenization:
+    """`words` if the first rows do not contradict them, else the reason. Raises DataError for ids
+    beyond a tokenizer that was given."""
+    if (tokenizer := words.tokenizer) is None:
+        return words
+    for rows in islice(dump.chunks(max_tokens=HEAD_TOKENS), 1):
+        beyond = why_beyond(tokenizer, rows)
+        if why := beyond or why_unlike(tokenizer, rows):
+            why += " Name that of the rows: --tokenizer DIR"
+            if beyond and is_given:
+                raise DataError(f"{dump.path}: {why}.")
+            return Tokenization(lacks={"tokenizer": why, "renderer": why})
+    return words
 
 
 def _check_names(only: Sequence[str], stages: Sequence[Stage]) -> None:

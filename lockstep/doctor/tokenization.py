@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lockstep.config import choices, from_dict, tag
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.models.config import ModelConfig
@@ -39,6 +42,16 @@ _PROBE = (
     [ToolSchema(name="t", description="d", parameters={"type": "object", "properties": {}})],
 )
 """Messages and tools whose rendering tells a template from a format that it resembles."""
+MAX_UNKNOWN_IDS = 0.01
+"""Share of ids beyond the tokenizer from which it is another model's. A model may draw a few from
+the padding of its vocabulary."""
+_RUN, _NUM_RUNS, _MIN_SPELT = 8, 64, 0.5
+"""Characters of a run of recorded text, runs of a text that are looked for, and the share of them
+that the ids of its row must spell: eight characters are more than most tokens, so that other tokens
+seldom spell them by chance."""
+_MAX_UNLIKE = 0.9
+"""Share of the rows without any text that their ids spell, from which the tokenizer is not theirs:
+defects of programs change a part of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +79,7 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
     missing choice of the input is left out, and nothing is fetched for it.
     """
     try:
-        place = _locate(tokenizer, may_fetch=True) if tokenizer else _place_named(facts)
+        place = locate(tokenizer, may_fetch=True) if tokenizer else _place_named(facts)
         found = Tokenizer.from_file(place, has_prefix=False)
     except LockstepError as error:
         if tokenizer:
@@ -84,7 +97,7 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
         tokenizer=found,
         pad_id=_pad_id(found, directory),
         eos_ids=_eos_ids(directory),
-        generation_defaults=_generation_defaults(facts, directory),
+        generation_defaults=generation_defaults(*_directories(facts, directory)),
     )
     try:
         made = make_renderer(_renderer_config(renderer or facts.renderer, directory), found)
@@ -114,13 +127,13 @@ def _place_named(facts: Facts) -> Path:
     """The place that the input names, if it is on this machine."""
     for named in filter(None, (facts.tokenizer, facts.model)):
         with suppress(LockstepError):
-            return _locate(named, may_fetch=False)
+            return locate(named, may_fetch=False)
     if named := facts.tokenizer or facts.model:
         raise ConfigError(f"the tokenizer of {named}, which the input names, is not here.")
     raise ConfigError("the input does not name its model.")
 
 
-def _locate(named: str, *, may_fetch: bool) -> Path:
+def locate(named: str, *, may_fetch: bool) -> Path:
     """A file, a directory, a shipped model, or the hub's copy of the small files."""
     path = Path(named).expanduser()
     if path.is_file() or (path / "tokenizer.json").is_file():
@@ -164,33 +177,37 @@ def _names() -> list[str]:
     return sorted(choices(RendererConfig))
 
 
-def _generation_defaults(facts: Facts, directory: Path) -> Mapping[str, float] | None:
-    """The sampling settings in the generation_config.json of the model, or else of its tokenizer's
-    directory. An engine reads the model's."""
-    places = [directory]
+def _directories(facts: Facts, directory: Path) -> Iterator[Path]:
+    """The directory of the model, if it is here, and its tokenizer's. An engine reads the first."""
     if facts.model:
         with suppress(LockstepError):
-            place = _locate(facts.model, may_fetch=False)
-            places = [place if place.is_dir() else place.parent, *places]
-    for place in places:
-        path = place / GENERATION_FILE
-        if path.is_file():
-            try:
-                given: Any = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
-                return None  # the engine would not start on it either
-            kinds = (int, float)
-            named = given if isinstance(given, dict) else {}
-            return {n: float(named[n]) for n in _SAMPLING if type(named.get(n)) in kinds}
-    return None
+            place = locate(facts.model, may_fetch=False)
+            yield place if place.is_dir() else place.parent
+    yield directory
+
+
+def generation_defaults(*directories: Path) -> Mapping[str, float] | None:
+    """The sampling settings in the generation_config.json of the first directory that has one."""
+    known = [place for place in directories if (place / GENERATION_FILE).is_file()]
+    named = settings_beside(known[0], GENERATION_FILE) if known else None
+    if named is None:
+        return None
+    return {n: float(named[n]) for n in _SAMPLING if type(named.get(n)) in (int, float)}
+
+
+def settings_beside(directory: Path, name: str) -> Mapping[str, Any] | None:
+    """A file of settings of a model, such as its generation_config.json; None without one, and for
+    one that holds no JSON object, on which an engine would not start either."""
+    try:
+        found: Any = json.loads((directory / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _pad_id(tokenizer: Tokenizer, directory: Path) -> int | None:
     """The padding token that tokenizer_config.json names."""
-    path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return None
-    declared: Any = json.loads(path.read_text(encoding="utf-8")).get("pad_token")
+    declared: Any = (settings_beside(directory, "tokenizer_config.json") or {}).get("pad_token")
     name = declared.get("content") if isinstance(declared, dict) else declared
     try:
         return tokenizer.control_id(name) if isinstance(name, str) else None
@@ -201,12 +218,57 @@ def _pad_id(tokenizer: Tokenizer, directory: Path) -> int | None:
 def _eos_ids(directory: Path) -> frozenset[int]:
     """The ids that end a reply for an engine that loads this model; none if the files do not say
     it in numbers."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        if not path.is_file():
-            continue
-        found: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    for name in (GENERATION_FILE, "config.json"):
+        found: Any = (settings_beside(directory, name) or {}).get("eos_token_id")
         ids = found if isinstance(found, list) else [found]
         if ids and all(type(id_) is int for id_ in ids):
             return frozenset(ids)
     return frozenset()
+
+
+# -- whether it is that of the rows ----------------------------------------------------------------
+
+
+def why_beyond(tokenizer: Tokenizer, rows: Rows) -> str:
+    """Reason why rows with ids beyond the tokenizer are of another one; empty for others."""
+    is_beyond = rows.token_ids >= tokenizer.vocab_size
+    if not rows.num_tokens or is_beyond.mean() <= MAX_UNKNOWN_IDS:
+        return ""
+    row, place = rows.where(at := int(np.argmax(is_beyond)))
+    return (
+        f"{is_beyond.mean():.0%} of the rows' ids, up to {rows.token_ids.max()}, are not in the "
+        f"tokenizer ({tokenizer.where}), which has {tokenizer.vocab_size}: it is of another model. "
+        f"The first is {rows.token_ids[at]}, row {row}, token {place}."
+    )
+
+
+def why_unlike(tokenizer: Tokenizer, rows: Rows) -> str:
+    """Reason why the tokenizer is not that of the rows if, by it, nearly all spell none of the
+    texts and messages recorded with them; empty otherwise."""
+    unlike, num_told = list[str](), 0
+    for r, tokens in enumerate(rows.slices):
+        texts = [rows.texts[r] or ""] if rows.texts else []
+        texts += [m.content for m in rows.messages[r] or ()] if rows.messages else []
+        if texts := [text for text in texts if len(_plain(text)) >= _RUN]:
+            num_told += 1
+            spelt = tokenizer.decode(rows.token_ids[tokens])
+            if max(_share_spelt(_plain(text), _plain(spelt)) for text in texts) < _MIN_SPELT:
+                unlike.append(
+                    f"row {rows.row_ids[r]} is {spelt[:40]!r}... and not {texts[-1]!r:.40}"
+                )
+    if len(unlike) <= _MAX_UNLIKE * num_told:
+        return ""
+    return (
+        f"by the tokenizer ({tokenizer.where}) the ids of {len(unlike)} of {num_told} rows do not "
+        f"spell the texts recorded with them ({unlike[0]}...): it is of another model, or the "
+        "texts are of other rows."
+    )
+
+
+def _plain(text: str) -> str:
+    return "".join(text.split()).casefold()
+
+
+def _share_spelt(text: str, spelt: str) -> float:
+    begins = range(0, len(text) - _RUN + 1, 1 + len(text) // _NUM_RUNS)
+    return sum(text[i : i + _RUN] in spelt for i in begins) / len(begins)

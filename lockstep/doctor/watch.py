@@ -37,7 +37,7 @@ from lockstep.doctor.inputs.lines import RowDump, numbers_in
 from lockstep.doctor.inputs.native import RowsDump, write_rows
 from lockstep.doctor.inputs.schema import BY_NAME, REQUIRED
 from lockstep.doctor.inputs.schema import rows_of as rows_of_columns
-from lockstep.doctor.tokenization import Tokenization
+from lockstep.doctor.tokenization import Tokenization, why_beyond
 from lockstep.errors import ConfigError, DataError, LockstepError, MismatchError, named
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -47,9 +47,6 @@ MAX_KEPT = 8
 """Steps whose rows are kept for each cause: more of the same prove no more."""
 MIN_ROWS = 8
 """Fewest rows of a look: below it most of the time is the same for any number of rows."""
-MAX_UNKNOWN_IDS = 0.01
-"""Share of ids beyond the tokenizer from which it is another model's. A model may draw a few from
-the padding of its vocabulary."""
 PAGE, VOCABULARY = "doctor.html", "tokenizer.json"
 
 OnCause = Literal["warn", "raise"] | Callable[[MismatchError], object]
@@ -366,14 +363,8 @@ class Watch:
         rank, words = _rank(), self._words
         if rank:
             rows = rows.with_(row_ids=tuple(f"rank{rank}/{name}" for name in rows.row_ids))
-        size = sys.maxsize if words.tokenizer is None else words.tokenizer.vocab_size
-        share = float((rows.token_ids >= size).mean()) if rows.num_tokens else 0.0
-        if words.tokenizer is not None and share > MAX_UNKNOWN_IDS:
-            why = (
-                f"{share:.0%} of the rows' ids, up to {rows.token_ids.max()}, are not in the "
-                f"tokenizer ({words.tokenizer.where}), which has {size}: it is of another model. "
-                "Give that of the model that trains: tokenizer=..."
-            )
+        if words.tokenizer is not None and (why := why_beyond(words.tokenizer, rows)):
+            why += " Give that of the model that trains: tokenizer=..."
             self.warn(f"step {step}: doctor: {why} Checks of text are not made.")
             self._words = Tokenization(lacks={"tokenizer": why, "renderer": why})
             self._setting = make_setting(self.facts, self._words)

@@ -33,6 +33,7 @@ function buildTop(top) {
       ["rows", diagnosis.rows.toLocaleString("en-US")], ["tokens", diagnosis.tokens.toLocaleString("en-US")],
       ["compared", compared.toLocaleString("en-US")],
       ...(compared ? [["k1", nats(gap.k1)], ["k2", nats(gap.k2)], ["k3", nats(gap.k3)], ["largest |d|", nats(gap.max_abs_diff)]] : []),
+      ...diagnosis.notes.map((note) => ["note", note]),
     ]));
 }
 
@@ -128,7 +129,7 @@ function buildChecks(section) {
         return element("tr", {},
           element("td", {}, element("span", { class: `badge ${finding.verdict}` }, VERDICTS[finding.verdict])),
           element("td", {}, element("code", {}, finding.check), element("span", { class: "claim" }, finding.claim)),
-          element("td", {}, missing ? null : finding.measured),
+          element("td", {}, missing?.length ? null : finding.measured),
           element("td", {}, cause ? percent(cause.share_k2) : null),
           element("td", {}, cause ? [cause.remedy, element("br"), element("code", { class: "command" }, cause.command)] : missing ? missing.join("; ") : null));
       })))));

@@ -238,7 +238,7 @@ class RunDirectory:
             samples = [s for s in samples if s.id.rpartition("/")[0] in kept]
             if not groups:
                 return
-        write_part(_part_path(self.path, step, split), groups, step=step, samples=samples)
+        write_part(part_path(self.path, step, split), groups, step=step, samples=samples)
         if isinstance(keep, LastConfig):
             for part_step, _, part in _parts(self.path):
                 if part_step <= step - keep.steps:
@@ -512,7 +512,8 @@ def _holds_something(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
-def _part_path(path: Path, step: int, split: str) -> Path:
+def part_path(path: Path, step: int, split: str) -> Path:
+    """The file of a step's trajectories in the run directory `path`."""
     suffix = "" if split == TRAIN else f"-{split}"
     return path / "trajectories" / f"step-{step:06d}{suffix}.parquet"
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
+import zipfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +16,7 @@ from typing import Any, ClassVar
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import Row, in_chunks
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
-from lockstep.doctor.inputs.places import BYTE_ORDER_MARK, judged
+from lockstep.doctor.inputs.places import BYTE_ORDER_MARK, PARQUET_MAGIC, judged
 from lockstep.errors import DataError
 
 MAX_LINE_BYTES = 64 << 20
@@ -61,8 +64,11 @@ class FileDump(RowDump):
     """Names of a file that is given by itself."""
 
     def __init__(self, path: Path) -> None:
-        self.files = self.files_of(path)
-        super().__init__(judged(path, self.files))
+        found = self.files_of(path)
+        self.ends, self.notes = whole_files(found)
+        """File -> bytes to read of it."""
+        self.files = list(self.ends)
+        super().__init__(judged(path, found))
 
     @classmethod
     def files_of(cls, path: Path) -> list[Path]:
@@ -110,7 +116,7 @@ class LineDump(FileDump):
         return line.keys() >= cls.keys
 
     def rows_in(self, path: Path) -> Iterator[Row]:
-        for number, text in lines_of(path):
+        for number, text in lines_of(path, self.ends[path]):
             where = f"{path}:{number}"
             line = json_line(text, where)
             if missing := sorted(self.keys - line.keys()):
@@ -135,15 +141,66 @@ def step_in(path: Path) -> int | None:
     return found[-1] if found and found[-1] < 1 << 31 else None
 
 
+# -- files that are still written ------------------------------------------------------------------
+
+_RANK = re.compile(r"((?<=\d)_|rank[_-]?)\d+(?=\.\w+$)")
+"""The rank in the name of a file: step_10/rank_1.jsonl, 10_1.pt."""
+
+
+def whole_files(files: Sequence[Path]) -> tuple[dict[Path, int], list[str]]:
+    """(file -> bytes to read of it, a sentence for each file of which less is read than it has).
+
+    A trainer that runs may be writing the files of the newest step, the last of `files`: JSON lines
+    are read up to the last whole one, and a file of another kind without its end is left out,
+    unless there is no other. What is torn elsewhere is an error where it is read.
+    """
+    ends, notes = dict.fromkeys(files, sys.maxsize), list[str]()
+    newest = [f for f in files if _RANK.sub("", str(f)) == _RANK.sub("", str(files[-1]))]
+    for file in (f for f in newest if f.is_file() and os.access(f, os.R_OK)):
+        size, ends[file] = _sizes(file)
+        left = f"ends in the middle of a row: its last {size - ends[file]:,} bytes are left out"
+        if not ends[file]:
+            if len(ends) == 1:
+                return {file: size}, []
+            del ends[file]
+            why = "its end is missing" if size else "nothing is in it yet"
+            left = f"({size:,} bytes) is left out: {why}"
+        if ends.get(file) != size:
+            notes.append(f"{file} {left}. It is still being written, or was cut off")
+    return ends, notes
+
+
+def _sizes(path: Path) -> tuple[int, int]:
+    """Bytes of a file, and those from its beginning that are whole: all, if its kind is unknown."""
+    with open(path, "rb") as file:
+        head, size = file.read(64).removeprefix(BYTE_ORDER_MARK), file.seek(0, os.SEEK_END)
+        is_json = head.lstrip().startswith(b"{")
+        file.seek(max(size - (MAX_LINE_BYTES if is_json else len(PARQUET_MAGIC)), 0))
+        tail = file.read(MAX_LINE_BYTES)
+    last = tail[tail.rfind(b"\n") + 1 :] if is_json else b""
+    if last.lstrip().startswith(b"{"):
+        try:
+            json.loads(last)
+        except (ValueError, RecursionError):
+            return size, size - len(last)
+    is_torn = (
+        (head.startswith(PARQUET_MAGIC) and tail != PARQUET_MAGIC)
+        or (head.startswith(b"PK") and not zipfile.is_zipfile(path))
+        or (head.startswith(b"\x80") and not tail.endswith(b"."))  # a pickle's last instruction
+    )
+    return size, 0 if is_torn else size
+
+
 # -- JSON lines ------------------------------------------------------------------------------------
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, text) of each line that is not blank; DataError for one that is too long."""
+def lines_of(path: Path, end: int = sys.maxsize) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, text) of each line of the first `end` bytes that is not blank; DataError for
+    one that is too long."""
     number = 0
     with open(path, "rb") as file:
         # A line without end is refused before all of it is in memory.
-        while text := file.readline(MAX_LINE_BYTES + 1):
+        while text := file.readline(min(MAX_LINE_BYTES + 1, end - file.tell())):
             number += 1
             where = f"{path}:{number}"
             if b"\0" in text:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, HOW_TO_GET, Dump, Facts
-from lockstep.doctor.inputs.lines import json_line, lines_of, numbers_in, parse_json
+from lockstep.doctor.inputs.lines import json_line, lines_of, numbers_in, parse_json, whole_files
 from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, judged, why_no_rows
 from lockstep.doctor.inputs.schema import (
     BY_NAME,
@@ -63,7 +63,8 @@ class RowsDump(Dump):
     def __init__(self, path: Path) -> None:
         files = _part_paths(path)
         super().__init__(judged(path, files))
-        self._parts = [_open_part(file) for file in files]
+        ends, self.notes = whole_files(files)
+        self._parts = [_open_part(*file) for file in ends.items()]
         first = self._parts[0]
         for part in self._parts:
             if differs := part.columns ^ first.columns:
@@ -88,7 +89,8 @@ class RowsDump(Dump):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         try:
-            return "token_ids" in _open_part(_part_paths(path)[0]).columns
+            ends, _ = whole_files(_part_paths(path))
+            return "token_ids" in _open_part(*next(iter(ends.items()))).columns
         except DataError:
             return False
 
@@ -129,11 +131,11 @@ def _part_paths(path: Path) -> list[Path]:
     return [path]
 
 
-def _open_part(path: Path) -> _Part:
+def _open_part(path: Path, end: int) -> _Part:
     check_place(path)
     if why := why_no_rows(path):
         raise DataError(f"{path} {why}.")
-    return _ParquetFile(path) if head_of(path, 4) == PARQUET_MAGIC else _JsonLines(path)
+    return _ParquetFile(path) if head_of(path, 4) == PARQUET_MAGIC else _JsonLines(path, end)
 
 
 # -- Parquet
@@ -223,8 +225,8 @@ def _sizes(column: pa.Array) -> list[int]:
 class _JsonLines:
     """One JSONL file: the columns of its first rows, its facts, and its rows."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.facts = path, Facts()
+    def __init__(self, path: Path, end: int) -> None:
+        self.path, self._end, self.facts = path, end, Facts()
         columns: set[str] = set()
         num_bytes = 0
         for line, row, size in self._rows():
@@ -248,7 +250,7 @@ class _JsonLines:
 
     def _rows(self) -> Iterator[tuple[int, dict[str, Any], int]]:
         """(line, object, bytes) of each line: the facts of the file, if it has any, and rows."""
-        for place, (line, text) in enumerate(lines_of(self.path)):
+        for place, (line, text) in enumerate(lines_of(self.path, self._end)):
             where = f"{self.path}:{line}"
             row = json_line(text, where)
             if place and HEAD in row:

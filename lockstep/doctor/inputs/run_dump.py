@@ -13,9 +13,9 @@ import numpy as np
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.doctor.inputs.assemble import Row
 from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.inputs.lines import RowDump
+from lockstep.doctor.inputs.lines import RowDump, whole_files
 from lockstep.store.files import is_locked
-from lockstep.store.run import Run, load_run
+from lockstep.store.run import TRAIN, Run, load_run, part_path
 from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Int32Array, Sample, Trajectory
 
@@ -36,7 +36,11 @@ class RunDump(RowDump):
 
     def __init__(self, path: Path) -> None:
         self._run: Run = load_run(path)
-        self._steps = self._run.steps()  # on opening: the run may go on
+        # On opening: the run may go on.
+        parts = {part_path(path, step, TRAIN): step for step in self._run.steps()}
+        whole, torn = whole_files([*parts])
+        self._steps = [parts[part] for part in whole]
+        _, torn_metrics = whole_files([path / "metrics.jsonl"])
         self._versions = {
             row.get("step"): int(row["staleness/version"])
             for row in self._run.metrics
@@ -47,7 +51,7 @@ class RunDump(RowDump):
         self.found_before = {name: steps for name, steps in found.items() if steps}
         self.resumes = self._run.resumed_at
         self.facts = self._facts()
-        self.notes = self._notes()
+        self.notes = [*self._notes(), *torn, *torn_metrics]
 
     @classmethod
     def recognises(cls, path: Path) -> bool:

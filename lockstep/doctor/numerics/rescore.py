@@ -6,7 +6,7 @@ Without torch: `scorer` is imported when the first row is scored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config import read_json
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Chunks, Stage, all_stages
 from lockstep.doctor.checks.rows import Float32Array, Float64Array, Once, Rows
@@ -24,6 +23,8 @@ from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.numerics.compare import (
     COLUMN_OF,
     FLOAT_K2,
+    MAX_ROW_RESIDUAL,
+    WILD_FACTOR,
     Comparison,
     Distribution,
     Evidence,
@@ -36,12 +37,11 @@ from lockstep.doctor.numerics.compare import (
 from lockstep.doctor.numerics.layouts import MAX_BEFORE, Lines, turn_positions
 from lockstep.doctor.numerics.prompts import Prompt, Prompts
 from lockstep.doctor.numerics.weights import Weights, WeightsAtHand, weights_at_hand
+from lockstep.doctor.tokenization import Tokenization, generation_defaults, settings_beside
 from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.memory import GIB, available_bytes
 from lockstep.models.config import ModelConfig
 from lockstep.models.shapes import decoder_shapes, num_elements
-from lockstep.renderers.base import Renderer
-from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Int64Array
 
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.4, 1.7, 2.0)
@@ -56,6 +56,9 @@ MAX_TOKENS = 32_768
 """Largest sample: shares have errors of about 1 %, as far as rows are alike."""
 MIN_TOKENS = 2_048
 """Smallest sample: with fewer tokens too little repeats to tell noise from other weights."""
+MIN_FOREIGN = 0.9
+"""Share of the rows that neither side computed with the weights at hand, from which these are not
+those of the dump."""
 MULTIPLIES = 4e11
 """Multiplications of one forward over the sample: some ten seconds on a core. A larger model gets a
 smaller sample."""
@@ -70,9 +73,8 @@ class Rescoring(Once):
     """Facts of the dump: its temperature, top-p and top-k of sampling are tried."""
     sides: Sequence[SideName] = tuple(COLUMN_OF)
     """The sides whose log-probs the dump has."""
-    tokenizer: Tokenizer | None = None
-    renderer: Renderer | None = None
-    """With the tokenizer, to write other prompts for the same replies."""
+    words: Tokenization = field(default_factory=Tokenization)
+    """Tokenizer and renderer of the rows, to write other prompts for the same replies."""
     seed: int = 0
     max_tokens: int = 0
     """Size of the sample; 0: as many as take seconds."""
@@ -126,15 +128,25 @@ class Rescoring(Once):
         evidence = self._score(drawn)
         # Rows whose weights are not at hand can only tell of other weights. Those that do not are
         # dropped: no cause could have a share of their gap.
-        judged = np.flatnonzero(compare(evidence).is_judged)
+        judged = np.flatnonzero((comparison := compare(evidence)).is_judged)
         if 0 < len(judged) < len(drawn):
             evidence = evidence.take(judged)
         self.once(f"evidence {_digest(evidence.rows)}", lambda: evidence)
         self._sample = self._filled(evidence.rows)
-        for side in COLUMN_OF:
-            d = evidence.side(side) - evidence.reference
-            d = d[np.isfinite(d)]
-            self.recorded[side] = float(0.5 * (d @ d) / max(len(d), 1))
+        self.recorded = {s: _k2(evidence.side(s) - evidence.reference) for s in COLUMN_OF}
+        sampler, trainer = evidence.side("sampler"), evidence.side("trainer")
+        nearest, floor = min(self.recorded.values()), _k2(evidence.bfloat16 - evidence.reference)
+        left = [_k2(side - v.logprobs) for side in (sampler, trainer) for v in evidence.variants]
+        is_far = nearest > WILD_FACTOR * floor and min(left) > MAX_ROW_RESIDUAL * nearest
+        if is_far and comparison.is_foreign.mean() >= MIN_FOREIGN:
+            raise CheckpointError(
+                f"{self.weights.all[0].name} is another model than that of the rows, or another "
+                "checkpoint of it, or both sides score by a setting (a temperature) that the dump "
+                f"does not state: they agree with each other (k2 {_k2(sampler - trainer):.1e}), "
+                f"and the nearer is at k2 {nearest:.1e} from it, where bfloat16 makes {floor:.1e}. "
+                "It is no evidence about them. Give the weights that they were made with: "
+                "--model DIR, --against DIR"
+            )
 
     def sample(self) -> Iterable[Rows]:
         """The sample, as chunks of a stage. A side without log-probs has the model's."""
@@ -224,9 +236,8 @@ class Rescoring(Once):
         )
 
     def _prompts(self) -> list[Prompt]:
-        if self.tokenizer is None:
-            return []
-        return list(Prompts(self.tokenizer, self.renderer).all())
+        tokenizer = self.words.tokenizer
+        return [] if tokenizer is None else list(Prompts(tokenizer, self.words.renderer).all())
 
     def _lines(self, rows: Rows) -> Lines:
         config = self.weights.config
@@ -245,20 +256,13 @@ class Rescoring(Once):
         )
 
     def _pad_id(self) -> int | None:
-        if self.facts.pad_id is not None:
-            return self.facts.pad_id
-        for settings in (self._beside("config.json"), self._beside("generation_config.json")):
+        known: list[Any] = [self.facts.pad_id]
+        for file in ("config.json", "generation_config.json"):
+            settings = settings_beside(self.weights.all[0].model_directory, file) or {}
             for name in ("pad_token_id", "eos_token_id"):
                 found = settings.get(name)
-                found = found[0] if isinstance(found, list) and found else found
-                if isinstance(found, int) and found >= 0:
-                    return found
-        return None
-
-    def _beside(self, name: str) -> Mapping[str, Any]:
-        """A file of settings beside the model; empty without one."""
-        path = self.weights.all[0].model_directory / name
-        return read_json(path, CheckpointError) if path.is_file() else {}
+                known += found if isinstance(found, list) else [found]
+        return next((id_ for id_ in known if isinstance(id_, int) and id_ >= 0), None)
 
     def _processing(self) -> dict[str, Sequence[Distribution]]:
         """Cause -> settings that the dump does not tell: those of generation_config.json, then
@@ -276,21 +280,9 @@ class Rescoring(Once):
         """Processing of the logits by generation_config.json, as an engine takes it for what a
         request leaves open: with the run's own temperature and without, all of it, or what is
         before top-p, top-k and min-p."""
-        settings = self._beside("generation_config.json")
-        if settings.get("do_sample") is False:
-            return ()
-
-        def number(name: str, default: float) -> float:
-            found = settings.get(name)
-            return float(found) if isinstance(found, int | float) and found > 0 else default
-
-        whole = Distribution(
-            temperature=number("temperature", 1.0),
-            top_p=number("top_p", 1.0),
-            top_k=int(number("top_k", 0)),
-            min_p=number("min_p", 0.0),
-            repetition_penalty=number("repetition_penalty", 1.0),
-        )
+        found = generation_defaults(self.weights.all[0].model_directory) or {}
+        named: dict[str, Any] = {name: value for name, value in found.items() if value > 0}
+        whole = Distribution(**named | {"top_k": int(named.get("top_k", 0))})
         asked = self.facts.temperature or 1.0
         out: list[Distribution] = []
         for temperature in (whole.temperature, asked):
@@ -313,13 +305,6 @@ class Rescoring(Once):
         return tuple(dict.fromkeys(found))
 
     def _score(self, rows: Rows) -> Evidence:
-        vocabulary = getattr(self.weights.config, "vocab_size", 0)
-        largest = int(rows.token_ids.max(initial=0))
-        if vocabulary and (largest >= vocabulary or rows.token_ids.min(initial=0) < 0):
-            raise CheckpointError(
-                f"the rows have token ids from {rows.token_ids.min(initial=0)} to {largest}, and "
-                f"the vocabulary of {self.weights.all[0].name} ends at {vocabulary - 1}."
-            )
         own = self._own(rows)
         distributions = self._distributions()
         scored = [
@@ -440,20 +425,19 @@ class Rescoring(Once):
 def open_model(
     dump: Dump,
     facts: Facts,
+    words: Tokenization,
     *,
     model: str | Path | Rescoring,
     adapter: str | Path = "",
     against: Sequence[str | Path] = (),
-    tokenizer: Tokenizer | None = None,
-    renderer: Renderer | None = None,
 ) -> Rescoring | str:
     """The model at hand with its sample of the dump scored, or why it cannot be used: too large for
-    this machine, torn, of another vocabulary. Reads the dump once.
+    this machine, torn, far from both sides. Reads the dump once.
 
     model, adapter, against: as in `weights.weights_at_hand`; a `Rescoring` is taken as it is.
-    tokenizer, renderer: of the rows.
-    Raises ConfigError for what names no model, or nothing to compare: rows without log-probs of
-    either side.
+    words: of the rows.
+    Raises ConfigError for what names no model, DataError before one is loaded that the rows cannot
+    be of.
     """
     sides: list[SideName] = [name for name, column in COLUMN_OF.items() if column in dump.has]
     if not sides:
@@ -465,11 +449,17 @@ def open_model(
                 facts=facts,
                 sides=sides,
             )
-        model.tokenizer, model.renderer = tokenizer, renderer
-        model.prepare(dump.read)
+        model.words = words
+        model.prepare(partial(model.weights.rows_of, dump, facts))
     except (CheckpointError, MissingExtraError) as error:
         return str(error)
     return model
+
+
+def _k2(d: Float64Array) -> float:
+    """Mean of d^2 / 2 where d is known."""
+    d = d[np.isfinite(d)]
+    return float(0.5 * (d @ d) / max(len(d), 1))
 
 
 def _digest(rows: Rows, *more: Float32Array | None) -> str:

@@ -3,13 +3,18 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.doctor.inputs.base import Dump
+import numpy as np
+
+from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.run_dump import RunDump
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.doctor.tokenization import locate
+from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
 from lockstep.models.peft_format import CONFIG as ADAPTER_CONFIG
@@ -56,6 +61,43 @@ class WeightsAtHand:
         if all(w.step is None for w in self.all):
             return 0
         return next((i for i, w in enumerate(self.all) if w.step == step), None)
+
+    def rows_of(self, dump: Dump, facts: Facts) -> Iterator[Rows]:
+        """The rows of the dump. Raises DataError if its facts name a model of another architecture
+        or size, and for ids or experts that the model does not have."""
+        named = c = self.config
+        with suppress(LockstepError):  # it is not on this machine
+            named = _config_of(locate(facts.model, may_fetch=False))
+        if (of_dump := _told(named)) != _told(c):
+            raise self._refusal(dump, f"the rows are of {facts.model} ({of_dump})", _told(c))
+        experts = (len(c.routed_layers), c.num_active_experts)
+        for rows in dump.read():
+            is_beyond = (rows.token_ids < 0) | (rows.token_ids >= c.vocab_size)
+            if is_beyond.any():
+                row, place = rows.where(at := int(np.argmax(is_beyond)))
+                what = f"row {row}, token {place} has the id {rows.token_ids[at]}"
+                raise self._refusal(dump, what, f"ids up to {c.vocab_size - 1}")
+            routes = rows.routed_experts if isinstance(c, ModelConfig) else None
+            if routes is not None and routes.ndim == 3:
+                is_beyond = (routes >= c.num_experts).any((1, 2)) | (routes.shape[1:] != experts)
+                if is_beyond.any():
+                    row, place = rows.where(at := int(np.argmax(is_beyond)))
+                    what = f"row {row}, token {place} has the experts {routes[at].tolist()!s:.60}"
+                    told = f"{experts[0]} layers that send a token to {experts[1]} of"
+                    raise self._refusal(dump, what, f"{told} {c.num_experts} experts")
+            yield rows
+
+    def _refusal(self, dump: Dump, found: str, has: str) -> DataError:
+        return DataError(
+            f"{dump.path}: {found}, and {self.all[0].name} has {has}: it is another model than "
+            "that of the rows. Give theirs (--model DIR), or leave --model out."
+        )
+
+
+def _told(config: ModelConfig | FallbackConfig) -> str:
+    """Facts that every checkpoint of a model has in common."""
+    names = ("architecture", "num_layers", "hidden_size", "num_experts")
+    return ", ".join(f"{name} {getattr(config, name)}" for name in names)
 
 
 def weights_at_hand(

@@ -30,7 +30,9 @@ def diagnosis():
     rows = make_rows(shifted=range(6))
     dialogue = tuple(Message(role=m.role, name=m.name, content=HOSTILE) for m in rows.messages[0])
     names = tuple(f"{HOSTILE}{i}" if i < 6 else f"row-{i}" for i in range(len(rows)))
-    rows = rows.with_(row_ids=names, messages=(dialogue,) * len(rows))
+    ids, hostile = rows.token_ids.copy(), byte_tokenizer().encode(HOSTILE)
+    ids.reshape(len(rows), NUM_TOKENS)[:, : len(hostile)] = hostile
+    rows = rows.with_(row_ids=names, messages=(dialogue,) * len(rows), token_ids=ids)
     return lockstep.diagnose(ArrayDump(rows, trainer="verl"), tokenizer=byte_tokenizer())
 
 

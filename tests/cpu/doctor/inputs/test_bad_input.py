@@ -171,12 +171,12 @@ def test_a_file_that_was_cut_off_is_said_to_be(tmp_path: Path):
     cut.write_bytes(whole[:-9])
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(whole[:4] + bytes(len(whole) - 12) + whole[-8:])
-    text = lines(tmp_path / "rows.jsonl", GOOD, GOOD)
+    text = lines(tmp_path / "rows.jsonl", GOOD)
     text.write_text(text.read_text()[:-20])
 
     assert "its end is missing" in complaint(cut)
     assert "cannot be read" in complaint(damaged)
-    assert "rows.jsonl:2: the file ends in the middle of a row" in complaint(text)
+    assert "rows.jsonl:1: the file ends in the middle of a row" in complaint(text)
 
 
 def test_every_bit_that_flips_in_a_parquet_file_is_read_or_refused(tmp_path: Path):

@@ -127,15 +127,15 @@ def test_a_run_without_rows_says_why(tmp_path: Path):
 
 def test_a_damaged_part_of_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = write_run(tmp_path / "run")
-    part = run / "trajectories" / "step-000001.parquet"
+    part = run / "trajectories" / "step-000000.parquet"
     whole = part.read_bytes()
     part.write_bytes(whole[: len(whole) // 2])
 
     assert main(["doctor", str(run)]) == 2
-    assert "step-000001.parquet" in capsys.readouterr().err
+    assert "step-000000.parquet" in capsys.readouterr().err
     part.write_bytes(whole[:4] + bytes(996) + whole[1000:])
     assert main(["doctor", str(run)]) == 2
-    assert "step-000001.parquet: the part is damaged" in " ".join(capsys.readouterr().err.split())
+    assert "step-000000.parquet: the part is damaged" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_lies_beside_a_run_or_in_it_leads_to_the_run(tmp_path: Path):

@@ -211,6 +211,17 @@ def test_what_contradicts_itself_is_named_with_its_row(save, changed, message):
         only(open_dump(save(tensors)))
 
 
+def test_the_newest_batch_is_left_out_if_it_is_cut_off(save, tmp_path):
+    for step in (10, 9):
+        save(batch(), name=f"exp/{step}/gen_batch.dp")
+    newest = tmp_path / "exp/10/gen_batch.dp"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    dump = open_dump(tmp_path)
+    assert only(dump).steps.tolist() == [9, 9]
+    [note] = dump.notes
+    assert note.startswith(f"{newest} (") and "is left out: its end is missing" in note
+
+
 def test_another_pickle_is_not_taken_for_a_batch(tmp_path):
     path = tmp_path / "gen_batch.dp"
     path.write_bytes(pickle.dumps({"prompts": [1]}))
