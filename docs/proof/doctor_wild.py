@@ -1232,6 +1232,8 @@ def main() -> None:
         kind, told = f"{kind}-{words.sampler}", f"{told} --sampler {words.sampler}"
     if words.players:
         told += f" --players {' '.join(words.players)}"
+    if words.parts != list(PARTS):
+        told = f"{' '.join(words.parts)} {told}"
     found = before(kind)
     if words.summary:
         for part, of in found.items():
