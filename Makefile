@@ -70,8 +70,9 @@ $(VLLM_VENV)/.installed: tests/vllm/repair.py
 	$(VLLM_VENV)/bin/python tests/vllm/repair.py
 	touch $@
 
-test-vllm: $(VLLM_VENV)/.installed
+test-vllm: install-dev $(VLLM_VENV)/.installed
 	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest tests/vllm
+	LOCKSTEP_VLLM=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/cpu/doctor/test_wild.py -k vllm
 
 # Peers' packages, below. Each is made again when this file changes, so that a new version in it is the
 # one that is tested; from nothing, since pip leaves in such a folder what an interrupted install wrote.

@@ -2,10 +2,11 @@
 
     python docs/proof/doctor_wild.py --half dev                singles, pairs and healthy dumps
     python docs/proof/doctor_wild.py singles --half dev --players glm4 --causes shifted reencoded
+    python docs/proof/doctor_wild.py singles healthy --players glm4 --sampler vllm
 
-The players of wild_players.py sample dialogues with transformers; their programs then make one
-mistake of known cause, or two, or none, and write a dump in their format. The doctor is asked about
-that file by `lockstep.diagnose`, and is given no more than a user has:
+The players of wild_players.py sample dialogues with transformers, or with vLLM; their programs then
+make one mistake of known cause, or two, or none, and write a dump in their format. The doctor is
+asked about that file by `lockstep.diagnose`, and is given no more than a user has:
 
     rows       what the format carries, and the directory of the tokenizer
     messages   the doctor's own columns with the dialogues
@@ -16,7 +17,7 @@ A cause is *right* if it is the first that is named, by the classes of checks/ca
 dumps whose gap is at least three times that of the noise alone, or whose defect moves no log-prob.
 A cause that nobody injected and that is called "proved" is counted as such. doctor_split.json says
 which players are held: their verdicts are for judging alone. What came out is in
-doctor-wild-HALF.json.
+doctor-wild-HALF.json, or doctor-wild-HALF-SAMPLER.json.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ import numpy as np
 import torch
 import wild_players as wild
 from wild_players import Episode, Ids, Line, Message, Program, Sampling
+from wild_vllm import why_missing
 
 from lockstep import diagnose
 from lockstep.doctor.checks.causes import CAUSES, is_same_class
@@ -133,9 +135,7 @@ class Work:
 
     def prompt_logprobs(self, ids: Ids) -> list[float]:
         """What an engine would say of given ids."""
-        [values] = wild.score(self.program.model, [ids], pad=self.program.tokenizer.pad_token_id)
-        noise = np.random.default_rng(self.seed).normal(0, wild.NOISE_STD, len(values))
-        return (values + noise).tolist()
+        return wild.sampler_of(self.program, Sampling(seed=self.seed)).score(ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,11 +309,8 @@ def after_stop(count: int, share: float) -> Any:
         program = work.program
         ended = [r for r in rows if r.replies[-1].ids[-1] in program.end_ids]
         chosen = work.pick(share, ended)
-        drawn = wild.draw(
-            program.model, [row.ids for row in chosen], frozenset(),
-            Sampling(max_tokens=count), pad=program.tokenizer.pad_token_id,
-            generator=torch.Generator().manual_seed(work.seed + 77),
-        )  # fmt: skip
+        sampler = wild.sampler_of(program, Sampling(seed=work.seed + 77, max_tokens=count))
+        drawn = sampler.draw([row.ids for row in chosen], frozenset())
         for row, (ids, logprobs) in zip(chosen, drawn, strict=True):
             last = row.parts[-1]
             last.ids = last.ids + ids
@@ -494,9 +491,9 @@ _RULES = """
 @cache
 def _tokenizer_with(player: str, name: str) -> Any:
     tokenizer = type(wild.program_of(player).tokenizer).from_pretrained(
-        wild.PLAYERS[player].directory
+        wild.parts_of(player).directory
     )
-    own = wild.TEMPLATES[wild.PLAYERS[player].template]
+    own = wild.TEMPLATES[wild.parts_of(player).template]
     changed = _RULES + own.jinja if name == CUSTOM else wild.TEMPLATES[name].jinja
     tokenizer.chat_template = changed.strip()
     return tokenizer
@@ -690,6 +687,11 @@ def _has_window(program: Program) -> bool:
     return bool(getattr(program.model.config, "sliding_window", None))
 
 
+def _takes_noise(program: Program) -> bool:
+    """Whether noise can be put on what the sampler computes: vLLM has noise of its own alone."""
+    return program.parts.sampler == "transformers"
+
+
 def _has_versions(program: Program) -> bool:
     return program.parts.format in ("parquet", "verl", "slime")
 
@@ -758,7 +760,7 @@ def _faults() -> list[Fault]:
         values("positive", "probabilities", on_sampler(lambda x, _: np.exp(x))),
         values("positive", "negated, share 0.3", on_sampler(lambda x, _: -x, 0.3)),
         values("positive", "log2", on_sampler(lambda x, _: x / np.log(2))),
-        *(numerics("kernel_noise", f"std {s:g}", sampling={"noise_std": s})
+        *(numerics("kernel_noise", f"std {s:g}", sampling={"noise_std": s}, needs=_takes_noise)
           for s in (0.05, 0.15, 0.4)),
         numerics("dropout", "attention 0.1",
                  trainer=lambda w, _: wild.dropping(w.program.model, attention=0.1)),
@@ -779,7 +781,8 @@ def _faults() -> list[Fault]:
                  trainer=lambda w, _: wild.without_sinks(w.program.model, [1])),
         numerics("ignored_window", "all layers", **windowed,
                  trainer=lambda w, _: wild.without_window(w.program.model)),
-        *(numerics("routing_flips", f"std {s:g}", options={"router_std": s}, **routed)
+        *(numerics("routing_flips", f"std {s:g}", options={"router_std": s},
+                   needs=lambda p: _has_routers(p) and _takes_noise(p))
           for s in (0.05, 0.2)),
         numerics("routing_flips", "trainer, std 0.1", **routed,
                  trainer=lambda w, _: wild.noisy_routers(w.program.model, 0.1, w.seed)),
@@ -1070,7 +1073,7 @@ def _cases(player: str, what: Asked, cases: Sequence[tuple[Fault, ...]]) -> list
 HEALTHY: Mapping[str, Mapping[str, Any]] = {
     "no noise": {"sampling": {"noise_std": 0.0}},
     "noise 0.003": {"sampling": {"noise_std": 0.003}},
-    "noise 0.008": {},
+    "the usual": {},
     "noise 0.02": {"sampling": {"noise_std": 0.02}},
     "trainer in bfloat16": {"is_bfloat16": True},
     "sampler in bfloat16": {"sampling": {"is_bfloat16": True}},
@@ -1099,6 +1102,8 @@ def healthy(player: str, what: Asked) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     levels = ["rows", "messages", "engine", "model"] if form == "parquet" else ["rows", "model"]
     for kind, settings in HEALTHY.items():
+        if "noise_std" in settings.get("sampling", {}) and not _takes_noise(program):
+            continue
         for seed in range(100, 100 + what.seeds):
             work, lines = dump_lines(program, seed, [], settings)
             work.program = program  # its directory has the template of its own
@@ -1124,7 +1129,7 @@ def show(case: Mapping[str, Any]) -> None:
     is_right = is_right and (case["all"] or len(case["causes"]) < 2)
     moved = f"{case['times']:9.1f} x floor" if "times" in case else f"k2 {case['k2']:12.2e}"
     print(
-        f"{case['player']:15}{case['level']:9}{'+'.join(case['causes']) or 'healthy':28}"
+        f"{case['player']:15} {case['level']:9}{'+'.join(case['causes']) or 'healthy':28}"
         f"{case['strength']:32}{moved}  {'right' if is_right else 'WRONG'}  "
         f"{case.get('raised', names)}",
         flush=True,
@@ -1176,8 +1181,9 @@ def summary(part: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # -- running ---------------------------------------------------------------------------------------
 
 
-def results(half: str) -> Path:
-    return HERE / f"doctor-wild-{half}.json"
+def results(kind: str) -> Path:
+    """kind: the half, and the sampler where that is not transformers."""
+    return HERE / f"doctor-wild-{kind}.json"
 
 
 def _of_player(player: str, parts: Sequence[str], what: Asked) -> dict[str, list[dict[str, Any]]]:
@@ -1186,7 +1192,7 @@ def _of_player(player: str, parts: Sequence[str], what: Asked) -> dict[str, list
     return {part: PARTS[part](player, what) for part in parts}
 
 
-def write(half: str, found: Mapping[str, Mapping[str, Any]], words: str) -> None:
+def write(kind: str, found: Mapping[str, Mapping[str, Any]], words: str) -> None:
     """found: part -> player -> cases. One line for each case."""
     from run import host
 
@@ -1195,7 +1201,7 @@ def write(half: str, found: Mapping[str, Mapping[str, Any]], words: str) -> None
         for part, of in found.items()
     }
     head = {
-        "part": f"doctor_wild {half}", "date": datetime.now(UTC).date().isoformat(),
+        "part": f"doctor_wild {kind}", "date": datetime.now(UTC).date().isoformat(),
         "commands": [f"python docs/proof/doctor_wild.py {words}"], "host": host(),
         "figures": figures,
     }  # fmt: skip
@@ -1209,18 +1215,18 @@ def write(half: str, found: Mapping[str, Mapping[str, Any]], words: str) -> None
             lines.append("   ]" + "," * (player != list(of)[-1]))
         lines.append("  }" + "," * (part != list(found)[-1]))
     lines.append(" }\n}")
-    results(half).write_text("\n".join(lines) + "\n")
+    results(kind).write_text("\n".join(lines) + "\n")
 
 
 def _short(case: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in case.items() if k != "player" and v not in ([], {})}
 
 
-def before(half: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def before(kind: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The cases of an earlier run."""
-    if not results(half).is_file():
+    if not results(kind).is_file():
         return {}
-    read = json.loads(results(half).read_text())["cases"]
+    read = json.loads(results(kind).read_text())["cases"]
     empty = {"named": {}, "false_proved": [], "causes": []}
     return {
         part: {p: [{**empty, "player": p, **c} for c in cases] for p, cases in of.items()}
@@ -1233,6 +1239,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--half", choices=("dev", "held"), default="dev")
     parser.add_argument("--players", nargs="+", default=[], choices=list(wild.PLAYERS))
+    parser.add_argument("--sampler", choices=list(wild.SAMPLERS), default="transformers")
     parser.add_argument("--causes", nargs="+", default=[])
     parser.add_argument("--levels", nargs="+", default=[])
     parser.add_argument("--seeds", type=int, default=1)
@@ -1240,7 +1247,14 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out players that are done")
     parser.add_argument("--summary", action="store_true", help="print the figures of what is there")
     words = parser.parse_args()
-    found = before(words.half)
+    kind, told = words.half, f"--half {words.half} --seeds {words.seeds}"
+    if words.sampler != "transformers":
+        kind, told = f"{kind}-{words.sampler}", f"{told} --sampler {words.sampler}"
+    if words.players:
+        told += f" --players {' '.join(words.players)}"
+    if words.parts != list(PARTS):
+        told = f"{' '.join(words.parts)} {told}"
+    found = before(kind)
     if words.summary:
         for part, of in found.items():
             cases = [c for cases in of.values() for c in cases]
@@ -1248,6 +1262,10 @@ def main() -> None:
         return
     chosen = [n for n, p in wild.PLAYERS.items() if p.is_held == (words.half == "held")]
     chosen = [n for n in words.players or chosen if n in chosen]
+    if words.sampler != "transformers":
+        if why := why_missing():
+            parser.error(f"--sampler {words.sampler}: {why}")
+        chosen = [f"{name}@{words.sampler}" for name in chosen]
     what = Asked(seeds=words.seeds, causes=tuple(words.causes), levels=tuple(words.levels))
     is_whole = not words.causes and not words.levels
     todo = {
@@ -1269,7 +1287,7 @@ def main() -> None:
                 fresh.setdefault(part, {})[running[done]] = cases
                 found.setdefault(part, {})[running[done]] = cases
             if is_whole:
-                write(words.half, found, f"--half {words.half} --seeds {words.seeds}")
+                write(kind, found, told)
     for part, of in (found if is_whole else fresh).items():
         cases = [c for cases in of.values() for c in cases]
         print(part, json.dumps(summary(part, cases), indent=1), flush=True)

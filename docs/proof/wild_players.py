@@ -5,8 +5,10 @@
 
 A *player* is a model architecture of transformers, a tokenizer, a chat template and a dump format.
 It samples, templates and scores with transformers, tokenizers, numpy and torch alone: nothing of
-Lockstep is imported here. Which parts no limit of the doctor may be set on is in
-doctor_split.json. `docs/proof/doctor_wild.py` breaks what players do, and asks the doctor.
+Lockstep is imported here. `NAME@vllm` is the same player sampled by vLLM in float32, and
+`NAME@vllm-bfloat16` in bfloat16 (wild_vllm.py); transformers scores what they say. Which parts no
+limit of the doctor may be set on is in doctor_split.json. `docs/proof/doctor_wild.py` breaks what
+players do, and asks the doctor.
 
 Players are kept in .cache/wild/NAME as transformers saves them.
 """
@@ -24,10 +26,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +44,7 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from wild_templates import TEMPLATES, TEXT_CALL, Template
+from wild_vllm import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "wild"
@@ -55,7 +58,7 @@ MAX_REPLIES = 4
 NUM_TASKS, GROUP_SIZE = 8, 8
 """64 rows in a dump."""
 NOISE_STD = 0.008
-"""Noise on the sampler's logits in every dump, as between two engines."""
+"""Noise on the logits of transformers in every dump that it samples, as between two engines."""
 SPLIT_WORDS = 0.03
 """Share of the sampled tokens that training spells in two: sampled ids are then not always those
 that encoding gives, as in real runs."""
@@ -394,6 +397,7 @@ class Parts:
     format: str
     steps: int = 180
     sampler: str = "transformers"
+    """Of SAMPLERS."""
 
     @property
     def is_held(self) -> bool:
@@ -403,7 +407,7 @@ class Parts:
 
     @property
     def directory(self) -> Path:
-        return CACHE / self.name
+        return CACHE / self.name.partition("@")[0]
 
 
 def _parts(*rows: str) -> dict[str, Parts]:
@@ -439,6 +443,12 @@ PLAYERS = _parts(
     "gptoss-held      gpt_oss      own-metaspace  chatml     nemo-rl",
     "moe-zephyr       qwen3_moe    gemma3         zephyr     slime",
 )
+
+
+def parts_of(name: str) -> Parts:
+    """A player's parts, and its sampler where that is not transformers: `NAME@SAMPLER`."""
+    own, _, sampler = name.partition("@")
+    return replace(PLAYERS[own], name=name, sampler=sampler) if sampler else PLAYERS[own]
 
 
 @dataclass
@@ -677,7 +687,7 @@ def train(program: Program, *, steps: int, batch: int = 16, lr: float = 4e-3) ->
 
 def ensure(name: str) -> Path:
     """The directory of a player's model, which is made where it is not there."""
-    parts = PLAYERS[name]
+    parts = parts_of(name)
     if (parts.directory / "made.json").is_file():
         return parts.directory
     began, cpu = time.perf_counter(), time.process_time()
@@ -707,7 +717,7 @@ def new_program(parts: Parts, *, seed: int = 0) -> Program:
 def program_of(name: str) -> Program:
     """A player that speaks, from its directory."""
     directory = ensure(name)
-    parts = PLAYERS[name]
+    parts = parts_of(name)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
@@ -730,8 +740,91 @@ class Sampling:
     is_raw: bool = False
     """Whether it records log-probs before temperature and top-p."""
     noise_std: float = NOISE_STD
+    """Of transformers alone: vLLM has noise of its own."""
     max_tokens: int = MAX_REPLY_TOKENS
     is_bfloat16: bool = False
+
+
+class Sampler(Protocol):
+    """An engine that has loaded a program's model."""
+
+    def __init__(self, program: Program, sampling: Sampling) -> None: ...
+
+    def draw(
+        self, prompts: Sequence[Ids], end_ids: frozenset[int]
+    ) -> list[tuple[Ids, list[float]]]:
+        """A reply to each prompt: (ids with the end, natural log-prob of each)."""
+        ...
+
+    def score(self, ids: Ids) -> list[float]:
+        """Natural log-prob of each given id, NaN at the first, with the noise of this engine."""
+        ...
+
+
+class TransformersSampler:
+    def __init__(self, program: Program, sampling: Sampling) -> None:
+        model = program.model
+        self._model = copy.deepcopy(model).bfloat16() if sampling.is_bfloat16 else model
+        self._sampling = sampling
+        self._pad = program.tokenizer.pad_token_id
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def draw(
+        self, prompts: Sequence[Ids], end_ids: frozenset[int]
+    ) -> list[tuple[Ids, list[float]]]:
+        return draw(self._model, prompts, end_ids, self._sampling, pad=self._pad,
+                    generator=self._generator)  # fmt: skip
+
+    def score(self, ids: Ids) -> list[float]:
+        [values] = score(self._model, [ids], pad=self._pad)
+        generator = np.random.default_rng(self._sampling.seed)
+        return (values + generator.normal(0, self._sampling.noise_std, len(values))).tolist()
+
+
+class VllmSampler:
+    def __init__(self, program: Program, sampling: Sampling) -> None:
+        if sampling.noise_std != NOISE_STD:
+            raise ValueError(f"{program.parts.name}: no noise is put on vLLM's logits")
+        is_bfloat16 = sampling.is_bfloat16 or program.parts.sampler == "vllm-bfloat16"
+        self._engine = _engine(
+            program.parts.name, program.model, "bfloat16" if is_bfloat16 else "float32",
+            sampling.is_raw,
+        )  # fmt: skip
+        self._sampling = sampling
+        self._seeds = random.Random(sampling.seed)
+
+    def draw(
+        self, prompts: Sequence[Ids], end_ids: frozenset[int]
+    ) -> list[tuple[Ids, list[float]]]:
+        return self._engine.draw(
+            prompts, stop_ids=sorted(end_ids), seeds=[self._seeds.getrandbits(31) for _ in prompts],
+            temperature=self._sampling.temperature, top_p=self._sampling.top_p,
+            max_tokens=self._sampling.max_tokens,
+        )  # fmt: skip
+
+    def score(self, ids: Ids) -> list[float]:
+        return self._engine.score(ids)
+
+
+@lru_cache(maxsize=2)
+def _engine(player: str, model: Any, dtype: str, is_raw: bool) -> Engine:
+    """A vLLM with these weights. The two that were asked for last stay alive: each is a process."""
+    own = program_of(player)
+    if model is own.model:
+        return Engine(own.parts.directory, dtype=dtype, is_raw=is_raw)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return Engine(Path(folder), dtype=dtype, is_raw=is_raw)
+
+
+SAMPLERS: Mapping[str, type[Sampler]] = {
+    "transformers": TransformersSampler, "vllm": VllmSampler, "vllm-bfloat16": VllmSampler,
+}  # fmt: skip
+
+
+def sampler_of(program: Program, sampling: Sampling) -> Sampler:
+    """What samples for a program. Raises FileNotFoundError where that is vLLM and there is none."""
+    return SAMPLERS[program.parts.sampler](program, sampling)
 
 
 @torch.inference_mode()
@@ -823,13 +916,12 @@ def play(
     first words of each reply itself. variables: of the template.
     """
     variables = dict(variables or {})
-    generator = torch.Generator().manual_seed(sampling.seed)
     rng = random.Random(sampling.seed)
     tasks = [make_task(sampling.seed, n, has_system=has_system) for n in range(num_tasks)]
     spelled = [rng.random() < injected for _ in tasks]
     if injected and not any(spelled):
         spelled[0] = True
-    model = copy.deepcopy(program.model).bfloat16() if sampling.is_bfloat16 else program.model
+    sampler = sampler_of(program, sampling)
     episodes = [
         Episode(task=task.number, messages=program.first_messages(task))
         for task in tasks
@@ -847,14 +939,7 @@ def play(
             break
         order = sorted(prompts)
         sent = [prompts[n] + forced_ids for n in order]
-        drawn = draw(
-            model,
-            sent,
-            program.end_ids,
-            sampling,
-            pad=program.tokenizer.pad_token_id,
-            generator=generator,
-        )
+        drawn = sampler.draw(sent, program.end_ids)
         prompts = {}
         for n, prompt, (ids, logprobs) in zip(order, sent, drawn, strict=True):
             episode, task = episodes[n], tasks[episodes[n].task]
