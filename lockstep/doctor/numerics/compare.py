@@ -51,6 +51,9 @@ MIN_ROWS, MIN_TOKENS = 3, 8
 """Rows and tokens that a variant must explain; fewer rows if there are no more, or if the variant
 leaves less of them than MAX_FEW_RESIDUAL."""
 MAX_FEW_RESIDUAL = 0.05
+MIN_EFFECTIVE = 4.0
+"""Tokens that carry the deviation of such few rows, (sum of k2)^2 / sum of k2^2: of some hundred
+variants, one fits a single large token by chance."""
 MAX_ROUNDED_LEFT = 0.75
 """Share of the deviation that rounded weights may leave over all rows. Noise, or other weights,
 have no part in common with them: with their own size they would leave more than all."""
@@ -391,6 +394,11 @@ def _side(
     if tokens[is_far & (hit >= 0)].sum() < MIN_FAR_TOKENS * tokens[is_far].sum():
         hit[is_far] = -1
     total = float(k2[is_known].sum()) if is_known.any() else float(k2.sum())
+
+    def spread_over(chosen: BoolArray) -> float:
+        squares = np.nan_to_num((values - held)[chosen[rows.row_of]]) ** 2
+        return float(squares.sum() ** 2 / max((squares**2).sum(), 1e-300))
+
     enough = min(MIN_ROWS, int((tokens > 0).sum()))
     families = [v.family or v.text for v in evidence.variants]
     for family in dict.fromkeys(families):
@@ -402,7 +410,10 @@ def _side(
         if (
             rest > (approximates or MAX_RESIDUAL) * whole
             or whole < MIN_SHARE * total
-            or (is_hit.sum() < enough and rest > MAX_FEW_RESIDUAL * whole)
+            or (
+                is_hit.sum() < enough
+                and (rest > MAX_FEW_RESIDUAL * whole or spread_over(is_hit) < MIN_EFFECTIVE)
+            )
             or tokens[is_hit].sum() < MIN_TOKENS
         ):
             hit[is_hit] = -1

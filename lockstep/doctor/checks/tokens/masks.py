@@ -26,6 +26,8 @@ MIN_LATE = 0.25
 MIN_LATE_TEXTS = 4
 """Texts that stand there: a program that writes the first words of replies has one or two. Two are
 enough where later replies begin at their opening: such a program writes their words too."""
+MAX_EARLY = 16
+"""The same before the end of its opening, which a run may begin before."""
 MIN_ANSWER = 8
 """Tokens that the engine's answer must have to be searched for in the row."""
 MAX_ALIKE = 64
@@ -79,13 +81,16 @@ class ObservationTrained(TemplateCheck):
 
     def conclude(self) -> Finding:
         c = self.counts
-        bad, trained = c["observed_tokens_trained"], c["trained_tokens"]
+        bad, trained, told = (
+            c[name]
+            for name in ("observed_tokens_trained", "trained_tokens", "rows_that_tell_turns")
+        )
         if not bad:
             return self.consistent(f"0 of {trained} trained tokens were written by others")
         return self.differs(
             f"{bad} of {trained} trained tokens were not sampled, in {c['rows_hit']} of "
             f"{c['rows']} rows",
-            basis="shown" if c["rows_that_tell_turns"] or self.template.is_exact else "fit",
+            basis="shown" if told else "repair" if self.template.is_exact else "fit",
         )
 
     def repair(self, rows: Rows) -> Rows:
@@ -514,6 +519,11 @@ def _observed_by_template(rows: Rows, template: TemplateIds) -> tuple[BoolArray,
     stops = np.flatnonzero(template.is_stop(rows))
     ends = template.opening_ends(rows)
     is_exact = template.is_exact and len(stops) > 0 and len(ends) >= MIN_OPENED * len(rows)
+    # Rows whose replies follow no opening are not of this template, or lost it.
+    later = spans.begin[rows.position[spans.begin] > 0]
+    around = np.searchsorted(ends, later + MAX_EARLY, side="right")
+    is_opened = around > np.searchsorted(ends, later - MAX_BORDER)
+    is_exact &= bool(is_opened.sum() >= MIN_OPENED * len(later))
     suspect = rows.position[spans.begin] == 0
     inner = stops[rows.loss_mask[stops]]
     span = np.searchsorted(spans.begin, inner, side="right") - 1

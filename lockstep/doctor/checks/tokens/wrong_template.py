@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,19 @@ MIN_ROWS = 3
 MIN_GAP = 0.05
 """Mean |d| in nats of such rows from which their prompts are the cause. Kernels of two engines are
 a few hundredths apart, and a prompt of another template moves most tokens of a reply."""
+MIN_STEADY_K2 = 3e-4
+"""k2 of such rows that is enough where it is known to repeat: an engine in bfloat16, which repeats
+too, was at most at 2.3e-4 (five models of transformers)."""
+MIN_BEGINNING_K2 = 5e-5
+"""The same where all that differs is the first id: engines write or leave out a beginning token by
+mistake, and it moves little."""
 MIN_CONTRAST = 2.0
 """Ratio of that to the mean of the rows whose prompts are right, if there are any."""
 MAX_NOISE = 0.25
 """Share of the mean square gap that noise may make: another prompt gives the same numbers each
 time."""
+MIN_NOISE = 0.05
+"""The same share on all tokens, below which the gap is not noise."""
 MAX_END = 24
 """Ids at the end of a prompt that are taken for the opening of the reply."""
 MIN_OWN = 50
@@ -59,6 +68,8 @@ class OtherPrompt:
     """The difference, in words."""
     expected: tuple[int, ...]
     """Ids that should stand from `first` on."""
+    is_one_more_or_less: bool = False
+    """Whether one id is missing or added, and all others are as they should be."""
 
 
 class _PromptCheck(TemplateCheck):
@@ -102,6 +113,8 @@ class _PromptCheck(TemplateCheck):
             cut=begin,
             what=describe(prompt, expected, self.setting.tokenizer),
             expected=tuple(expected[first : first + MAX_END].tolist()),
+            is_one_more_or_less=np.array_equal(prompt[first + 1 :], expected[first:])
+            or np.array_equal(prompt[first:], expected[first + 1 :]),
         )
 
     def is_of_others(self, found: Int32Array, expected: Int32Array) -> bool:
@@ -257,16 +270,19 @@ class UnlikeTemplate(_PromptCheck):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._written: dict[tuple[tuple[Message, ...], str], list[int] | None] = {}
-        self._gap = np.zeros((2, 2))
-        """Sums of |d| and numbers of tokens: rows with another prompt than the template writes,
-        other rows."""
+        self._gap = np.zeros((2, 3))
+        """Sums of |d| and of k2, and numbers of tokens: rows with another prompt than the template
+        writes, other rows."""
         self._square = self._noise = 0.0
-        self._freedom = 0
+        self._freedom = self._beginnings = 0
 
     def look(self, rows: Rows) -> None:
         self.count(rows=len(rows), prompts_written=sum(map(bool, rows.messages or ())))
         others = self._others(rows)
         self.show_others(rows, "others", others)
+        for other in others:
+            is_first = other.first == rows.offsets[other.row]
+            self._beginnings += is_first and other.is_one_more_or_less
         if rows.rollout_logprobs is None or rows.trainer_logprobs is None:
             return
         is_other = np.zeros(len(rows), np.bool_)
@@ -274,7 +290,7 @@ class UnlikeTemplate(_PromptCheck):
         at = rows.compared
         gap, chosen = np.abs(rows.gap[at]), is_other[rows.row_of[at]]
         for sums, of in zip(self._gap, (chosen, ~chosen), strict=True):
-            sums += [gap[of].sum(), of.sum()]
+            sums += [gap[of].sum(), 0.5 * (gap[of] ** 2).sum(), of.sum()]
         for side in (rows.rollout, rows.trainer) if is_other.any() else ():
             noise = noise_of(rows, side)
             self._noise += noise.within
@@ -283,8 +299,10 @@ class UnlikeTemplate(_PromptCheck):
 
     def _others(self, rows: Rows) -> list[OtherPrompt]:
         def find() -> list[OtherPrompt]:
-            found = {other.row: other for other in self._unopened(rows)}
-            return list((found | {o.row: o for o in self._unlike_written(rows)}).values())
+            found: dict[int, OtherPrompt] = {}
+            for others in (self._undeclared, self._unopened, self._unlike_written):
+                found |= {other.row: other for other in others(rows)}
+            return list(found.values())
 
         return rows.once("prompts unlike the template's", find)
 
@@ -329,24 +347,38 @@ class UnlikeTemplate(_PromptCheck):
             if not messages or not turns or is_known:
                 continue
             begin = int(spans.begin[turns[0]])
-            other = self._unlike(rows, r, begin, messages, ())
+            expected = self._write(messages, ())
+            other = None if expected is None else self.compared(rows, r, begin, expected)
             if other is not None and self.setting.tokenizer is not None:
                 prompt = rows.token_ids[int(rows.offsets[r]) : begin].tolist()
-                tools = tuple(tools_in(self.setting.tokenizer.decode(prompt)))
-                other = self._unlike(rows, r, begin, messages, tools) if tools else other
+                text = self.setting.tokenizer.decode(prompt)
+                tools = tuple(tools_in(text))
+                expected = self._write(messages, tools) if tools else None
+                if expected is not None:  # else the template has no place for tools
+                    other = self.compared(rows, r, begin, expected)
             if other is not None:
                 yield other
 
-    def _unlike(
-        self,
-        rows: Rows,
-        row: int,
-        begin: int,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema],
-    ) -> OtherPrompt | None:
-        expected = self._write(messages, tools)
-        return None if expected is None else self.compared(rows, row, begin, expected)
+    def _undeclared(self, rows: Rows) -> Iterator[OtherPrompt]:
+        """All rows, where replies call tools and no prompt says anything of these."""
+        tokenizer, spans = self.setting.tokenizer, rows.spans
+        called = dict[str, set[str]]()
+        for message in chain.from_iterable(messages or () for messages in rows.messages or ()):
+            for call in message.tool_calls:
+                with suppress(ValueError):
+                    called.setdefault(call.name, set()).update(json.loads(call.arguments))
+        if not called or tokenizer is None:
+            return
+        first, row = spans.begin[spans.is_first], spans.row[spans.is_first]
+        begin = rows.offsets[row]
+        pairs = list(zip(begin.tolist(), first.tolist(), strict=True))
+        for b, e in pairs:
+            prompt = tokenizer.decode(rows.token_ids[b:e].tolist())
+            if any(all(word in prompt for word in (name, *called[name])) for name in called):
+                return  # a declaration has the names of the arguments too
+        what = f"it says nothing of the tool {min(called)!r}, which replies call"
+        for r, (_, e) in zip(row.tolist(), pairs, strict=True):
+            yield OtherPrompt(row=r, first=e, cut=e, what=what, expected=())
 
     def _write(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int] | None:
         """The first prompt of a dialogue by the renderer; None where it refuses it."""
@@ -367,10 +399,18 @@ class UnlikeTemplate(_PromptCheck):
         """Whether rows with another prompt than the template writes disagree because of it, as far
         as log-probs tell: more than rows with theirs, and by the same each time. The model tells it
         better, where it is at hand."""
-        (gap, num), (own_gap, own_num) = self._gap.tolist()
+        (gap, k2, num), (own_gap, _, own_num) = self._gap.tolist()
         mean, own = gap / max(num, 1.0), own_gap / max(own_num, 1.0)
-        is_noise = self._freedom >= MIN_FREEDOM and self._noise > MAX_NOISE * self._square
-        is_large = mean >= MIN_GAP or (own_num >= MIN_OWN and mean >= MIN_SMALL_CONTRAST * own)
+        is_known = self._freedom >= MIN_FREEDOM
+        # As much noise on every token must be a part of the whole gap, too: repeated tokens are
+        # the first of a reply, and the gap of another prompt may be in later ones.
+        is_noise = is_known and self._noise > MAX_NOISE * self._square
+        is_noise &= self._noise / max(self._freedom, 1) > MIN_NOISE * 2 * k2 / max(num, 1.0)
+        is_steady = is_known and k2 >= num * (
+            MIN_BEGINNING_K2 if self._beginnings == self.counts["others"] else MIN_STEADY_K2
+        )
+        is_large = mean >= MIN_GAP or is_steady
+        is_large |= own_num >= MIN_OWN and mean >= MIN_SMALL_CONTRAST * own
         return (
             self.setting.model is None
             and self.counts["others"] >= MIN_ROWS

@@ -67,6 +67,9 @@ and gives it to all of them, and only noise makes exceptions."""
 MIN_LOWERED = 0.5
 """Share of the tokens that the row has already that must be less likely: those with a small logit
 gain more than they lose. Truncation, which raises every token, lowers none."""
+MIN_LOG_MASS = float(np.log(0.05))
+"""Log of the least mass that a truncation keeps at a place. Another prompt makes most tokens of the
+trainer less likely too, by more."""
 MASS_ERROR = 0.01
 """Mass below a top-p that noise may show as kept."""
 NUM_SHOWN = 8
@@ -86,7 +89,7 @@ class Processing:
         """The part of each gap that it cannot explain, 0.0 where it may explain all of it."""
         d = trainer - rollout
         if self.truncated and self.slope == 1.0:
-            return -np.maximum(d, 0.0) if self.truncated > 0 else -np.minimum(d, 0.0)
+            return np.clip(d, *sorted((0.0, self.truncated * MIN_LOG_MASS))) - d
         edge = self.slope * _logit(trainer)
         room = (self.slope - 1.0) * ENTROPY
         at = np.clip(_logit(rollout), edge + min(room, 0.0), edge + max(room, 0.0))
