@@ -100,6 +100,12 @@ MIN_OWN_NOISE = 0.35
 """The same within contexts that are equal from the first id on, above which it is noise: what is
 computed from the ids has none of its own. Hidden dropout was at 0.37 to 0.42, other weights and
 prompts below 0.06 where they are ten times the noise of the pair."""
+MAX_STEADY = 0.05
+"""The same below which a deviation is computed from the ids alone: another prompt was below 0.03,
+an engine in bfloat16 at 0.12 to 0.18, noise above 0.9 (three models) ..."""
+MAX_PROMPT_WITHIN = 0.83
+"""... and the ratio within equal contexts up to which it is another prompt's: these were at 0.66 to
+0.82, what bfloat16 makes at 0.73 to 0.98."""
 MIN_REPEATED = 60
 """Tokens in repeated contexts that are needed to tell."""
 MIN_SPREAD = 1e-3
@@ -524,11 +530,8 @@ def variance_within(
     that they are read; what d is at such log-probs on average is taken off first.
     """
     is_used = np.isfinite(d) & (spread > MIN_SPREAD)
-    if is_used.any():
-        every = np.full(len(d), np.nan)
-        every[is_used] = _clipped(d[is_used] / np.sqrt(spread[is_used]))
-        if _noise_of_equal_prefixes(rows, every) > MIN_OWN_NOISE:
-            return 1.0
+    if own_noise(rows, d, spread) > MIN_OWN_NOISE:
+        return 1.0
     if is_shared:
         places = np.flatnonzero(is_used)
         _, first = np.unique(rows.prefix_keys[places], return_index=True)
@@ -559,14 +562,18 @@ def _clipped(z: Float64Array) -> Float64Array:
     return np.clip(z, -limit, limit)
 
 
-def _noise_of_equal_prefixes(rows: Rows, z: Float64Array) -> float:
-    """Ratio of the variance of z [N] after the very same ids to the whole: 0 for what is computed
-    from the ids alone; NaN if too few tokens occur again after the same ids."""
-    at = np.flatnonzero(np.isfinite(z))
+def own_noise(rows: Rows, d: Float64Array, spread: Float64Array) -> float:
+    """Ratio of the variance of d [N] after the very same ids to the whole: 0 for what is computed
+    from the ids alone; NaN if too few tokens occur again after the same ids. As in
+    `variance_within`, d is in units of the spread."""
+    at = np.flatnonzero(np.isfinite(d) & (spread > MIN_SPREAD))
+    if not len(at):
+        return np.nan
+    z = _clipped(d[at] / np.sqrt(spread[at]))
     _, index, count = np.unique(rows.prefix_keys[at], return_inverse=True, return_counts=True)
     is_repeated = count[index] > 1
     _, index, count = np.unique(index[is_repeated], return_inverse=True, return_counts=True)
-    values = z[at][is_repeated]
+    values = z[is_repeated]
     if len(values) - len(count) < MIN_REPEATED // 2 or not (values * values).sum():
         return np.nan
     mean = np.bincount(index, values) / count

@@ -14,9 +14,12 @@ import numpy as np
 
 from lockstep.doctor.checks.base import MAX_EVIDENCE, Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.tokens.wrong_template import undeclared_tool
 from lockstep.doctor.numerics.compare import (
     COLUMN_OF,
     FLOAT_K2,
+    MAX_PROMPT_WITHIN,
+    MAX_STEADY,
     MAX_WITHIN,
     MIN_SHARE,
     MIN_TOKENS,
@@ -24,6 +27,7 @@ from lockstep.doctor.numerics.compare import (
     Comparison,
     Side,
     log_likelihood_gain,
+    own_noise,
     variance_within,
 )
 from lockstep.doctor.numerics.rescore import rescoring_of
@@ -91,12 +95,33 @@ class _Compared(Check):
         is_of_routes = comparison.replayed_share(side) > MOSTLY
         return np.nan if within <= MAX_WITHIN and is_of_routes else within
 
-    @staticmethod
-    def is_of_prompts(side: Side) -> bool:
-        """Whether another prompt explains much of the side: what repeats in other rows is then of
-        prompts that were not guessed (tools, a system message), rather than of other weights."""
+    def is_of_prompts(self, side: Side) -> bool:
+        """Whether what no variant reproduces is of prompts that were not guessed (tools, a system
+        message), rather than of other weights or noise: another prompt explains much of the side,
+        or it is `is_steady`, or replies call tools that no prompt declares."""
         k2 = side.k2[side.explained_by("wrong_template")].sum()
-        return bool(k2 >= MIN_SHARE * side.k2[side.is_known].sum() > 0)
+        if k2 >= MIN_SHARE * side.k2[side.is_known].sum() > 0:
+            return True
+        return self.is_of_unknown_prompts(side)
+
+    def is_of_unknown_prompts(self, side: Side) -> bool:
+        """Whether a sampler's deviation is the same after the very same ids, which noise is not,
+        and yet neither what other weights make, nor the rounding of other kernels: it repeats a
+        little wherever the last tokens are the same. Or it repeats, and replies call tools of
+        which no prompt says anything."""
+        within = self.repetition(side) if side.name == "sampler" else None
+        if within is None or not within <= MAX_PROMPT_WITHIN:
+            return False
+        evidence = self.comparison.evidence
+        steady = own_noise(evidence.rows, self.comparison.deviation(side), evidence.spread)
+        is_between = within > MAX_WITHIN and steady <= MAX_STEADY
+        return is_between or bool(self._undeclared)
+
+    @property
+    def _undeclared(self) -> str:
+        rows = self.comparison.evidence.rows
+        found = rows.once("undeclared tool", lambda: undeclared_tool(rows, self.setting))
+        return found
 
     def show_worst(
         self, side: Side, rows_hit: BoolArray, note: str = "", other: Float64Array | None = None
@@ -207,8 +232,45 @@ def _reproduced(cause: str, claim: str, *, is_defect: bool = True) -> type[Repro
     return type("".join(word.title() for word in cause.split("_")), (Reproduced,), members)
 
 
+class WrongPrompt(Reproduced):
+    """Other prompts, each tried before the same replies; and, where none fits, whether what is left
+    of the sampler is of a prompt that was not guessed."""
+
+    name = "numerics/wrong_template"
+    claim = "both sides' replies follow the prompt of the row"
+    cause = "wrong_template"
+
+    def judge(self) -> Finding:
+        found = super().judge()
+        if found.verdict == "differs":
+            return found
+        for side in self.comparison.sides.values():
+            if not self.is_of_unknown_prompts(side):
+                continue
+            self.show_worst(side, side.is_unexplained)
+            why = (
+                f"no prompt says anything of the tool {self._undeclared!r}, which replies call"
+                if self._undeclared
+                else "it does so by the same after the very same ids, and by something else in "
+                "other prompts, where noise would change and other weights would not"
+            )
+            return self.differs(
+                f"the {side.name} read another prompt than the rows have, which was not guessed: "
+                f"it deviates from the model (k2 {side.noise:.1e}), and {why}",
+                basis="fit",
+                k2=side.noise,
+            )
+        return found
+
+    def repair(self, rows: Rows) -> Rows:
+        def unknown(side: Side) -> BoolArray | None:
+            return side.is_unexplained if self.is_of_unknown_prompts(side) else None
+
+        return super().repair(self.repaired(rows, unknown))
+
+
 REPRODUCED: tuple[type[Reproduced], ...] = (
-    _reproduced("wrong_template", "both sides' replies follow the prompt of the row"),
+    WrongPrompt,
     _reproduced("ignored_sinks", "both sides' attention has the model's sinks, in every layer"),
     _reproduced(
         "ignored_window", "both sides' attention keeps to the sliding window of every layer"
@@ -354,6 +416,8 @@ class _Noise(_Compared):
         for side in self.comparison.sides.values():
             within = self.repetition(side)
             if within is None or within <= MAX_WITHIN or not self.is_mine(side):
+                continue
+            if self.is_of_prompts(side):
                 continue
             mine.append(side.name)
             texts.append(self.describe(side, within))

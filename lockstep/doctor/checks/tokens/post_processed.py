@@ -67,6 +67,9 @@ class PostProcessed(ReplyCheck):
         before, stops = rows.token_ids[begin - 1], self.setting.stop_ids
         is_open = ~np.isin(before, list(stops)) if stops else is_text[begin - 1]
         is_inner = is_open & ~is_text[end] & (num_text[end] - num_text[begin] == end - begin)
+        # Where the two sides disagree before it, the turn is another one, and not only longer.
+        first = first_breaks(rows, has_clean_start=False, min_tokens=1)[rows.row_of[begin]]
+        is_inner &= (first < 0) | (first >= begin)
         return begin[is_inner], end[is_inner]
 
     def _look_at_messages(self, rows: Rows) -> None:
@@ -105,14 +108,18 @@ class PostProcessed(ReplyCheck):
         if kept.parse_error or found == kept:
             return None  # malformed replies are kept as text in more than one way
         if not found.parse_error:
-            return rewriting(_words(kept), _words(found))
-        try:
-            was = self.renderer.render_reply(kept)
-        except RendererError:
-            return None
-        stops = self.renderer.stop_ids
-        texts = [self.tokenizer.decode(i for i in turn if i not in stops) for turn in (was, ids)]
-        return rewriting(*texts)
+            was, now = _words(kept), _words(found)
+        else:
+            try:
+                written = self.renderer.render_reply(kept)
+            except RendererError:
+                return None
+            stops, decode = self.renderer.stop_ids, self.tokenizer.decode
+            was, now = (decode(i for i in turn if i not in stops) for turn in (written, ids))
+        # Programs strip the text of a message, and write its JSON in their own way. That its ids
+        # were stripped is another matter.
+        is_own_way = "".join(was.split()) == "".join(now.split()) and now != was.strip()
+        return None if is_own_way else rewriting(was, now)
 
     def _look_at_ends(self, rows: Rows) -> None:
         first, at = self._ends(rows)

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -99,9 +98,10 @@ class _PromptCheck(TemplateCheck):
         expected = np.asarray(expected, np.int32)
         start = int(rows.offsets[row])
         ids = rows.token_ids[start : int(rows.offsets[row + 1])]
-        if np.array_equal(ids[: len(expected)], expected):
-            return None
         prompt = ids[: begin - start]
+        more = prompt[len(expected) :].tolist()
+        if np.array_equal(ids[: len(expected)], expected) and not self._is_of_template(more):
+            return None  # words that the program begins the reply with
         if len(prompt) >= 2 * len(expected) and len(first_of(expected.tolist(), prompt)) > 1:
             return None
         if self.is_of_others(prompt, expected):
@@ -116,6 +116,13 @@ class _PromptCheck(TemplateCheck):
             is_one_more_or_less=np.array_equal(prompt[first + 1 :], expected[first:])
             or np.array_equal(prompt[first:], expected[first + 1 :]),
         )
+
+    def _is_of_template(self, ids: Sequence[int]) -> bool:
+        """Whether ids after a prompt are a template's: control tokens, or an empty thought."""
+        tokenizer = self.setting.tokenizer
+        if tokenizer is None or not ids:
+            return False
+        return not tokenizer.control_ids.isdisjoint(ids) or "<think>" in tokenizer.decode(ids)
 
     def is_of_others(self, found: Int32Array, expected: Int32Array) -> bool:
         """Whether the difference is padding, or control tokens that a text spelled."""
@@ -361,24 +368,12 @@ class UnlikeTemplate(_PromptCheck):
 
     def _undeclared(self, rows: Rows) -> Iterator[OtherPrompt]:
         """All rows, where replies call tools and no prompt says anything of these."""
-        tokenizer, spans = self.setting.tokenizer, rows.spans
-        called = dict[str, set[str]]()
-        for message in chain.from_iterable(messages or () for messages in rows.messages or ()):
-            for call in message.tool_calls:
-                with suppress(ValueError):
-                    called.setdefault(call.name, set()).update(json.loads(call.arguments))
-        if not called or tokenizer is None:
-            return
+        is_known = any(rows.engine_prompt_ids or ())
+        spans, name = rows.spans, "" if is_known else undeclared_tool(rows, self.setting)
         first, row = spans.begin[spans.is_first], spans.row[spans.is_first]
-        begin = rows.offsets[row]
-        pairs = list(zip(begin.tolist(), first.tolist(), strict=True))
-        for b, e in pairs:
-            prompt = tokenizer.decode(rows.token_ids[b:e].tolist())
-            if any(all(word in prompt for word in (name, *called[name])) for name in called):
-                return  # a declaration has the names of the arguments too
-        what = f"it says nothing of the tool {min(called)!r}, which replies call"
-        for r, (_, e) in zip(row.tolist(), pairs, strict=True):
-            yield OtherPrompt(row=r, first=e, cut=e, what=what, expected=())
+        what = f"it says nothing of the tool {name!r}, which replies call"
+        for r, begin in zip(row.tolist(), first.tolist(), strict=True) if name else ():
+            yield OtherPrompt(row=r, first=begin, cut=begin, what=what, expected=())
 
     def _write(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int] | None:
         """The first prompt of a dialogue by the renderer; None where it refuses it."""
@@ -437,6 +432,34 @@ class UnlikeTemplate(_PromptCheck):
     def repair(self, rows: Rows) -> Rows:
         """Nothing is trained after a prompt that is not the template's, if that does harm."""
         return rows.cut_from([o.cut for o in self._others(rows)] if self._is_harmful else [])
+
+
+def undeclared_tool(rows: Rows, setting: Setting) -> str:
+    """A tool that replies call and of which no prompt says anything: a declaration has its name and
+    those of its arguments. Empty without one. Replies are messages, or the first ones are parsed.
+    """
+    tokenizer, renderer, spans = setting.tokenizer, setting.renderer, rows.spans
+    if tokenizer is None or renderer is None:
+        return ""
+    known = [m for messages in rows.messages or () for m in messages or ()]
+    if not known:
+        parts = zip(spans.begin[:MAX_PARSED].tolist(), spans.end[:MAX_PARSED].tolist(), strict=True)
+        known = [renderer.parse(rows.token_ids[begin:end]) for begin, end in parts]
+    called = set[tuple[str, ...]]()
+    """Names of tools, each with those of the arguments of one call."""
+    for call in (call for message in known for call in message.tool_calls):
+        with suppress(ValueError):
+            called.add((call.name, *json.loads(call.arguments)))
+    first = spans.is_first
+    for begin, end in zip(rows.offsets[spans.row[first]], spans.begin[first], strict=True):
+        prompt = tokenizer.decode(rows.token_ids[begin:end].tolist())
+        if any(all(word in prompt for word in call) for call in called):
+            return ""
+    return min(called, default=("",))[0]
+
+
+MAX_PARSED = 64
+"""Replies that are parsed to see what they call, where the rows have no messages."""
 
 
 def tools_in(text: str) -> Iterator[ToolSchema]:
