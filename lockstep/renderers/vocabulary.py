@@ -99,8 +99,10 @@ def without_prefix_space(spec: Mapping[str, Any]) -> dict[str, Any]:
     the beginning of one, the file's own tokenizer writes another id.
     """
 
-    def cleaned(part: Any, inner: str) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
+    def cleaned(part: dict[str, Any] | None, inner: str) -> dict[str, Any] | None:
+        if part is None:
+            return None
+        kind = part["type"]
         if kind == "Sequence":
             kept = [cleaned(one, inner) for one in part[inner]]
             return {**part, inner: [one for one in kept if one is not None]}

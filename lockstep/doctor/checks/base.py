@@ -221,7 +221,7 @@ class Check(ABC):
             self.show(e - b, rows, b, e, note(b, e))
 
     def found(
-        self, verdict: Verdict, measured: str, *, basis: Basis | None = None, **figures: float
+        self, verdict: Verdict, measured: str, basis: Basis | None = None, /, **figures: float
     ) -> Finding:
         """The finding, with `counts`, these figures, and the evidence unless it is consistent."""
         return Finding(
@@ -235,8 +235,8 @@ class Check(ABC):
             evidence=() if verdict == "consistent" else tuple(e for _, e in self._evidence),
         )
 
-    def differs(self, measured: str, *, basis: Basis | None = None, **figures: float) -> Finding:
-        return self.found("differs", measured, basis=basis, **figures)
+    def differs(self, measured: str, basis: Basis | None = None, /, **figures: float) -> Finding:
+        return self.found("differs", measured, basis, **figures)
 
     def information(self, measured: str, **figures: float) -> Finding:
         return self.found("information", measured, **figures)

@@ -40,6 +40,9 @@ MIN_LEFT = 0.01
 repair may be an estimate (log-probs after a temperature), and its error is no noise."""
 MIN_REPLAYED = 0.1
 """Share of a side's deviation that replaying the recorded routes must remove to be named."""
+MAX_CURRENT = 0.1
+"""Ratio of the mean square deviation of the trainer's own version to that of older ones, up to
+which age is all that makes it."""
 MAX_TRIED = 4
 """Variants that a finding names of those that explain nothing."""
 MOSTLY = 0.5
@@ -83,7 +86,7 @@ class _Compared(Check):
             return None
         # Little of the deviation may be strays of a cause that was named for other rows.
         is_little = side.k2[is_left].sum() < MIN_SHARE * side.k2[side.is_known].sum()
-        if is_little or side.tokens[is_left].sum() < MIN_TOKENS:
+        if is_little or side.tokens[is_left].sum() < MIN_TOKENS or self._is_of_age(side):
             return None
         within = variance_within(
             comparison.evidence.rows,
@@ -94,6 +97,17 @@ class _Compared(Check):
         )
         is_of_routes = comparison.replayed_share(side) > MOSTLY
         return np.nan if within <= MAX_WITHIN and is_of_routes else within
+
+    def _is_of_age(self, side: Side) -> bool:
+        """Whether only the tokens that weights before the trainer's sampled deviate: the check of
+        stale tokens judges these."""
+        rows, d = self.comparison.evidence.rows, self.comparison.deviation(side)
+        if rows.policy_version is None or rows.trainer_version is None or side.name != "sampler":
+            return False
+        is_older = rows.policy_version < rows.trainer_version[rows.row_of]
+        known = np.isfinite(d)
+        old, new = d[known & is_older] ** 2, d[known & ~is_older] ** 2
+        return bool(len(old) and len(new) >= MIN_TOKENS and new.mean() <= MAX_CURRENT * old.mean())
 
     def is_of_prompts(self, side: Side) -> bool:
         """Whether what no variant reproduces is of prompts that were not guessed (tools, a system
@@ -257,7 +271,7 @@ class WrongPrompt(Reproduced):
             return self.differs(
                 f"the {side.name} read another prompt than the rows have, which was not guessed: "
                 f"it deviates from the model (k2 {side.noise:.1e}), and {why}",
-                basis="fit",
+                "fit",
                 k2=side.noise,
             )
         return found
@@ -320,7 +334,7 @@ class OtherWeights(Reproduced):
                 f"are read (variance within equal contexts {within:.2f} of the whole, noise is "
                 "near 1): other weights than any that were given, or another architecture. k2 "
                 f"{side.noise:.1e}; {comparison.describe()}. --against DIR tries other checkpoints",
-                basis="fit",
+                "fit",
                 within=within,
                 k2=side.noise,
             )

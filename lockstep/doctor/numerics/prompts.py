@@ -620,15 +620,15 @@ def with_prompt(prompt: Prompt, rows: Rows, chosen: Sequence[int]) -> Layout | N
         names.append(rows.row_ids[row])
     if not ids:
         return None
-    place = np.concatenate(places)
+    of_all = np.concatenate(places)
     sizes = [len(row) for row in ids]
     return Layout(
         rows=Rows(
             row_ids=tuple(names),
             offsets=np.cumsum([0, *sizes], dtype=np.int64),
             token_ids=np.concatenate([np.array(row, np.int32) for row in ids]),
-            loss_mask=(place >= 0) & rows.loss_mask[place],
+            loss_mask=(of_all >= 0) & rows.loss_mask[of_all],
         ),
         positions=np.concatenate([np.arange(size) for size in sizes]),
-        place=place,
+        place=of_all,
     )

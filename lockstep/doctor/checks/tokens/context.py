@@ -468,7 +468,7 @@ class DuplicatedPrompt(_Context):
             return self.differs(
                 f"{c['rows_hit']} of {c['rows']} rows contain their prompt again, "
                 f"{c['duplicated_tokens']} tokens",
-                basis="shown",
+                "shown",
             )
         return self.consistent(f"no prompt of {c['rows']} comes again")
 
@@ -552,7 +552,7 @@ class DroppedSeparator(_Context, TemplateCheck):
         if dropped >= MIN_DROPPED:
             return self.differs(
                 f"{dropped} of {turns} turns are directly followed by a message",
-                basis="repair" if self._exact is not None else "fit",
+                "repair" if self._exact is not None else "fit",
             )
         if self._separators:
             return self.consistent(

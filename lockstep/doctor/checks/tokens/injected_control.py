@@ -69,7 +69,7 @@ class InjectedControl(Check):
             return self.differs(
                 f"{c['injected_messages']} messages of users and tools contain control tokens, in "
                 f"{c['rows']} rows",
-                basis="shown" if c["spelt_messages"] else "fit",
+                "shown" if c["spelt_messages"] else "fit",
             )
         return self.consistent(
             f"{c['messages']} messages of users and tools are text in their rows; "

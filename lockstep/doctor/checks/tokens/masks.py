@@ -90,7 +90,7 @@ class ObservationTrained(TemplateCheck):
         return self.differs(
             f"{bad} of {trained} trained tokens were not sampled, in {c['rows_hit']} of "
             f"{c['rows']} rows",
-            basis="shown" if told else "repair" if self.template.is_exact else "fit",
+            "shown" if told else "repair" if self.template.is_exact else "fit",
         )
 
     def repair(self, rows: Rows) -> Rows:
@@ -145,7 +145,7 @@ class Boundary(TemplateCheck):
             self.keep(2.0 if found.is_impossible[r] else 1.0, shown)
 
     def _look_behind_openings(self, rows: Rows) -> None:
-        """Counts the text, without a control token, between the opening and the first reply."""
+        """Counts the texts between the opening and the first reply, without a stop id."""
         spans, ends = rows.spans, self.template.opening_ends(rows)
         first = spans.begin[spans.is_first]
         if not len(ends) or not len(first):
@@ -155,10 +155,9 @@ class Boundary(TemplateCheck):
         size = first - begin
         is_near = (begin <= first) & (rows.row_of[begin - 1] == rows.row_of[first])
         is_near &= size <= MAX_BORDER
-        control = set() if self.setting.tokenizer is None else self.setting.tokenizer.control_ids
         for b, e in zip(begin[is_near].tolist(), first[is_near].tolist(), strict=True):
             text = tuple(rows.token_ids[b:e].tolist())
-            if control.isdisjoint(text):
+            if self.template.stop_ids.isdisjoint(text):
                 texts = self._late.setdefault(e - b, Counter())
                 if len(texts) < MAX_KEPT or text in texts:
                     texts[text] += 1
@@ -185,7 +184,7 @@ class Boundary(TemplateCheck):
                 f"{self._late[late].total()} of {c['rows']} first replies begin {late} tokens "
                 f"after the opening that the template writes, with {len(self._late[late])} texts "
                 "between the two",
-                basis="fit",
+                "fit",
             )
         if not c["rows_hit"]:
             return self.consistent(f"the borders of {c['rows']} rows are where they should be")
@@ -202,7 +201,7 @@ class Boundary(TemplateCheck):
         is_shown = any(c[name] for name in ("impossible_lengths", "other_lengths"))
         is_shown |= c["moved_from_engine"] > 0
         return self.differs(
-            f"of {c['rows']} rows, " + "; ".join(parts), basis="shown" if is_shown else "fit"
+            f"of {c['rows']} rows, " + "; ".join(parts), "shown" if is_shown else "fit"
         )
 
     def repair(self, rows: Rows) -> Rows:
@@ -362,7 +361,7 @@ class MissingFinal(TemplateCheck):
             return self.differs(
                 f"{c['turns_cut_short']} of {c['turns_of_engine']} turns lack the last tokens that "
                 f"the engine answered, {c['tokens_cut_off']} tokens in all",
-                basis="shown",
+                "shown",
                 unfinished_turns=unfinished,
             )
         template = self.template
@@ -378,7 +377,7 @@ class MissingFinal(TemplateCheck):
         return self.found(
             "differs" if is_proof else "information",
             f"{unfinished} of {c['turns']} turns end with no stop id and at no limit of length",
-            basis="fit",
+            "fit",
             unfinished_turns=unfinished,
         )
 
@@ -421,7 +420,7 @@ class AfterStop(TemplateCheck):
             "differs" if template.is_sure and is_told else "information",
             f"{c['turns_with_tokens_after_stop']} of {c['turns']} turns continue after a stop id, "
             f"with {c['tokens_after_stop']} trained tokens",
-            basis="shown" if c["rows_that_tell_turns"] or template.is_exact else "fit",
+            "shown" if c["rows_that_tell_turns"] or template.is_exact else "fit",
         )
 
     def repair(self, rows: Rows) -> Rows:

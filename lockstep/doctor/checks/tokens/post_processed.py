@@ -148,7 +148,7 @@ class PostProcessed(ReplyCheck):
             return self.differs(
                 f"{c['changed_turns']} of {c['engine_turns']} turns are the engine's replies after "
                 f"a change ({self._what})",
-                basis="shown",
+                "shown",
             )
         if c["inserted"] >= MIN_BROKEN_ROWS:
             return self.differs(
@@ -169,7 +169,7 @@ class PostProcessed(ReplyCheck):
             return self.differs(
                 f"{c['improbable_ends']} of {c['clean_starts']} rows begin to disagree at the end "
                 "of a turn, which the trainer finds improbable: text before it is missing",
-                basis="fit",
+                "fit",
             )
         if c["other_rows"]:
             return self.information(

@@ -118,7 +118,7 @@ class Reencoded(ReplyCheck):
             return self.differs(
                 f"{c['changed_turns']} of {c['engine_turns']} turns are the engine's replies, "
                 "decoded and encoded again",
-                basis="shown",
+                "shown",
                 realigned=left,
             )
         broken, moved = canonical + other, c["moved_canonical_rows"] + c["moved_other_rows"]
@@ -137,7 +137,7 @@ class Reencoded(ReplyCheck):
             return self.differs(
                 f"{canonical} of {broken} rows{tried} that agree up to some token and then do not "
                 f"are spelt as the tokenizer spells them; of all rows {1 - share:.0%} are",
-                basis="fit",
+                "fit",
                 realigned=left,
             )
         self._evidence.clear()

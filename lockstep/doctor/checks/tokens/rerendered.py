@@ -167,7 +167,7 @@ class Rerendered(ReplyCheck):
             return self.differs(
                 f"{c['changed_turns']} of {c['engine_turns']} turns are renderings of the "
                 f"engine's replies: {rate:.1%} of their ids are at their place",
-                basis="shown",
+                "shown",
                 match_rate=rate,
             )
         told = (
@@ -186,7 +186,7 @@ class Rerendered(ReplyCheck):
             return self.differs(
                 f"in {c['improbable_rows']} rows the trainer finds the ids of earlier turns "
                 "improbable, but not those of the last turn: a template wrote the earlier ones",
-                basis="fit",
+                "fit",
             )
         if c["rerendered_rows"]:
             return self.information(f"{told}; the log-probs do not show any harm")

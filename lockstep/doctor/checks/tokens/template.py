@@ -62,7 +62,7 @@ class ThinkingDropped(Check):
             return self.differs(
                 f"the thinking of {c['dropped_thoughts']} earlier turns is missing from rows that "
                 "contain the turns as sampled",
-                basis="shown" if c["engine_turns"] else "fit",
+                "shown" if c["engine_turns"] else "fit",
             )
         if not c["known"]:
             return self.not_checkable("messages or engine_ids")

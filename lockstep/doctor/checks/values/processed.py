@@ -89,7 +89,8 @@ class Processing:
         """The part of each gap that it cannot explain, 0.0 where it may explain all of it."""
         d = trainer - rollout
         if self.truncated and self.slope == 1.0:
-            return np.clip(d, *sorted((0.0, self.truncated * MIN_LOG_MASS))) - d
+            bound = self.truncated * MIN_LOG_MASS
+            return np.clip(d, min(bound, 0.0), max(bound, 0.0)) - d
         edge = self.slope * _logit(trainer)
         room = (self.slope - 1.0) * ENTROPY
         at = np.clip(_logit(rollout), edge + min(room, 0.0), edge + max(room, 0.0))
