@@ -179,7 +179,9 @@ def _fallback_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     if not parameters:
         return
     is_by_kind = all(isinstance(v, dict | None) for v in parameters.values())
-    of_kinds = {k: v for k, v in parameters.items() if v} if is_by_kind else {"": parameters}
+    of_kinds: dict[str, dict[str, Any]] = (
+        {k: v for k, v in parameters.items() if v} if is_by_kind else {"": parameters}
+    )
 
     def rebuilt(changed: dict[str, dict[str, Any]]) -> Callable[[], list[tuple[Any, str, Any]]]:
         return partial(_rebuilt, model.inner, changed if is_by_kind else changed[""])
@@ -216,7 +218,7 @@ def _fallback_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"with longrope's {one} factors at every length", rebuilt(same)
     if len(of_kinds) > 1:
         for kind, found in of_kinds.items():
-            everywhere: dict[str, dict[str, Any]] = dict.fromkeys(of_kinds, found)
+            everywhere = dict.fromkeys(of_kinds, found)
             yield f"with the rotary angles of its {kind} layers in all", rebuilt(everywhere)
 
 
@@ -365,9 +367,11 @@ def _fallback_maps(model: FallbackModel) -> list[list[Part]]:
     for path, module in model.inner.named_modules():
         parent, _, name = path.rpartition(".")
         if isinstance(module, nn.Linear):
-            if id(module.weight) not in kept and module.weight.shape[0] not in few:
+            weight = module.weight
+            is_kept = id(weight) in kept or weight.shape[0] in few
+            if isinstance(weight, nn.Parameter) and not is_kept:
                 fused = next((names for names in _FUSED if name in names), (name,))
-                found.setdefault((parent, *fused), []).append(Part(weight=module.weight))
+                found.setdefault((parent, *fused), []).append(Part(weight=weight))
             continue
         for own, weight in module.named_parameters(recurse=False):
             if weight.dim() == 3 and own in ("gate_up_proj", "down_proj"):

@@ -78,15 +78,16 @@ _WITH_INPUTS: dict[Number, tuple[tuple[int, int], ...]] = {
     "int8": ((1, 0),),
 }
 _INT4: tuple[Number, ...] = ("int4", "int4 to 7", "int4 asymmetric")
+_EIGHT_BITS: tuple[tuple[Number, tuple[int, int]], ...] = (
+    ("fp8", (0, 0)),
+    ("fp8", (1, 0)),
+    ("fp8", (128, 128)),
+    ("int8", (1, 0)),
+)
 SCHEMES: tuple[Scheme, ...] = (
     *(
         Scheme(number=number, block=block, has_inputs=has_inputs, is_fused=is_fused)
-        for number, block in (
-            ("fp8", (0, 0)),
-            ("fp8", (1, 0)),
-            ("fp8", (128, 128)),
-            ("int8", (1, 0)),
-        )
+        for number, block in _EIGHT_BITS
         for is_fused in ((False,) if block[0] == 1 else (False, True))
         for has_inputs in (False, True)
     ),

@@ -154,3 +154,57 @@ def test_a_model_whose_only_format_is_its_chat_template_is_read_by_it(tmp_path: 
     (model / "chat_template.jinja").write_text("{% for %}")
     broken = find_tokenization(Facts(model=str(model)))
     assert broken.renderer is None and "Expected an expression" in broken.lacks["renderer"]
+
+
+TEMPLATE = """\
+{%- macro system(text) %}{{ '<|im_start|>system\\n' ~ text ~ '<|im_end|>\\n' }}{% endmacro %}
+{%- if tools %}{{ system('Tools: ' ~ (tools | tojson)) }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ '<|im_start|>user\\n' ~ m.content ~ '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ m.content }}
+{%- for call in m.tool_calls %}
+{{- '<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+{{- (call.function.arguments | tojson) ~ '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+"""ChatML that declares its tools in words of its own."""
+
+
+@pytest.mark.parametrize(
+    ("more", "named", "kind"),
+    [
+        ({"chat_template.jinja": TEMPLATE}, "", JinjaRenderer),
+        ({}, "", ChatMLRenderer),
+        ({"chat_template.jinja": TEMPLATE}, "chatml", ChatMLRenderer),
+        ({"chat_template.jinja": "{% for %}"}, "", ChatMLRenderer),
+        (
+            {"chat_template.jinja": TEMPLATE, "renderer.json": '{"renderer": {"type": "chatml"}}'},
+            "",
+            ChatMLRenderer,
+        ),
+    ],
+    ids=["template", "none", "named", "broken", "renderer file"],
+)
+def test_a_template_that_declares_tools_in_its_own_way_goes_before_the_architectures_format(
+    tmp_path: Path, more: dict[str, str], named: str, kind: type
+):
+    model = model_copy(tmp_path / "m", left_out=("renderer.json",))
+    for name, text in more.items():
+        (model / name).write_text(text)
+    by_user = find_tokenization(Facts(model=str(model)), renderer=named)
+    by_input = find_tokenization(Facts(model=str(model), renderer=named))
+    assert type(by_user.renderer) is type(by_input.renderer) is kind
+
+
+def test_a_template_that_writes_what_the_architectures_format_does_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = model_copy(tmp_path / "m", left_out=("renderer.json",))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    own = find_tokenization(Facts(model=str(model))).renderer
+    monkeypatch.setattr(ChatMLRenderer, "render", lambda _, *what: own.render(*what))
+    assert isinstance(find_tokenization(Facts(model=str(model))).renderer, ChatMLRenderer)

@@ -7,6 +7,7 @@ from made_rows import best_of, bfloat16, noisy, nucleus, policy_rows, tempered
 from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import Examination, Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.checks.values.processed import MIN_LOG_MASS, Processing
 
 HAS = frozenset({"rollout_logprobs", "trainer_logprobs"})
 
@@ -62,6 +63,27 @@ def test_kept_tokens_that_only_the_sampler_renormalised_over_are_named(cut, size
 
 def test_the_mass_that_was_kept_is_said():
     assert "at least 0.9 of the mass" in told(policy_rows(sampler=nucleus(0.9)))
+
+
+@pytest.mark.parametrize("who", [1, -1])
+def test_a_truncation_explains_gaps_up_to_the_mass_that_it_may_drop(who):
+    sampler, gaps = np.full(4, -9.0), np.array([0.5, 2.9, 3.5, 6.0])
+    trainer = sampler - who * gaps
+    left = Processing(truncated=who).left_over(sampler, trainer)
+    assert left == pytest.approx(who * np.maximum(gaps + MIN_LOG_MASS, 0.0))
+    assert np.exp(MIN_LOG_MASS) == pytest.approx(0.05)
+    other_way = Processing(truncated=-who).left_over(sampler, trainer)
+    assert other_way == pytest.approx(who * gaps)
+
+
+@pytest.mark.parametrize(("nats", "is_named"), [(2.9, True), (4.0, False), (8.0, False)])
+@pytest.mark.parametrize("size", [8, 1])
+def test_gaps_that_would_keep_less_than_a_twentieth_of_the_mass_are_no_truncation(
+    nats, is_named, size
+):
+    rows = policy_rows(size=size, groups=64 // size)
+    apart = rows.with_(trainer_logprobs=rows.rollout - np.float32(nats))
+    assert bool(told(apart)) == is_named
 
 
 def test_both_at_once_are_named():

@@ -1,21 +1,24 @@
 """Checks of ids against the text that they spell: what they say of healthy rows and of others."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from cpu.doctor.checks.text_dumps import looked, played, policy, rows_of
 
+from lockstep.doctor.checks.base import Setting
 from lockstep.doctor.checks.examine import all_stages
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.tokens.alignment import Shifted
 from lockstep.doctor.checks.tokens.injected_control import InjectedControl
 from lockstep.doctor.checks.tokens.post_processed import PostProcessed
 from lockstep.doctor.checks.tokens.reencoded import Reencoded
-from lockstep.doctor.checks.tokens.replies import Speller, as_history
+from lockstep.doctor.checks.tokens.replies import Speller, as_history, changed_replies
 from lockstep.doctor.checks.tokens.rerendered import Rerendered
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.testing.faults.rows import RetokenizedRows, ShiftedLogprobs
-from lockstep.types import Message, Sample
+from lockstep.types import Message, Sample, ToolCall
 
 FORMATS = pytest.mark.parametrize("name", ["harmony", "chatml"])
 TEXT = (InjectedControl, Rerendered, PostProcessed, Reencoded)
@@ -162,6 +165,53 @@ def changed_samples(renderer, episodes, change):
     return samples
 
 
+def changes(renderer, engine, found):
+    """(change, in words) of one turn `found` that the engine answered with `engine`."""
+    prompt = renderer.render([Message(role="user", content="What is it?")])
+    row = Sample(
+        id="r",
+        token_ids=np.array([*prompt, *found], np.int32),
+        loss_mask=np.arange(len(prompt) + len(found)) >= len(prompt),
+    )
+    rows = Rows.of([row], engine_ids=((np.array(engine, np.int32),),))
+    setting = Setting(
+        tokenizer=renderer.tokenizer, renderer=renderer, stop_ids=frozenset(renderer.stop_ids)
+    )
+    told = changed_replies(rows, Speller(renderer.tokenizer), setting)
+    return [(reply.change, reply.what) for reply in told]
+
+
+@pytest.mark.parametrize("content", ["", "Let me see. \n\n"])
+def test_a_call_whose_json_the_template_wrote_again_was_rendered_again(content):
+    renderer, _ = played("chatml", rows=0)
+
+    def written(arguments, content):
+        call = ToolCall(name="find", arguments=arguments)
+        return renderer.render_reply(Message(role="assistant", content=content, tool_calls=(call,)))
+
+    engine = written('{"q":"job",   "n":[1,2]}', content)
+    found = written('{"q": "job", "n": [1, 2]}', content.strip())
+    ((change, what),) = changes(renderer, engine, found)
+    assert change == "rerendered" and what.endswith("with the JSON of its calls written again")
+    assert changes(renderer, engine, engine) == []
+
+
+def test_the_same_text_with_other_control_tokens_was_encoded_again():
+    renderer, _ = played("chatml", rows=0)
+    encode, stop = renderer.tokenizer.encode, renderer.stop_ids[0]
+    control = renderer.tokenizer.control_id("<tool_call>")
+    before, after = encode("then "), encode("job answer")
+    spelt = [*before, *encode("<tool_call>"), *after, stop]
+    made = [*before, control, *after, stop]
+    assert renderer.tokenizer.decode(spelt) == renderer.tokenizer.decode(made)
+    told = [("reencoded", "the same text, encoded with its control tokens")]
+    assert changes(renderer, spelt, made) == told
+
+    # Without the stop id in the engine's answer, the template wrote it.
+    told = [("rerendered", "the same text, encoded again and closed by a stop id")]
+    assert changes(renderer, spelt[:-1], made) == told
+
+
 @pytest.mark.parametrize("engine", [False, True])
 def test_replies_that_were_stripped_are_named(engine):
     renderer, episodes = played("chatml", rows=32)
@@ -185,6 +235,53 @@ def test_a_program_that_strips_messages_changed_no_ids():
     read = tuple(tuple(strip(m) for m in messages) for messages in rows.messages)
     _, findings = looked([PostProcessed], rows.with_(messages=read), renderer)
     assert findings["tokens/post_processed"].verdict == "consistent"
+
+
+def test_json_that_a_client_writes_in_its_own_way_changed_no_ids():
+    renderer, episodes = played("chatml")
+    rows = rows_of(episodes, noise=0.5)  # the two sides disagree, so another text would be a cause
+
+    def compact(message):
+        calls = tuple(
+            replace(call, arguments=json.dumps(json.loads(call.arguments), separators=(",", ":")))
+            for call in message.tool_calls
+        )
+        return replace(message, tool_calls=calls)
+
+    read = tuple(tuple(map(compact, messages)) for messages in rows.messages)
+    assert read != rows.messages
+    _, findings = looked([PostProcessed], rows.with_(messages=read), renderer)
+    assert findings["tokens/post_processed"].verdict == "consistent"
+
+
+@pytest.mark.parametrize("num_rows", [2, 8])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_untrained_text_before_the_end_of_a_trained_turn_was_added_to_it(num_rows, is_trained):
+    renderer, episodes = played("chatml")
+    dot = renderer.tokenizer.encode(".")
+    samples = [episode.row for episode in episodes]
+    for number in range(num_rows):
+        row = samples[number]
+        end = len(row.token_ids) - 1
+        assert row.token_ids[end] in renderer.stop_ids
+        at = np.array([*range(end), end, end])  # the first one becomes the dot
+        ids, mask = row.token_ids[at].copy(), row.loss_mask[at].copy()
+        ids[end], mask[end] = dot[0], is_trained
+        columns = {name: row.columns[name][at] for name in ("rollout_logprobs", "turn")}
+        samples[number] = Sample(id=row.id, token_ids=ids, loss_mask=mask, columns=columns)
+    rows = rows_of(episodes, samples, messages=False).with_(**dict.fromkeys(LEAN))
+    _, findings = looked([PostProcessed], rows, renderer)
+    finding = findings["tokens/post_processed"]
+    is_found = num_rows > 2 and not is_trained
+    assert finding.figures["inserted"] == (0 if is_trained else num_rows)
+    assert finding.verdict == ("differs" if is_found else "consistent")
+    if is_found:
+        assert finding.measured.startswith("8 turns have text before their end that is not trained")
+        of_row = {e.row: e for e in finding.evidence if "added before the end" in e.note}
+        for row, evidence in of_row.items():
+            ids = rows.token_ids[rows.slices[rows.row_ids.index(row)]]
+            assert ids[evidence.begin : evidence.end].tolist() == dot
+        assert of_row
 
 
 @FORMATS

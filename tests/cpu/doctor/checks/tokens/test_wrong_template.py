@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from cpu.doctor.checks.text_dumps import looked, played, policy, rows_of
 
+from lockstep.doctor.checks.base import Setting
+from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.tokens.context import DroppedSeparator, Padding, opening_of
 from lockstep.doctor.checks.tokens.injected_control import InjectedControl
 from lockstep.doctor.checks.tokens.wrong_template import (
@@ -11,9 +13,11 @@ from lockstep.doctor.checks.tokens.wrong_template import (
     WrongTemplate,
     describe,
     tools_in,
+    undeclared_tool,
 )
 from lockstep.testing.faults.rows import DroppedSeparators, PaddedRows
 from lockstep.testing.faults.rows import WrongTemplate as Fault
+from lockstep.types import Message, ToolCall
 
 CHECKS = (WrongTemplate, UnlikeTemplate, Padding, DroppedSeparator, InjectedControl)
 KINDS = ("system", "opening", "beginning", "space")
@@ -91,6 +95,148 @@ def test_messages_tell_another_prompt_only_where_the_two_sides_disagree(kind):
     assert list(found) == ["wrong_template"] and found["wrong_template"].basis == "fit"
     _, findings = looked(CHECKS, rows.with_(trainer_logprobs=rows.rollout), renderer)
     assert findings["template/unlike_template"].verdict == "information"
+
+
+def answers(change=lambda prompt: prompt, *, gap=0.0, noise=0.0, messages=True):
+    """(renderer, rows) of eight questions with four equal answers each, the trainer `gap` nats off
+    on each token, with noise that is new each time; their prompts changed by `change`."""
+    renderer, _ = played("chatml", rows=0)
+    asked = [Message(role="system", content="Be brief.")]
+    ids, mask, dialogues = [], [], []
+    for number in range(32):
+        user = Message(role="user", content=f"What is job {number // 4}?")
+        answer = Message(role="assistant", content=f"Job {number // 4} is a nurse or a pilot.")
+        prompt, reply = change(renderer.render([*asked, user])), renderer.render_reply(answer)
+        ids.append([*prompt, *reply])
+        mask.append([False] * len(prompt) + [True] * len(reply))
+        dialogues.append((*asked, user, answer))
+    trained = np.concatenate(mask)
+    rollout = np.where(trained, np.float32(-0.7), np.float32(np.nan))
+    drawn = np.random.default_rng(0).normal(0.0, 1.0, len(rollout)).astype(np.float32)
+    rows = Rows(
+        row_ids=tuple(f"r{number}" for number in range(32)),
+        offsets=np.cumsum([0, *map(len, ids)]),
+        token_ids=np.concatenate(ids).astype(np.int32),
+        loss_mask=trained,
+        rollout_logprobs=rollout,
+        trainer_logprobs=rollout - np.float32(gap) + np.float32(noise) * drawn,
+        messages=tuple(dialogues) if messages else None,
+    )
+    return renderer, rows
+
+
+def unlike(renderer, rows):
+    return looked([UnlikeTemplate], rows, renderer)[1]["template/unlike_template"]
+
+
+SMALL = 0.015
+"""Nats whose k2, 1.1e-4, is between what a beginning needs and what another prompt does."""
+
+
+@pytest.mark.parametrize(
+    ("change", "how", "verdict"),
+    [
+        (lambda prompt: prompt[1:], {"gap": SMALL}, "differs"),
+        (lambda prompt: [prompt[-1], *prompt], {"gap": SMALL}, "differs"),
+        (lambda prompt: prompt[1:], {"noise": SMALL}, "information"),
+        (lambda prompt: prompt[1:], {}, "information"),
+        (lambda prompt: [*prompt[:9], *prompt[10:]], {"gap": SMALL}, "information"),
+        (lambda prompt: [*prompt[:9], *prompt[10:]], {"gap": 2 * SMALL}, "differs"),
+        (lambda prompt: prompt, {"gap": 2 * SMALL}, "consistent"),
+    ],
+    ids=["lost", "added", "noise", "no gap", "elsewhere", "elsewhere and larger", "as written"],
+)
+def test_a_small_gap_that_repeats_is_of_a_beginning_that_is_lost_or_added(change, how, verdict):
+    assert unlike(*answers(change, **how)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("more", "verdict"),
+    [
+        ("<think>\n\n</think>\n\n", "differs"),
+        ("<think>\n", "differs"),
+        ("Sure: ", "consistent"),  # words that the program begins the reply with
+    ],
+)
+def test_a_thought_after_the_opening_is_of_another_template_and_words_are_not(more, verdict):
+    renderer, _ = played("chatml", rows=0)
+    for extra in (renderer.tokenizer.encode(more), encoded_with_controls(renderer, more)):
+        made = lambda prompt, extra=extra: [*prompt, *extra]  # noqa: E731
+        assert unlike(*answers(made, gap=0.2)).verdict == verdict
+        quiet = unlike(*answers(made)).verdict
+        assert quiet == ("information" if verdict == "differs" else verdict)
+
+
+def encoded_with_controls(renderer, text):
+    """As a template's text is encoded: names of control tokens are these."""
+    tokenizer, out = renderer.tokenizer, []
+    names = {tokenizer.control_name(id_): id_ for id_ in tokenizer.control_ids}
+    while text:
+        name = next((name for name in names if text.startswith(name)), "")
+        out += [names[name]] if name else tokenizer.encode(text[0])
+        text = text[len(name or text[0]) :]
+    return out
+
+
+def calling(prompts, *, messages=True, arguments='{"q": "job"}'):
+    """(setting, rows) of replies that call find(q) after these prompts."""
+    renderer, _ = played("chatml", rows=0)
+    call = ToolCall(name="find", arguments=arguments)
+    answer = Message(role="assistant", tool_calls=(call,))
+    reply, ids, mask, dialogues = renderer.render_reply(answer), [], [], []
+    for words in prompts:
+        user = Message(role="user", content=words)
+        prompt = renderer.render([user])
+        ids.append([*prompt, *reply])
+        mask.append([False] * len(prompt) + [True] * len(reply))
+        dialogues.append((user, answer))
+    rows = Rows(
+        row_ids=tuple(f"r{number}" for number in range(len(ids))),
+        offsets=np.cumsum([0, *map(len, ids)]),
+        token_ids=np.concatenate(ids).astype(np.int32),
+        loss_mask=np.concatenate(mask),
+        messages=tuple(dialogues) if messages else None,
+    )
+    return Setting(tokenizer=renderer.tokenizer, renderer=renderer), rows
+
+
+@pytest.mark.parametrize("messages", [True, False])
+@pytest.mark.parametrize(
+    ("prompts", "name"),
+    [
+        (["Who is it?", "And where?"], "find"),
+        (["Please find it.", "And where?"], "find"),  # the name is a word, but no argument's
+        (["Who is it?", "Tools: find(q)"], ""),  # one declaration is enough
+    ],
+)
+def test_a_tool_is_undeclared_if_no_prompt_has_its_name_and_arguments(prompts, name, messages):
+    setting, rows = calling(prompts, messages=messages)
+    assert undeclared_tool(rows, setting) == name
+
+
+def test_no_tool_is_undeclared_without_calls_or_without_a_renderer():
+    setting, rows = calling(["Who is it?"])
+    assert undeclared_tool(rows, Setting()) == ""
+    _, others = answers()
+    assert undeclared_tool(others, setting) == ""
+    setting, rows = calling(["Who is it?"], arguments="{no json")
+    assert undeclared_tool(rows, setting) == ""
+
+
+@pytest.mark.parametrize("messages", [True, False])
+def test_calls_of_a_tool_that_no_prompt_declares_name_the_template_where_the_sides_disagree(
+    messages,
+):
+    renderer, episodes = played("chatml", rows=16)
+    rows = rows_of(episodes, messages=messages)
+    finding = unlike(renderer, rows)
+    assert finding.verdict == "information" and "nothing of the tool 'find'" in finding.measured
+    moved = rows.with_(rollout_logprobs=(rows.rollout - np.float32(0.3)).astype(np.float32))
+    finding = unlike(renderer, moved)
+    assert (finding.verdict, finding.cause) == ("differs", "wrong_template")
+    assert "16 of 16 prompts" in finding.measured and "'find'" in finding.measured
+    sent = tuple((np.array([1], np.int32),) for _ in episodes)
+    assert unlike(renderer, moved.with_(engine_prompt_ids=sent)).verdict != "differs"
 
 
 def test_the_opening_is_without_the_close_before_it():
