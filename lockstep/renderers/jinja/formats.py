@@ -234,10 +234,11 @@ def _read_one(
     text = unmarked(text, mark)
     if format.kind == "json":
         return read_call(text, arguments_key=format.arguments_key, ignored_keys=format.other_keys)
-    name, found, arguments = text.partition(format.between.strip())
-    name, arguments = name.strip(), arguments.strip()
-    if not found or not name or not name.isprintable():
-        return f"a call is not NAME {format.between.strip()} ARGUMENTS"
+    between = format.between.strip()
+    at = text.find(between or "{")  # white space alone: the arguments are an object
+    name, arguments = text[: max(at, 0)].strip(), text[at + len(between) :].strip()
+    if not name or not name.isprintable():
+        return f"a call is not NAME {between} ARGUMENTS"
     try:
         json.loads(arguments)
     except (ValueError, RecursionError):

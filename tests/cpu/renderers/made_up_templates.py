@@ -52,6 +52,9 @@ CALLS = {
         "'<tool_call>' + " + _NAME + " + '\\n```json\\n' + call.function.arguments + "
         "'\\n```</tool_call>'"
     ),
+    "a line each": (
+        "'<tool_call>' + " + _NAME + " + '\\n' + call.function.arguments + '</tool_call>'"
+    ),
 }
 XML = """\
 {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
