@@ -228,8 +228,11 @@ def openings_of(renderer: Renderer) -> tuple[tuple[int, ...], ...]:
         except RendererError:
             continue
         close = tuple(one[len(one) - first_difference(one[::-1], two[::-1]) :])
-        if close and close[-len(out[0]) :] != out[0]:
-            out.append(close)
+        if not close or close[-len(out[0]) :] == out[0]:
+            continue
+        # Before its last control token may be what the message says besides, such as a call's id.
+        controls = [at for at, id_ in enumerate(close) if id_ in renderer.tokenizer.control_ids]
+        out.append(close[controls[-1] :] if controls else close)
     return tuple(out)
 
 
