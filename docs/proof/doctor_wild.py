@@ -124,7 +124,7 @@ class Work:
     has_versions: bool = False
     also: set[str] = field(default_factory=set)
     """Causes that are as right: a rendering that leaves most replies' text as it is encodes them
-    again, and does no more."""
+    again, and does no more; one that leaves out thoughts drops them."""
     sampler_model: Any = None
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -210,6 +210,8 @@ def rerendered(share: float) -> Callable[[Work, list[Row]], None]:
                     same_texts.append(len(set(texts)) == 1)
         if same_texts and np.mean(same_texts) >= 0.5:
             work.also.add("reencoded")
+        if work.program.parts.template == "thinking":  # `_anew` leaves out earlier thoughts
+            work.also.add("thinking_dropped")
 
     return change
 

@@ -73,8 +73,11 @@ def ids_of(text):
 @pytest.mark.parametrize(
     ("call", "thinking"),
     [
-        ("json", "drop"), ("json of an object", "keep"), ("fields", "drop"),
-        ("a line each", "keep"), ("xml", "keep"),
+        ("json", "drop"),
+        ("json of an object", "keep"),
+        ("fields", "drop"),
+        ("a line each", "keep"),
+        ("xml", "keep"),
     ],  # fmt: skip
 )
 def test_all_invariants_hold(make, call, thinking):

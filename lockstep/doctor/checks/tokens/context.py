@@ -439,11 +439,13 @@ class DuplicatedPrompt(_Context):
         prompt = np.zeros(len(rows), np.int64)
         prompt[spans.row[spans.is_first]] = rows.position[spans.begin[spans.is_first]]
         opener = np.full(len(rows), -1, np.int64)
-        asked = prompt >= MIN_PROMPT
+        least = MIN_PROMPT // 2
+        asked = np.flatnonzero(prompt >= MIN_PROMPT)
+        head = ids[start[asked, None] + np.arange(least)]
+        asked = asked[(head != head[:, :1]).any(axis=1)]  # a run of padding comes again in itself
         opener[asked] = ids[start[asked]]
         at = np.flatnonzero(ids == np.repeat(opener, rows.sizes))
         row = rows.row_of[at]
-        least = MIN_PROMPT // 2
         kept = (at - start[row] >= least) & (at + least <= rows.offsets[row + 1])
         at, row = at[kept], row[kept]
         for step in range(1, least):

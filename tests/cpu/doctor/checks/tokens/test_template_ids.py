@@ -11,6 +11,7 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.tokens.context import (
     MAX_OPENINGS,
     DroppedSeparator,
+    DuplicatedPrompt,
     TemplateIds,
     openings_of,
     separators_of,
@@ -166,3 +167,21 @@ def test_openings_that_are_never_the_same_are_not_kept_without_end():
 
         assert len(ids._openings) <= MAX_OPENINGS
     assert ids.openings == ()
+
+
+def test_padding_before_a_row_is_not_its_prompt_again():
+    pad, prompt, reply = [0] * 24, list(range(5, 29)), [40, 41]
+
+    def rows(*parts):
+        ids = np.array([i for part in parts for i in part], np.int32)
+        return Rows(
+            row_ids=("a",),
+            offsets=np.array([0, len(ids)]),
+            token_ids=ids,
+            loss_mask=np.arange(len(ids)) >= len(ids) - len(reply),
+        )
+
+    for parts, verdict in (((pad, prompt), "consistent"), ((prompt, prompt), "differs")):
+        check = DuplicatedPrompt(Setting())
+        check.look(rows(*parts, reply))
+        assert check.conclude().verdict == verdict
