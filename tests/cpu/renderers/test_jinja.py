@@ -78,7 +78,7 @@ def ids_of(text):
         ("fields", "drop"),
         ("a line each", "keep"),
         ("xml", "keep"),
-    ],  # fmt: skip
+    ],
 )
 def test_all_invariants_hold(make, call, thinking):
     renderer = make(template(call), thinking=thinking)
