@@ -304,8 +304,9 @@ def _change(
     if setting.renderer is not None:
         for form, what in renderings(engine, setting.renderer):
             shared = min(len(form), len(found))
-            is_whole = not speller.is_text(found[shared:]).any()
-            if shared >= MIN_FORM_TOKENS and is_whole and (found[:shared] == form[:shared]).all():
+            # What begins as it was sampled shows no rendering.
+            is_other = not np.array_equal(form[:shared], engine[:shared])
+            if shared >= MIN_FORM_TOKENS and is_other and (found[:shared] == form[:shared]).all():
                 return "rerendered", what
     one, other = (ids[speller.is_text(ids) & (ids != setting.pad_id)] for ids in (engine, found))
     if np.array_equal(one, other):
