@@ -134,8 +134,7 @@ class _Compared(Check):
     @property
     def _undeclared(self) -> str:
         rows = self.comparison.evidence.rows
-        found = rows.once("undeclared tool", lambda: undeclared_tool(rows, self.setting))
-        return found
+        return rows.once("undeclared tool", lambda: undeclared_tool(rows, self.setting))
 
     def show_worst(
         self, side: Side, rows_hit: BoolArray, note: str = "", other: Float64Array | None = None

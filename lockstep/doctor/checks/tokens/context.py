@@ -594,12 +594,12 @@ def separators_of(renderer: Renderer) -> dict[int, Separator]:
             if first > 0:
                 found.setdefault(tuple(glue[:first]), set()).add((glue[first],))
             elif first < 0:
-                header = renderer.tokenizer.decode(header)
-                bare = header.lstrip()
+                text = renderer.tokenizer.decode(header)
+                bare = text.lstrip()
                 # The last id may be another one before the message's own text.
                 opener = tuple(renderer.tokenizer.encode(bare)[:-1])
-                if opener and bare != header:
-                    separator = renderer.tokenizer.encode(header[: -len(bare)])
+                if opener and bare != text:
+                    separator = renderer.tokenizer.encode(text[: -len(bare)])
                     found.setdefault(tuple(separator), set()).add(opener)
         for ids, openers in found.items():
             out.setdefault(stop, Separator(ids, frozenset(openers)))

@@ -27,7 +27,7 @@ MIN_LATE_TEXTS = 4
 """Texts that stand there: a program that writes the first words of replies has one or two. Two are
 enough where later replies begin at their opening: such a program writes their words too."""
 MAX_EARLY = 16
-"""The same before the end of its opening, which a run may begin before."""
+"""Tokens before the end of an opening at which a run may begin and still be of its reply."""
 MIN_ANSWER = 8
 """Tokens that the engine's answer must have to be searched for in the row."""
 MAX_ALIKE = 64

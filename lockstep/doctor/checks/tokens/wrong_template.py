@@ -449,7 +449,8 @@ def undeclared_tool(rows: Rows, setting: Setting) -> str:
     """Names of tools, each with those of the arguments of one call."""
     for call in (call for message in known for call in message.tool_calls):
         with suppress(ValueError):
-            called.add((call.name, *json.loads(call.arguments)))
+            if isinstance(arguments := json.loads(call.arguments), dict):
+                called.add((call.name, *arguments))
     first = spans.is_first
     for begin, end in zip(rows.offsets[spans.row[first]], spans.begin[first], strict=True):
         prompt = tokenizer.decode(rows.token_ids[begin:end].tolist())

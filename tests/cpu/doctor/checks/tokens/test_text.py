@@ -128,7 +128,7 @@ def test_turns_that_were_rendered_again_are_named(name, engine, kept):
     assert max(shares(examined), key=shares(examined).get) == "rerendered"
     assert findings["tokens/rerendered"].verdict == "differs"
     if engine and (name, kept) != ("chatml", "message"):
-        assert findings["tokens/rerendered"].figures["match_rate"] < 0.5
+        assert findings["tokens/rerendered"].figures["match_rate"] < 0.4
 
 
 def test_the_history_form_of_a_reply_begins_where_a_turn_would_and_ends_at_its_close():

@@ -219,8 +219,9 @@ def test_no_tool_is_undeclared_without_calls_or_without_a_renderer():
     assert undeclared_tool(rows, Setting()) == ""
     _, others = answers()
     assert undeclared_tool(others, setting) == ""
-    setting, rows = calling(["Who is it?"], arguments="{no json")
-    assert undeclared_tool(rows, setting) == ""
+    for arguments in ("{no json", "5", "[1]"):  # what a model may write in the place of an object
+        setting, rows = calling(["Who is it?"], arguments=arguments)
+        assert undeclared_tool(rows, setting) == ""
 
 
 @pytest.mark.parametrize("messages", [True, False])
