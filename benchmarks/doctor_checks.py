@@ -186,6 +186,14 @@ def loops(chunks: Sequence[Rows], stops: frozenset[int]) -> dict[str, int]:
     return counts
 
 
+def _has(setting: Setting, rows: Rows, name: str) -> bool:
+    """Whether the dump, or what is known besides, has what a check needs."""
+    values = (getattr(one, name, None) for one in (setting, rows))
+    return any(
+        value is not None and not (isinstance(value, tuple) and not value) for value in values
+    )
+
+
 def seconds_of(run: Callable[[], Any], repeats: int) -> float:
     """CPU seconds, the least of all runs."""
     best = float("inf")
@@ -212,13 +220,18 @@ def compare(num_tokens: int, repeats: int) -> dict[str, Any]:
     renderer = ChatMLRenderer(tokenizer)
     setting = Setting(
         tokenizer=tokenizer, renderer=renderer, stop_ids=frozenset(renderer.stop_ids),
-        temperature=1.0, top_p=1.0, top_k=0,
+        temperature=1.0, top_p=1.0, top_k=0, generation_defaults={"temperature": 1.0},
     )  # fmt: skip
     chunks = make_chunks(num_tokens, setting)
     size = sum(rows.num_tokens for rows in chunks)
     num_rows = sum(len(rows) for rows in chunks)
     note(f"{size} tokens in {num_rows} rows, {len(chunks)} chunks")
-    kinds = [kind for checks in all_stages().values() for kind in checks]
+    kinds = [
+        kind
+        for checks in all_stages().values()
+        for kind in checks
+        if all(_has(setting, chunks[0], name) for name in kind.needs)
+    ]
     rates = {
         kind.name: size / seconds_of(lambda k=kind: look_by([k], setting, chunks), repeats)
         for kind in kinds
