@@ -48,8 +48,9 @@ TEXT = {
     "tokens/post_processed",
     "tokens/injected_control",
     "template/thinking_dropped",
+    "template/unlike_template",
 }
-"""Checks that encode or decode."""
+"""Checks that encode, decode or render."""
 ASKED = "ids, masks, places"
 """The checks that ask what the loops ask, and more."""
 HOW = (

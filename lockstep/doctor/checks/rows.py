@@ -464,6 +464,19 @@ class Spans:
         return [range(low, high) for low, high in pairwise(first)]
 
 
+def largest(values: npt.NDArray[Any], num: int) -> Int64Array:
+    """[at most num] indices of the largest of `values` [n], the largest first, and the first of
+    equal ones.
+
+    >>> largest(np.array([1.0, 3.0, 2.0, 3.0]), 3).tolist()
+    [1, 3, 2]
+    """
+    at = np.arange(len(values))
+    if len(values) > num:
+        at = np.flatnonzero(values >= np.partition(values, -num)[-num])
+    return at[np.argsort(-values[at], kind="stable")][:num]
+
+
 def indices_of(begin: Int64Array, end: Int64Array) -> Int64Array:
     """All indices of the slices begin..end, in order."""
     size = end - begin

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from lockstep.doctor.checks.base import MAX_EVIDENCE, Check, Finding
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows, largest
 from lockstep.doctor.checks.tokens.wrong_template import undeclared_tool
 from lockstep.doctor.numerics.compare import (
     COLUMN_OF,
@@ -146,7 +146,7 @@ class _Compared(Check):
         rows = self.comparison.evidence.rows
         d = np.abs(side.values - side.reference)
         d[~np.isfinite(d) | ~rows_hit[rows.row_of]] = 0.0
-        for at in np.argsort(-d)[:MAX_EVIDENCE].tolist():
+        for at in largest(d, MAX_EVIDENCE).tolist():
             if not d[at]:
                 break
             held = "the model" if side.is_known[rows.row_of[at]] else "the other side"

@@ -298,8 +298,8 @@ class UnlikeTemplate(_PromptCheck):
         gap, chosen = np.abs(rows.gap[at]), is_other[rows.row_of[at]]
         for sums, of in zip(self._gap, (chosen, ~chosen), strict=True):
             sums += [gap[of].sum(), 0.5 * (gap[of] ** 2).sum(), of.sum()]
-        for side in (rows.rollout, rows.trainer) if is_other.any() else ():
-            noise = noise_of(rows, side)
+        for who in ("sampler", "trainer") if is_other.any() else ():
+            noise = noise_of(rows, who)
             self._noise += noise.within
             self._freedom += noise.freedom
             self._square += noise.mean_square_gap * noise.freedom

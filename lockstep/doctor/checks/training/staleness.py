@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, add_by
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import Float64Array, Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows, largest
 from lockstep.types import Int64Array
 
 MIN_K2 = 1e-8
@@ -53,7 +53,7 @@ class Stale(Check):
         age = ages(rows)[compared]
         add_by(self._by_age, age, gap[compared])
         old = compared[(age > (self.setting.max_staleness or 0)) | (age < 0)]
-        for at in old[np.argsort(-np.abs(gap[old]), kind="stable")][:NUM_SHOWN].tolist():
+        for at in old[largest(np.abs(gap[old]), NUM_SHOWN)].tolist():
             assert rows.policy_version is not None and rows.trainer_version is not None, "needs"
             trained = int(rows.trainer_version[rows.row_of[at]])
             note = f"sampled by version {rows.policy_version[at]}, trained on by version {trained}"

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, gap_of
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows, largest
 from lockstep.types import FORCED_LOGPROB, Int64Array
 
 MIN_K2 = 1e-8
@@ -46,8 +46,8 @@ MIN_LEAD = 4
 kind of text that comes first, breaks both ways or the other one."""
 CERTAINTY = 0.05
 """Added to 1 - p, so that nearly certain tokens, whose gap is rounding, do not stand out."""
-MAX_ROWS = 2048
-"""Rows of a chunk that are searched for a break; more would tell no more."""
+MAX_ROWS = 256
+"""Rows of a chunk that are searched for a break, spread over it; more would tell no more."""
 NUM_SHOWN = 4
 """Turns or rows of one chunk that are offered as evidence."""
 
@@ -77,7 +77,7 @@ class MixedVersions(Check):
         larger = judged & (before * num_after > after * num_before)
         self.count(turns=len(spans), mixed_turns=judged, larger_before=larger)
         worst = np.flatnonzero(larger)
-        for s in worst[np.argsort(-before[worst], kind="stable")][:NUM_SHOWN].tolist():
+        for s in worst[largest(before[worst], NUM_SHOWN)].tolist():
             begin, end = int(spans.begin[s]), int(spans.end[s])
             assert rows.policy_version is not None, "the check's needs"
             versions = rows.policy_version[begin:end]
@@ -200,8 +200,9 @@ def _breaks(rows: Rows) -> _Breaks:
 
 def _find_breaks(rows: Rows) -> _Breaks:
     found: list[tuple[int, int, int]] = []
-    judged = _judged(rows, least=2 * MIN_PART)
-    for row, at in judged.items():
+    judged = list(_judged(rows, least=2 * MIN_PART).items())
+    judged = judged[:: -(-len(judged) // MAX_ROWS) or 1]
+    for row, at in judged:
         split = _break(_scaled(rows, at), np.abs(rows.gap[at]))
         if split:
             found.append((row, int(at[abs(split)]), int(split > 0)))
@@ -220,7 +221,7 @@ def _judged(rows: Rows, *, least: int) -> dict[int, Int64Array]:
     version = rows.policy_version[compared]
     first = np.append(version, -1)[np.searchsorted(compared, rows.offsets[:-1])]
     is_one[rows.row_of[compared[version != first[rows.row_of[compared]]]]] = False
-    return {row: judged[low[row] : high[row]] for row in np.flatnonzero(is_one)[:MAX_ROWS].tolist()}
+    return {row: judged[low[row] : high[row]] for row in np.flatnonzero(is_one).tolist()}
 
 
 def _scaled(rows: Rows, at: Int64Array) -> Float64Array:

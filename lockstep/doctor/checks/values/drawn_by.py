@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import Float64Array, Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows, largest
 from lockstep.doctor.checks.training.staleness import signs
 from lockstep.types import Int64Array
 
@@ -69,8 +69,7 @@ class DraftLogprobs(Check):
         for s, of in self._rows.items():
             kept = (num > 0) & (sign == s)
             of.append(np.stack([num, up, down, group.astype(np.float64)], axis=1)[kept])
-        worst = np.argsort(-d, kind="stable")[:NUM_SHOWN]
-        for i in worst.tolist():
+        for i in largest(d, NUM_SHOWN).tolist():
             note = f"the trainer gives this token exp({d[i]:.2f}) times the sampler's probability"
             self.show(float(d[i]), rows, int(at[i]), int(at[i]) + 1, note)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import Float64Array, Rows
-from lockstep.doctor.checks.values.precision import MIN_SHARE_NOISY, Contexts, Marks, contexts_of
+from lockstep.doctor.checks.rows import Float64Array, Rows, largest
+from lockstep.doctor.checks.values.precision import MIN_SHARE_NOISY, Marks, contexts_of
 from lockstep.observe.alarms import DENSE_BAND, MOE_BAND
 from lockstep.types import FORCED_LOGPROB, Float32Array
 
@@ -83,15 +83,20 @@ class Noise:
         return self.square_gap / max(self.tokens, 1)
 
 
-def noise_of(rows: Rows, side: Float32Array) -> Noise:
-    """The noise of one side in one chunk. side: [N] log-probs. Needs `rollout_logprobs`; forced
-    tokens are left out, for they cannot vary."""
+def noise_of(rows: Rows, who: str) -> Noise:
+    """The noise of one side, sampler or trainer, in one chunk, found once. Needs
+    `rollout_logprobs`; forced tokens are left out, for they cannot vary."""
+    return rows.once(f"noise of {who}", lambda: _noise_of(rows, who))
+
+
+def _noise_of(rows: Rows, who: str) -> Noise:
     contexts = contexts_of(rows)
     rollout = rows.rollout[contexts.repeated].astype(np.float64)
     unforced = contexts.means(rollout) < FORCED_LOGPROB
     size = contexts.size[unforced]
-    within = _within(contexts, side[contexts.repeated].astype(np.float64))[unforced]
-    least = np.argsort(within / (size - 1), kind="stable")[: int(np.ceil(TYPICAL * len(size)))]
+    within = _within(rows, who)[unforced]
+    num_least = int(np.ceil(TYPICAL * len(size)))
+    least = np.argpartition(within / (size - 1), num_least - 1)[:num_least] if num_least else []
     out = Noise(
         tokens=int(size.sum()),
         groups=len(size),
@@ -109,11 +114,21 @@ def noise_of(rows: Rows, side: Float32Array) -> Noise:
     return out
 
 
-def _within(contexts: Contexts, values: Float64Array) -> Float64Array:
-    """[G] sum of squares about the mean of each group. values: [M]."""
-    apart = values - contexts.means(values)[contexts.group]
-    total = np.bincount(contexts.group, apart * apart, minlength=len(contexts.size))
-    return total.astype(np.float64)
+def _within(rows: Rows, who: str) -> Float64Array:
+    """[G] sum of squares of one side's log-probs about the mean of each group."""
+
+    def find() -> Float64Array:
+        contexts = contexts_of(rows)
+        values = _side(rows, who)[contexts.repeated].astype(np.float64)
+        apart = values - contexts.means(values)[contexts.group]
+        total = np.bincount(contexts.group, apart * apart, minlength=len(contexts.size))
+        return total.astype(np.float64)
+
+    return rows.once(f"within groups of {who}", find)
+
+
+def _side(rows: Rows, who: str) -> Float32Array:
+    return rows.rollout if who == "sampler" else rows.trainer
 
 
 class _Repeated(Check):
@@ -130,19 +145,18 @@ class _Repeated(Check):
         """Sum of d^2 over all compared tokens."""
 
     def look(self, rows: Rows) -> None:
-        side = rows.rollout if self.who == "sampler" else rows.trainer
-        self._noise.add(noise_of(rows, side))
+        side = _side(rows, self.who)
+        self._noise.add(noise_of(rows, self.who))
         self._marks.add(rows, side, temperature=self.setting.temperature)
         d = rows.gap[rows.compared]
         self._square += float(d @ d)
         with np.errstate(invalid="ignore"):
             self.count(unforced=rows.loss_mask & (rows.rollout < FORCED_LOGPROB))
         contexts = contexts_of(rows)
-        values = side[contexts.repeated].astype(np.float64)
-        spread = np.sqrt(_within(contexts, values) / (contexts.size - 1))
+        spread = np.sqrt(_within(rows, self.who) / (contexts.size - 1))
         begin = np.cumsum(contexts.size) - contexts.size
-        largest = np.flatnonzero(spread > FLOAT32_STD)
-        for g in largest[np.argsort(-spread[largest], kind="stable")][:NUM_SHOWN].tolist():
+        varying = np.flatnonzero(spread > FLOAT32_STD)
+        for g in varying[largest(spread[varying], NUM_SHOWN)].tolist():
             places = contexts.repeated[begin[g] : begin[g] + contexts.size[g]]
             told = ", ".join(f"{v:.4f}" for v in side[places[:NUM_SHOWN]].tolist())
             more = ", ..." if len(places) > NUM_SHOWN else ""

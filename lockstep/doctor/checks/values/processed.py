@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows, largest
 from lockstep.doctor.checks.values.precision import contexts_of
 from lockstep.types import Int64Array
 
@@ -217,7 +217,7 @@ class Processed(Check):
     def _show(self, best: _Fit, sample: _Sample) -> None:
         d = np.abs(sample.d)
         hit = np.flatnonzero(best.hit[sample.row])
-        for i in hit[np.argsort(-d[hit])][:NUM_SHOWN].tolist():
+        for i in hit[largest(d[hit], NUM_SHOWN)].tolist():
             at = int(sample.at[i])
             note = f"sampler {sample.rollout[i]:.4f}, trainer {sample.trainer[i]:.4f}"
             self.show(float(d[i]), sample.rows, at, at + 1, note)
@@ -233,6 +233,8 @@ class GenerationDefaults(Processed):
 
     def look(self, rows: Rows) -> None:
         super().look(rows)
+        if not self._penalty > 1:
+            return
         at = rows.compared[np.abs(rows.gap[rows.compared]) > MIN_GAP]
         # The first of the tokens of one row with one id is new, and all others come again.
         key = (rows.row_of << np.int64(32)) + rows.token_ids
@@ -243,11 +245,15 @@ class GenerationDefaults(Processed):
         self.count(new=~again, new_raised=~again & ~lowered)
 
     @property
+    def _penalty(self) -> float:
+        assert self.setting.generation_defaults is not None, "the check's needs"
+        return self.setting.generation_defaults.get("repetition_penalty", 1.0)
+
+    @property
     def _is_penalised(self) -> bool:
-        c, defaults = self.counts, self.setting.generation_defaults
-        assert defaults is not None, "the check's needs"
+        c = self.counts
         return (
-            defaults.get("repetition_penalty", 1.0) > 1
+            self._penalty > 1
             and min(c["again"], c["new"]) >= MIN_TOLD_OF_KIND
             and c["again_lowered"] >= MIN_LOWERED * c["again"]
             and c["new_raised"] >= MIN_RAISED * c["new"]
@@ -257,13 +263,12 @@ class GenerationDefaults(Processed):
         finding = super().conclude()
         settings = self._settings() if finding.verdict == "differs" else ()
         if not settings and self._is_penalised:
-            assert self.setting.generation_defaults is not None, "as above"
-            c, penalty = self.counts, self.setting.generation_defaults["repetition_penalty"]
+            c = self.counts
             self._chosen = None
             return self.differs(
                 f"{c['again_lowered']} of {c['again']} tokens that their row has already are less "
                 f"likely to the sampler, and {c['new_raised']} of {c['new']} others are likelier: "
-                f"generation_config.json has repetition_penalty={penalty:g}"
+                f"generation_config.json has repetition_penalty={self._penalty:g}"
             )
         if not settings:
             self._chosen = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Evidence, Finding, Setting, evidence_at
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows, indices_of, largest
 from lockstep.types import Float32Array, Int64Array
 
 MIN_CUT = 4
@@ -145,24 +145,27 @@ def _at_bounds(
     (`crossed`), or on the other side (`others`), and those within PILE_WIDTH inside (`close`).
     """
     judged = rows.compared
-    apart = (side[judged] - other[judged]) * np.float32(sign)
+    mine = side[judged]
+    apart = (mine - other[judged]) * np.float32(sign)
     # Log-probs end at 0; a 0 where the other side is below it is a filler.
-    beyond = np.flatnonzero((side[judged] < -1e-6) & (apart > CUT_MARGIN))
+    beyond = np.flatnonzero((mine < -1e-6) & (apart > CUT_MARGIN))
     if not len(beyond):
         return
     margin = np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids_of(rows, side)))
     at = judged[beyond]
     at = at[apart[beyond] > margin[at]]
     values, count = np.unique(side[at], return_counts=True)
-    values = values[count >= 2][np.argsort(-count[count >= 2], kind="stable")][:MAX_BOUNDS]
-    for value in values:
+    values, count = values[count >= 2], count[count >= 2]
+    begin_of, end_of = (np.searchsorted(judged, x) for x in (rows.offsets[:-1], rows.offsets[1:]))
+    for value in values[largest(count, MAX_BOUNDS)]:
         equal = at[side[at] == value]
         different = len(np.unique(np.round(other[equal] / CUT_MARGIN)))
         if different < 2:
             continue
-        beside = judged[(rows.row_sums(equal) > 0)[rows.row_of[judged]]]
+        hit = np.unique(rows.row_of[equal])
+        beside = judged[indices_of(begin_of[hit], end_of[hit])]
         inward, inward_other = (sign * (x[beside] - value) for x in (side, other))
-        is_at = judged[side[judged] == value]
+        is_at = judged[mine == value]
         is_inside = sign * (other[is_at] - value) > margin[is_at]
         counts = {
             "at": len(is_at),

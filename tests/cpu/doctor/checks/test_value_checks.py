@@ -64,7 +64,7 @@ def test_a_few_wild_tokens_over_little_noise_are_not_noise_that_makes_the_gap():
     contexts = contexts_of(rows)
     wild = rows.rollout_logprobs.copy()
     wild[contexts.repeated[:1]] -= 1.5
-    noise = noise_of(rows.with_(rollout_logprobs=wild), wild)
+    noise = noise_of(rows.with_(rollout_logprobs=wild), "sampler")
     assert noise.variance > 0.01 > 1e-4 > noise.typical_variance
     told = {f.check: f for f in examined(rows.with_(rollout_logprobs=wild)).findings}
     assert told["noise/sampler"].verdict == "information"
@@ -93,15 +93,15 @@ def test_noise_between_the_engines_of_another_framework_is_information_unless_it
 def test_a_bias_is_no_noise():
     offset = np.random.default_rng(5).normal(0, 0.1, 40)
     rows = policy_rows(sampler=lambda z, _: z + offset)
-    biased, trainer = (noise_of(rows, side) for _, _, side, _ in rows.sides())
+    biased, trainer = (noise_of(rows, who) for who in ("sampler", "trainer"))
     assert biased.variance < 1e-12 and trainer.variance < 1e-12 < biased.mean_square_gap
 
 
 def test_noise_of_chunks_adds_up():
-    whole, sum_of_parts = noise_of(HEALTHY, HEALTHY.rollout), Noise()
+    whole, sum_of_parts = noise_of(HEALTHY, "sampler"), Noise()
     for part in (range(32), range(32, 64)):  # whole groups
         rows = HEALTHY.take(list(part))
-        sum_of_parts.add(noise_of(rows, rows.rollout))
+        sum_of_parts.add(noise_of(rows, "sampler"))
     assert sum_of_parts.tokens == whole.tokens
     assert sum_of_parts.variance == pytest.approx(whole.variance)
 
