@@ -8,29 +8,37 @@ best of the repeats; reading files is not in it.
 Against what: the same questions as a trainer asks them in Python, one row after the other (where
 each turn ends, zeros, offsets, repeated prompts), written as plainly as they are in such loops.
 
-    python benchmarks/doctor_checks.py [--json] [--tokens N] [--repeats N]
+`lockstep doctor` itself is timed too, from its start to its verdict, on such dumps of --megabytes
+each: Parquet and JSON lines, with messages and the tokenizer, without a model.
+
+    python benchmarks/doctor_checks.py [--json] [--tokens N] [--repeats N] [--megabytes N]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from lockstep.doctor.checks.base import Check, Setting
 from lockstep.doctor.checks.examine import all_stages
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import CHUNK_TOKENS
+from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.watch import Watch
 from lockstep.models.locate import locate_model
 from lockstep.renderers.chatml import ChatMLRenderer
@@ -40,6 +48,8 @@ from lockstep.types import Message, ToolCall
 NAME = "doctor-checks"
 NUM_DIALOGUES = 200
 """Different rows; a dump repeats their ids, with log-probs of its own each time."""
+MEAN_TOKENS = 480
+"""Tokens of a dialogue, about."""
 GOALS = {"arrays": 2e6, "text": 2e5}
 """Tokens per second and core."""
 TEXT = {
@@ -57,11 +67,15 @@ HOW = (
     "tokens per second and core over made agent rows: the nine checks of ids, masks and places "
     "against six of their questions in a loop; best of the repeats, CPU time of one thread"
 )
-WORDS = ("the", "pet", "of", "Sara", "is", "a", "cat", "and", "her", "job", "baker", "in", "Rome")
+SYLLABLES = ("the", "pet", "sar", "ly", "is", "a", "cat", "tion", "her", "jo", "baker", "in", "ro")
+WORDS = tuple(map("".join, itertools.product(SYLLABLES, repeat=3)))
+"""2,197 words, so that text is packed no better than people's."""
 
 
-def make_chunks(num_tokens: int, setting: Setting) -> list[Rows]:
-    """Chunks as the doctor reads them, `num_tokens` in all."""
+def make_chunks(
+    num_tokens: int, setting: Setting, num_dialogues: int = NUM_DIALOGUES
+) -> list[Rows]:
+    """Chunks as the doctor reads them, `num_tokens` in all, of so many different dialogues."""
     renderer = setting.renderer
     assert renderer is not None, "made above"
     rng = np.random.default_rng(0)
@@ -70,7 +84,7 @@ def make_chunks(num_tokens: int, setting: Setting) -> list[Rows]:
         return " ".join(rng.choice(WORDS, int(rng.integers(low, high))))
 
     kinds: list[tuple[np.ndarray, np.ndarray, tuple[Message, ...]]] = []
-    for _ in range(NUM_DIALOGUES):
+    for _ in range(num_dialogues):
         messages = [
             Message(role="system", content=words(30, 60)),
             Message(role="user", content=words(10, 30)),
@@ -98,7 +112,7 @@ def make_chunks(num_tokens: int, setting: Setting) -> list[Rows]:
         chosen: list[int] = []
         size = 0
         while size < min(left, CHUNK_TOKENS):
-            chosen.append(int(rng.integers(NUM_DIALOGUES)))
+            chosen.append(int(rng.integers(num_dialogues)))
             size += len(kinds[chosen[-1]][0])
         chunks.append(_chunk([kinds[i] for i in chosen], rng))
         left -= size
@@ -215,7 +229,43 @@ def look_seconds(chunk: Rows, num_rows: int, tokenizer: Tokenizer, repeats: int)
         return seconds_of(lambda: watch.look(0, lambda _: rows.with_()), repeats)
 
 
-def compare(num_tokens: int, repeats: int) -> dict[str, Any]:
+def verdict_seconds(name: str, megabytes: float, setting: Setting) -> tuple[float, int]:
+    """(seconds of `lockstep doctor` on a dump of this size under this name, tokens in it). No
+    dialogue of the dump comes twice, except by chance."""
+    with tempfile.TemporaryDirectory() as directory:
+        path, num_tokens = Path(directory) / name, round(2e3 * megabytes)
+        for _ in range(2):  # a first one, to know the bytes of a token
+            chunks = make_chunks(num_tokens, setting, 1 + num_tokens // MEAN_TOKENS)
+            size = sum(rows.num_tokens for rows in chunks)
+            write_dump(path, chunks)
+            num_tokens = round(size * megabytes * 1e6 / path.stat().st_size)
+        command = [str(Path(sys.executable).with_name("lockstep")), "doctor", str(path), "--json"]
+        command += ["--tokenizer", str(locate_model("tiny-qwen3")), "--renderer", "chatml"]
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True)
+        seconds = time.perf_counter() - began
+        if done.returncode > 1:
+            raise SystemExit(f"lockstep doctor {name}: {done.stderr.strip()[-2000:]}")
+        told = f"{path.stat().st_size / 1e6:.3g} MB, {size / 1e6:.3g} M tokens"
+        note(f"lockstep doctor {name} ({told}): {seconds:.1f} s to the verdict")
+        return seconds, size
+
+
+def write_dump(path: Path, chunks: Sequence[Rows]) -> None:
+    """Parquet, or the same rows as JSON lines."""
+    parquet = path.with_suffix(".parquet")
+    write_rows(parquet, chunks)
+    if path == parquet:
+        return
+    with path.open("w") as file, pq.ParquetFile(parquet) as rows:
+        for batch in rows.iter_batches(256):
+            for row in batch.to_pylist():
+                for side in ("rollout_logprobs", "trainer_logprobs"):
+                    row[side] = [None if value != value else value for value in row[side]]
+                file.write(json.dumps(row) + "\n")
+
+
+def compare(num_tokens: int, repeats: int, megabytes: float) -> dict[str, Any]:
     """Everything, printed as it is found; the JSON line."""
     tokenizer = Tokenizer.from_file(locate_model("tiny-qwen3"))
     renderer = ChatMLRenderer(tokenizer)
@@ -251,6 +301,8 @@ def compare(num_tokens: int, repeats: int) -> dict[str, Any]:
     looks = {str(num): look_seconds(chunks[0], num, tokenizer, repeats) for num in (8, 32, 128)}
     for num, seconds in looks.items():
         note(f"a look of lockstep.watch at {num} rows: {1e3 * seconds:.0f} ms")
+    names = ("rows.parquet", "rows.jsonl")
+    verdicts = {name: verdict_seconds(name, megabytes, setting) for name in names}
     peer = size / seconds_of(lambda: loops(chunks, setting.stop_ids), max(1, repeats // 2))
     for group, rate in together.items():
         goal = f", goal {GOALS[group] / 1e6:g} M" if group in GOALS else ""
@@ -266,6 +318,10 @@ def compare(num_tokens: int, repeats: int) -> dict[str, Any]:
         "how": HOW,
         "tokens_per_second": {group: round(rate) for group, rate in together.items()},
         "look_seconds": {num: round(seconds, 4) for num, seconds in looks.items()},
+        "verdicts": {
+            name: {"megabytes": megabytes, "seconds": round(seconds, 1), "tokens": tokens}
+            for name, (seconds, tokens) in verdicts.items()
+        },
         "by_check": {name: round(rate) for name, rate in rates.items()},
         "tokens": size,
     }
@@ -282,10 +338,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the dump")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each check")
+    parser.add_argument("--megabytes", type=float, default=100.0, help="of each dump that is read")
     options = parser.parse_args()
-    if options.repeats < 1 or options.tokens < 1:
-        parser.error("--repeats and --tokens must be at least 1")
-    print(json.dumps(compare(options.tokens, options.repeats)))
+    if min(options.repeats, options.tokens) < 1 or not options.megabytes > 0:
+        parser.error("--repeats and --tokens must be at least 1, --megabytes above 0")
+    print(json.dumps(compare(options.tokens, options.repeats, options.megabytes)))
     return 0
 
 

@@ -165,6 +165,10 @@ class ToolCall:
     """Call id in protocols that have one (OpenAI); empty in harmony and ChatML."""
 
 
+_MESSAGE_KEYS = ["content", "name", "parse_error", "reasoning_content", "role", "thinking"]
+_MESSAGE_KEYS += ["tool_call_id", "tool_calls"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One turn of a dialogue, in words. Environments see messages and never a token.
@@ -213,11 +217,8 @@ class Message:
         if not isinstance(source, Mapping):
             raise DataError(f"a message must be an object, found {type(source).__name__}.")
         source = cast("Mapping[str, Any]", source)
-        known = {"role", "content", "thinking", "reasoning_content", "tool_calls", "name"}
-        known |= {"tool_call_id", "parse_error"}
-        unknown = sorted(set(source) - known)
-        if unknown:
-            raise DataError(f"message has unknown keys {unknown}; known are {sorted(known)}.")
+        if unknown := sorted(source.keys() - _MESSAGE_KEYS):
+            raise DataError(f"message has unknown keys {unknown}; known are {_MESSAGE_KEYS}.")
         content = source.get("content") or ""
         if not isinstance(content, str):
             raise DataError(

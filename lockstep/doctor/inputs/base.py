@@ -15,9 +15,10 @@ from lockstep.doctor.checks.rows import Rows
 
 CHUNK_TOKENS = 1 << 18
 """Tokens held in memory at a time: 20 bytes each, plus the arrays of the check that runs."""
-KEPT_BYTES = 64 << 20
-"""Size up to which rows stay in memory after the first reading: three million tokens with both
-log-probs. Checks read all rows several times, and unpacking a run costs more than most of them."""
+KEPT_BYTES = 768 << 20
+"""Size up to which rows stay in memory after the first reading: eighteen million tokens with both
+log-probs and messages, about 100 MB of Parquet. Checks read all rows several times, and unpacking
+a run costs more than most of them."""
 _WORDS_BYTES = 16
 """Approximate bytes per token of the text in messages."""
 
