@@ -219,7 +219,7 @@ def openings_of(renderer: Renderer) -> tuple[tuple[int, ...], ...]:
     """The opening of a reply, and the ends of messages that it follows without one: DeepSeek writes
     none after a tool's reply. Raises RendererError as `opening_of` does."""
     out = [opening_of(renderer)]
-    for message in _NEXT:
+    for message in NEXT:
         try:
             one, two = (
                 renderer.extend([renderer.stop_ids[0]], [replace(message, content=words)])
@@ -583,7 +583,7 @@ def separators_of(renderer: Renderer) -> dict[int, Separator]:
     out: dict[int, Separator] = {}
     for stop in renderer.stop_ids:
         found = dict[tuple[int, ...], set[tuple[int, ...]]]()
-        for message in _NEXT:
+        for message in NEXT:
             try:
                 glue = renderer.extend([stop], [message])
                 other = renderer.extend([stop], [replace(message, content="b")])
@@ -606,7 +606,7 @@ def separators_of(renderer: Renderer) -> dict[int, Separator]:
     return out
 
 
-_NEXT = (
+NEXT = (
     Message(role="user", content="a"),
     Message(role="tool", name="a", content="a"),
     Message(role="system", content="a"),

@@ -1,20 +1,32 @@
 """Was text from a tool or user encoded as control tokens?
 
-Each message is searched in the text of its row: no control token may be inside it.
+Each message is searched in the text of its row: no control token may be inside it. In rows without
+messages, the control tokens between two replies are compared with those that the template writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
+from lockstep.doctor.checks.tokens.context import NEXT, openings_of
 from lockstep.doctor.checks.tokens.replies import control_spelling
+from lockstep.errors import RendererError
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.pieces import first_difference
+from lockstep.types import Int32Array, Message
 
 MIN_WORDS_BYTES = 4
 """Bytes of a message that is searched for: shorter text is everywhere."""
+MIN_UNWRITTEN = 2
+"""Rows without messages that must have a control token too many: one may be of another dialogue
+format."""
 
 
 class InjectedControl(Check):
@@ -23,7 +35,7 @@ class InjectedControl(Check):
     name = "tokens/injected_control"
     claim = "messages of users and tools are text in the rows, never control tokens"
     cause = "injected_control"
-    needs = ("tokenizer", "messages")
+    needs = ("tokenizer",)
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -40,6 +52,28 @@ class InjectedControl(Check):
             self.show(1.0, rows, at, at + 1, note, self.tokenizer.encode(name) if is_spelt else ())
             self.count(injected_messages=1)
         self.count(rows=len(hit))
+        unwritten = list(self._between_replies(rows))
+        self.count(unwritten=len({int(rows.row_of[at]) for at in unwritten}))
+        for at in unwritten:
+            name = self.tokenizer.control_name(int(rows.token_ids[at]))
+            note = f"{name} is inside what follows a reply, where the template writes none"
+            self.show(0.5, rows, at, at + 1, note)
+
+    def _between_replies(self, rows: Rows) -> Iterator[int]:
+        """Index of a control token inside a message after a reply, in rows without messages."""
+        renderer = self.setting.renderer
+        if renderer is None:
+            return
+        frames = self.setting.once("frames", lambda: Frames(renderer))
+        spans = rows.spans
+        begin, end = spans.end[:-1], spans.begin[1:]
+        for at in np.flatnonzero(spans.row[:-1] == spans.row[1:]):
+            if rows.messages is not None and rows.messages[spans.row[at]]:
+                continue
+            self.count(observations=1)
+            place = frames.too_many(rows.token_ids[begin[at] : end[at]])
+            if place is not None:
+                yield int(begin[at]) + place
 
     def _injected(self, rows: Rows) -> Iterator[tuple[int, bool]]:
         """(index of the first control token inside a message, whether the message spells it)."""
@@ -71,6 +105,14 @@ class InjectedControl(Check):
                 f"{c['rows']} rows",
                 "shown" if c["spelt_messages"] else "fit",
             )
+        if c["unwritten"] >= MIN_UNWRITTEN:
+            return self.differs(
+                f"{c['unwritten']} rows have a control token inside a message after a reply, where "
+                "the template writes none",
+                "fit",
+            )
+        if not c["messages"] and not c["observations"]:
+            return self.not_checkable("messages, or a renderer and several replies in a row")
         return self.consistent(
             f"{c['messages']} messages of users and tools are text in their rows; "
             f"{c['spelt_messages']} of them spell a control token"
@@ -78,7 +120,60 @@ class InjectedControl(Check):
 
     def repair(self, rows: Rows) -> Rows:
         """Nothing is trained after an injected control token: the sampler may have read text."""
-        return rows.cut_from([at for at, _ in self._injected(rows)])
+        unwritten = self._between_replies(rows) if self.counts["unwritten"] >= MIN_UNWRITTEN else ()
+        return rows.cut_from([*(at for at, _ in self._injected(rows)), *unwritten])
+
+
+class Frames:
+    """The control tokens that a template writes between two replies, for any number of messages."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        control, stop = renderer.tokenizer.control_ids, [renderer.stop_ids[0]]
+
+        def controls(ids: list[int]) -> str:
+            return "".join(chr(i) for i in ids if i in control)
+
+        def glue(*messages: Message) -> list[int]:
+            return renderer.extend(stop, messages)
+
+        heads, tails, inner = dict[Message, str](), dict[Message, str](), set[str]()
+        for message in NEXT:
+            try:
+                one, two = (glue(replace(message, content=words)) for words in ("a", "b"))
+            except RendererError:
+                continue
+            heads[message] = controls(one[: first_difference(one, two)])
+            tails[message] = controls(one[len(one) - first_difference(one[::-1], two[::-1]) :])
+        for one, two in product(heads, repeat=2):
+            try:
+                both = controls(glue(one, two))
+            except RendererError:
+                continue
+            inner.add(both[len(heads[one]) : len(both) - len(tails[two])])
+
+        def any_of(words: Iterable[str]) -> str:
+            return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"
+
+        begin = f"{any_of(map(chr, renderer.stop_ids))}?{any_of(heads.values())}"
+        between, end = f"{any_of(inner)}*?" * bool(inner), any_of(tails.values())
+        self._sound = re.compile(f"{begin}{between}{end}", re.DOTALL)
+        self._more = re.compile(f"{begin}{between}(?P<more>.){between}{end}", re.DOTALL)
+        self._openings = openings_of(renderer) if heads else ()
+        self._control = list(control)
+
+    def too_many(self, ids: Int32Array) -> int | None:
+        """Position of one inside a message where the template writes none; None if all are as it
+        writes them, or otherwise in several places. ids: what is between two replies."""
+        places = np.flatnonzero(np.isin(ids, self._control))
+        text = "".join(map(chr, ids[places].tolist()))
+        found = None if self._sound.fullmatch(text) else self._more.fullmatch(text)
+        if not self._openings or found is None:
+            return None
+        place = int(places[found.start("more")])
+        before = ids[:place].tolist()
+        # Directly behind the opening of a reply there is another prompt, and no message.
+        is_prompt = any(before[len(before) - len(o) :] == list(o) for o in self._openings)
+        return None if is_prompt else place
 
 
 def control_inside(

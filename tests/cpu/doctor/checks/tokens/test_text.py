@@ -316,6 +316,18 @@ def test_control_tokens_that_a_tool_spelt_are_found_where_they_stand(name):
     assert finding.verdict == "differs" and finding.figures["rows"] == len(episodes)
     assert finding.evidence[0].expected_ids == tuple(text)
 
+    # Without messages, the template tells that it writes no such token there.
+    rows = rows_of(episodes, samples, messages=False)
+    _, findings = looked([InjectedControl], rows, renderer)
+    assert findings["tokens/injected_control"].figures["unwritten"] == len(episodes)
+    places = [(e.row, e.begin) for e in findings["tokens/injected_control"].evidence]
+    assert all(
+        rows.token_ids[rows.slices[rows.row_ids.index(r)]][at] == control for r, at in places
+    )
+    _, findings = looked([InjectedControl], rows_of(episodes, messages=False), renderer)
+    assert findings["tokens/injected_control"].verdict == "consistent"
+    assert findings["tokens/injected_control"].figures["observations"] == 2 * len(episodes)
+
 
 def test_a_run_is_spelt_once_and_half_characters_are_no_canonical_spelling():
     renderer, _ = played("chatml", rows=0)
