@@ -69,6 +69,8 @@ class Tokenizer:
         self._fast = fast
         self.where = where
         """Source of the vocabulary, for messages."""
+        self.lacks_prefix = False
+        """Whether the file's own tokenizer writes a space before a text, and this one does not."""
         self.num_encoded = 0
         """Number of tokens that `encode` has produced: the cost of tokenization."""
         self.vocab_size: int = 1 + max((*text_tokens, *control_tokens.values()), default=-1)
@@ -109,9 +111,10 @@ class Tokenizer:
             declared = read_json(config_file, RendererError).get("added_tokens_decoder") or {}
             extra = {int(id_): token for id_, token in declared.items()}
         spec = read_json(file, RendererError)
-        if not has_prefix:
-            spec = without_prefix_space(spec)
-        return cls._from_spec(spec, where=str(file), extra=extra)
+        without = spec if has_prefix else without_prefix_space(spec)
+        found = cls._from_spec(without, where=str(file), extra=extra)
+        found.lacks_prefix = without != spec
+        return found
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "tokenizer") -> Tokenizer:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -299,6 +300,8 @@ def _change(
     decode, text = speller.tokenizer.decode, speller.tokenizer.decode(engine.tolist())
     if decode(found.tolist()) == text:
         return "reencoded", "the same text, encoded with its control tokens"
+    if is_same_without_prefix(found, engine, speller.tokenizer):
+        return "reencoded", "the same text, encoded with a space before it"
     if found[-1] in setting.stop_ids and decode(found[:-1].tolist()) == text:
         return "rerendered", "the same text, encoded again and closed by a stop id"
     if setting.renderer is not None:
@@ -306,13 +309,29 @@ def _change(
             shared = min(len(form), len(found))
             # What begins as it was sampled shows no rendering.
             is_other = not np.array_equal(form[:shared], engine[:shared])
-            if shared >= MIN_FORM_TOKENS and is_other and (found[:shared] == form[:shared]).all():
+            is_form = bool((found[:shared] == form[:shared]).all())
+            is_form |= is_same_without_prefix(found, form, speller.tokenizer)
+            if shared >= MIN_FORM_TOKENS and is_other and is_form:
                 return "rerendered", what
     one, other = (ids[speller.is_text(ids) & (ids != setting.pad_id)] for ids in (engine, found))
     if np.array_equal(one, other):
         return None  # only control tokens or padding differ
     what = rewriting(text, decode(found.tolist()))
+    if what == JSON_AGAIN:
+        return "rerendered", what
     return None if what is None else ("post_processed", what)
+
+
+def is_same_without_prefix(one: Iterable[int], other: Iterable[int], tokenizer: Tokenizer) -> bool:
+    """Whether ids are the same text but for spaces that the file's own tokenizer writes before one:
+    at its beginning, and behind each control token."""
+
+    def bare(ids: Iterable[int]) -> str:
+        runs = groupby(map(int, ids), key=tokenizer.control_ids.__contains__)
+        texts = (tokenizer.decode(run).lstrip(" ") for _, run in runs)
+        return "".join(texts)
+
+    return tokenizer.lacks_prefix and bare(one) == bare(other)
 
 
 def renderings(sampled_ids: Int32Array, renderer: Renderer) -> Iterator[tuple[list[int], str]]:
@@ -372,6 +391,10 @@ def as_history(message: Message, renderer: Renderer) -> list[int]:
     return whole[at : len(whole) - close]
 
 
+JSON_AGAIN = "its JSON was written again"
+"""As a template does that is given objects."""
+
+
 def rewriting(before: str, after: str) -> str | None:
     """How one text became another; None if they are equal, or too different for a change."""
     if before == after:
@@ -392,7 +415,7 @@ def rewriting(before: str, after: str) -> str | None:
     was, now = before[head : len(before) - tail], after[head : len(after) - tail]
     with suppress(ValueError):
         if json.loads(was) == json.loads(now):
-            return "its JSON was written again"
+            return JSON_AGAIN
     return f"{_short(was)} became {_short(now)}"
 
 

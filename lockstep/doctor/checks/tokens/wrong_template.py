@@ -18,7 +18,7 @@ import numpy as np
 from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.tokens.context import MIN_RUN, TemplateCheck, first_of, opening_of
-from lockstep.doctor.checks.tokens.replies import rewriting
+from lockstep.doctor.checks.tokens.replies import is_same_without_prefix, rewriting
 from lockstep.doctor.checks.values.noise import MIN_FREEDOM, noise_of
 from lockstep.errors import RendererError
 from lockstep.renderers.pieces import first_difference
@@ -125,12 +125,15 @@ class _PromptCheck(TemplateCheck):
         return not tokenizer.control_ids.isdisjoint(ids) or "<think>" in tokenizer.decode(ids)
 
     def is_of_others(self, found: Int32Array, expected: Int32Array) -> bool:
-        """Whether the difference is padding, or control tokens that a text spelled."""
+        """Whether the difference is padding, control tokens that a text spelled, or the space that
+        the model's own tokenizer writes before a text."""
         tokenizer = self.setting.tokenizer
         if _is_padded(found, expected):
             return True
         if tokenizer is None:
             return False
+        if is_same_without_prefix(found, expected, tokenizer):
+            return True
         more, other = (
             sum(i in tokenizer.control_ids for i in ids.tolist()) for ids in (found, expected)
         )
