@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import first_difference
+from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array, Int64Array, Message
 
 MIN_TURNS = 8
@@ -233,6 +235,17 @@ def openings_of(renderer: Renderer) -> tuple[tuple[int, ...], ...]:
         # Before its last control token may be what the message says besides, such as a call's id.
         controls = [at for at, id_ in enumerate(close) if id_ in renderer.tokenizer.control_ids]
         out.append(close[controls[-1] :] if controls else close)
+    if renderer.tokenizer.lacks_prefix:
+        out += [with_prefix(opening, renderer.tokenizer) for opening in out]
+    return tuple(out)
+
+
+def with_prefix(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """`ids` as a tokenizer writes them that puts a space before each text."""
+    out: list[int] = []
+    for is_control, run in groupby(ids, key=tokenizer.control_ids.__contains__):
+        same = list(run)
+        out += same if is_control else tokenizer.encode(f" {tokenizer.decode(same)}")
     return tuple(out)
 
 
