@@ -23,6 +23,7 @@ Stat = Literal["ratio", "k1", "k2", "k3", "prob_diff", "old_prob"]
 Aggregation = Literal["token", "sum", "mean", "max"]
 Scope = Literal["token", "sequence"]
 Denominator = Literal["original", "kept"]
+PenaltyForm = Literal["advantage", "loss"]
 
 UNSIGNED: tuple[Stat, ...] = ("k2", "k3", "prob_diff")
 """Statistics that are never below 0, so that a low bound means nothing."""
@@ -174,10 +175,15 @@ class Correction:
     """Divisor of a mean in the loss: all sampled tokens (rejecting shrinks the step), or the kept
     ones (rejecting leaves it)."""
     kl_penalty_coef: float = 0.0
-    """Coefficient of mean(k1) - k1, which is added to each token's advantage: it pulls the trainer
-    back to the sampler token by token, and is 0 on average. 0 is off; 0.01 is usual."""
+    """Coefficient of a penalty on KL(sampler || trainer). 0 is off; 0.01 is usual."""
+    kl_penalty_form: PenaltyForm = "advantage"
+    """advantage: mean(k1) - k1 is added to each token's advantage. The sampler draws less of what
+    it finds likelier than the trainer does, which lowers the KL where both share weights, and
+    pushes the trainer away from a sampler that stays. loss: k3 is added to each token's loss, which
+    pulls the trainer back to the sampler."""
     kl_penalty_clip: float | None = None
-    """Largest |k1| that counts in the penalty."""
+    """Largest |k1| that counts in the penalty. With kl_penalty_form=loss, tokens beyond pull like
+    one at the bound."""
 
     PRESETS: ClassVar[Mapping[str, Callable[[], Correction]]]
     """Constructors by name, for `correction=NAME` on the command line."""
@@ -221,6 +227,16 @@ class Correction:
         return self.level != "none" or bool(self.reject) or self.kl_penalty_coef > 0
 
     @property
+    def changes_advantages(self) -> bool:
+        """Whether the KL penalty is in the advantages."""
+        return self.kl_penalty_coef > 0 and self.kl_penalty_form == "advantage"
+
+    @property
+    def changes_loss(self) -> bool:
+        """Whether the KL penalty is a term of the loss."""
+        return self.kl_penalty_coef > 0 and self.kl_penalty_form == "loss"
+
+    @property
     def is_idle(self) -> bool:
         """Whether the behaviour's log-probs are never read."""
         return self.anchor != "rollout" and not self.changes_tokens
@@ -229,7 +245,7 @@ class Correction:
     def needs_whole_batch(self) -> bool:
         """Whether a token's weight or advantage depends on other rows, so that all rows must be
         seen before any is trained."""
-        return self.is_normalized or self.kl_penalty_coef > 0 or self.denominator == "kept"
+        return self.is_normalized or self.changes_advantages or self.denominator == "kept"
 
     def needs_forward(self, *, num_updates: int) -> bool:
         """Whether the trainer must run over the batch once before its first update."""

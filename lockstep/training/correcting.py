@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.correction import kl
 from lockstep.correction.config import Correction
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import MismatchReport
@@ -19,7 +20,7 @@ from lockstep.correction.weighing import Corrected, TokenFacts, measure, weigh
 from lockstep.errors import AlignmentError, ContractError
 from lockstep.objectives.aggregation import token_weights
 from lockstep.objectives.config import Aggregate
-from lockstep.objectives.losses import TokenBatch
+from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss
 from lockstep.ops.context import to_device
 from lockstep.training.packing import PackedBatch
 from lockstep.types import Sample
@@ -93,6 +94,23 @@ def keep_tokens(
     return tokens, weighed
 
 
+def with_pull(loss_fn: LossFn, correction: Correction) -> LossFn:
+    """`loss_fn`, plus the pull back to the sampler at each token that is kept."""
+
+    def loss(tokens: TokenBatch) -> TokenLoss:
+        out = loss_fn(tokens)
+        pull = kl.pull(
+            tokens.logprobs,
+            tokens.column(BEHAVIOUR[correction.behaviour]),
+            coef=correction.kl_penalty_coef,
+            clip=correction.kl_penalty_clip,
+        )
+        regularizer = pull if out.regularizer is None else pull + out.regularizer
+        return replace(out, regularizer=regularizer)
+
+    return loss
+
+
 def reports_of(
     batch: PackedBatch,
     logprobs: Tensor,
@@ -148,7 +166,7 @@ def weigh_samples(
     advantages.
     """
     for sample in samples:
-        if correction.kl_penalty_coef > 0 and "advantages" not in sample.columns:
+        if correction.changes_advantages and "advantages" not in sample.columns:
             raise AlignmentError(
                 f"sample {sample.id} has no advantages, which correction.kl_penalty_coef="
                 f"{correction.kl_penalty_coef:g} is added to."

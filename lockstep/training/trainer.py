@@ -45,6 +45,7 @@ from lockstep.training.correcting import (
     measure_batch,
     reports_of,
     weigh_samples,
+    with_pull,
 )
 from lockstep.training.learner import (
     MAX_NAMED_ROWS,
@@ -219,8 +220,8 @@ class Trainer(Learner):
         is_weighed = bool(samples) and WEIGHTS in samples[0].columns
         if correction is not None and correction.needs_whole_batch and not is_weighed:
             raise ConfigError(
-                "this correction depends on the whole batch (normalize, kl_penalty_coef or "
-                "denominator=kept), which one forward_backward cannot see before it trains. Use "
+                "this correction depends on the whole batch (normalize, kl_penalty_form=advantage "
+                "or denominator=kept), which one forward_backward cannot see before it trains. Use "
                 "Trainer.update, or fill the column importance_weights first."
             )
         is_kept_only = is_weighed and correction is not None and correction.denominator == "kept"
@@ -231,6 +232,8 @@ class Trainer(Learner):
             denominator=denominator,
             is_kept_only=is_kept_only,
         )
+        if correction is not None and correction.changes_loss:
+            loss_fn = with_pull(loss_fn, correction)
         backward = partial(self._backward, loss_fn, weights_of, correction)
         self._passes.append((samples, backward))
         totals = Totals(self.device, num_experts=self.model.config.num_experts)
