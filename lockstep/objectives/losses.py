@@ -175,7 +175,7 @@ def ppo_clip(
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     loss, is_clipped = _clipped(ratio, advantages, clip)
-    mean = {"clip_fraction": is_clipped, "ratio_mean": ratio}
+    mean = {"clip_fraction": is_clipped, "ratio_mean": ratio, "approx_kl": -log_ratio}
     if dual_clip is not None:
         is_negative = advantages < 0
         loss = torch.where(is_negative, torch.minimum(loss, -dual_clip * advantages), loss)
@@ -211,7 +211,7 @@ def gspo(
     row_log_ratio = layout.expand(mean_R).to(logprobs.dtype)
     ratio = row_log_ratio.exp() * (logprobs - logprobs.detach()).exp()
     loss, is_clipped = _clipped(ratio, advantages, clip)
-    mean = {"clip_fraction": is_clipped, "ratio_mean": ratio}
+    mean = {"clip_fraction": is_clipped, "ratio_mean": ratio, "approx_kl": -log_ratio}
     return _report(mask, loss, mean, _ratio_maxima(ratio, log_ratio))
 
 
@@ -234,7 +234,11 @@ def cispo(
     ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     low, high = 1.0 - clip[0], 1.0 + clip[1]
     loss = -_bounded(ratio, low, high) * advantages * logprobs
-    mean = {"clip_fraction": (ratio < low) | (ratio > high), "ratio_mean": ratio}
+    mean = {
+        "clip_fraction": (ratio < low) | (ratio > high),
+        "ratio_mean": ratio,
+        "approx_kl": -log_ratio,
+    }
     return _report(mask, loss, mean, _ratio_maxima(ratio, log_ratio))
 
 
@@ -273,6 +277,7 @@ def dppo(
         "clip_fraction": is_outside,
         "truncated_fraction": ~is_outside & (ratio > max_ratio),
         "ratio_mean": ratio,
+        "approx_kl": -log_ratio,
         "divergence_mean": distance,
     }
     maximum = _ratio_maxima(ratio, log_ratio) | {"divergence_max": distance}

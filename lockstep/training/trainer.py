@@ -392,7 +392,9 @@ class Trainer(Learner):
                 column="logprobs" if number == 0 and not is_scored else None,
             )
             parts.append(metrics | self.optim_step())
-        return merge_metrics(parts)
+        name = "train/approx_kl"
+        moved = {f"{name}/{i}": part[name] for i, part in enumerate(parts) if name in part}
+        return merge_metrics(parts) | (moved if num_updates > 1 else {})
 
     # -- one micro-batch ------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
-from lockstep.doctor.checks.training.metric_names import THEIR_NAMES, UPDATE_K1, known_metrics
+from lockstep.doctor.checks.training.metric_names import THEIR_NAMES, known_metrics
 
 ROUNDING = 1.001
 """Tolerance for figures that were rounded, or computed in float32."""
@@ -37,11 +37,11 @@ class Columns(dict[str, Float64Array]):
         self.asked = set[str]()
         for i, row in enumerate(rows):
             for name, value in row.items():
-                if isinstance(value, int | float):
+                if hasattr(value, "__float__") and np.ndim(value) == 0:
                     column = self.get(name)
                     if column is None:
                         column = self[name] = np.full(len(rows), np.nan)
-                    column[i] = value
+                    column[i] = float(value)
 
     def __getitem__(self, name: str) -> Float64Array:
         self.asked.add(name)
@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="unclipped_update",
         says="updates move the mean log-prob far, but no token is clipped",
-        holds=lambda c: (np.abs(c[UPDATE_K1]) > FAR) & (c["train/clip_fraction"] == 0),
+        holds=lambda c: (np.abs(c["train/approx_kl"]) > FAR) & (c["train/clip_fraction"] == 0),
         steps=WINDOW,
     ),
     # Nothing is trained: the mask is empty, or weights are frozen or detached. Three steps, for in
