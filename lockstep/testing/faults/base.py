@@ -56,16 +56,28 @@ class FaultConfig(RunHooks):
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in (0, 1].")
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        if not self.needs:
+            return
+        layers = range(model.num_layers)
         has = {
-            "a router": model.is_moe,
-            "attention sinks": model.has_sinks,
-            "a sliding window": any(model.windows),
-        }
-        if not has.get(self.needs, True):
-            raise ConfigError(
-                f"fault {tag(type(self))} needs a model with {self.needs}; model={config.model} "
-                f"({model.architecture}) has none. Choose a gpt-oss."
-            )
+            "a router": model.routed_layers,
+            "attention sinks": layers if model.has_sinks else (),
+            "a sliding window": [i for i, window in enumerate(model.windows) if window],
+        }[self.needs]
+        layer = getattr(self, "layer", -1)
+        if has and (layer < 0 or layer in has):
+            return
+        where, there = (f" in layer {layer}", " there") if layer >= 0 else ("", "")
+        raise ConfigError(
+            f"fault {tag(type(self))} needs a model with {self.needs}{where}; model={config.model} "
+            f"({model.architecture}) has none{there}"
+            + (f"; layers with one: {', '.join(map(str, has))}." if has else ". Choose a gpt-oss.")
+        )
+
+    @property
+    def replaces_trained(self) -> bool:
+        """Whether `make_trained` gives another decoder."""
+        return type(self).make_trained is not RunHooks.make_trained
 
     def make_other(self, model: Decoder, learn: Learn) -> Decoder:
         """For a dump: the trainer's decoder. model: what sampled the tokens."""
@@ -133,6 +145,13 @@ def is_chosen(share: float, seed: int, *names: str | int) -> bool:
     return derive_seed(seed, *names) < share * 2.0**63
 
 
+def check_one(faults: Sequence[FaultConfig], what: str) -> None:
+    """Raises ConfigError for several faults of which the last would undo the others."""
+    if len(faults) > 1:
+        names = " and ".join(tag(type(fault)) for fault in faults)
+        raise ConfigError(f"{names} each {what}: choose one.")
+
+
 class Faults(RunHooks):
     """Several faults of one run, applied in order."""
 
@@ -161,9 +180,8 @@ class Faults(RunHooks):
                 f"--fault works in one process, and this run has {world}. Leave "
                 "parallel.processes at 0 and start it without torchrun."
             )
-        if len(self._engines) > 1:
-            names = " and ".join(tag(type(fault)) for fault in self._engines)
-            raise ConfigError(f"{names} each replace the engine: choose one.")
+        check_one(self._engines, "replace the engine")
+        check_one([f for f in self.faults if f.replaces_trained], "replace the trainer's decoder")
         for fault in self.faults:
             fault.check(config, model, renderer)
 

@@ -167,10 +167,14 @@ class SamplingNoise(_NoiseFault):
             bias_seed=self.seed,
         )
 
+    @property
+    def replaces_trained(self) -> bool:
+        return self.trainer_std > 0
+
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.testing.faulty_decoders import Noise, with_noise
 
-        if self.trainer_std == 0:
+        if not self.replaces_trained:
             return model
         return with_noise(model, experts=Noise(lambda version: self.trainer_std, self.seed))
 
@@ -360,6 +364,14 @@ class IgnoredSinks(_SinkFault):
 class DetachedSinks(_SinkFault):
     """The trainer's sinks have no gradient: a kernel with sinks in its forward only. Log-probs are
     right, and the sinks stay as they were loaded."""
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        super().check(config, model, renderer)
+        if config.lora is not None:
+            raise ConfigError(
+                "fault detached_sinks takes the gradient of sinks, which have none with lora. "
+                "Leave lora out."
+            )
 
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.models.variants import with_attention
