@@ -23,7 +23,6 @@ Stat = Literal["ratio", "k1", "k2", "k3", "prob_diff", "old_prob"]
 Aggregation = Literal["token", "sum", "mean", "max"]
 Scope = Literal["token", "sequence"]
 Denominator = Literal["original", "kept"]
-PenaltyForm = Literal["advantage", "loss"]
 
 UNSIGNED: tuple[Stat, ...] = ("k2", "k3", "prob_diff")
 """Statistics that are never below 0, so that a low bound means nothing."""
@@ -176,9 +175,9 @@ class Correction:
     ones (rejecting leaves it)."""
     kl_penalty_coef: float = 0.0
     """Coefficient of a penalty on KL(sampler || trainer). 0 is off; 0.01 is usual."""
-    kl_penalty_form: PenaltyForm = "advantage"
+    kl_penalty_form: Literal["advantage", "loss"] = "advantage"
     """advantage: mean(k1) - k1 is added to each token's advantage. The sampler draws less of what
-    it finds likelier than the trainer does, which lowers the KL where both share weights, and
+    it finds likelier than the trainer does, which can lower the KL where both share weights, and
     pushes the trainer away from a sampler that stays. loss: k3 is added to each token's loss, which
     pulls the trainer back to the sampler."""
     kl_penalty_clip: float | None = None
@@ -217,9 +216,8 @@ class Correction:
     @property
     def is_normalized(self) -> bool:
         """Whether weights are divided by their mean."""
-        if self.normalize is None:
-            return self.level in ("sequence", "geometric")
-        return self.normalize
+        is_by_row = self.level in ("sequence", "geometric")
+        return is_by_row if self.normalize is None else self.normalize
 
     @property
     def changes_tokens(self) -> bool:

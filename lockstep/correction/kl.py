@@ -122,12 +122,7 @@ def penalty(
 
 
 def pull(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    mask: Tensor | None = None,
-    coef: float = 0.01,
-    clip: float | None = None,
+    logprobs: Tensor, rollout_logprobs: Tensor, *, coef: float, clip: float | None = None
 ) -> Tensor:
     """A term of the loss that pulls the trainer back to the sampler: coef * k3, per token.
 
@@ -141,12 +136,12 @@ def pull(
     needs weights, r * k3(-log r) as in `objectives.losses.reference_kl`, and is noisier by them.
 
     All [T] or [B, T], nats; float32, or float64 if both are. `logprobs` carry the gradient. 0.0
-    where `mask` is False or a log-prob is not finite. clip: largest |log r| that counts, at most
+    where a log-prob is not finite. clip: largest |log r| that counts, at most
     20: beyond, the gradient is that of a token at the bound, and not 0.
 
     Guard: tests/cpu/correction/test_kl_penalty.py
     """
-    d, is_valid = log_ratio(logprobs, rollout_logprobs, mask)
+    d, is_valid = log_ratio(logprobs, rollout_logprobs)
     bound = RATIO_LIMIT if clip is None else min(clip, RATIO_LIMIT)
     d, live = d.clamp(-bound, bound), torch.where(is_valid, logprobs, 0.0).to(d.dtype)
     return coef * (k3(d) + torch.expm1(d) * (live - live.detach()))

@@ -27,12 +27,7 @@ import torch.distributed as dist
 from lockstep.correction import kl
 from lockstep.correction.config import Correction, Rule
 from lockstep.correction.layout import Layout
-from lockstep.correction.metrics import (
-    FIELDS,
-    OUTLIER_DIFF,
-    MismatchReport,
-    histogram_of,
-)
+from lockstep.correction.metrics import FIELDS, OUTLIER_DIFF, MismatchReport, histogram_of
 from lockstep.correction.tokens import TokenFacts, Tokens, chunks_of, exp
 from lockstep.errors import AlignmentError
 from lockstep.types import MAX_LOGPROB

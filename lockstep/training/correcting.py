@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.correction import kl
 from lockstep.correction.config import Correction
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import MismatchReport
@@ -20,7 +19,7 @@ from lockstep.correction.weighing import Corrected, TokenFacts, measure, weigh
 from lockstep.errors import AlignmentError, ContractError
 from lockstep.objectives.aggregation import token_weights
 from lockstep.objectives.config import Aggregate
-from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss
+from lockstep.objectives.losses import TokenBatch
 from lockstep.ops.context import to_device
 from lockstep.training.packing import PackedBatch
 from lockstep.types import Sample
@@ -92,23 +91,6 @@ def keep_tokens(
         sizes=sizes,
     )
     return tokens, weighed
-
-
-def with_pull(loss_fn: LossFn, correction: Correction) -> LossFn:
-    """`loss_fn`, plus the pull back to the sampler at each token that is kept."""
-
-    def loss(tokens: TokenBatch) -> TokenLoss:
-        out = loss_fn(tokens)
-        pull = kl.pull(
-            tokens.logprobs,
-            tokens.column(BEHAVIOUR[correction.behaviour]),
-            coef=correction.kl_penalty_coef,
-            clip=correction.kl_penalty_clip,
-        )
-        regularizer = pull if out.regularizer is None else pull + out.regularizer
-        return replace(out, regularizer=regularizer)
-
-    return loss
 
 
 def reports_of(

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.correction import kl
 from lockstep.correction.config import Correction
 from lockstep.correction.metrics import MismatchReport, merge_reports, split_by_age
 from lockstep.correction.weighing import Corrected
@@ -45,14 +46,8 @@ from lockstep.training.correcting import (
     measure_batch,
     reports_of,
     weigh_samples,
-    with_pull,
 )
-from lockstep.training.learner import (
-    MAX_NAMED_ROWS,
-    Learner,
-    Metrics,
-    check_same_shapes,
-)
+from lockstep.training.learner import MAX_NAMED_ROWS, Learner, Metrics, check_same_shapes
 from lockstep.training.packing import PackedBatch, split_updates, unpack_rows
 from lockstep.training.replay import COLUMN, keep_routes, routes_to_replay, routing_of
 from lockstep.training.totals import Totals, merge_metrics
@@ -232,8 +227,6 @@ class Trainer(Learner):
             denominator=denominator,
             is_kept_only=is_kept_only,
         )
-        if correction is not None and correction.changes_loss:
-            loss_fn = with_pull(loss_fn, correction)
         backward = partial(self._backward, loss_fn, weights_of, correction)
         self._passes.append((samples, backward))
         totals = Totals(self.device, num_experts=self.model.config.num_experts)
@@ -392,9 +385,7 @@ class Trainer(Learner):
                 column="logprobs" if number == 0 and not is_scored else None,
             )
             parts.append(metrics | self.optim_step())
-        name = "train/approx_kl"
-        moved = {f"{name}/{i}": part[name] for i, part in enumerate(parts) if name in part}
-        return merge_metrics(parts) | (moved if num_updates > 1 else {})
+        return merge_metrics(parts)
 
     # -- one micro-batch ------------------------------------------------------------------------
 
@@ -421,6 +412,13 @@ class Trainer(Learner):
         else:
             out = loss_fn(tokens)
             loss = _weighed(out, tokens)
+            if correction is not None and correction.changes_loss:
+                loss = loss + kl.pull(
+                    tokens.logprobs,
+                    tokens.column(BEHAVIOUR[correction.behaviour]),
+                    coef=correction.kl_penalty_coef,
+                    clip=correction.kl_penalty_clip,
+                )
             ((loss * tokens.select(weight_N)).sum() * self.loss_scale.value).backward()
             self.optimizer.collect_gradients()
             loss_N = tokens.spread(loss.detach())
@@ -437,11 +435,7 @@ class Trainer(Learner):
         return _Trained(batch, logprobs.detach(), loss_N, tokens.spread(weights), weighed)
 
     def _log_probs(
-        self,
-        batch: PackedBatch,
-        routing: Routing | None = None,
-        *,
-        model: Decoder | None = None,
+        self, batch: PackedBatch, routing: Routing | None = None, *, model: Decoder | None = None
     ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy), each [N] float32, at the trained tokens."""
         model = model or self.model

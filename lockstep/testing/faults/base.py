@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import check_numbers, resolve, tag, to_dict
@@ -43,8 +43,8 @@ class FaultConfig(RunHooks):
     """Setting -> its smallest value."""
     shares: ClassVar[Sequence[str]] = ()
     """Settings that are shares: above 0, at most 1."""
-    needs: ClassVar[Literal["", "a router", "attention sinks", "a sliding window"]] = ""
-    """Part of the model that the fault is in."""
+    needs: ClassVar[str] = ""
+    """Part of the model that the fault is in, by the words of `check`."""
     verifies_sync: ClassVar[bool] = True
     """False for a fault that the verification of weights would refuse before it could act."""
 
@@ -56,23 +56,22 @@ class FaultConfig(RunHooks):
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in (0, 1].")
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        if not self.needs:
-            return
-        layers = range(model.num_layers)
-        has = {
-            "a router": model.routed_layers,
-            "attention sinks": layers if model.has_sinks else (),
-            "a sliding window": [i for i, window in enumerate(model.windows) if window],
-        }[self.needs]
         layer = getattr(self, "layer", -1)
-        if has and (layer < 0 or layer in has):
-            return
-        where, there = (f" in layer {layer}", " there") if layer >= 0 else ("", "")
-        raise ConfigError(
-            f"fault {tag(type(self))} needs a model with {self.needs}{where}; model={config.model} "
-            f"({model.architecture}) has none{there}"
-            + (f"; layers with one: {', '.join(map(str, has))}." if has else ". Choose a gpt-oss.")
-        )
+        at = slice(layer, layer + 1) if layer >= 0 else slice(None)
+        has_sinks = model.has_sinks and bool(range(model.num_layers)[at])
+        has: dict[str, bool] = {
+            "a router": model.is_moe,
+            "routes that the trainer replays": config.trainer.routing_replay == "rollout",
+            "attention sinks": has_sinks,
+            "attention sinks that learn": has_sinks and config.lora is None,
+            "a sliding window": any(model.windows[at]),
+        }
+        if not has.get(self.needs, True):
+            where = f" in layer {layer}" if layer >= 0 else ""
+            raise ConfigError(
+                f"fault {tag(type(self))} needs a model with {self.needs}{where}; "
+                f"model={config.model} ({model.architecture}) has none in this run."
+            )
 
     @property
     def replaces_trained(self) -> bool:

@@ -456,18 +456,10 @@ class LostRoutes(RowFault):
     """Later turns find their prefix gone from the engine's cache: the routes of all positions
     before are lost to `trainer.routing_replay=rollout`."""
 
-    needs: ClassVar = "a router"
+    needs: ClassVar = "routes that the trainer replays"
 
     share: float = 0.5
     """Share of the later turns that are hit."""
-
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        super().check(config, model, renderer)
-        if config.trainer.routing_replay != "rollout":
-            raise ConfigError(
-                "fault lost_routes takes routes that nobody replays: set "
-                "trainer.routing_replay=rollout and trainer.partial_routes=true."
-            )
 
     def is_hit(self, row: Sample) -> bool:
         return True  # `share` is of its turns

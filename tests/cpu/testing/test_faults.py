@@ -162,14 +162,13 @@ def test_the_plan_says_that_a_fault_is_injected():
         (
             ["--fault=ignored_sinks,layer=4"],
             r"needs a model with attention sinks in layer 4; model=tiny-gpt-oss \(gpt_oss\) has "
-            "none there; layers with one: 0, 1",
+            "none in this run",
         ),
-        (["--fault=ignored_window,layer=0"], "a sliding window in layer 0; .* layers with one: 1"),
-        (["--fault=lost_routes", "model=tiny-qwen3"], "lost_routes needs a model with a router"),
-        (["--fault=lost_routes"], "lost_routes takes routes that nobody replays"),
+        (["--fault=ignored_window,layer=0"], "needs a model with a sliding window in layer 0"),
+        (["--fault=lost_routes"], "needs a model with routes that the trainer replays"),
         (
             ["--fault=detached_sinks", "lora.rank=4"],
-            "detached_sinks takes the gradient of sinks, which have none with lora",
+            "detached_sinks needs a model with attention sinks that learn",
         ),
     ],
 )

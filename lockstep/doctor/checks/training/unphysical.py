@@ -38,10 +38,7 @@ class Columns(dict[str, Float64Array]):
         for i, row in enumerate(rows):
             for name, value in row.items():
                 if hasattr(value, "__float__") and np.ndim(value) == 0:
-                    column = self.get(name)
-                    if column is None:
-                        column = self[name] = np.full(len(rows), np.nan)
-                    column[i] = float(value)
+                    self.setdefault(name, np.full(len(rows), np.nan))[i] = float(value)
 
     def __getitem__(self, name: str) -> Float64Array:
         self.asked.add(name)
@@ -98,11 +95,7 @@ def _updates(c: Columns) -> BoolArray:
 
 RULES: tuple[Rule, ...] = (
     # exp(d) - 1 - d is never below 0; float32 makes -1e-8 of it.
-    Rule(
-        name="negative_k3",
-        says="k3 is below 0",
-        holds=lambda c: c[K3] < -1e-7,
-    ),
+    Rule(name="negative_k3", says="k3 is below 0", holds=lambda c: c[K3] < -1e-7),
     # A mean of squares is at least the square of the mean: the two are of different tokens.
     Rule(
         name="k2_below_k1",
