@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.doctor.diagnose import diagnose as diagnose
     from lockstep.doctor.monitor import train as train
     from lockstep.doctor.monitor import train_side_by_side as train_side_by_side
+    from lockstep.doctor.noise_table import measure_noise as measure_noise
     from lockstep.doctor.replay import find as replay
     from lockstep.doctor.watch import watch as watch
     from lockstep.model_server import BackgroundServer as BackgroundServer
@@ -40,6 +41,7 @@ _PUBLIC = {
     "export": ("lockstep.verbs", "export"),
     "list_recipes": ("lockstep.verbs", "list_recipes"),
     "load": ("lockstep.store.run", "load_run"),
+    "measure_noise": ("lockstep.doctor.noise_table", "measure_noise"),
     "render": ("lockstep.verbs", "render"),
     "replay": ("lockstep.doctor.replay", "find"),
     "serve": ("lockstep.model_server", "serve"),
@@ -56,6 +58,7 @@ __all__ = [
     "export",
     "list_recipes",
     "load",
+    "measure_noise",
     "render",
     "replay",
     "serve",

@@ -444,19 +444,22 @@ def _doctor(options: argparse.Namespace) -> int:
 def _ladder(options: argparse.Namespace) -> int:
     from lockstep.doctor.diagnosis import EXIT_CODES
     from lockstep.doctor.ladder import climb
-    from lockstep.run.build import checkpoint_of
-    from lockstep.store.run import load_run
-    from lockstep.verbs import run_at
 
-    settings, _ = _split(options.settings, "doctor --ladder")
-    path, step = run_at(options.target)
-    weights = None
-    if (path / "environment.json").is_file():
-        weights = checkpoint_of(load_run(path), step) / "policy"
-    config, _, _ = _training_config(str(path), settings, {})
+    config, weights = _played(options, "doctor --ladder")
     ladder = climb(config, weights=weights)
     _print(options, ladder.to_json(), ladder.summary())
     return EXIT_CODES["differs" if ladder.culprits else "consistent"]
+
+
+def _noise(options: argparse.Namespace) -> int:
+    """Say how far sampler and trainer are apart on the same tokens, and each from itself.
+
+    example: lockstep noise quickstart model=tiny-qwen3 engine.dtype=bfloat16
+    """
+    config, weights = _played(options, "noise")
+    found = lockstep.measure_noise(config, weights=weights, num_scorings=options.scorings)
+    _print(options, found, "\n".join(f"{name:<20} {value:8.3g}" for name, value in found.items()))
+    return OK
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -542,6 +545,20 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 # -- what a run starts from -----------------------------------------------------------------------
+
+
+def _played(options: argparse.Namespace, verb: str) -> tuple[Any, Path | None]:
+    """(config, checkpoint or None) of a recipe, a file or a run that is only played."""
+    from lockstep.run.build import checkpoint_of
+    from lockstep.store.run import load_run
+    from lockstep.verbs import run_at
+
+    settings, _ = _split(options.settings, verb)
+    path, step = run_at(options.target)
+    weights = None
+    if (path / "environment.json").is_file():
+        weights = checkpoint_of(load_run(path), step) / "policy"
+    return _training_config(str(path), settings, {})[0], weights
 
 
 def _training_config(
@@ -645,7 +662,7 @@ def _check_is_run(options: argparse.Namespace) -> None:
     """Refuses a recipe where a run of it is expected."""
     from lockstep.recipes.registry import RECIPES
 
-    if options.verb in ("train", "sft", "serve") or getattr(options, "ladder", False):
+    if options.verb in ("train", "sft", "serve", "noise") or getattr(options, "ladder", False):
         return
     for target in [*getattr(options, "runs", []), getattr(options, "target", None)]:
         if target in RECIPES and not Path(target).exists():
@@ -786,6 +803,7 @@ _PLUGIN = _list("--plugin", "PLUGIN", "Python file or module with kinds of your 
 _FAULT = _list(
     "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose (documentation: Faults)"
 )
+_SCORINGS = _arg("--scorings", "N", "passes of the sampler; default: 16", type=int, default=16)
 _RENDERER = _arg("--renderer", "NAME", "harmony, chatml, jinja, ..., or JSON; default: the model's")
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument]]] = {
@@ -837,14 +855,13 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
             _arg("--adapter", "DIR", "with --model: its adapter, in PEFT's form"),
             _list("--against", "DIR", "with --model: other weights to try"),
             _arg(
-                "--tokenizer",
-                "DIR",
-                "tokenizer.json, its directory, or ORG/NAME; default: model's",
+                "--tokenizer", "DIR", "tokenizer.json, its directory, or ORG/NAME; default: model's"
             ),
             _RENDERER,
             _FAULT,
         ),
     ),
+    "noise": (_noise, (_arg("target", "RECIPE|RUN[@STEP]"), _SETTINGS, _SCORINGS, _FAULT)),
     "replay": (
         _replay,
         (
@@ -886,16 +903,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
             _arg("--port", "N", "gateway.port; default: a free one", type=int, default=None),
             _arg("--host", "ADDRESS", "gateway.host; default: this machine only", default=None),
             _arg("--log", "FILE.jsonl", "gateway.log: a line for each request", default=None),
-            _arg(
-                "--key",
-                "KEY",
-                "opens everything; better in the environment, as LOCKSTEP_KEY",
-            ),
-            _arg(
-                "--out",
-                "DIR",
-                "keep sessions, and what tinker trains, for report and doctor",
-            ),
+            _arg("--key", "KEY", "opens everything; better in the environment, as LOCKSTEP_KEY"),
+            _arg("--out", "DIR", "keep sessions, and what tinker trains, for report and doctor"),
             _DRY_RUN,
         ),
     ),
@@ -995,10 +1004,9 @@ def _no_flag(options: argparse.Namespace, flag: str, words: Sequence[str]) -> st
         value = after[0] if after and not after[0].startswith("-") else "true"
     if name in ("config", "config-file", "config_file"):
         return f"a file of settings is given by its name: lockstep {options.verb} {value}"
-    config = {
-        "sft": lambda: find_supervised_recipe("sft"),
-        "serve": ServeConfig,
-    }.get(options.verb, lambda: find_recipe("quickstart"))()
+    config = {"sft": lambda: find_supervised_recipe("sft"), "serve": ServeConfig}.get(
+        options.verb, lambda: find_recipe("quickstart")
+    )()
     tree = to_dict(config)
     hinted = hint(name, value, [*tree, *flatten(tree)])
     return f"{flag}: settings are written without dashes, as key=value.{hinted}"

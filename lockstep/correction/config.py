@@ -174,10 +174,15 @@ class Correction:
     """Divisor of a mean in the loss: all sampled tokens (rejecting shrinks the step), or the kept
     ones (rejecting leaves it)."""
     kl_penalty_coef: float = 0.0
-    """Coefficient of mean(k1) - k1, which is added to each token's advantage: it pulls the trainer
-    back to the sampler token by token, and is 0 on average. 0 is off; 0.01 is usual."""
+    """Coefficient of a penalty on KL(sampler || trainer). 0 is off; 0.01 is usual."""
+    kl_penalty_form: Literal["advantage", "loss"] = "advantage"
+    """advantage: mean(k1) - k1 is added to each token's advantage. The sampler draws less of what
+    it finds likelier than the trainer does, which can lower the KL where both share weights, and
+    pushes the trainer away from a sampler that stays. loss: k3 is added to each token's loss, which
+    pulls the trainer back to the sampler."""
     kl_penalty_clip: float | None = None
-    """Largest |k1| that counts in the penalty."""
+    """Largest |k1| that counts in the penalty. With kl_penalty_form=loss, tokens beyond pull like
+    one at the bound."""
 
     PRESETS: ClassVar[Mapping[str, Callable[[], Correction]]]
     """Constructors by name, for `correction=NAME` on the command line."""
@@ -211,14 +216,23 @@ class Correction:
     @property
     def is_normalized(self) -> bool:
         """Whether weights are divided by their mean."""
-        if self.normalize is None:
-            return self.level in ("sequence", "geometric")
-        return self.normalize
+        is_by_row = self.level in ("sequence", "geometric")
+        return is_by_row if self.normalize is None else self.normalize
 
     @property
     def changes_tokens(self) -> bool:
         """Whether any token gets a weight, a penalty or is rejected by a rule."""
         return self.level != "none" or bool(self.reject) or self.kl_penalty_coef > 0
+
+    @property
+    def changes_advantages(self) -> bool:
+        """Whether the KL penalty is in the advantages."""
+        return self.kl_penalty_coef > 0 and self.kl_penalty_form == "advantage"
+
+    @property
+    def changes_loss(self) -> bool:
+        """Whether the KL penalty is a term of the loss."""
+        return self.kl_penalty_coef > 0 and self.kl_penalty_form == "loss"
 
     @property
     def is_idle(self) -> bool:
@@ -229,7 +243,7 @@ class Correction:
     def needs_whole_batch(self) -> bool:
         """Whether a token's weight or advantage depends on other rows, so that all rows must be
         seen before any is trained."""
-        return self.is_normalized or self.kl_penalty_coef > 0 or self.denominator == "kept"
+        return self.is_normalized or self.changes_advantages or self.denominator == "kept"
 
     def needs_forward(self, *, num_updates: int) -> bool:
         """Whether the trainer must run over the batch once before its first update."""

@@ -102,10 +102,13 @@ def penalty(
     clip: float | None = None,
     mean: float | Tensor | None = None,
 ) -> Tensor:
-    """A term for the advantages that pulls the trainer back to the sampler.
+    """A term for the advantages, by which the sampler draws less of what it finds likelier than
+    the trainer does. It does not pull the trainer back: `pull` does.
 
-    coef * (mean(diff) - diff) with diff = rollout - trainer, per token: a token that the sampler
-    found likelier than the trainer does gets a lower advantage, and the batch's mean stays.
+    coef * (mean(diff) - diff) with diff = rollout - trainer, per token. In expectation, the policy
+    gradient of -diff is minus the gradient of KL(rollout || trainer) in the sampler's log-probs,
+    the trainer's held fixed. So it lowers the KL where an update moves the sampler as well: the two
+    share weights and compute differently. A sampler that stays does not follow, and the KL grows.
 
     All [T] or [B, T], float32 nats; 0.0 where `mask` is False or a log-prob is not finite, and such
     tokens are not in the mean. clip: largest |diff| that counts. mean: mean of the clipped
@@ -116,6 +119,32 @@ def penalty(
     if mean is None:
         mean = diff.sum(dtype=torch.float64) / is_valid.sum().clamp(min=1)
     return torch.where(is_valid, coef * (mean - diff), 0.0).to(d.dtype)
+
+
+def pull(
+    logprobs: Tensor, rollout_logprobs: Tensor, *, coef: float, clip: float | None = None
+) -> Tensor:
+    """A term of the loss that pulls the trainer back to the sampler: coef * k3, per token.
+
+    Its mean gradient over tokens that the sampler drew is that of coef * KL(rollout || trainer) in
+    the trainer's log-probs, the sampler's held fixed. With r = trainer / rollout,
+
+        grad k3 = (r - 1) grad log trainer,   E_rollout[r grad log trainer] = grad 1 = 0,
+        E_rollout[grad k3] = -E_rollout[grad log trainer] = grad KL(rollout || trainer),
+
+    and the r takes the noise away: where both sides agree, no token pulls. KL(trainer || rollout)
+    needs weights, r * k3(-log r) as in `objectives.losses.reference_kl`, and is noisier by them.
+
+    All [T] or [B, T], nats; float32, or float64 if both are. `logprobs` carry the gradient. 0.0
+    where a log-prob is not finite. clip: largest |log r| that counts, at most
+    20: beyond, the gradient is that of a token at the bound, and not 0.
+
+    Guard: tests/cpu/correction/test_kl_penalty.py
+    """
+    d, is_valid = log_ratio(logprobs, rollout_logprobs)
+    bound = RATIO_LIMIT if clip is None else min(clip, RATIO_LIMIT)
+    d, live = d.clamp(-bound, bound), torch.where(is_valid, logprobs, 0.0).to(d.dtype)
+    return coef * (k3(d) + torch.expm1(d) * (live - live.detach()))
 
 
 def support_bias(rollout_logprobs: Tensor, logprobs: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -27,12 +27,7 @@ import torch.distributed as dist
 from lockstep.correction import kl
 from lockstep.correction.config import Correction, Rule
 from lockstep.correction.layout import Layout
-from lockstep.correction.metrics import (
-    FIELDS,
-    OUTLIER_DIFF,
-    MismatchReport,
-    histogram_of,
-)
+from lockstep.correction.metrics import FIELDS, OUTLIER_DIFF, MismatchReport, histogram_of
 from lockstep.correction.tokens import TokenFacts, Tokens, chunks_of, exp
 from lockstep.errors import AlignmentError
 from lockstep.types import MAX_LOGPROB
@@ -59,7 +54,8 @@ class Corrected:
     """Report of these tokens; after `finish`, of the whole batch."""
     correction: Correction
     penalty: Tensor | None = None
-    """float32: to be added to the advantages; None without `kl_penalty_coef`, and in a piece."""
+    """float32: to be added to the advantages; None in a piece, and where the correction has no
+    penalty, or that in the loss: `kl.pull`."""
     logprobs: Tensor = field(repr=False, kw_only=True)
     rollout_logprobs: Tensor = field(repr=False, kw_only=True)
     layout: Layout = field(repr=False, kw_only=True)
@@ -84,7 +80,7 @@ class Corrected:
             # Nothing kept: no weight to divide.
             divisor = torch.where(mean > 0, mean, 1.0).to(weights.device)
             weights = (weights / divisor).to(weights.dtype)
-        if correction.kl_penalty_coef > 0:
+        if correction.changes_advantages:
             mean = total.total("penalty") / total.total("compared").clamp(min=1)
             penalty = kl.penalty(
                 self.logprobs,
@@ -338,7 +334,7 @@ class _Weighing:
         scalars, maxima = {"active": tokens.active_R.sum()}, {"abs_d": abs_d_C.amax()}
         if len(tokens.d):
             maxima |= {"d": tokens.d.amax(), "minus_d": (-tokens.d).amax()}
-        if correction.kl_penalty_coef > 0:
+        if correction.changes_advantages:
             clip = correction.kl_penalty_clip or float("inf")
             scalars["penalty"] = (-tokens.d).clamp(-clip, clip).sum(dtype=torch.float64)
         if correction.is_normalized and not self.is_by_row:

@@ -19,7 +19,7 @@ import numpy as np
 
 from lockstep.agent.environment import Environment
 from lockstep.agent.harness import Harness
-from lockstep.agent.loop import Budget, EpisodeSlots, collect, training_sampling
+from lockstep.agent.loop import Budget, training_sampling
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import TurnSampler
 from lockstep.config import tag
@@ -30,12 +30,13 @@ from lockstep.doctor.checks.examine import Stage, all_stages, examine
 from lockstep.doctor.checks.rows import Rows
 from lockstep.errors import ConfigError, DataError
 from lockstep.launch.config import ParallelConfig
-from lockstep.launch.event_loop import run_to_end
 from lockstep.objectives.config import GRPO
 from lockstep.observe.alarms import Alarm, mismatch_alarm
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.run.build import Parts, build
+from lockstep.run.episodes import play_tasks
 from lockstep.run.preflight import preflight
+from lockstep.run.steps import play_over
 from lockstep.run_config import Config
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Group, Sample, Task, Trajectory
@@ -133,10 +134,7 @@ class Ladder:
 
 
 def climb(
-    config: Config,
-    *,
-    weights: Path | None = None,
-    num_episodes: int = NUM_EPISODES,
+    config: Config, *, weights: Path | None = None, num_episodes: int = NUM_EPISODES
 ) -> Ladder:
     """Plays every rung with the model, template, engine and tasks of `config`.
 
@@ -157,19 +155,7 @@ def climb(
     model_files = preflight(config, is_training=False)
     parts = build(config, model_files, weights=weights, is_training=False)
     climber = _Climber(config, parts, tasks)
-
-    async def play() -> tuple[Rung, ...]:
-        try:
-            if parts.publisher is not None:
-                await parts.publisher.publish(parts.trainer.version)
-            return await climber.rungs()
-        finally:
-            await config.task.close()
-            await parts.engine.close()
-            if parts.publisher is not None:
-                parts.publisher.close()
-
-    return Ladder(rungs=run_to_end(play()))
+    return Ladder(rungs=play_over(config, parts, lambda *_: climber.rungs()))
 
 
 class _Climber:
@@ -225,11 +211,7 @@ class _Climber:
         prompt_ids = np.array(self.renderer.tokenizer.encode(words), np.int32)
         trajectory = Trajectory(id=f"plain-text/0/{task.id}/0", task_id=task.id)
         sampler = TurnSampler(
-            self.parts.engine,
-            self.renderer,
-            trajectory,
-            sampling=self.sampling,
-            budget=self.budget,
+            self.parts.engine, self.renderer, trajectory, sampling=self.sampling, budget=self.budget
         )
         await sampler.sample(
             prompt_ids,
@@ -243,18 +225,13 @@ class _Climber:
 
     async def _play(self, split: str, budget: Budget) -> list[Trajectory]:
         """One episode per task."""
-        groups = await collect(
-            self.parts.engine,
-            self.renderer,
-            self._environment,
-            self.tasks,
-            group_size=1,
-            sampling=self.sampling,
-            budget=budget,
-            run_seed=self.config.seed,
-            split=split,
-            slots=EpisodeSlots(self.config.agent.max_in_flight),
-        )
+        options = {
+            "group_size": 1,
+            "budget": budget,
+            "split": split,
+            "group_scorer": lambda _: None,
+        }
+        groups = await play_tasks(self.config, self.parts, self.tasks, **options)
         return [t for group in groups for t in group.trajectories]
 
     # -- measured -------------------------------------------------------------------------------

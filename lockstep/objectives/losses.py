@@ -175,12 +175,12 @@ def ppo_clip(
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     loss, is_clipped = _clipped(ratio, advantages, clip)
-    mean = {"clip_fraction": is_clipped, "ratio_mean": ratio}
+    mean = {"clip_fraction": is_clipped}
     if dual_clip is not None:
         is_negative = advantages < 0
         loss = torch.where(is_negative, torch.minimum(loss, -dual_clip * advantages), loss)
         mean["dual_clip_fraction"] = is_negative & (ratio > dual_clip)
-    return _report(mask, loss, mean, _ratio_maxima(ratio, log_ratio))
+    return _report(mask, loss, *_with_ratio(mean, ratio, log_ratio))
 
 
 def gspo(
@@ -211,8 +211,7 @@ def gspo(
     row_log_ratio = layout.expand(mean_R).to(logprobs.dtype)
     ratio = row_log_ratio.exp() * (logprobs - logprobs.detach()).exp()
     loss, is_clipped = _clipped(ratio, advantages, clip)
-    mean = {"clip_fraction": is_clipped, "ratio_mean": ratio}
-    return _report(mask, loss, mean, _ratio_maxima(ratio, log_ratio))
+    return _report(mask, loss, *_with_ratio({"clip_fraction": is_clipped}, ratio, log_ratio))
 
 
 def cispo(
@@ -234,8 +233,8 @@ def cispo(
     ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     low, high = 1.0 - clip[0], 1.0 + clip[1]
     loss = -_bounded(ratio, low, high) * advantages * logprobs
-    mean = {"clip_fraction": (ratio < low) | (ratio > high), "ratio_mean": ratio}
-    return _report(mask, loss, mean, _ratio_maxima(ratio, log_ratio))
+    mean = {"clip_fraction": (ratio < low) | (ratio > high)}
+    return _report(mask, loss, *_with_ratio(mean, ratio, log_ratio))
 
 
 def dppo(
@@ -263,20 +262,17 @@ def dppo(
     distance = binary_divergence(logprobs.detach(), old_logprobs, divergence)
     low, high = max_divergence
     is_outside = torch.where(
-        advantages > 0,
-        (log_ratio > 0) & (distance > high),
-        (log_ratio < 0) & (distance > low),
+        advantages > 0, (log_ratio > 0) & (distance > high), (log_ratio < 0) & (distance > low)
     )
     weight = torch.where(is_outside, 0.0, ratio.clamp(max=max_ratio))
     loss = -weight * advantages * logprobs
     mean = {
         "clip_fraction": is_outside,
         "truncated_fraction": ~is_outside & (ratio > max_ratio),
-        "ratio_mean": ratio,
         "divergence_mean": distance,
     }
-    maximum = _ratio_maxima(ratio, log_ratio) | {"divergence_max": distance}
-    return _report(mask, loss, mean, maximum)
+    mean, maximum = _with_ratio(mean, ratio, log_ratio)
+    return _report(mask, loss, mean, maximum | {"divergence_max": distance})
 
 
 def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: Divergence) -> Tensor:
@@ -421,8 +417,13 @@ def _bounded(ratio: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor
     return ratio.clamp(min=low).clamp(max=high)
 
 
-def _ratio_maxima(ratio: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
-    return {"ratio_max": ratio, "log_ratio_abs_max": log_ratio.abs()}
+Figures = dict[str, Tensor]
+
+
+def _with_ratio(mean: Figures, ratio: Tensor, log_ratio: Tensor) -> tuple[Figures, Figures]:
+    """(means, maxima) of a loss with a ratio. log_ratio: of single tokens."""
+    maxima = {"ratio_max": ratio, "log_ratio_abs_max": log_ratio.abs()}
+    return mean | {"ratio_mean": ratio, "approx_kl": -log_ratio}, maxima
 
 
 def _read_ratio(

@@ -179,6 +179,8 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("ratio_mean", "1", "none", "Mean ratio of trainer to old probability."),
         ("ratio_max", "1", "none", "Largest ratio of trainer to old probability."),
         ("log_ratio_abs_max", "nats", "none", "Largest log of that ratio, by size."),
+        ("approx_kl", "nats", "none", "Mean of old minus trainer log-prob: k1 of the update."),
+        ("approx_kl/*", "nats", "none", "The same in one of a step's several updates, from 0."),
     ),
     "training/": (("rows", "rows", "none", "Rows that were trained."),),
     "provenance/": (

@@ -12,11 +12,12 @@ import numpy as np
 
 from lockstep.agent.buffer import gather_groups, own_tasks
 from lockstep.agent.gateway.opening import RunGateway
-from lockstep.agent.loop import Budget, EpisodeSlots, collect, sampling_of
+from lockstep.agent.loop import EpisodeSlots, sampling_of
 from lockstep.errors import DataError
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import View
 from lockstep.run.build import Parts
+from lockstep.run.episodes import play_tasks
 from lockstep.run.step_metrics import check_failures
 from lockstep.run_config import Config
 from lockstep.types import Group, Task
@@ -77,19 +78,15 @@ class Tester:
         """The groups of one arm. The draws depend on (seed, name, task, sample), so that two
         evaluations of one policy are equal, and those of two policies are paired."""
         config, total, done = self.config, len(self.tasks) * num_samples, count(1)
-        own = await collect(
-            self.parts.engine,
-            self.parts.renderer,
-            lambda task: config.task.environment(task, config.agent),
+        own = await play_tasks(
+            config,
+            self.parts,
             own_tasks(self.ranks, self.tasks),
             group_size=num_samples,
             sampling=replace(sampling_of(config.agent), temperature=temperature),
-            budget=Budget.of(config.agent, max_tokens=config.max_tokens),
-            run_seed=config.seed,
             split=name,
             slots=self.slots or EpisodeSlots(config.agent.max_in_flight),
             order=lambda: FIRST,
-            group_scorer=config.task.group_scorer,
             gateway=self.gateway.open,
             on_progress=lambda _: self.view.phase(f"evaluating ({name})", next(done), total),
         )

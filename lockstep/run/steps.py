@@ -11,28 +11,21 @@ sync                sync/                  the engine runs the new weights, by v
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lockstep.agent.gateway.opening import RunGateway
-from lockstep.agent.loop import Budget, collect, training_sampling
-from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed, seed_globals
-from lockstep.errors import (
-    ContractError,
-    OutOfMemoryError,
-    RolloutError,
-    is_out_of_memory,
-    named,
-)
+from lockstep.errors import ContractError, OutOfMemoryError, RolloutError, is_out_of_memory, named
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.ranks import Ranks
-from lockstep.observe.live import open_view
+from lockstep.observe.live import View, open_view
 from lockstep.run.build import Parts, build, checkpoint_of
+from lockstep.run.episodes import play_tasks
 from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run.step_metrics import check_failures, step_metrics
@@ -44,6 +37,8 @@ from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.learner import uninterrupted
 from lockstep.training.rows import rows_for_training, sort_by_age
 from lockstep.types import Group, Sample, Task
+
+T = TypeVar("T")
 
 
 def train_on_rank(
@@ -242,41 +237,16 @@ async def sample(
     run: TrainingRun, step: int, tasks: Sequence[Task], on_episode: Callable[[], None]
 ) -> list[Group]:
     """One group of scored episodes for each of these tasks, for training in `step`."""
-    config = run.config
-    return await collect(
-        run.parts.engine,
-        run.parts.renderer,
-        lambda task: config.task.environment(task, config.agent),
+    return await play_tasks(
+        run.config,
+        run.parts,
         tasks,
-        group_size=config.group_size,
-        sampling=training_sampling(
-            config.agent,
-            run.parts.engine.capabilities,
-            record_routes=config.trainer.routing_replay == "rollout",
-        ),
-        budget=Budget.of(config.agent, max_tokens=config.max_tokens),
-        run_seed=config.seed,
         step=step,
         slots=run.slots,
         order=lambda: step - run.step,
-        group_scorer=config.task.group_scorer,
-        rescorer=make_rescorer(run, step),
+        is_rescored=True,
         gateway=run.gateway.open,
         on_progress=lambda _: on_episode(),
-    )
-
-
-def make_rescorer(run: TrainingRun, step: int) -> Rescorer | None:
-    """Scores the finished turns of `step` again, where the correction reads the average."""
-    correction = run.config.chosen_correction
-    if correction.behaviour != "averaged":
-        return None
-    return Rescorer(
-        run.parts.engine,
-        num_scorings=correction.rescorings,
-        temperature=run.config.agent.temperature,
-        max_in_flight=correction.rescorings_in_flight,
-        seed=derive_seed(run.config.seed, "rescore", step),
     )
 
 
@@ -286,20 +256,28 @@ def play_checkpoint(
     """See `lockstep.run.train.evaluate`."""
     checkpoint = checkpoint_of(load_run(path), step)
     parts = build(config, model_files, weights=checkpoint / "policy", is_training=False)
+    played = play_over(config, parts, lambda *shown: Tester(config, parts, *shown).test())
+    return played[0], checkpoint.name
+
+
+def play_over(
+    config: Config, parts: Parts, play: Callable[[View, RunGateway], Coroutine[Any, Any, T]]
+) -> T:
+    """Plays over an engine with the trainer's weights, and closes everything. Returns what `play`
+    does."""
     shown = open_view()
     gateway = make_gateway(config, parts, shown)
 
-    async def play() -> dict[str, float]:
+    async def played() -> T:
         try:
             if parts.publisher is not None:
                 await parts.publisher.publish(parts.trainer.version)
-            return (await Tester(config, parts, shown, gateway).test())[0]
+            return await play(shown, gateway)
         finally:
             await _close(config, parts, gateway)
+            shown.close()
 
-    metrics = run_to_end(play())
-    shown.close()
-    return metrics, checkpoint.name
+    return run_to_end(played())
 
 
 async def _close(config: Config, parts: Parts, gateway: RunGateway) -> None:

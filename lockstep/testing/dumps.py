@@ -22,7 +22,7 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.models.moe import Routing
 from lockstep.renderers.base import Renderer
-from lockstep.testing.faults.base import FaultConfig, RowFault, is_chosen
+from lockstep.testing.faults.base import FaultConfig, RowFault, check_one, is_chosen
 from lockstep.testing.faults.rows import turns
 from lockstep.testing.faults.sides import ProcessedLogprobs
 from lockstep.training.packing import pack, plan_microbatches
@@ -130,7 +130,8 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
 
     Faults of the sampler's numbers (`KernelNoise`, `RouterNoise`) recompute log-probs and routes of
     the same tokens: right to first order in the noise. For more, sample with `fault.make_engine`
-    and leave the fault out here. Raises ValueError for `ProcessedLogprobs`, which changes only how
+    and leave the fault out here. Raises ConfigError for two faults of one side's decoder, of which
+    the last would undo the first, and ValueError for `ProcessedLogprobs`, which changes only how
     rows are sampled.
     """
     if any(isinstance(fault, ProcessedLogprobs) for fault in faults):
@@ -138,6 +139,11 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
             "processed_logprobs changes how rows are sampled: sample them with "
             "fault.processing(engine), and call faulty_rows without the fault."
         )
+    base = FaultConfig
+    samplers = [f for f in faults if type(f).make_sampler is not base.make_sampler]
+    check_one(samplers, "replace the sampler's decoder")
+    others = [f for f in faults if f.replaces_trained or type(f).make_other is not base.make_other]
+    check_one(others, "replace the trainer's decoder")
     model, before = source.model, list(source.samples)
     sampler = source.sampler or model
     for fault in faults:

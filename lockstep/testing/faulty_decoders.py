@@ -142,18 +142,22 @@ class Noise:
         return (out.float() + self.std * _normal(out.shape, seed).to(out.device)).to(out.dtype)
 
 
+NoiseAt = tuple[Callable[[int], float], int]
+"""The arguments of a `Noise`."""
+
+
 def with_noise(
     model: Decoder,
     *,
-    head: Noise | None = None,
-    routers: Noise | None = None,
-    experts: Noise | None = None,
+    head: NoiseAt | None = None,
+    routers: NoiseAt | None = None,
+    experts: NoiseAt | None = None,
     bias: float = 0.0,
     bias_seed: int = 0,
 ) -> NoisyDecoder:
     """`model` with noise on its logits, on those of its routers, and on the output of its experts,
     over the same parameters. bias, bias_seed: size and seed of the offset per token id."""
-    noises = [noise or Noise() for noise in (head, routers, experts)]
+    noises = [Noise(*noise) if noise else Noise() for noise in (head, routers, experts)]
     offset_V = bias * _normal((model.config.vocab_size,), derive_seed(bias_seed, "bias"))
     with torch.device("meta"):
         return sharing(NoisyDecoder(model.config, noises, offset_V), model)

@@ -22,25 +22,11 @@ def average_rows(
 
     A segment without a scoring keeps the log-probs recorded while it was sampled, and its tokens
     are counted in `noise/fallback_tokens`: the weights had changed before, or the engine gave none.
-    Raises EngineError if the engine failed and not one scoring is there.
     """
-    trajectories = {t.id: t for group in groups for t in group.trajectories}
-    found = [t.rescorings for t in trajectories.values() if t.rescorings is not None]
-    by_count: dict[int, list[tuple[Sample, slice, list[Float32Array]]]] = {}
-    """Number of scorings -> (row, tokens, scorings) of the trained segments that have so many."""
     for row in rows:
         recorded = row.columns["rollout_logprobs"]
         row.set("averaged_logprobs", np.where(row.loss_mask, recorded, np.float32(np.nan)))
-        rescorings = trajectories[row.id.rpartition("/")[0]].rescorings
-        for i, tokens in row.segments.items():
-            scorings = [] if rescorings is None else rescorings.logprobs.get(i, [])
-            by_count.setdefault(len(scorings), []).append((row, tokens, scorings))
-    error = next(filter(None, (r.error for r in found)), "")
-    if error and by_count and not any(by_count):
-        raise EngineError(
-            f"not one of {len(by_count[0])} sampled segments could be scored again, which "
-            f"correction.behaviour=averaged needs. The first reason: {error}"
-        )
+    by_count = by_scorings(rows, groups)
     variances: list[torch.Tensor] = []
     biases: list[torch.Tensor] = []
     num_fallback = sum(tokens.stop - tokens.start for _, tokens, _ in by_count.pop(0, []))
@@ -61,12 +47,36 @@ def average_rows(
         variances.append(averaged.variance)
         if averaged.sampling_bias is not None:
             biases.append(averaged.sampling_bias)
-    return _metrics_of(found) | {
+    found = [t.rescorings for group in groups for t in group.trajectories]
+    return _metrics_of([r for r in found if r is not None]) | {
         "noise/rescorings": num_scored / max(num_tokens, 1),
         "noise/fallback_tokens": float(num_fallback),
         **_mean_of(variances, "noise/var_rollout"),
         **_mean_of(biases, "noise/sampling_bias"),
     }
+
+
+def by_scorings(
+    rows: Sequence[Sample], groups: Sequence[Group]
+) -> dict[int, list[tuple[Sample, slice, list[Float32Array]]]]:
+    """Number of scorings -> (row, tokens, scorings) of the trained segments that have so many.
+
+    Raises EngineError if the engine failed and not one scoring is there.
+    """
+    found = {t.id: t.rescorings for group in groups for t in group.trajectories}
+    by_count: dict[int, list[tuple[Sample, slice, list[Float32Array]]]] = {}
+    for row in rows:
+        rescorings = found[row.id.rpartition("/")[0]]
+        for i, tokens in row.segments.items():
+            scorings = [] if rescorings is None else rescorings.logprobs.get(i, [])
+            by_count.setdefault(len(scorings), []).append((row, tokens, scorings))
+    error = next((r.error for r in found.values() if r is not None and r.error), "")
+    if error and by_count and not any(by_count):
+        raise EngineError(
+            f"not one of {len(by_count[0])} sampled segments could be scored again, which "
+            f"correction.behaviour=averaged needs. The first reason: {error}"
+        )
+    return by_count
 
 
 def _mean_of(values: Sequence[torch.Tensor], name: str) -> Metrics:

@@ -148,7 +148,7 @@ def weigh_samples(
     advantages.
     """
     for sample in samples:
-        if correction.kl_penalty_coef > 0 and "advantages" not in sample.columns:
+        if correction.changes_advantages and "advantages" not in sample.columns:
             raise AlignmentError(
                 f"sample {sample.id} has no advantages, which correction.kl_penalty_coef="
                 f"{correction.kl_penalty_coef:g} is added to."

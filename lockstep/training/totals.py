@@ -112,7 +112,7 @@ class Totals:
 
 def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
     """The metrics of all updates of one batch: sums of counts, maxima of maxima, means of the
-    rest."""
+    rest; and how far the policy had moved at each."""
     if len(parts) == 1:
         return parts[0]
     out: Metrics = {}
@@ -124,4 +124,6 @@ def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
             out[name] = float(np.max(values))
         else:
             out[name] = float(np.mean(values))
+        if name == "train/approx_kl":
+            out |= {f"{name}/{number}": value for number, value in enumerate(values)}
     return out

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.correction import kl
 from lockstep.correction.config import Correction
 from lockstep.correction.metrics import MismatchReport, merge_reports, split_by_age
 from lockstep.correction.weighing import Corrected
@@ -46,12 +47,7 @@ from lockstep.training.correcting import (
     reports_of,
     weigh_samples,
 )
-from lockstep.training.learner import (
-    MAX_NAMED_ROWS,
-    Learner,
-    Metrics,
-    check_same_shapes,
-)
+from lockstep.training.learner import MAX_NAMED_ROWS, Learner, Metrics, check_same_shapes
 from lockstep.training.packing import PackedBatch, split_updates, unpack_rows
 from lockstep.training.replay import COLUMN, keep_routes, routes_to_replay, routing_of
 from lockstep.training.totals import Totals, merge_metrics
@@ -219,8 +215,8 @@ class Trainer(Learner):
         is_weighed = bool(samples) and WEIGHTS in samples[0].columns
         if correction is not None and correction.needs_whole_batch and not is_weighed:
             raise ConfigError(
-                "this correction depends on the whole batch (normalize, kl_penalty_coef or "
-                "denominator=kept), which one forward_backward cannot see before it trains. Use "
+                "this correction depends on the whole batch (normalize, kl_penalty_form=advantage "
+                "or denominator=kept), which one forward_backward cannot see before it trains. Use "
                 "Trainer.update, or fill the column importance_weights first."
             )
         is_kept_only = is_weighed and correction is not None and correction.denominator == "kept"
@@ -416,6 +412,13 @@ class Trainer(Learner):
         else:
             out = loss_fn(tokens)
             loss = _weighed(out, tokens)
+            if correction is not None and correction.changes_loss:
+                loss = loss + kl.pull(
+                    tokens.logprobs,
+                    tokens.column(BEHAVIOUR[correction.behaviour]),
+                    coef=correction.kl_penalty_coef,
+                    clip=correction.kl_penalty_clip,
+                )
             ((loss * tokens.select(weight_N)).sum() * self.loss_scale.value).backward()
             self.optimizer.collect_gradients()
             loss_N = tokens.spread(loss.detach())
@@ -432,11 +435,7 @@ class Trainer(Learner):
         return _Trained(batch, logprobs.detach(), loss_N, tokens.spread(weights), weighed)
 
     def _log_probs(
-        self,
-        batch: PackedBatch,
-        routing: Routing | None = None,
-        *,
-        model: Decoder | None = None,
+        self, batch: PackedBatch, routing: Routing | None = None, *, model: Decoder | None = None
     ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy), each [N] float32, at the trained tokens."""
         model = model or self.model

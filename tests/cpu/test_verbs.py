@@ -18,6 +18,7 @@ FUNCTIONS = {
     "eval": "evaluate",
     "report": "write_report",
     "doctor": "diagnose",
+    "noise": "measure_noise",
     "replay": "replay",
     "render": "render",
     "export": "export",

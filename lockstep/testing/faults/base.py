@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import check_numbers, resolve, tag, to_dict
@@ -43,8 +43,8 @@ class FaultConfig(RunHooks):
     """Setting -> its smallest value."""
     shares: ClassVar[Sequence[str]] = ()
     """Settings that are shares: above 0, at most 1."""
-    needs: ClassVar[Literal["", "a router", "attention sinks", "a sliding window"]] = ""
-    """Part of the model that the fault is in."""
+    needs: ClassVar[str] = ""
+    """Part of the model that the fault is in, by the words of `check`."""
     verifies_sync: ClassVar[bool] = True
     """False for a fault that the verification of weights would refuse before it could act."""
 
@@ -56,16 +56,27 @@ class FaultConfig(RunHooks):
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in (0, 1].")
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        has = {
+        layer = getattr(self, "layer", -1)
+        at = slice(layer, layer + 1) if layer >= 0 else slice(None)
+        has_sinks = model.has_sinks and bool(range(model.num_layers)[at])
+        has: dict[str, bool] = {
             "a router": model.is_moe,
-            "attention sinks": model.has_sinks,
-            "a sliding window": any(model.windows),
+            "routes that the trainer replays": config.trainer.routing_replay == "rollout",
+            "attention sinks": has_sinks,
+            "attention sinks that learn": has_sinks and config.lora is None,
+            "a sliding window": any(model.windows[at]),
         }
         if not has.get(self.needs, True):
+            where = f" in layer {layer}" if layer >= 0 else ""
             raise ConfigError(
-                f"fault {tag(type(self))} needs a model with {self.needs}; model={config.model} "
-                f"({model.architecture}) has none. Choose a gpt-oss."
+                f"fault {tag(type(self))} needs a model with {self.needs}{where}; "
+                f"model={config.model} ({model.architecture}) has none in this run."
             )
+
+    @property
+    def replaces_trained(self) -> bool:
+        """Whether `make_trained` gives another decoder."""
+        return type(self).make_trained is not RunHooks.make_trained
 
     def make_other(self, model: Decoder, learn: Learn) -> Decoder:
         """For a dump: the trainer's decoder. model: what sampled the tokens."""
@@ -133,6 +144,13 @@ def is_chosen(share: float, seed: int, *names: str | int) -> bool:
     return derive_seed(seed, *names) < share * 2.0**63
 
 
+def check_one(faults: Sequence[FaultConfig], what: str) -> None:
+    """Raises ConfigError for several faults of which the last would undo the others."""
+    if len(faults) > 1:
+        names = " and ".join(tag(type(fault)) for fault in faults)
+        raise ConfigError(f"{names} each {what}: choose one.")
+
+
 class Faults(RunHooks):
     """Several faults of one run, applied in order."""
 
@@ -161,9 +179,8 @@ class Faults(RunHooks):
                 f"--fault works in one process, and this run has {world}. Leave "
                 "parallel.processes at 0 and start it without torchrun."
             )
-        if len(self._engines) > 1:
-            names = " and ".join(tag(type(fault)) for fault in self._engines)
-            raise ConfigError(f"{names} each replace the engine: choose one.")
+        check_one(self._engines, "replace the engine")
+        check_one([f for f in self.faults if f.replaces_trained], "replace the trainer's decoder")
         for fault in self.faults:
             fault.check(config, model, renderer)
 

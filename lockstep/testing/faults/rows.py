@@ -456,6 +456,8 @@ class LostRoutes(RowFault):
     """Later turns find their prefix gone from the engine's cache: the routes of all positions
     before are lost to `trainer.routing_replay=rollout`."""
 
+    needs: ClassVar = "routes that the trainer replays"
+
     share: float = 0.5
     """Share of the later turns that are hit."""
 

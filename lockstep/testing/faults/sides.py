@@ -57,9 +57,15 @@ class _SamplerFault(FaultConfig):
 class _NoiseFault(_SamplerFault):
     """Base of the faults with noise in the sampler."""
 
+    def noises(self) -> dict[str, Any]:
+        """The arguments of `with_noise`."""
+        raise NotImplementedError(f"{type(self).__name__} has no noise")
+
     def noisy(self, model: Decoder) -> NoisyDecoder:
         """`model` with this noise, over the same parameters."""
-        raise NotImplementedError(f"{type(self).__name__} has no noise")
+        from lockstep.testing.faulty_decoders import with_noise
+
+        return with_noise(model, **self.noises())
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.testing.faulty_decoders import NoisyEngine
@@ -114,12 +120,8 @@ class KernelNoise(_GrowingNoise):
     """Standard deviation of a constant offset per token id: a systematic error, which averaging
     does not remove."""
 
-    def noisy(self, model: Decoder) -> NoisyDecoder:
-        from lockstep.testing.faulty_decoders import Noise, with_noise
-
-        return with_noise(
-            model, head=Noise(self.std_at, self.seed), bias=self.bias, bias_seed=self.seed
-        )
+    def noises(self) -> dict[str, Any]:
+        return {"head": (self.std_at, self.seed), "bias": self.bias, "bias_seed": self.seed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +131,8 @@ class RouterNoise(_GrowingNoise):
 
     needs: ClassVar = "a router"
 
-    def noisy(self, model: Decoder) -> NoisyDecoder:
-        from lockstep.testing.faulty_decoders import Noise, with_noise
-
-        return with_noise(model, routers=Noise(self.std_at, self.seed))
+    def noises(self) -> dict[str, Any]:
+        return {"routers": (self.std_at, self.seed)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,23 +156,23 @@ class SamplingNoise(_NoiseFault):
     seed: int = 0
     """Seed of all draws."""
 
-    def noisy(self, model: Decoder) -> NoisyDecoder:
-        from lockstep.testing.faulty_decoders import Noise, with_noise
+    def noises(self) -> dict[str, Any]:
+        return {
+            "head": (lambda version: self.head_std, derive_seed(self.seed, "head")),
+            "routers": (lambda version: self.router_std, derive_seed(self.seed, "routers")),
+            "bias": self.bias,
+            "bias_seed": self.seed,
+        }
 
-        return with_noise(
-            model,
-            head=Noise(lambda version: self.head_std, derive_seed(self.seed, "head")),
-            routers=Noise(lambda version: self.router_std, derive_seed(self.seed, "routers")),
-            bias=self.bias,
-            bias_seed=self.seed,
-        )
+    @property
+    def replaces_trained(self) -> bool:
+        return self.trainer_std > 0
 
     def make_trained(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_decoders import Noise, with_noise
+        from lockstep.testing.faulty_decoders import with_noise
 
-        if self.trainer_std == 0:
-            return model
-        return with_noise(model, experts=Noise(lambda version: self.trainer_std, self.seed))
+        noise = (lambda version: self.trainer_std, self.seed)
+        return with_noise(model, experts=noise) if self.replaces_trained else model
 
 
 # -- the sampler's weights and distribution --------------------------------------------------------
@@ -335,17 +335,12 @@ class _ProcessingEngine(BrokenEngine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SinkFault(FaultConfig):
-    """Base of training kernels that are wrong about attention sinks."""
+class IgnoredSinks(FaultConfig):
+    """The trainer's attention has no sinks: a training kernel that drops the argument, as flash
+    attention 2 does for gpt-oss. All log-probs of the trainer are of another model."""
 
     needs: ClassVar = "attention sinks"
     verifies_sync: ClassVar = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class IgnoredSinks(_SinkFault):
-    """The trainer's attention has no sinks: a training kernel that drops the argument, as flash
-    attention 2 does for gpt-oss. All log-probs of the trainer are of another model."""
 
     layer: int = -1
     """Layer whose sinks are ignored; -1 for all."""
@@ -357,9 +352,12 @@ class IgnoredSinks(_SinkFault):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetachedSinks(_SinkFault):
+class DetachedSinks(FaultConfig):
     """The trainer's sinks have no gradient: a kernel with sinks in its forward only. Log-probs are
     right, and the sinks stay as they were loaded."""
+
+    needs: ClassVar = "attention sinks that learn"
+    verifies_sync: ClassVar = False
 
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.models.variants import with_attention

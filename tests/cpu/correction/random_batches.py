@@ -122,6 +122,7 @@ def corrections(draw):
         reject=tuple(replace(rule, label=f"rule{i}") for i, rule in enumerate(found)),
         denominator=draw(st.sampled_from(["original", "kept"])),
         kl_penalty_coef=draw(st.sampled_from([0.0, 0.13])),
+        kl_penalty_form=draw(st.sampled_from(["advantage", "loss"])),
         kl_penalty_clip=draw(st.sampled_from([None, 0.7])),
     )
 

@@ -111,6 +111,7 @@ def test_sequence_weights_are_normalised_unless_said_otherwise():
         (Correction(reject=(RATIO,), denominator="kept"), True, True),
         (Correction(denominator="kept"), True, True),
         (Correction(kl_penalty_coef=0.01), True, True),
+        (Correction(kl_penalty_coef=0.01, kl_penalty_form="loss"), False, True),
         (Correction.on_policy(), False, None),
         (Correction(anchor="on_policy", level="token"), False, None),
         (Correction(anchor="on_policy", level="token", normalize=True), True, None),
@@ -253,6 +254,7 @@ def test_one_update_per_batch_is_all_that_on_policy_allows():
             r"'correction\.levle'\. Did you mean 'correction\.level=token'\?",
         ),
         ("correction.anchor=onpolicy", r"anchor=onpolicy: not one of them\. Did you mean 'on_pol"),
+        ("correction.kl_penalty_form=lost", r"form=lost: not one of them\. Did you mean 'loss'"),
         ("correction.kl_penalty_coef=much", r"^correction\.kl_penalty_coef: expected float"),
         (
             'correction.reject=[{"stat":"k3"}]',

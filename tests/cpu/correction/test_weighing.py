@@ -431,6 +431,8 @@ def test_the_penalty_of_pieces_is_centred_over_the_whole_batch():
 
 def test_without_a_coefficient_there_is_no_penalty():
     assert of_ratios([2.0], correction=Correction.tis()).penalty is None
+    in_loss = Correction(kl_penalty_coef=0.1, kl_penalty_form="loss")
+    assert of_ratios([2.0], correction=in_loss).penalty is None
 
 
 # -- layouts --------------------------------------------------------------------------------------

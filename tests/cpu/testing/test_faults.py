@@ -18,6 +18,7 @@ from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import plan, preflight
+from lockstep.testing.dumps import faulty_rows
 from lockstep.testing.faults import FaultConfig, injected, parse_fault, split_faults
 from lockstep.testing.faults.rows import (
     DraftLogprobs,
@@ -29,7 +30,12 @@ from lockstep.testing.faults.rows import (
     ShiftedLogprobs,
     ZeroRoutes,
 )
-from lockstep.testing.faults.sides import KernelNoise
+from lockstep.testing.faults.sides import (
+    IgnoredSinks,
+    KernelNoise,
+    QuantisedRollout,
+    StaleWeights,
+)
 from lockstep.types import UNKNOWN_EXPERT, Ragged, Sample, frozen_ids
 
 TOKENIZER = Tokenizer.from_file(locate_model("tiny-qwen3"))
@@ -141,6 +147,29 @@ def test_the_plan_says_that_a_fault_is_injected():
             ["--fault=kernel_noise,std=1", "--fault=router_noise,std=1"],
             "kernel_noise and router_noise each replace the engine: choose one",
         ),
+        (
+            ["--fault=ignored_sinks", "--fault=ignored_window"],
+            "ignored_sinks and ignored_window each replace the trainer's decoder: choose one",
+        ),
+        (
+            [
+                "--fault=sampling_noise,trainer_std=1",
+                "--fault=shifted_logprobs",
+                "--fault=wrong_positions",
+            ],
+            "sampling_noise and wrong_positions each replace the trainer's decoder",
+        ),
+        (
+            ["--fault=ignored_sinks,layer=4"],
+            r"needs a model with attention sinks in layer 4; model=tiny-gpt-oss \(gpt_oss\) has "
+            "none in this run",
+        ),
+        (["--fault=ignored_window,layer=0"], "needs a model with a sliding window in layer 0"),
+        (["--fault=lost_routes"], "needs a model with routes that the trainer replays"),
+        (
+            ["--fault=detached_sinks", "lora.rank=4"],
+            "detached_sinks needs a model with attention sinks that learn",
+        ),
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(overrides, message):
@@ -148,6 +177,24 @@ def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(overrides, m
         settings, faults = split_faults(overrides)
         with injected(*faults):
             preflight(resolve(find_recipe("quickstart"), settings))
+
+
+def test_faults_of_different_parts_go_together():
+    together = "--fault=sampling_noise,router_std=1", "--fault=ignored_sinks", "--fault=padded_rows"
+    settings, faults = split_faults(together)
+    with injected(*faults):
+        preflight(resolve(find_recipe("quickstart"), settings))
+
+
+def test_a_dump_has_one_fault_of_each_sides_decoder():
+    for side, faults in {
+        "sampler": [KernelNoise(std=0.1), QuantisedRollout()],
+        "trainer": [IgnoredSinks(), StaleWeights()],
+    }.items():
+        with pytest.raises(
+            ConfigError, match=rf" and .* each replace the {side}'s decoder: choose"
+        ):
+            faulty_rows(None, *faults)
 
 
 def test_noise_grows_with_the_policy_version_alone():

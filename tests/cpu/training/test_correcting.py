@@ -14,7 +14,7 @@ from lockstep.config import resolve
 from lockstep.correction import Correction, Layout, Rule, correct, kl
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives.config import GSPO, PPOClip, Reinforce
-from lockstep.objectives.losses import make_loss
+from lockstep.objectives.losses import make_loss, supervised_loss
 from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.training.correcting import weigh_samples
@@ -320,6 +320,49 @@ def test_a_penalty_needs_advantages(tmp_path):
         del row.columns["advantages"]
     with pytest.raises(AlignmentError, match=r"t0/0 has no advantages.*kl_penalty_coef=0\.1"):
         trainer.update(rows, PPOClip(), Correction(kl_penalty_coef=0.1))
+
+
+@pytest.mark.parametrize("clip", [None, 0.4])
+@pytest.mark.parametrize("settings", [{}, {"reject": RULES}, {"anchor": "recomputed"}])
+def test_the_penalty_in_the_loss_is_a_term_of_each_kept_token(tmp_path, clip, settings):
+    plain = Correction(**settings)
+    correction = dataclasses.replace(
+        plain, kl_penalty_form="loss", kl_penalty_coef=0.3, kl_penalty_clip=clip
+    )
+    (penalised, rows), (by_hand, other_rows) = make_case(tmp_path), make_case(tmp_path)
+    metrics = penalised.update(rows, PPOClip(), correction)
+
+    def loss(tokens):
+        out, rollout = make_loss(PPOClip())(tokens), tokens.columns["rollout_logprobs"]
+        return dataclasses.replace(
+            out, regularizer=kl.pull(tokens.logprobs, rollout, coef=0.3, clip=clip)
+        )
+
+    if settings.get("anchor") == "recomputed":
+        by_hand.forward(other_rows)
+    found = by_hand.forward_backward(other_rows, loss, correction=plain) | by_hand.optim_step()
+    assert_same_bits(snapshot(penalised), snapshot(by_hand))
+    assert metrics["train/loss"] == pytest.approx(found["train/loss"], rel=1e-9)
+
+
+def test_the_penalty_in_the_loss_reads_the_sampler_and_no_advantages(tmp_path):
+    correction = Correction(kl_penalty_form="loss", kl_penalty_coef=0.1)
+    trainer, rows = make_case(tmp_path)
+    for row in rows:
+        row.columns["weights"] = row.loss_mask.astype(np.float32)
+        del row.columns["advantages"]
+    trainer.forward_backward(rows, supervised_loss, correction=correction)
+    for row in rows:
+        del row.columns["rollout_logprobs"]
+    with pytest.raises(AlignmentError, match="needs the column 'rollout_logprobs'"):
+        trainer.forward_backward(rows, supervised_loss, correction=correction)
+
+
+def test_without_a_coefficient_the_penalty_in_the_loss_is_off(tmp_path):
+    (plain, rows), (off, other_rows) = make_case(tmp_path), make_case(tmp_path)
+    plain.update(rows, PPOClip())
+    off.update(other_rows, PPOClip(), Correction(kl_penalty_form="loss"))
+    assert_same_bits(snapshot(plain), snapshot(off))
 
 
 # -- several updates ------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ def test_forward_and_the_training_forward_give_the_same_bits(tmp_path):
         assert metrics["mismatch/unequal_tokens"] == 0
         assert metrics["mismatch/compared_tokens"] == sum(r.num_trained for r in rows)
         assert metrics["train/ratio_max"] == 1.0 and metrics["train/clip_fraction"] == 0.0
+        assert metrics["train/approx_kl"] == 0.0 and "train/approx_kl/0" not in metrics
         assert (
             trainer.measure(rows).to_metrics("mismatch_after", by_part=False)[
                 "mismatch_after/max_abs_diff"
@@ -207,6 +208,9 @@ def test_several_updates_keep_the_old_policy_and_report_the_mismatch_before_the_
     metrics = trainer.update(rows, PPOClip())
     assert metrics["mismatch/max_abs_diff"] == 0.0
     assert metrics["train/log_ratio_abs_max"] > 0  # of the second and third update
+    by_update = [metrics[f"train/approx_kl/{number}"] for number in range(3)]
+    assert by_update[0] == 0.0 and all(by_update[1:])
+    assert metrics["train/approx_kl"] == pytest.approx(sum(by_update) / 3)
     assert metrics["tokens/trained"] == sum(r.num_trained for r in rows)
     assert trainer.num_updates == trainer.version == 3
 

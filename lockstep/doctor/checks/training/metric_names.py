@@ -1,46 +1,39 @@
 """Names by which trainers log the figures that the rules of training read.
 
 Only names whose figure has the meaning of ours are here: a mean of |d| or a difference of
-probabilities has no rule, and `kl` of TRL is to the reference model.
+probabilities has no rule, `kl` of TRL is to the reference model, and its `policy/approxkl_avg` is
+a k2. Sources: verl 0.9.1 (trainer/ppo/core_algos.py, metric_utils.py, rollout_corr_helper.py), TRL
+1.16.0 (trainer/grpo_trainer.py) and 0.24.0 (trainer/ppo_trainer.py), slime (megatron_utils/loss.py
+and model.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
-UPDATE_K1 = "update/k1"
-"""Mean of old minus new log-prob over the tokens of an update. No metric of Lockstep: `ratio_mean`
-and `log_ratio_abs_max` say more."""
-
-THEIR_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
+THEIR_NAMES: Mapping[str, Sequence[str]] = {
+    ours: theirs.split()
+    for ours, theirs in {
         # ours: verl, TRL, slime and miles
-        "mismatch/k1": ("rollout_corr/kl",),
-        "mismatch/k3": ("rollout_corr/k3_kl",),
-        "mismatch/ess": ("rollout_corr/rollout_is_eff_sample_size",),
-        "mismatch/max_abs_diff": ("sampling/sampling_logp_difference/max",),
-        UPDATE_K1: ("actor/ppo_kl", "train/ppo_kl"),
-        "train/clip_fraction": (
-            "actor/pg_clipfrac",
-            "clip_ratio/region_mean",
-            "clip_ratio",
-            "train/pg_clipfrac",
-        ),
-        "train/loss": ("actor/pg_loss", "loss", "train/pg_loss"),
-        "train/grad_norm": ("actor/grad_norm", "grad_norm"),
-        "train/lr": ("actor/lr", "learning_rate", "train/lr-pg_0"),
-        "reward/mean": ("critic/rewards/mean", "reward", "rollout/raw_reward"),
-        "reward/std": ("reward_std",),
-        "response_length/mean": (
-            "completions/mean_length",
-            "rollout/response_len/mean",
-            "rollout/response_lengths",
-        ),
-        "perplexity": ("rollout_corr/rollout_ppl",),
-    }
-)
+        "mismatch/k1": "rollout_corr/kl",
+        "mismatch/k3": "rollout_corr/k3_kl",
+        "mismatch/ess": "rollout_corr/rollout_is_eff_sample_size",
+        "mismatch/max_abs_diff": "sampling/sampling_logp_difference/max",
+        "train/approx_kl": "actor/ppo_kl train/ppo_kl",
+        "train/clip_fraction": "actor/pg_clipfrac clip_ratio/region_mean clip_ratio "
+        "policy/clipfrac_avg train/pg_clipfrac",
+        "train/loss": "actor/pg_loss loss loss/policy_avg train/pg_loss",
+        "train/grad_norm": "actor/grad_norm grad_norm",
+        "train/lr": "actor/lr learning_rate train/lr-pg_0",
+        "reward/mean": "critic/rewards/mean critic/score/mean reward objective/scores "
+        "rollout/raw_reward",
+        "reward/std": "reward_std",
+        "response_length/mean": "completions/mean_length rollout/response_len/mean "
+        "rollout/response_lengths",
+        "perplexity": "rollout_corr/rollout_ppl",
+    }.items()
+}
 """Our name -> the same figure in other programs."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
-from lockstep.doctor.checks.training.metric_names import THEIR_NAMES, UPDATE_K1, known_metrics
+from lockstep.doctor.checks.training.metric_names import THEIR_NAMES, known_metrics
 
 ROUNDING = 1.001
 """Tolerance for figures that were rounded, or computed in float32."""
@@ -37,11 +37,8 @@ class Columns(dict[str, Float64Array]):
         self.asked = set[str]()
         for i, row in enumerate(rows):
             for name, value in row.items():
-                if isinstance(value, int | float):
-                    column = self.get(name)
-                    if column is None:
-                        column = self[name] = np.full(len(rows), np.nan)
-                    column[i] = value
+                if hasattr(value, "__float__") and np.ndim(value) == 0:
+                    self.setdefault(name, np.full(len(rows), np.nan))[i] = float(value)
 
     def __getitem__(self, name: str) -> Float64Array:
         self.asked.add(name)
@@ -98,11 +95,7 @@ def _updates(c: Columns) -> BoolArray:
 
 RULES: tuple[Rule, ...] = (
     # exp(d) - 1 - d is never below 0; float32 makes -1e-8 of it.
-    Rule(
-        name="negative_k3",
-        says="k3 is below 0",
-        holds=lambda c: c[K3] < -1e-7,
-    ),
+    Rule(name="negative_k3", says="k3 is below 0", holds=lambda c: c[K3] < -1e-7),
     # A mean of squares is at least the square of the mean: the two are of different tokens.
     Rule(
         name="k2_below_k1",
@@ -170,7 +163,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="unclipped_update",
         says="updates move the mean log-prob far, but no token is clipped",
-        holds=lambda c: (np.abs(c[UPDATE_K1]) > FAR) & (c["train/clip_fraction"] == 0),
+        holds=lambda c: (np.abs(c["train/approx_kl"]) > FAR) & (c["train/clip_fraction"] == 0),
         steps=WINDOW,
     ),
     # Nothing is trained: the mask is empty, or weights are frozen or detached. Three steps, for in

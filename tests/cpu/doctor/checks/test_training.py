@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from made_rows import noisy, policy_rows
 
 from lockstep.doctor.checks.base import Finding, Setting
@@ -255,6 +256,7 @@ def test_the_figures_of_a_healthy_run_stand_beside_each_other():
         ("all_clipped", {"train/clip_fraction": 0.97}),
         ("flat_reward", {"reward/mean": 0.25}),
         ("unclipped_gap", {"mismatch/k3": 2.0, "train/clip_fraction": 0.0}),
+        ("unclipped_update", {"train/approx_kl": 2.0, "train/clip_fraction": 0.0}),
         ("no_gradient", {"train/grad_norm": 0.0}),
         ("still_version", {"policy_version": 1}),
         ("update_without_effect", {"mismatch_after/k2": 4e-5, "mismatch/k2": 4e-5}),
@@ -275,12 +277,17 @@ def jittering(step):
     [
         ("all_clipped", {"actor/ppo_kl": 2, "actor/pg_clipfrac": 0.99}),
         ("all_clipped", {"clip_ratio/region_mean": 0.99}),
+        ("all_clipped", {"policy/clipfrac_avg": 0.99}),
+        ("all_clipped", {"train/clip_fraction": np.float32(0.99)}),
+        ("all_clipped", {"train/clip_fraction": torch.tensor(0.99)}),
         ("all_clipped", {"train/pg_clipfrac": 0.99}),
         ("unclipped_update", {"actor/ppo_kl": 2, "actor/pg_clipfrac": 0.0}),
         ("unclipped_update", {"train/ppo_kl": 2, "train/pg_clipfrac": 0.0}),
         ("unclipped_gap", {"rollout_corr/k3_kl": 2, "actor/pg_clipfrac": 0.0}),
         ("negative_k3", {"rollout_corr/k3_kl": -1e-3}),
         ("flat_reward", {"critic/rewards/mean": 0.5, "actor/pg_loss": jittering}),
+        ("flat_reward", {"critic/score/mean": 0.5, "actor/pg_loss": jittering}),
+        ("flat_reward", {"objective/scores": 0.5, "loss/policy_avg": jittering}),
         ("flat_reward", {"reward": 0.5, "reward_std": 0.3, "loss": jittering}),
         ("flat_reward", {"rollout/raw_reward": 0.5, "train/loss": jittering}),
     ],
