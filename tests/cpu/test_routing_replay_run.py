@@ -47,13 +47,13 @@ def test_under_the_contract_replay_is_the_identity(tmp_path):
 
 
 def test_replay_takes_the_flips_of_a_noisy_router_away(tmp_path):
-    fault = ["--fault=router_noise,std=0.1", "steps=1"]
+    fault = ["--fault=router_noise,std=0.3", "steps=1", "seed=4"]
     without = rows_of(tmp_path / "none", *fault)[0]
     replayed = rows_of(tmp_path / "rollout", *fault, "trainer.routing_replay=rollout")[0]
     assert replayed["mismatch/compared_tokens"] == without["mismatch/compared_tokens"]
     assert replayed["routing/differing_share"] > 0.01
     # What stays is the noise of the weights; whole experts more or less are gone.
-    assert 0 < replayed["mismatch/k3"] < 0.7 * without["mismatch/k3"]
+    assert 0 < replayed["mismatch/k3"] < 0.5 * without["mismatch/k3"]
     # They are stored with the trajectories, as they were sampled.
     (record, *_) = load_run(tmp_path / "rollout").trajectories(0)
     t = record.trajectory
