@@ -360,6 +360,11 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "block_auto_adjust_ff_dim": False, "head_dim": None,
     }),
     "olmo2": ("olmo2", {"head_dim": None}),
+    "granite": ("granite", {"head_dim": None, "logits_scaling": 2.0, "residual_multiplier": 0.7}),
+    "smollm3": ("smollm3", {"head_dim": None, "no_rope_layers": [1, 0, 1]}),
+    "olmoe": ("olmoe", {
+        "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": None,
+    }),
 }  # fmt: skip
 """Architecture -> the model_type of transformers, and its settings besides _SMALL."""
 
@@ -442,6 +447,9 @@ PLAYERS = _parts(
     "qwen3-thinking   qwen3        qwen3          thinking   parquet",
     "gptoss-held      gpt_oss      own-metaspace  chatml     nemo-rl",
     "moe-zephyr       qwen3_moe    gemma3         zephyr     slime",
+    "granite          granite      own-bytelevel  granite    parquet",
+    "smollm3-kimi     smollm3      qwen3          kimi       verl",
+    "olmoe-granite    olmoe        llama3_2       granite    prime-rl",
 )
 
 

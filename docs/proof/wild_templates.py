@@ -318,6 +318,53 @@ MISTRAL = """
 {%- endif %}
 {%- endfor %}
 """
+GRANITE = """
+{%- set ns = namespace(system='You are Granite, developed by IBM.') %}
+{%- if messages[0].role == 'system' %}{%- set ns.system = messages[0].content %}{%- set messages = messages[1:] %}{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + ns.system + '<|end_of_text|>\\n' }}
+{%- if tools %}
+{{- '<|start_of_role|>available_tools<|end_of_role|>' }}
+{{- tools | tojson(indent=2) }}
+{{- '<|end_of_text|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- set role = 'tool_response' if message.role == 'tool' else message.role %}
+{{- '<|start_of_role|>' + role + '<|end_of_role|>' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<|tool_call|>[{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+{{- '}]' }}
+{%- endfor %}
+{{- '<|end_of_text|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}
+"""
+KIMI = """
+{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' }}{{- tools | tojson }}{{- '<|im_end|>' }}{%- endif %}
+{%- for message in messages %}
+{%- if loop.first and message.role != 'system' %}
+{{- '<|im_system|>system<|im_middle|>You are Kimi, an AI assistant.<|im_end|>' }}
+{%- endif %}
+{%- if message.role == 'user' or message.role == 'assistant' %}
+{{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' }}
+{%- else %}
+{{- '<|im_system|>' + message.role + '<|im_middle|>' }}
+{%- endif %}
+{%- if message.role == 'tool' %}{{- '## Return of functions.lookup:0\\n' }}{%- endif %}
+{{- message.content or '' }}
+{%- if message.tool_calls %}
+{{- '<|tool_calls_section_begin|>' }}
+{%- for call in message.tool_calls %}
+{{- '<|tool_call_begin|>functions.' + call.function.name + ':0<|tool_call_argument_begin|>' }}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+{{- '<|tool_call_end|>' }}
+{%- endfor %}
+{{- '<|tool_calls_section_end|>' }}
+{%- endif %}
+{{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}
+"""
 
 
 _HERMES = r"<tool_call>\s*(?P<body>\{.*\})\s*</tool_call>"
@@ -401,5 +448,22 @@ TEMPLATES: Mapping[str, Template] = {
                   "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
         ends=("</s>",), has_tools=True, bos="<s>",
         call=r"\[TOOL_CALLS\]\s*\[(?P<body>\{.*\})\]",
+    ),
+    "granite": Template(
+        jinja=GRANITE,
+        controls=("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"),
+        ends=("<|end_of_text|>",), has_tools=True, separator="\n",
+        call=r"<\|tool_call\|>\[(?P<body>\{.*\})\]",
+        header="<|start_of_role|>assistant<|end_of_role|>",
+    ),
+    "kimi": Template(
+        jinja=KIMI,
+        controls=("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>",
+                  "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+                  "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+                  "<|im_end|>"),
+        ends=("<|im_end|>",), has_tools=True,
+        call=r"functions\.(?P<name>\w+):0<\|tool_call_argument_begin\|>(?P<arguments>\{.*?\})",
+        header="<|im_assistant|>assistant<|im_middle|>",
     ),
 }  # fmt: skip
