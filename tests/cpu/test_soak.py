@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from full_counts import PROOF
 
 PATH = Path(__file__).parents[2] / "docs" / "proof" / "soak.py"
 _spec = importlib.util.spec_from_file_location("soak", PATH)
@@ -23,7 +24,7 @@ def test_each_fault_has_tests(fault):
         assert test in names if test else names
 
 
-@pytest.mark.parametrize("hook", ["step", "async_tool", "score", "harness"])
+@pytest.mark.parametrize("hook", ["async_tool", "harness", *["step", "score"] * PROOF])
 def test_nothing_that_a_hook_does_ends_or_hangs_a_run(hook, tmp_path):
     assert soak.of_hook(hook, (), tmp_path / hook) == []
 
@@ -33,6 +34,6 @@ def test_a_run_goes_on_without_its_console(name, tmp_path):
     assert soak.of_console(name, tmp_path / name) == []
 
 
-@pytest.mark.parametrize("share", [0.35, 0.6, 0.95])
+@pytest.mark.parametrize("share", [0.35, 0.95, *[0.6] * PROOF])
 def test_a_run_that_is_killed_ends_as_one_that_is_not(share, tmp_path, tmp_path_factory):
     assert soak.of_kill(share, tmp_path_factory.getbasetemp(), tmp_path / "run") == []

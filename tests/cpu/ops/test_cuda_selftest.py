@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from full_counts import PROOF
 
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("defect", ["", "rotated", "tile"])
+@pytest.mark.parametrize("defect", ["", "tile", *["rotated"] * PROOF])
 def test_the_self_test_proves_the_kernels_and_finds_a_defect(defect, monkeypatch):
     """A defect in what a sampler's steps alone compute. With one tile for all, the last is gone."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
