@@ -1,7 +1,7 @@
 """Was text from a tool or user encoded as control tokens?
 
-Each message is searched in the text of its row: no control token may be inside it. In rows without
-messages, the control tokens between two replies are compared with those that the template writes.
+Each message is searched in the text of its row: no control token may be inside it. The control
+tokens between two replies are compared with those that the template writes, with messages or not.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lockstep.types import Int32Array, Message
 MIN_WORDS_BYTES = 4
 """Bytes of a message that is searched for: shorter text is everywhere."""
 MIN_UNWRITTEN = 2
-"""Rows without messages that must have a control token too many: one may be of another dialogue
-format."""
+"""Rows that must have a control token that the template does not write: one may be of another
+dialogue format."""
 
 
 class InjectedControl(Check):
@@ -60,7 +60,7 @@ class InjectedControl(Check):
             self.show(0.5, rows, at, at + 1, note)
 
     def _between_replies(self, rows: Rows) -> Iterator[int]:
-        """Index of a control token inside a message after a reply, in rows without messages."""
+        """Index of each control token inside a message after a reply, by the template alone."""
         renderer = self.setting.renderer
         if renderer is None:
             return
@@ -68,10 +68,10 @@ class InjectedControl(Check):
         spans = rows.spans
         begin, end = spans.end[:-1], spans.begin[1:]
         for at in np.flatnonzero(spans.row[:-1] == spans.row[1:]):
-            if rows.messages is not None and rows.messages[spans.row[at]]:
-                continue
             self.count(observations=1)
-            place = frames.too_many(rows.token_ids[begin[at] : end[at]])
+            place = frames.too_many(
+                rows.token_ids[begin[at] : end[at]], last_id=int(rows.token_ids[begin[at] - 1])
+            )
             if place is not None:
                 yield int(begin[at]) + place
 
@@ -154,17 +154,21 @@ class Frames:
         def any_of(words: Iterable[str]) -> str:
             return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"
 
-        begin = f"{any_of(map(chr, renderer.stop_ids))}?{any_of(heads.values())}"
-        between, end = f"{any_of(inner)}*?" * bool(inner), any_of(tails.values())
+        begin, end = any_of(heads.values()), any_of(tails.values())
+        between = f"{any_of(inner)}*?" * bool(inner)
         self._sound = re.compile(f"{begin}{between}{end}", re.DOTALL)
         self._more = re.compile(f"{begin}{between}(?P<more>.){between}{end}", re.DOTALL)
+        self._stops = frozenset(renderer.stop_ids)
         self._openings = openings_of(renderer) if heads else ()
         self._control = list(control)
 
-    def too_many(self, ids: Int32Array) -> int | None:
+    def too_many(self, ids: Int32Array, *, last_id: int) -> int | None:
         """Position of one inside a message where the template writes none; None if all are as it
-        writes them, or otherwise in several places. ids: what is between two replies."""
+        writes them, or otherwise in several places. ids: what is between two replies. last_id: of
+        the first of them, which a program may have cut before its stop id."""
         places = np.flatnonzero(np.isin(ids, self._control))
+        if len(places) and last_id not in self._stops and int(ids[places[0]]) in self._stops:
+            places = places[1:]
         text = "".join(map(chr, ids[places].tolist()))
         found = None if self._sound.fullmatch(text) else self._more.fullmatch(text)
         if not self._openings or found is None:
