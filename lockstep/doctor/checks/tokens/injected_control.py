@@ -66,13 +66,10 @@ class InjectedControl(Check):
             return
         frames = self.setting.once("frames", lambda: Frames(renderer))
         spans = rows.spans
-        begin, end = spans.end[:-1], spans.begin[1:]
+        begin, end = spans.end[:-1] - 1, spans.begin[1:]
         for at in np.flatnonzero(spans.row[:-1] == spans.row[1:]):
             self.count(observations=1)
-            place = frames.too_many(
-                rows.token_ids[begin[at] : end[at]], last_id=int(rows.token_ids[begin[at] - 1])
-            )
-            if place is not None:
+            if (place := frames.too_many(rows.token_ids[begin[at] : end[at]])) is not None:
                 yield int(begin[at]) + place
 
     def _injected(self, rows: Rows) -> Iterator[tuple[int, bool]]:
@@ -162,13 +159,13 @@ class Frames:
         self._openings = openings_of(renderer) if heads else ()
         self._control = list(control)
 
-    def too_many(self, ids: Int32Array, *, last_id: int) -> int | None:
+    def too_many(self, ids: Int32Array) -> int | None:
         """Position of one inside a message where the template writes none; None if all are as it
-        writes them, or otherwise in several places. ids: what is between two replies. last_id: of
-        the first of them, which a program may have cut before its stop id."""
-        places = np.flatnonzero(np.isin(ids, self._control))
-        if len(places) and last_id not in self._stops and int(ids[places[0]]) in self._stops:
-            places = places[1:]
+        writes them, or otherwise in several places. ids: from the last one of a reply, which may
+        have been cut before its stop id, to the next reply."""
+        places = 1 + np.flatnonzero(np.isin(ids[1:], self._control))
+        is_cut = int(ids[0]) not in self._stops and not self._stops.isdisjoint(ids[places[:1]])
+        places = places[int(is_cut) :]
         text = "".join(map(chr, ids[places].tolist()))
         found = None if self._sound.fullmatch(text) else self._more.fullmatch(text)
         if not self._openings or found is None:
