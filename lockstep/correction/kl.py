@@ -136,8 +136,8 @@ def pull(
     needs weights, r * k3(-log r) as in `objectives.losses.reference_kl`, and is noisier by them.
 
     All [T] or [B, T], nats; float32, or float64 if both are. `logprobs` carry the gradient. 0.0
-    where a log-prob is not finite. clip: largest |log r| that counts, at most
-    20: beyond, the gradient is that of a token at the bound, and not 0.
+    where a log-prob is not finite. clip: largest |log r| that counts, at most 20: beyond, the
+    gradient is that of a token at the bound, and not 0.
 
     Guard: tests/cpu/correction/test_kl_penalty.py
     """

@@ -65,16 +65,20 @@ class InjectedControl(Check):
         if renderer is None:
             return
         frames = self.setting.once("frames", lambda: Frames(renderer))
-        spans = rows.spans
+        spans, is_control = rows.spans, self._is_control(rows)
         begin, end = spans.end[:-1] - 1, spans.begin[1:]
         for at in np.flatnonzero(spans.row[:-1] == spans.row[1:]):
             self.count(observations=1)
-            if (place := frames.too_many(rows.token_ids[begin[at] : end[at]])) is not None:
+            part = slice(begin[at], end[at])
+            if (place := frames.too_many(rows.token_ids[part], is_control[part])) is not None:
                 yield int(begin[at]) + place
+
+    def _is_control(self, rows: Rows) -> BoolArray:
+        return rows.once("control", lambda: np.isin(rows.token_ids, [*self.tokenizer.control_ids]))
 
     def _injected(self, rows: Rows) -> Iterator[tuple[int, bool]]:
         """(index of the first control token inside a message, whether the message spells it)."""
-        is_control = np.isin(rows.token_ids, list(self.tokenizer.control_ids))
+        is_control = self._is_control(rows)
         for tokens, messages in zip(rows.slices, rows.messages or (), strict=False):
             written = [
                 message.content
@@ -130,20 +134,17 @@ class Frames:
         def controls(ids: list[int]) -> str:
             return "".join(chr(i) for i in ids if i in control)
 
-        def glue(*messages: Message) -> list[int]:
-            return renderer.extend(stop, messages)
-
         heads, tails, inner = dict[Message, str](), dict[Message, str](), set[str]()
         for message in NEXT:
             try:
-                one, two = (glue(replace(message, content=words)) for words in ("a", "b"))
+                one, two = (renderer.extend(stop, [replace(message, content=w)]) for w in "ab")
             except RendererError:
                 continue
             heads[message] = controls(one[: first_difference(one, two)])
             tails[message] = controls(one[len(one) - first_difference(one[::-1], two[::-1]) :])
         for one, two in product(heads, repeat=2):
             try:
-                both = controls(glue(one, two))
+                both = controls(renderer.extend(stop, [one, two]))
             except RendererError:
                 continue
             inner.add(both[len(heads[one]) : len(both) - len(tails[two])])
@@ -157,13 +158,12 @@ class Frames:
         self._more = re.compile(f"{begin}{between}(?P<more>.){between}{end}", re.DOTALL)
         self._stops = frozenset(renderer.stop_ids)
         self._openings = openings_of(renderer) if heads else ()
-        self._control = list(control)
 
-    def too_many(self, ids: Int32Array) -> int | None:
+    def too_many(self, ids: Int32Array, is_control: BoolArray) -> int | None:
         """Position of one inside a message where the template writes none; None if all are as it
         writes them, or otherwise in several places. ids: from the last one of a reply, which may
-        have been cut before its stop id, to the next reply."""
-        places = 1 + np.flatnonzero(np.isin(ids[1:], self._control))
+        have been cut before its stop id, to the next reply. is_control: of the same length."""
+        places = 1 + np.flatnonzero(is_control[1:])
         is_cut = int(ids[0]) not in self._stops and not self._stops.isdisjoint(ids[places[:1]])
         places = places[int(is_cut) :]
         text = "".join(map(chr, ids[places].tolist()))
