@@ -3,20 +3,22 @@
     python docs/proof/studies.py                      everything (`make studies`)
     python docs/proof/studies.py fork --seeds 8       one study, seeds 0 to 7
     python docs/proof/studies.py --jobs 2             runs at a time, each on one thread
-    python docs/proof/studies.py --collect --seeds 1  what is complete of seed 0, without running
+    python docs/proof/studies.py sinks --arms ignored ...  some arms alone
+    python docs/proof/studies.py --draw               the plots again, from studies.json
 
 A study is conditions (what is wrong) times arms (what is done about it) times seeds. Each is a run
-of the quickstart's agent, in build/studies/STUDY/CONDITION/ARM/seed-N. A run that is complete is
-not run again: interrupt this at will, and delete a directory to repeat what is in it. What comes
-out is studies.json beside this file, and a plot per study in docs/studies/. No seconds are
-reported, so the figures do not depend on what else the machine does.
+of the quickstart's agent, in build/studies/STUDY/CONDITION/ARM/seed-N. What a run found goes into
+studies.json beside this file as soon as it ends. A run whose command is in that file is not run
+again: interrupt this at will, commit what is finished, and go on elsewhere. An arm whose settings
+change is run anew, and its old seeds are dropped. Each study has a
+plot in docs/studies/. No seconds are reported, so the figures do not depend on what else the
+machine does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
+from threading import Lock
 from typing import Any
 
 import matplotlib
@@ -57,18 +60,24 @@ REPORTED_NOISE = ("--fault=sampling_noise,router_std=0.12,bias=0.028,trainer_std
 """What KwaiKAT's table has of a mixture: the means of two log-probs 0.008 apart, a variance of
 1e-3 in the sampler and of 1e-7 in the trainer. The variances are of few tokens near a tie and
 differ threefold between batches; noise.py has what was found."""
+THREE_TIMES = ("--fault=sampling_noise,router_std=0.4,bias=0.093,trainer_std=1.7e-3",)
 TEN_TIMES = ("--fault=sampling_noise,router_std=1.2,bias=0.28,trainer_std=5e-3",)
-"""The same faults, larger: what they do to log-probs grows faster, for routers flip."""
+"""The same faults, 3.3 and ten times as large: what they do to log-probs grows faster, for routers
+flip."""
+NOISE_AND_BIAS = ("--fault=sampling_noise,router_std=0.4,bias=0.093", "--fault=ignored_sinks")
+"""3.3 times the sampler's noise, and a trainer that computes another model."""
 
 COLLAPSE_STEPS = 10
 COLLAPSE_DROP = 0.25
 """A run collapses at the first step at which the mean reward of the last COLLAPSE_STEPS steps lies
-COLLAPSE_DROP below the best such mean before. Said before the runs: such a mean of ten times 64
-episodes moves by some 0.02 by chance, and of 1.3 between the least and the largest reward, a fifth
-is no dip any more."""
+COLLAPSE_DROP below the best such mean before, or below the reward of the first step, which the
+model had before any update: so a run that never learns and falls collapses too. Such a mean of ten
+times 64 episodes moves by some 0.02 by chance, and of 1.3 between the least and the largest reward,
+a fifth is no dip any more."""
 
 SMOOTHING = 5
-"""Steps of the running mean in the plots: a step has 64 episodes, and its mean reward is noisy."""
+"""Steps of the running mean in the plots, and steps between two of their points: a step has 64
+episodes, and its mean reward is noisy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +92,11 @@ class Study:
     arms: Mapping[str, tuple[str, ...]]
     """By name: what is done about it."""
     curves: tuple[str, ...]
-    """Metrics that are drawn."""
+    """Metrics that are drawn, and kept with the figures."""
     parent: tuple[str, ...] = ()
     """Settings of the run that is forked; none: the runs begin at the shipped model."""
     num_seeds: int = 3
-    """From 0; `--seeds` says otherwise."""
+    """From 0, of the plan; a table says where fewer have been run."""
 
 
 STUDIES = {
@@ -203,6 +212,10 @@ STUDIES = {
                 "correction.level=sequence",
             ),
             "no gradient": ("--fault=detached_sinks", *BASELINE),
+            "ignored, rollout": ("--fault=ignored_sinks", "correction=bypass"),
+            "ignored, token TIS": ("--fault=ignored_sinks", "correction=tis"),
+            "ignored, MIS": ("--fault=ignored_sinks", "correction=mis"),
+            "correct, attention frozen": ("trainer.freeze=*.attention.*", *BASELINE),
         },
         curves=(
             "reward/mean",
@@ -211,6 +224,72 @@ STUDIES = {
             "mismatch/k3",
             "mismatch/log_ppl_abs_diff_max",
         ),
+    ),
+    "collapse": Study(
+        title="noise 3.3 times as large as reported, four updates per batch",
+        settings=(
+            "model=tiny-gpt-oss",
+            "steps=120",
+            "trainer.updates_per_batch=4",
+            "trainer.schedule=constant",
+            *QUIET,
+            *KEEP_LITTLE,
+        ),
+        conditions={
+            "noise x 3.3": THREE_TIMES,
+            "noise x 3.3, sinks ignored": NOISE_AND_BIAS,
+        },
+        arms={
+            "averaged, n=8": ("correction=averaged",),
+            "TIS, 2": ("correction=tis",),
+            "rollout": ("correction=bypass",),
+            "recomputed": BASELINE,
+            "replay": (*BASELINE, "trainer.routing_replay=rollout"),
+            "MIS": ("correction=mis",),
+            "TIS, 1.5": ("correction=tis", "correction.limits=0,1.5"),
+            "TIS, 5": ("correction=tis", "correction.limits=0,5"),
+        },
+        num_seeds=5,
+        curves=("reward/mean", "behaviour/k3", "mismatch/k3", "train/grad_norm", "train/entropy"),
+    ),
+    "penalty": Study(
+        title="a KL penalty under ignored sinks",
+        settings=("model=tiny-gpt-oss", "steps=50", *QUIET, *KEEP_LITTLE, *BASELINE),
+        conditions={"sinks ignored": ("--fault=ignored_sinks",)},
+        arms={
+            "none": (),
+            **{
+                f"{form}, {coef:g}": (
+                    f"correction.kl_penalty_form={form}",
+                    f"correction.kl_penalty_coef={coef:g}",
+                )
+                for form in ("advantage", "loss")
+                for coef in (0.01, 0.3)
+            },
+            **{
+                f"{form}, 0.3, clip 1": (
+                    f"correction.kl_penalty_form={form}",
+                    "correction.kl_penalty_coef=0.3",
+                    "correction.kl_penalty_clip=1",
+                )
+                for form in ("advantage", "loss")
+            },
+        },
+        curves=("reward/mean", "mismatch/k3", "train/grad_norm"),
+    ),
+    "late": Study(
+        title="a sampler in bfloat16, for 700 steps",
+        settings=(
+            "model=tiny-qwen3",
+            "steps=700",
+            "engine.dtype=bfloat16",
+            "trainer.schedule=constant",
+            *QUIET,
+            *KEEP_LITTLE,
+        ),
+        conditions={"bfloat16 sampler": ()},
+        arms={"recomputed": BASELINE},
+        curves=("reward/mean", "response_length/mean", "mismatch/k3", "train/entropy"),
     ),
 }
 
@@ -230,17 +309,14 @@ class Run:
         return " ".join(["lockstep", *self.words])
 
     @property
-    def end(self) -> Path:
-        """Written when the run is complete: its command and exit code."""
-        return self.path.with_name(f"{self.path.name}.json")
-
-    @property
-    def is_complete(self) -> bool:
-        return self.end.exists() and json.loads(self.end.read_text())["command"] == self.command
+    def has_ended(self) -> bool:
+        """Whether its directory holds a whole run of this very command."""
+        end = self.path / "end.json"
+        return end.exists() and json.loads(end.read_text())["command"] == self.command
 
     def complete(self) -> None:
         """A run that fails (a policy that diverges) is a result, and is kept with its exit code."""
-        if self.is_complete:
+        if self.has_ended:
             return
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -254,8 +330,7 @@ class Run:
         if not (self.path / "metrics.jsonl").exists():
             raise RuntimeError(f"{self.command} did not start:\n{done.stderr}")
         end = {"command": self.command, "exit_code": done.returncode, "stderr": done.stderr[-2000:]}
-        self.end.write_text(json.dumps(end, indent=2) + "\n")
-        print(f"{self.path.relative_to(RUNS)}: exit code {done.returncode}", flush=True)
+        (self.path / "end.json").write_text(json.dumps(end, indent=2) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
         """What it logged. behaviour/k3 is that of the log-probs which stand for the sampler's."""
@@ -290,31 +365,76 @@ def run_of(name: str, condition: str, arm: str, seed: int) -> Run:
     return Run(words=("train", start, *settings), path=path)
 
 
-def run_all(name: str, seeds: Sequence[int], jobs: int) -> None:
+def run_all(name: str, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
+    """Runs what the results do not hold yet, seed by seed, and stores each run as it ends."""
     study = STUDIES[name]
-    parents = [parent_of(name, seed) for seed in seeds] if study.parent else []
-    runs = [
-        run_of(name, condition, arm, seed)
+    lock = Lock()
+
+    def one(condition: str, arm: str, seed: int) -> None:
+        if study.parent:
+            with lock:  # the runs of a seed fork the same one
+                parent_of(name, seed).complete()
+        run = run_of(name, condition, arm, seed)
+        run.complete()
+        found = figures_of(run) | (match_rates(run) if name == "tokens" else {})
+        found |= {"date": datetime.now(UTC).date().isoformat(), "curves": curves_of(run)}
+        with lock:
+            store(name, condition, arm, seed, found)
+        print(f"{name}: {condition}, {arm}, seed {seed}: {found['reward_last_10']:.3f}", flush=True)
+
+    results = read_results()
+    missing = [
+        (condition, arm, seed)
         for seed in seeds
         for condition in study.conditions
-        for arm in study.arms
+        for arm in arms
+        if str(seed) not in stored(results, name, condition, arm)["seeds"]
     ]
-    for wave in (parents, runs):
-        with ThreadPoolExecutor(jobs) as pool:
-            for done in [pool.submit(run.complete) for run in wave]:
-                done.result()
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(one, *each) for each in missing]:
+            done.result()
 
 
-def complete_conditions(name: str, seeds: Sequence[int]) -> list[str]:
-    """The conditions of which every arm and seed has been run."""
-    study = STUDIES[name]
-    return [
-        condition
-        for condition in study.conditions
-        if all(
-            run_of(name, condition, arm, seed).is_complete for arm in study.arms for seed in seeds
-        )
-    ]
+# -- results --------------------------------------------------------------------------------------
+
+
+def read_results() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"studies": {}}
+
+
+def template(name: str, condition: str, arm: str) -> str:
+    """The command of an arm, with SEED for the number."""
+    command = run_of(name, condition, arm, 0).command
+    return command.replace("seed=0", "seed=SEED").replace("seed-0", "seed-SEED")
+
+
+def stored(results: Mapping[str, Any], name: str, condition: str, arm: str) -> dict[str, Any]:
+    """{"command", "seeds": seed -> figures} of an arm; without seeds if its settings are others
+    now."""
+    found = results["studies"].get(name, {}).get("conditions", {})
+    command = template(name, condition, arm)
+    kept = found.get(condition, {}).get(arm, {})
+    return kept if kept.get("command") == command else {"command": command, "seeds": {}}
+
+
+def store(name: str, condition: str, arm: str, seed: int, found: Mapping[str, Any]) -> None:
+    """Puts one run into the results, and leaves out arms that the study no longer has."""
+    study, results = STUDIES[name], read_results()
+    conditions = {
+        each: {other: stored(results, name, each, other) for other in study.arms}
+        for each in study.conditions
+    }
+    seeds = conditions[condition][arm]["seeds"] | {str(seed): found}
+    conditions[condition][arm]["seeds"] = dict(sorted(seeds.items(), key=lambda s: int(s[0])))
+    results["studies"][name] = {
+        "command": f"python docs/proof/studies.py {name}",
+        "host": host(),
+        "plot": f"docs/studies/{name}.png",
+        "title": study.title,
+        "num_seeds": study.num_seeds,
+        "conditions": conditions,
+    }
+    RESULTS.write_text(json.dumps(rounded(results), indent=1) + "\n")
 
 
 # -- figures --------------------------------------------------------------------------------------
@@ -337,7 +457,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         for name in ("k3", "max_abs_diff", "log_ppl_abs_diff_max")
     }
     return {
-        "exit_code": json.loads(run.end.read_text())["exit_code"],
+        "exit_code": json.loads((run.path / "end.json").read_text())["exit_code"],
         "steps": len(steps),
         "skipped_updates": steps[-1]["train/skipped_updates"],
         "reward_first_10": over("reward/mean", slice(10)),
@@ -387,12 +507,30 @@ def collapse_step(rewards: Sequence[float]) -> int | None:
     """The step at which a run collapses, by the definition above; None if it does not."""
     size = COLLAPSE_STEPS
     means = [mean(rewards[at - size + 1 : at + 1]) for at in range(size - 1, len(rewards))]
-    best = -math.inf
+    best = rewards[0]
     for at, value in enumerate(means, start=size - 1):
         best = max(best, value)
         if value < best - COLLAPSE_DROP:
             return at
     return None
+
+
+def curves_of(run: Run) -> dict[str, list[list[float]]]:
+    """Metric -> [step, running mean] every SMOOTHING steps, of what the study draws."""
+    steps = [row for row in run.rows() if "reward/mean" in row]
+    study = STUDIES[run.path.relative_to(RUNS).parts[0]]
+    out = {}
+    for metric in study.curves:
+        # Nothing is rejected where nothing says how much.
+        default = 0.0 if metric == "correction/rejected_share" else None
+        points = [(row["step"], row.get(metric, default)) for row in steps]
+        points = [(step, value) for step, value in points if value is not None]
+        values = [abs(value) if metric in LOGARITHMIC else value for _, value in points]
+        out[metric] = [
+            [points[at][0], mean(values[max(0, at - SMOOTHING + 1) : at + 1])]
+            for at in range(SMOOTHING - 1, len(points), SMOOTHING)
+        ]
+    return out
 
 
 def match_rates(run: Run) -> dict[str, float]:
@@ -426,56 +564,20 @@ def match_rates(run: Run) -> dict[str, float]:
     return out
 
 
-def aggregate(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean, least and largest over the seeds of every figure that all of them have."""
-    first = next(iter(seeds.values()))
-    values = {name: [seed.get(name) for seed in seeds.values()] for name in first}
-    return {
-        name: {"mean": mean(each), "range": [min(each), max(each)]}
-        for name, each in values.items()
-        if None not in each
-    }
-
-
-def figures(name: str, seeds: Sequence[int]) -> dict[str, Any]:
-    study = STUDIES[name]
-    conditions: dict[str, Any] = {}
-    for condition in complete_conditions(name, seeds):
-        for arm in study.arms:
-            of_seeds: dict[str, Any] = {}
-            for seed in seeds:
-                run = run_of(name, condition, arm, seed)
-                of_seeds[str(seed)] = figures_of(run)
-                if name == "tokens":
-                    of_seeds[str(seed)] |= match_rates(run)
-            command = run_of(name, condition, arm, 0).command
-            conditions.setdefault(condition, {})[arm] = {
-                "command": command.replace("seed=0", "seed=SEED").replace("seed-0", "seed-SEED"),
-                **aggregate(of_seeds),
-                "seeds": of_seeds,
-            }
-    parent = {}
-    if study.parent:
-        command = parent_of(name, 0).command.replace("seed=0", "seed=SEED")
-        of_seeds = {str(seed): figures_of(parent_of(name, seed)) for seed in seeds}
-        parent = {"parent": {"command": command, **aggregate(of_seeds), "seeds": of_seeds}}
-    return {"title": study.title, **parent, "conditions": conditions}
-
-
 # -- plots ----------------------------------------------------------------------------------------
 
 LABELS = {
-    "reward/mean": "reward",
-    "response_length/mean": "response tokens",
-    "mismatch/k1": "|k1|",
-    "mismatch/k2": "k2",
-    "mismatch/k3": "k3",
-    "behaviour/k3": "k3 of what stands for the sampler",
-    "correction/rejected_share": "rejected share",
-    "mismatch/ess": "sample size share",
-    "mismatch/log_ppl_abs_diff_max": "largest log-perplexity gap",
+    "reward/mean": "mean reward",
+    "response_length/mean": "response, tokens",
+    "mismatch/k1": "|k1|, nats",
+    "mismatch/k2": "k2, nats squared",
+    "mismatch/k3": "k3, nats",
+    "behaviour/k3": "k3 of what stands\nfor the sampler, nats",
+    "correction/rejected_share": "rejected share of tokens",
+    "mismatch/ess": "effective sample size, share",
+    "mismatch/log_ppl_abs_diff_max": "largest log-perplexity\ngap, nats",
     "train/grad_norm": "gradient norm",
-    "train/entropy": "entropy",
+    "train/entropy": "entropy, nats",
 }
 LOGARITHMIC = (
     "mismatch/k1", "mismatch/k2", "mismatch/k3", "behaviour/k3", "mismatch/log_ppl_abs_diff_max",
@@ -483,33 +585,25 @@ LOGARITHMIC = (
 )  # fmt: skip
 COLOURS = (  # told apart by the colour-blind
     "#0072b2", "#e69f00", "#009e73", "#cc3311", "#7a5195", "#56b4e9", "#999999", "#000000",
+    "#b8860b",
 )  # fmt: skip
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Running mean over the last SMOOTHING steps, fewer at the beginning."""
-    return [mean(values[max(0, at - SMOOTHING + 1) : at + 1]) for at in range(len(values))]
-
-
-def curve(run: Run, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of a run, smoothed; nothing is rejected where nothing says how much."""
-    steps = [row for row in run.rows() if "reward/mean" in row]
-    default = 0.0 if metric == "correction/rejected_share" else None
-    found = [(row["step"], row.get(metric, default)) for row in steps]
-    found = [(step, value) for step, value in found if value is not None]
-    values = smooth([abs(value) if metric in LOGARITHMIC else value for _, value in found])
-    return [(step, value) for (step, _), value in zip(found, values, strict=True)]
-
-
-def draw(name: str, seeds: Sequence[int]) -> Path:
-    """A row of panels per condition and a line per arm; with one arm, a line per condition."""
-    study = STUDIES[name]
-    has_arms = len(study.arms) > 1
-    conditions = complete_conditions(name, seeds)
+def draw(name: str) -> Path | None:
+    """A row of panels per condition and a line per arm; with one arm, a line per condition. None
+    where a run has no curves: it was stored before they were, and the plot is left as it is."""
+    study, results = STUDIES[name], read_results()
+    found = {
+        condition: {arm: stored(results, name, condition, arm)["seeds"] for arm in study.arms}
+        for condition in study.conditions
+    }
+    runs = [run for arms in found.values() for seeds in arms.values() for run in seeds.values()]
+    if not runs or not all("curves" in run for run in runs):
+        return None
     rows = (
-        [(c, {arm: (c, arm) for arm in study.arms}) for c in conditions]
-        if has_arms
-        else [("", {c: (c, next(iter(study.arms))) for c in conditions})]
+        found
+        if len(study.arms) > 1
+        else {"": {c: next(iter(a.values())) for c, a in found.items()}}
     )
     width = len(study.curves)
     figure, axes = pyplot.subplots(
@@ -519,17 +613,17 @@ def draw(name: str, seeds: Sequence[int]) -> Path:
         squeeze=False,
         layout="constrained",
     )
-    for (title, lines), row in zip(rows, axes, strict=True):
+    for (title, lines), row in zip(rows.items(), axes, strict=True):
         for metric, panel in zip(study.curves, row, strict=True):
-            for (label, (condition, arm)), colour in zip(lines.items(), COLOURS, strict=False):
-                draw_arm(panel, name, condition, arm, seeds, metric, label, colour)
-            panel.set_title(f"{title}: {LABELS[metric]}" if title else LABELS[metric], fontsize=8)
+            for (label, seeds), colour in zip(lines.items(), COLOURS, strict=False):
+                draw_arm(panel, [run["curves"][metric] for run in seeds.values()], label, colour)
+            panel.set_title(title, fontsize=8)
+            panel.set_ylabel(LABELS[metric], fontsize=8)
+            panel.set_xlabel("step", fontsize=8)
             panel.tick_params(which="both", labelsize=7)
             panel.grid(alpha=0.25, linewidth=0.5)
             if metric in LOGARITHMIC:
                 panel.set_yscale("log")
-    for panel in axes[-1]:
-        panel.set_xlabel("step", fontsize=8)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8)
     PLOTS.mkdir(exist_ok=True)
@@ -540,38 +634,18 @@ def draw(name: str, seeds: Sequence[int]) -> Path:
 
 
 def draw_arm(
-    panel: Any,
-    name: str,
-    condition: str,
-    arm: str,
-    seeds: Sequence[int],
-    metric: str,
-    label: str,
-    colour: str,
+    panel: Any, seeds: Sequence[Sequence[Sequence[float]]], label: str, colour: str
 ) -> None:
     """A thin line per seed, and their mean over the steps that every seed reached."""
-    lines = [dict(curve(run_of(name, condition, arm, seed), metric)) for seed in seeds]
+    lines = [dict(points) for points in seeds]
     for line in lines:
         panel.plot(list(line), list(line.values()), color=colour, alpha=0.35, linewidth=0.7)
-    common = [step for step in lines[0] if all(step in line for line in lines)]
+    common = [step for step in lines[0] if all(step in line for line in lines)] if lines else []
     means = [mean(line[step] for line in lines) for step in common]
     panel.plot(common, means, color=colour, linewidth=1.6, label=label)
 
 
 # -- the command ----------------------------------------------------------------------------------
-
-
-def write(name: str, seeds: Sequence[int]) -> None:
-    """Puts one study into the results and leaves the others as they are."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"studies": {}}
-    results["studies"][name] = {
-        "command": f"python docs/proof/studies.py {name} --seeds {len(seeds)}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "host": host(),
-        "plot": str(draw(name, seeds).relative_to(ROOT)),
-        **figures(name, seeds),
-    }
-    RESULTS.write_text(json.dumps(rounded(results), indent=1) + "\n")
 
 
 def rounded(value: Any) -> Any:
@@ -588,23 +662,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("study", nargs="*", help=f"some of {', '.join(STUDIES)}; none is all")
-    parser.add_argument("--seeds", type=int, help="how many, from 0; usually 3, of fork 5")
+    parser.add_argument("--arms", nargs="+", help="some arms alone")
+    parser.add_argument("--seeds", type=int, help="how many, from 0; usually as the study says")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument(
-        "--collect", action="store_true", help="run nothing: write the conditions that are complete"
-    )
+    parser.add_argument("--draw", action="store_true", help="run nothing: the plots again")
     options = parser.parse_args()
     if unknown := [name for name in options.study if name not in STUDIES]:
         parser.error(f"no study {', '.join(unknown)}; there are {', '.join(STUDIES)}")
     for name in options.study or STUDIES:
+        study = STUDIES[name]
+        arms = options.arms or list(study.arms)
+        if unknown := [arm for arm in arms if arm not in study.arms]:
+            parser.error(f"{name} has no arm {', '.join(unknown)}; it has {', '.join(study.arms)}")
         print(f"== {name}", flush=True)
-        seeds = range(options.seeds or STUDIES[name].num_seeds)
-        if not options.collect:
-            run_all(name, seeds, options.jobs)
-        elif not complete_conditions(name, seeds):
-            print(f"no condition of {name} is complete for {len(seeds)} seeds")
-            continue
-        write(name, seeds)
+        if not options.draw:
+            run_all(name, arms, range(options.seeds or study.num_seeds), options.jobs)
+        if draw(name) is None:
+            print(f"{name}: its plot stays as it is, for some of its runs have no curves")
 
 
 if __name__ == "__main__":
