@@ -1032,6 +1032,12 @@ class Asked:
     levels: Sequence[str] = ()
 
 
+def reaches(one: Fault, program: Program, lines: Sequence[Line]) -> bool:
+    """False for a control token in the replies of a tool that no row has called."""
+    token = program.template.controls[-1]
+    return "injected" not in one.options or any(token in str(line.messages) for line in lines)
+
+
 def singles(player: str, what: Asked) -> list[dict[str, Any]]:
     return _cases(player, what, [(one,) for one in FAULTS])
 
@@ -1057,6 +1063,8 @@ def _cases(player: str, what: Asked, cases: Sequence[tuple[Fault, ...]]) -> list
                           key=order.index)]  # fmt: skip
         for seed in range(what.seeds):
             work, lines = dump_lines(program, seed, faults)
+            if not all(reaches(one, program, lines) for one in faults):
+                continue
             k2, floor = k2_of(lines), floor_of(player, seed)
             for level in levels:
                 if what.levels and level not in what.levels:

@@ -277,6 +277,16 @@ STUDIES = {
         },
         curves=("reward/mean", "mismatch/k3", "train/grad_norm"),
     ),
+    "renderers": Study(
+        title="the same format by our renderer and by a template",
+        settings=("model=tiny-gpt-oss", "steps=60", *QUIET, *KEEP_LITTLE),
+        conditions={"quickstart": ()},
+        arms={
+            "harmony": (),
+            "template": ("renderer=jinja", "renderer.template=docs/proof/harmony.jinja"),
+        },
+        curves=("reward/mean", "response_length/mean", "mismatch/k3"),
+    ),
     "late": Study(
         title="a sampler in bfloat16, for 700 steps",
         settings=(
@@ -367,6 +377,7 @@ def run_of(name: str, condition: str, arm: str, seed: int) -> Run:
 
 def run_all(name: str, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
     """Runs what the results do not hold yet, seed by seed, and stores each run as it ends."""
+    print(f"== {name}", flush=True)
     study = STUDIES[name]
     lock = Lock()
 
@@ -476,6 +487,8 @@ def figures_of(run: Run) -> dict[str, Any]:
         "k3_mean": over("mismatch/k3"),
         "k3_first_10": over("mismatch/k3", slice(10)),
         "k3_last_10": over("mismatch/k3", slice(-10, None)),
+        "k3_steps_200_300": over("mismatch/k3", slice(200, 300)),
+        "k3_last_100": over("mismatch/k3", slice(-100, None)),
         "k3_largest": largest["k3"],
         "max_abs_diff": largest["max_abs_diff"],
         "log_ppl_abs_diff_max": largest["log_ppl_abs_diff_max"],
@@ -674,7 +687,6 @@ def main() -> None:
         arms = options.arms or list(study.arms)
         if unknown := [arm for arm in arms if arm not in study.arms]:
             parser.error(f"{name} has no arm {', '.join(unknown)}; it has {', '.join(study.arms)}")
-        print(f"== {name}", flush=True)
         if not options.draw:
             run_all(name, arms, range(options.seeds or study.num_seeds), options.jobs)
         if draw(name) is None:

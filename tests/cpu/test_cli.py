@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from full_counts import PROOF
 
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.recipes.registry import RECIPES
@@ -415,7 +416,7 @@ def test_resuming_with_other_settings_points_to_from(run, capsys):
     assert "trainer.lr: 0.001 -> 1.0" in " ".join(err.split())
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGTERM", *["SIGINT"] * PROOF])
 def test_an_interrupted_run_is_resumable_and_ends_equal(name, tmp_path):
     """Interrupted at a moment of the clock's choosing, resumed, compared with a run without."""
     words = ["train", "quickstart", "steps=15", *SMALL[1:], "evaluation.at_start=false"]

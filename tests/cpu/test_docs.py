@@ -497,6 +497,12 @@ STUDY_COLUMNS = {
         "reward, last 10 steps": "reward_last_10",
         "k3, last 10": "k3_last_10",
     },
+    "renderers": {
+        "reward, first 10 steps": "reward_first_10",
+        "last 10": "reward_last_10",
+        "held out, greedy": "held_out_greedy",
+        "k3": "k3_mean",
+    },
     "late": {
         "reward, first 10 steps": "reward_first_10",
         "last 10": "reward_last_10",

@@ -47,13 +47,15 @@ def test_under_the_contract_replay_is_the_identity(tmp_path):
 
 
 def test_replay_takes_the_flips_of_a_noisy_router_away(tmp_path):
-    fault = ["--fault=router_noise,std=0.3", "steps=1", "seed=4"]
-    without = rows_of(tmp_path / "none", *fault)[0]
-    replayed = rows_of(tmp_path / "rollout", *fault, "trainer.routing_replay=rollout")[0]
-    assert replayed["mismatch/compared_tokens"] == without["mismatch/compared_tokens"]
-    assert replayed["routing/differing_share"] > 0.01
-    # What stays is the noise of the weights; whole experts more or less are gone.
-    assert 0 < replayed["mismatch/k3"] < 0.5 * without["mismatch/k3"]
+    fault = ["--fault=router_noise,std=0.12", "groups_per_step=8", "group_size=8"]
+    without = rows_of(tmp_path / "none", *fault)
+    replayed = rows_of(tmp_path / "rollout", *fault, "trainer.routing_replay=rollout")
+    assert replayed[0]["mismatch/compared_tokens"] == without[0]["mismatch/compared_tokens"]
+    assert all(row["routing/differing_share"] > 0.01 for row in replayed)
+    # What stays is the noise of the weights; whole experts more or less are gone. The k3 of a few
+    # thousand tokens is made by single ones, the first percentile is not: 0.55 to 0.75 of it stays.
+    low = [sum(row["mismatch/log_ratio_p1"] for row in rows) for rows in (replayed, without)]
+    assert 0 > low[0] > 0.85 * low[1]
     # They are stored with the trajectories, as they were sampled.
     (record, *_) = load_run(tmp_path / "rollout").trajectories(0)
     t = record.trajectory

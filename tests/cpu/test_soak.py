@@ -24,16 +24,16 @@ def test_each_fault_has_tests(fault):
         assert test in names if test else names
 
 
-@pytest.mark.parametrize("hook", ["async_tool", "harness", *["step", "score"] * PROOF])
+@pytest.mark.parametrize("hook", ["harness", *["async_tool", "step", "score"] * PROOF])
 def test_nothing_that_a_hook_does_ends_or_hangs_a_run(hook, tmp_path):
     assert soak.of_hook(hook, (), tmp_path / hook) == []
 
 
-@pytest.mark.parametrize("name", ["full", "head"])
+@pytest.mark.parametrize("name", ["head", *["full"] * PROOF])
 def test_a_run_goes_on_without_its_console(name, tmp_path):
     assert soak.of_console(name, tmp_path / name) == []
 
 
-@pytest.mark.parametrize("share", [0.35, 0.95, *[0.6] * PROOF])
+@pytest.mark.parametrize("share", [0.35, *[0.6, 0.95] * PROOF])
 def test_a_run_that_is_killed_ends_as_one_that_is_not(share, tmp_path, tmp_path_factory):
     assert soak.of_kill(share, tmp_path_factory.getbasetemp(), tmp_path / "run") == []

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from full_counts import PROOF
 from real_tokenizers import directory_of
 
 import lockstep
@@ -74,7 +75,7 @@ def files_of(folder, **changes):
     return folder
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "retool-dapo"])
+@pytest.mark.parametrize("name", ["retool-dapo", *["gsm8k"] * PROOF])
 def test_the_recipe_trains_a_tiny_model_of_qwen3s_form(name, gsm8k, tmp_path):
     like = files_of(tmp_path / "like", **TINY)
     model = Decoder(ModelConfig.from_directory(like))

@@ -110,7 +110,7 @@ MIN_REPEATED = 60
 """Tokens in repeated contexts that are needed to tell."""
 MIN_SPREAD = 1e-3
 """Variance under unit noise on the logits that a token needs to tell anything about noise."""
-CONTEXTS = (3, 8)
+CONTEXTS = (2, 3, 8)
 """Lengths of a context in tokens: short ones occur often, long ones tell more."""
 
 

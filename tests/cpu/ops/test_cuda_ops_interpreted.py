@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attention_formula import reference_attention
+from full_counts import PROOF
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
@@ -326,7 +327,7 @@ def test_decode_and_chunks_have_the_bits_of_the_packed_forward(
 
 @pytest.mark.parametrize(
     ("num_programs", "width"),
-    [(1, 24), (1000, 24), (1000, 136)],  # 136: values in four parts
+    [(1, 24), (1000, 24), *[(1000, 136)] * PROOF],  # 136: values in four parts
 )
 def test_one_piece_has_the_bits_of_splits_that_are_combined(num_programs, width, monkeypatch):
     """Every piece whole, or every split of its own and combined by the last program."""

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from full_counts import PROOF
 
 from lockstep.config import resolve
 from lockstep.recipes.registry import find_recipe
@@ -126,7 +127,7 @@ APART = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("name", ["SIGKILL", *["SIGSTOP"] * PROOF])
 def test_an_engine_that_dies_or_freezes_between_steps_is_replaced_and_counted(name, tmp_path):
     unbroken = play(tmp_path / "unbroken", *APART)
     with hooked(Workers(getattr(signal, name))):

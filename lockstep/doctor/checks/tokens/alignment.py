@@ -98,7 +98,9 @@ class Shifted(Check):
     @property
     def _offsets(self) -> frozenset[int]:
         """Offsets that are proved."""
-        asked = self.counts["rows_in_question"]
+        asked, proved = self.counts["rows_in_question"], sum(self._proved.values())
+        if self.counts["from_middle"] > proved / 2 and proved < self.counts["long_rows"] / 2:
+            return frozenset()  # some stretches of rows with other ids agree at some offset
         least = max(2.0, MIN_SHARE * asked)
         found = {by for by, num in self._proved.items() if num >= least}
         if not found and self._best_gain >= ALONE_GAIN and asked <= 1 / MIN_SHARE:

@@ -46,6 +46,9 @@ def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
 
 
+REPLACED = "\ufffd".encode()
+
+
 class Speller:
     """Decodes and encodes runs of text, each distinct run once."""
 
@@ -87,14 +90,27 @@ class Speller:
         for key, run in zip(keys, runs, strict=True):
             if key not in self._known and key not in new:
                 new[key] = run.tolist()
-        of = self._bytes
-        texts = [
-            b"".join([of[i] for i in ids]).decode("utf-8", errors="replace") for ids in new.values()
-        ]
-        for (key, ids), again in zip(new.items(), self.tokenizer.encode_batch(texts), strict=True):
-            self._known[key] = None if ids == again else np.array(again, np.int32)
+        texts, ends = zip(*map(self._text, new.values()), strict=True) if new else ((), ())
+        encoded = self.tokenizer.encode_batch(texts)
+        for (key, ids), end, again in zip(new.items(), ends, encoded, strict=True):
+            is_same = ids[:end] == again
+            self._known[key] = None if is_same else np.array([*again, *ids[end:]], np.int32)
             self._num_known += len(ids)
         return [self._known[key] for key in keys]
+
+    def _text(self, ids: Sequence[int]) -> tuple[str, int]:
+        """(text, number of ids that spell it). A limit of length may cut the sign for what could
+        not be decoded, which only an encoded text holds: its ids are left out."""
+        data = b"".join([self._bytes[i] for i in ids])
+        left = next((n for n in (2, 1) if data.endswith(REPLACED[:n])), 0)
+        end = len(ids)
+        while left > 0:
+            end -= 1
+            left -= len(self._bytes[ids[end]])
+        if left < 0:  # that id spells more than the cut sign
+            end = len(ids)
+        kept = data[: sum(len(self._bytes[i]) for i in ids[:end])] if end < len(ids) else data
+        return kept.decode("utf-8", errors="replace"), end
 
     def turn(self, ids: Int32Array) -> Int32Array:
         """One turn with all of its text encoded again, and its control tokens kept."""

@@ -335,6 +335,9 @@ def test_a_run_is_spelt_once_and_half_characters_are_no_canonical_spelling():
     euro = np.array(list("\u20ac".encode()), np.int32)
     assert speller.respelt([euro]) == [None]
     assert speller.respelt([euro[:2]])[0] is not None
+    replaced = np.array(list("a\ufffd".encode()), np.int32)
+    for cut in (0, 1, 2):  # a limit of length cut what a program encoded
+        assert speller.respelt([replaced[: len(replaced) - cut]]) == [None]
     before = renderer.tokenizer.num_encoded
     speller.respelt([euro, euro[:2]])
     assert renderer.tokenizer.num_encoded == before
