@@ -19,7 +19,7 @@ TORCH = $(PIP) install "torch$(TORCH_VERSION)"
 PACKAGE = ".[cuda]"
 endif
 
-.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-trainers test-renderers test-instructions test-tinker check docs bench proof gpu gpu-host soak studies models clean
+.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-trainers test-renderers test-instructions test-tinker check docs bench proof gpu gpu-host soak studies claims claims-quick models clean
 
 install: $(VENV)/.installed
 
@@ -207,6 +207,13 @@ soak: install-dev
 
 studies: install-dev
 	$(BIN)/python docs/proof/studies.py
+
+# What the documents behind Lockstep claim: everything, and what takes a minute a claim.
+claims: install-dev
+	$(BIN)/python docs/proof/claims.py
+
+claims-quick: install-dev
+	$(BIN)/python docs/proof/claims.py --quick
 
 models: install
 	rm -rf build/models

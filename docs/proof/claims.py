@@ -11,7 +11,8 @@ it changes only with the figures:
 
     reproduces      the effect is there, and its interval of 95 % excludes none
     in part         it has the claimed direction, and less than half the claimed size
-    does not        half the claimed effect would have been seen with a power of 0.8, and was not
+    does not        half the claimed effect lies outside of the interval, or would have been seen
+                    with a power of 0.8, and was not
     not tested      there are too few seeds for that, or what it needs is not here; it says what
 
 What came out is claims.json beside this file, which docs/claims.md shows.
@@ -82,11 +83,14 @@ ALPHA, POWER = 0.05, 0.8
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
-    """(mean of a less mean of b, its standard error, degrees of freedom), by Welch."""
-    errors = [variance(each) / len(each) if len(each) > 1 else math.inf for each in (a, b)]
+    """(mean of a less mean of b, its standard error, degrees of freedom), by Welch. The error is
+    infinite with fewer than two seeds."""
+    if min(len(a), len(b)) < 2:
+        return 0.0, math.inf, 1.0
+    errors = [variance(each) / len(each) for each in (a, b)]
     error = math.sqrt(sum(errors))
-    if not 0 < error < math.inf:
-        return mean(a) - mean(b), error, 1.0
+    if not error:
+        return mean(a) - mean(b), 0.0, 1.0
     parts = sum(e**2 / (len(each) - 1) for e, each in zip(errors, (a, b), strict=True))
     return mean(a) - mean(b), error, sum(errors) ** 2 / parts
 
@@ -104,10 +108,11 @@ def is_higher(a: Sequence[float], b: Sequence[float], *, by: float) -> Verdict:
     found, error, freedom = difference(a, b)
     if error == math.inf:
         return "not tested"
-    if found - stats.t.ppf(1 - ALPHA, freedom) * error > 0:
+    margin = stats.t.ppf(1 - ALPHA, freedom) * error
+    if found - margin > 0:
         return "reproduces" if found >= by / 2 else "in part"
-    seen = (stats.t.ppf(1 - ALPHA, freedom) + stats.t.ppf(POWER, freedom)) * error
-    return "does not" if seen <= by / 2 else "not tested"
+    would_be_seen = margin + stats.t.ppf(POWER, freedom) * error <= by / 2
+    return "does not" if would_be_seen or found + margin < by / 2 else "not tested"
 
 
 def are_alike(a: Sequence[float], b: Sequence[float], *, within: float) -> Verdict:
@@ -174,7 +179,7 @@ def higher(
     def judge(_: Figures) -> Found:
         a, b = (seeds_of(name, condition, arm, figure) for arm in (high, low))
         text = f"{high} {spread(a)}, {low} {spread(b)}"
-        return text, is_higher(a, b, by=by) if a and b else "not tested"
+        return text, is_higher(a, b, by=by)
 
     return judge
 
@@ -187,8 +192,6 @@ def alike(
     def judge(_: Figures) -> Found:
         first, *others = found = [seeds_of(name, condition, arm, figure) for arm in arms]
         text = ", ".join(f"{arm} {spread(v)}" for arm, v in zip(arms, found, strict=True))
-        if not all(found):
-            return text, "not tested"
         return text, worst(*(are_alike(other, first, within=within) for other in others))
 
     return judge
@@ -208,7 +211,7 @@ def collapse_of(name: str, condition: str, arm: str, *, sound: str) -> Callable[
     def judge(_: Figures) -> Found:
         a, b = (seeds_of(name, condition, each, "reward_last_10") for each in (sound, arm))
         text = f"{collapses(name, condition, arm)}; reward {spread(b)}, {sound} {spread(a)}"
-        return text, is_higher(a, b, by=0.5) if a and b else "not tested"
+        return text, is_higher(a, b, by=0.5)
 
     return judge
 
@@ -222,8 +225,6 @@ def order_of_estimates(_: Figures) -> Found:
     arms = ("averaged, n=8", "TIS, 2", "rollout")
     found = [of(arm) for arm in arms]
     text = " > ".join(f"{arm} {spread(v)}" for arm, v in zip(arms, found, strict=True))
-    if not all(found):
-        return text, "not tested"
     return text, worst(is_higher(found[0], found[1], by=0.1), is_higher(found[1], found[2], by=0.1))
 
 
@@ -232,8 +233,6 @@ def estimates_under_bias(_: Figures) -> Found:
     arms = ("averaged, n=8", "TIS, 2", "rollout", "recomputed")
     found = {arm: of(arm) for arm in arms}
     text = ", ".join(f"{arm} {spread(v)}" for arm, v in found.items())
-    if not all(found.values()):
-        return text, "not tested"
     text += f"; recomputed: {collapses('collapse', BIAS, 'recomputed')}"
     return text, worst(
         is_higher(found["averaged, n=8"], found["recomputed"], by=0.5),
@@ -246,19 +245,14 @@ def cap_of_tis(_: Figures) -> Found:
     arms = ("TIS, 1.5", "TIS, 2", "TIS, 5")
     found = [of(arm) for arm in arms]
     text = ", ".join(f"{arm} {spread(v)}" for arm, v in zip(arms, found, strict=True))
-    if not all(found):
-        return text, "not tested"
-    best = max(found, key=mean)
-    least = min(found, key=mean)
-    return text, is_higher(best, least, by=0.2)
+    found.sort(key=lambda values: mean(values or [0.0]))
+    return text, is_higher(found[-1], found[0], by=0.2)
 
 
 def kl_of_estimates(_: Figures) -> Found:
     arms = ("averaged, n=8", "replay", "rollout", "recomputed")
     found = {arm: seeds_of("collapse", NOISE, arm, "behaviour_k3_mean") for arm in arms}
     text = ", ".join(f"{arm} {spread(v)}" for arm, v in found.items())
-    if not all(found.values()):
-        return text, "not tested"
     logs = {arm: [math.log(v) for v in values] for arm, values in found.items()}
     return f"k3: {text}", worst(*(
         is_higher(logs[high], logs[low], by=math.log(2))
@@ -341,8 +335,6 @@ def rises_late(_: Figures) -> Found:
         for figure in ("k3_steps_200_300", "k3_last_100")
     )
     text = f"k3 {spread(middle)} at steps 200 to 299, {spread(last)} in the last 100 of 700"
-    if len(last) < 2:
-        return text, "not tested"
     logs = [[math.log(v) for v in values] for values in (last, middle)]
     return text, is_higher(*logs, by=math.log(3))
 
@@ -397,7 +389,7 @@ def two_arms_of_renderers(_: Figures) -> Found:
     of = rewards("renderers", "quickstart")
     ours, theirs = of("harmony"), of("template")
     text = f"reward by our renderer {spread(ours)}, by a template {spread(theirs)}"
-    return text, are_alike(ours, theirs, within=0.1) if ours and theirs else "not tested"
+    return text, are_alike(ours, theirs, within=0.1)
 
 
 def exploding(_: Figures) -> Found:
@@ -430,7 +422,7 @@ def rescue(arm: str) -> Callable[[Figures], Found]:
         of = rewards("sinks", SINKS)
         text = f"{spread(of(arm))}; nothing corrected {spread(of('ignored'))}, sound "
         text += spread(of("correct"))
-        return text, is_higher(of(arm), of("ignored"), by=0.5) if of(arm) else "not tested"
+        return text, is_higher(of(arm), of("ignored"), by=0.5)
 
     return judge
 

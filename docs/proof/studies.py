@@ -275,6 +275,7 @@ STUDIES = {
                 for form in ("advantage", "loss")
             },
         },
+        num_seeds=5,
         curves=("reward/mean", "mismatch/k3", "train/grad_norm"),
     ),
     "renderers": Study(

@@ -175,11 +175,11 @@ class Correction:
     ones (rejecting leaves it)."""
     kl_penalty_coef: float = 0.0
     """Coefficient of a penalty on KL(sampler || trainer). 0 is off; 0.01 is usual."""
-    kl_penalty_form: Literal["advantage", "loss"] = "advantage"
-    """advantage: mean(k1) - k1 is added to each token's advantage. The sampler draws less of what
-    it finds likelier than the trainer does, which can lower the KL where both share weights, and
-    pushes the trainer away from a sampler that stays. loss: k3 is added to each token's loss, which
-    pulls the trainer back to the sampler."""
+    kl_penalty_form: Literal["loss", "advantage"] = "loss"
+    """loss: k3 is added to each token's loss, which pulls the trainer back to the sampler.
+    advantage: mean(k1) - k1 is added to each token's advantage. The sampler draws less of what it
+    finds likelier than the trainer does, which can lower the KL where both share weights, and
+    pushes the trainer away from a sampler that stays."""
     kl_penalty_clip: float | None = None
     """Largest |k1| that counts in the penalty. With kl_penalty_form=loss, tokens beyond pull like
     one at the bound."""

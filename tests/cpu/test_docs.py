@@ -544,6 +544,28 @@ def study_table(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+CLAIMED = ROOT / "docs" / "proof" / "claims.json"
+
+
+def claims_table(document: str) -> str:
+    """What `make claims` found of one document."""
+    lines = ["| claim | theirs | ours | verdict | `docs/proof/` |", "|---|---|---|---|---|"]
+    for claim in json.loads(CLAIMED.read_text())["claims"]:
+        if claim["document"] == document:
+            command = f"`{claim['command']}`" if claim["command"] else ""
+            cells = [claim["claim"], claim["theirs"], claim["ours"], f"**{claim['verdict']}**"]
+            lines.append(f"| {' | '.join([*cells, command])} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
+
+
+def claims_count() -> str:
+    claims = json.loads(CLAIMED.read_text())["claims"]
+    verdicts = ("reproduces", "in part", "does not", "not tested")
+    counts = [sum(claim["verdict"] == verdict for claim in claims) for verdict in verdicts]
+    told = ", ".join(f"{n} **{v}**" for n, v in zip(counts, verdicts, strict=True))
+    return f"{len(claims)} claims: {told}.\n"
+
+
 def noise_rows() -> str:
     """What `python docs/proof/noise.py` found."""
     rows = json.loads((ROOT / "docs" / "proof" / "noise.json").read_text())["rows"]
@@ -636,6 +658,11 @@ TABLES = {
     "doctor-formats": doctor_formats_table,
     "doctor-facts": doctor_facts_table,
     "noise": noise_rows,
+    "claims-count": claims_count,
+    **{
+        f"claims-{name}": partial(claims_table, name)
+        for name in ("tinker", "slime", "retrospective", "kwaikat", "tokens")
+    },
     "causes": causes_table,
     "investigation": investigation_rows,
     "metrics": metrics_table,

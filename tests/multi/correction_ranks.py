@@ -41,10 +41,15 @@ CORRECTIONS = {
     "geometric": _weights("geometric", limits=(0.0, 1.213)),
     "geometric_mask": _weights("geometric", "mask", (0.913, 1.213)),
     "every_rule": _weights(
-        "geometric", reject=EVERY_RULE, denominator="kept", kl_penalty_coef=0.1, kl_penalty_clip=0.8
+        "geometric",
+        reject=EVERY_RULE,
+        denominator="kept",
+        kl_penalty_coef=0.1,
+        kl_penalty_form="advantage",
+        kl_penalty_clip=0.8,
     ),
     "vetoes": Correction(anchor="recomputed", reject=(Rule.veto_prob(3e-6), Rule.veto_ratio(0.3))),
-    "penalty": Correction(anchor="recomputed", kl_penalty_coef=0.013),
+    "penalty": Correction(anchor="recomputed", kl_penalty_coef=0.013, kl_penalty_form="advantage"),
     "mis": Correction.mis(level="sequence"),
 }
 

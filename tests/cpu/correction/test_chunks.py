@@ -14,6 +14,7 @@ CORRECTION = Correction(
     normalize=True,
     reject=(Rule(stat="ratio", low=0.5, high=2.0), Rule(stat="k3", aggregation="mean", high=0.02)),
     kl_penalty_coef=0.01,
+    kl_penalty_form="advantage",
 )
 
 

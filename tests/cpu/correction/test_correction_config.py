@@ -110,7 +110,7 @@ def test_sequence_weights_are_normalised_unless_said_otherwise():
         (Correction(reject=(RATIO,)), False, True),
         (Correction(reject=(RATIO,), denominator="kept"), True, True),
         (Correction(denominator="kept"), True, True),
-        (Correction(kl_penalty_coef=0.01), True, True),
+        (Correction(kl_penalty_coef=0.01, kl_penalty_form="advantage"), True, True),
         (Correction(kl_penalty_coef=0.01, kl_penalty_form="loss"), False, True),
         (Correction.on_policy(), False, None),
         (Correction(anchor="on_policy", level="token"), False, None),

@@ -368,7 +368,7 @@ def test_a_row_of_nothing_finite_is_rejected_and_no_rule_is_to_blame():
 def test_all_rejected_gives_zeros_and_no_error():
     correction = Correction(
         anchor="recomputed", level="token", bound="mask", limits=(0.5, 2), normalize=True,
-        kl_penalty_coef=0.1, denominator="kept",
+        kl_penalty_coef=0.1, kl_penalty_form="advantage", denominator="kept",
     )  # fmt: skip
     corrected = of_ratios([4.0, 8.0], [0.1], correction=correction)
     assert not corrected.weights.any() and not corrected.keep.any()
@@ -415,7 +415,9 @@ def test_the_denominator_changes_no_weight():
 
 
 def test_the_penalty_of_pieces_is_centred_over_the_whole_batch():
-    correction = Correction(anchor="recomputed", kl_penalty_coef=0.5, kl_penalty_clip=1.0)
+    correction = Correction(
+        anchor="recomputed", kl_penalty_coef=0.5, kl_penalty_form="advantage", kl_penalty_clip=1.0
+    )
     old = torch.tensor([-1.0, -1.0, -1.0, -4.0])
     new = torch.tensor([-1.5, -1.0, -0.75, -1.0])  # diff 0.5, 0, -0.25, -3 cut at -1
     whole = correct(new, old, correction)

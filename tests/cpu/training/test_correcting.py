@@ -286,7 +286,7 @@ def test_without_log_probs_of_a_sampler_every_token_is_kept(tmp_path):
 @pytest.mark.parametrize("correction", [
     Correction.mis(),
     Correction(denominator="kept"),
-    Correction(kl_penalty_coef=0.1),
+    Correction(kl_penalty_coef=0.1, kl_penalty_form="advantage"),
 ])  # fmt: skip
 def test_one_call_cannot_apply_what_depends_on_the_whole_batch(tmp_path, correction):
     trainer, rows = make_case(tmp_path)
@@ -299,7 +299,7 @@ def test_one_call_cannot_apply_what_depends_on_the_whole_batch(tmp_path, correct
 
 @pytest.mark.parametrize("clip", [None, 0.4])
 def test_the_penalty_is_an_update_with_adjusted_advantages(tmp_path, clip):
-    correction = Correction(kl_penalty_coef=0.3, kl_penalty_clip=clip)
+    correction = Correction(kl_penalty_coef=0.3, kl_penalty_form="advantage", kl_penalty_clip=clip)
     (penalised, rows), (adjusted, other_rows) = make_case(tmp_path), make_case(tmp_path)
     before = at_trained(rows, "advantages")
     penalised.update(rows, PPOClip(), correction)
@@ -318,8 +318,9 @@ def test_a_penalty_needs_advantages(tmp_path):
     trainer, rows = make_case(tmp_path)
     for row in rows:
         del row.columns["advantages"]
+    correction = Correction(kl_penalty_coef=0.1, kl_penalty_form="advantage")
     with pytest.raises(AlignmentError, match=r"t0/0 has no advantages.*kl_penalty_coef=0\.1"):
-        trainer.update(rows, PPOClip(), Correction(kl_penalty_coef=0.1))
+        trainer.update(rows, PPOClip(), correction)
 
 
 @pytest.mark.parametrize("clip", [None, 0.4])

@@ -86,31 +86,20 @@ class Speller:
             self._known.clear()
             self._num_known = 0
         keys = [run.tobytes() for run in runs]
-        new: dict[bytes, list[int]] = {}
-        for key, run in zip(keys, runs, strict=True):
-            if key not in self._known and key not in new:
-                new[key] = run.tolist()
-        texts, ends = zip(*map(self._text, new.values()), strict=True) if new else ((), ())
-        encoded = self.tokenizer.encode_batch(texts)
-        for (key, ids), end, again in zip(new.items(), ends, encoded, strict=True):
-            is_same = ids[:end] == again
-            self._known[key] = None if is_same else np.array([*again, *ids[end:]], np.int32)
+        pairs = zip(keys, runs, strict=True)
+        new = {key: run.tolist() for key, run in pairs if key not in self._known}
+        texts = [self._text(ids) for ids in new.values()]
+        for (key, ids), again in zip(new.items(), self.tokenizer.encode_batch(texts), strict=True):
+            self._known[key] = None if ids == again[: len(ids)] else np.array(again, np.int32)
             self._num_known += len(ids)
         return [self._known[key] for key in keys]
 
-    def _text(self, ids: Sequence[int]) -> tuple[str, int]:
-        """(text, number of ids that spell it). A limit of length may cut the sign for what could
-        not be decoded, which only an encoded text holds: its ids are left out."""
+    def _text(self, ids: Sequence[int]) -> str:
+        """The text that these ids spell. The sign for what could not be decoded, which only a text
+        holds, is completed: a limit of length may have cut it."""
         data = b"".join([self._bytes[i] for i in ids])
-        left = next((n for n in (2, 1) if data.endswith(REPLACED[:n])), 0)
-        end = len(ids)
-        while left > 0:
-            end -= 1
-            left -= len(self._bytes[ids[end]])
-        if left < 0:  # that id spells more than the cut sign
-            end = len(ids)
-        kept = data[: sum(len(self._bytes[i]) for i in ids[:end])] if end < len(ids) else data
-        return kept.decode("utf-8", errors="replace"), end
+        cut = next((n for n in (2, 1) if data.endswith(REPLACED[:n])), len(REPLACED))
+        return (data + REPLACED[cut:]).decode("utf-8", errors="replace")
 
     def turn(self, ids: Int32Array) -> Int32Array:
         """One turn with all of its text encoded again, and its control tokens kept."""

@@ -36,7 +36,7 @@ class ThinkingDropped(Check):
             known=sum(dialogue is not None for dialogue in known),
             engine_turns=sum(len(turns or ()) for turns in rows.engine_ids or ()),
         )
-        bare, num_others = self._bare(rows)
+        bare, num_others = rows.once("bare replies", lambda: self._bare(rows))
         self.count(bare=len(bare), others=num_others)
         for begin, end in bare:
             self.show(0.5, rows, begin, end, "the last reply of the row alone has its thinking")
@@ -95,21 +95,18 @@ class ThinkingDropped(Check):
         c = self.counts
         if c["dropped_thoughts"]:
             return self.differs(
-                f"the thinking of {c['dropped_thoughts']} earlier turns is missing from rows that "
-                "contain the turns as sampled",
+                f"the thinking of {c['dropped_thoughts']} earlier turns is missing from their rows",
                 "shown" if c["engine_turns"] else "fit",
             )
         if self._is_bare:
-            return self.differs(
-                f"in {c['bare']} rows of several replies the last one alone has its thinking",
-                "fit",
-            )
+            rows = f"{c['bare']} rows of several replies"
+            return self.differs(f"in {rows} the last one alone has its thinking", "fit")
         if not c["known"]:
             return self.not_checkable("messages or engine_ids")
         return self.consistent(f"{c['thoughts']} earlier turns have thinking, all in their rows")
 
     def repair(self, rows: Rows) -> Rows:
         """Nothing is trained from the first turn without its thinking on."""
-        bare = self._bare(rows)[0] if self._is_bare else ()
+        bare = rows.once("bare replies", lambda: self._bare(rows))[0] if self._is_bare else ()
         dropped = (begin for begin, _, _ in self._dropped(rows))
         return rows.cut_from([*dropped, *(begin for begin, _ in bare)])
