@@ -304,6 +304,16 @@ def cost_of_determinism() -> Figures:
     return {"ratio": speed["true-on-policy"] / speed["none"]}
 
 
+def beside_an_idle_engine() -> Figures:
+    """Seconds of a step beside an engine that waits for tools: `benchmarks/averaging.py`."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "averaging.py"), "--only", "idle"]
+    done = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    (part,) = json.loads(done.stdout.splitlines()[-1])["parts"]
+    return {"averaged": part["ours"], "recomputed": part["peer"]}
+
+
 # -- the retrospective on GPT-OSS ------------------------------------------------------------------
 
 
