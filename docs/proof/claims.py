@@ -427,6 +427,20 @@ def rescue(arm: str) -> Callable[[Figures], Found]:
     return judge
 
 
+def on_tasks(high: str, low: str) -> Callable[[Figures], Found]:
+    """Judge of "the arm `high` ends higher than `low`", by 0.3 of reward on each of three tasks."""
+
+    def judge(_: Figures) -> Found:
+        texts, verdicts = [], []
+        for task in ("math", "retool", "instructions"):
+            a, b = (seeds_of(f"sinks-{task}", task, arm, "reward_last_10") for arm in (high, low))
+            texts.append(f"{task}: {high} {spread(a)}, {low} {spread(b)}")
+            verdicts.append(is_higher(a, b, by=0.3))
+        return "; ".join(texts), worst(*verdicts)
+
+    return judge
+
+
 def log_perplexity(_: Figures) -> Found:
     wrong, sound = (
         seeds_of("sinks", SINKS, arm, "log_ppl_abs_diff_max") for arm in ("ignored", "correct")
@@ -736,7 +750,15 @@ CLAIMS = (
         document="retrospective",
         text="With sinks, mathematics, instructions and tool use learn; without, they do not",
         theirs="three figures",
-        judge=untested("the shipped models of these tasks are dense, without sinks"),
+        study="sinks-math sinks-retool sinks-instructions",
+        judge=on_tasks("correct", "ignored"),
+    ),
+    Claim(
+        document="retrospective",
+        text="On these tasks, too, sequence-level importance sampling stabilises",
+        theirs="not shown",
+        study="sinks-math sinks-retool sinks-instructions",
+        judge=on_tasks("ignored, sequence IS", "ignored"),
     ),
     Claim(
         document="retrospective",

@@ -93,6 +93,9 @@ class Study:
     """By name: what is done about it."""
     curves: tuple[str, ...]
     """Metrics that are drawn, and kept with the figures."""
+    recipe: str = "quickstart"
+    model: str = ""
+    """Supervised recipe whose model is made first, as a small gpt-oss; empty: a shipped model."""
     parent: tuple[str, ...] = ()
     """Settings of the run that is forked; none: the runs begin at the shipped model."""
     num_seeds: int = 3
@@ -225,6 +228,36 @@ STUDIES = {
             "mismatch/log_ppl_abs_diff_max",
         ),
     ),
+    **{
+        f"sinks-{recipe}": Study(
+            title=f"sinks that the trainer ignores, on the task {recipe}",
+            recipe=recipe,
+            model=model,
+            settings=("evaluation.at_start=false", "checkpoint.every=0", *KEEP_LITTLE),
+            conditions={recipe: ()},
+            arms={
+                "correct": BASELINE,
+                "ignored": ("--fault=ignored_sinks", *BASELINE),
+                "ignored, attention frozen": (
+                    "--fault=ignored_sinks",
+                    "trainer.freeze=*.attention.*",
+                    *BASELINE,
+                ),
+                "ignored, sequence IS": (
+                    "--fault=ignored_sinks",
+                    "correction=tis",
+                    "correction.level=sequence",
+                ),
+                "ignored, token TIS": ("--fault=ignored_sinks", "correction=tis"),
+            },
+            curves=("reward/mean", "train/grad_norm", "train/entropy", "mismatch/k3"),
+        )
+        for recipe, model in (
+            ("math", "tiny-math"),
+            ("retool", "tiny-math"),
+            ("instructions", "tiny-instructions"),
+        )
+    },
     "collapse": Study(
         title="noise 3.3 times as large as reported, four updates per batch",
         settings=(
@@ -284,7 +317,11 @@ STUDIES = {
         conditions={"quickstart": ()},
         arms={
             "harmony": (),
-            "template": ("renderer=jinja", "renderer.template=docs/proof/harmony.jinja"),
+            "template": (
+                "renderer=jinja",
+                "renderer.template=docs/proof/harmony.jinja",
+                "renderer.variables.recipient_last=true",  # as the model samples it
+            ),
         },
         curves=("reward/mean", "response_length/mean", "mismatch/k3"),
     ),
@@ -358,6 +395,22 @@ def directory(name: str) -> str:
     return "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
 
 
+GPT_OSS = (
+    "create=gpt_oss",
+    "renderer=harmony",
+    "renderer.system_message=false",
+    "renderer.developer_heading=false",
+    "renderer.tools_in_prompt=false",
+)
+"""A small gpt-oss in place of a shipped dense model: the same dialogues and steps."""
+
+
+def model_of(name: str) -> Run:
+    """The supervised run whose model the runs of a study begin with."""
+    model = STUDIES[name].model
+    return Run(words=("sft", model, *GPT_OSS), path=RUNS / "models" / f"{model}-gpt-oss")
+
+
 def parent_of(name: str, seed: int) -> Run:
     words = ("train", "quickstart", "contract=none", *STUDIES[name].parent, f"seed={seed}")
     return Run(words=words, path=RUNS / name / "parent" / f"seed-{seed}")
@@ -365,15 +418,16 @@ def parent_of(name: str, seed: int) -> Run:
 
 def run_of(name: str, condition: str, arm: str, seed: int) -> Run:
     study = STUDIES[name]
+    start = (study.recipe,)
     if study.parent:
-        start = f"from={parent_of(name, seed).path.relative_to(ROOT)}@{FORK_STEP}"
-    else:
-        start = "quickstart"
+        start = (f"from={parent_of(name, seed).path.relative_to(ROOT)}@{FORK_STEP}",)
+    if study.model:
+        start = (*start, f"model={model_of(name).path.relative_to(ROOT)}/model")
     settings = (*study.settings, *study.conditions[condition], *study.arms[arm])
     if not study.parent:
         settings = (*settings, "contract=none", f"seed={seed}")
     path = RUNS / name / directory(condition) / directory(arm) / f"seed-{seed}"
-    return Run(words=("train", start, *settings), path=path)
+    return Run(words=("train", *start, *settings), path=path)
 
 
 def run_all(name: str, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
@@ -381,6 +435,9 @@ def run_all(name: str, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> 
     print(f"== {name}", flush=True)
     study = STUDIES[name]
     lock = Lock()
+
+    if study.model:
+        model_of(name).complete()
 
     def one(condition: str, arm: str, seed: int) -> None:
         if study.parent:

@@ -491,6 +491,18 @@ STUDY_COLUMNS = {
         "gradient norm, largest": "grad_norm_largest",
         "clipped": "clip_fraction",
     },
+    **{
+        f"sinks-{task}": {
+            "share of runs that collapse": "collapses",
+            "at step": "collapse_step",
+            "reward, first 10 steps": "reward_first_10",
+            "last 10": "reward_last_10",
+            "held out, sampled": "held_out_sampled",
+            "gradient norm, largest": "grad_norm_largest",
+            "k3, last 10": "k3_last_10",
+        }
+        for task in ("math", "retool", "instructions")
+    },
     "penalty": {
         "share of runs that collapse": "collapses",
         "at step": "collapse_step",
