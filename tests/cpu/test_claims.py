@@ -32,6 +32,13 @@ def test_likeness_needs_power_as_well():
     assert claims.are_alike(WILD, LOW, within=0.1) == "not tested"
 
 
+def test_most_runs_do_it_or_do_not():
+    assert claims.mostly(5, 5) == "reproduces"
+    assert claims.mostly(0, 5) == "does not"
+    assert claims.mostly(4, 4) == "not tested"  # four of four are chance in one of sixteen
+    assert claims.mostly(0, 0) == "not tested"
+
+
 def test_several_claims_are_as_good_as_the_worst_of_them():
     assert claims.worst("reproduces", "reproduces") == "reproduces"
     assert claims.worst("reproduces", "does not") == "in part"
