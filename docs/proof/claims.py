@@ -910,7 +910,7 @@ CLAIMS = (
         measure="beside_an_idle_engine",
         judge=lambda f: (
             f"{f['averaged']:.2f} s a step, recomputed {f['recomputed']:.2f} s: "
-            f"{1 - f['averaged'] / f['recomputed']:+.0%} (10 million parameters, an engine of its "
+            f"{f['averaged'] / f['recomputed'] - 1:+.0%} (10 million parameters, an engine of its "
             "own, tools of 0 to 2 s)",
             "reproduces"
             if f["averaged"] < 0.95 * f["recomputed"]

@@ -86,7 +86,9 @@ def test_every_part_has_cases_that_fit_into_its_time_one_by_one(gpu):
         assert len(seconds) >= 3 and max(seconds) <= gpu.PART_SECONDS / 2
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/numerics.md", "docs/faq.md", "docs/models.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/numerics.md", "docs/troubleshooting.md", "docs/models.md"]
+)
 def test_pages_say_of_a_gpu_what_was_found_or_that_nothing_was(page):
     """A quote is `<!-- gpu: PART, CASE, KEY -->` after a figure."""
     text, record = (ROOT / page).read_text(), SCRIPT.with_suffix(".json")
