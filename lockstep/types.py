@@ -165,8 +165,8 @@ class ToolCall:
     """Call id in protocols that have one (OpenAI); empty in harmony and ChatML."""
 
 
-_MESSAGE_KEYS = ["content", "name", "parse_error", "reasoning_content", "role", "thinking"]
-_MESSAGE_KEYS += ["tool_call_id", "tool_calls"]
+_SPOKEN_KEYS = ["content", "name", "parse_error", "reasoning_content", "role", "thinking"]
+_MESSAGE_KEYS = [*_SPOKEN_KEYS, "tool_call_id", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
