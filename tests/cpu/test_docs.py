@@ -459,8 +459,6 @@ STUDY_COLUMNS = {
         "effective sample size": "ess",
     },
     "averaging": {
-        "runs that collapse": "collapses",
-        "at step": "collapse_step",
         "reward, last 10 steps": "reward_last_10",
         "worst 10 steps": "reward_worst_10",
         "held out, greedy": "held_out_greedy",
