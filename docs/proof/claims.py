@@ -911,12 +911,12 @@ CLAIMS = (
         judge=lambda f: (
             f"{f['averaged']:.2f} s a step, recomputed {f['recomputed']:.2f} s: "
             f"{f['averaged'] / f['recomputed'] - 1:+.0%} (10 million parameters, an engine of its "
-            "own, tools of 0 to 2 s)",
+            "own, tools of 0 to 2 s); another run gave +9%, so less than 10% is chance",
             "reproduces"
-            if f["averaged"] < 0.95 * f["recomputed"]
-            else "in part"
-            if f["averaged"] < f["recomputed"]
-            else "does not",
+            if f["averaged"] < 0.9 * f["recomputed"]
+            else "does not"
+            if f["averaged"] > 1.1 * f["recomputed"]
+            else "not tested",
         ),
     ),
     Claim(
