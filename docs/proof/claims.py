@@ -835,7 +835,10 @@ CLAIMS = (
         text="The mean of eight scorings has an eighth of the variance",
         theirs="1 / n",
         measure="averaging",
-        judge=lambda f: (f"{f['ratio']:.3f}", holds(abs(f["ratio"] - 1 / 8) < 0.01)),
+        judge=lambda f: (
+            f"{f['ratio']:.3f}, of scorings that are drawn: arithmetic, no engine",
+            holds(abs(f["ratio"] - 1 / 8) < 0.01),
+        ),
     ),
     Claim(
         document="kwaikat",

@@ -54,6 +54,20 @@ FOUR_ARMS = {
     "IS + rejection": ("correction=mis", "correction.normalize=false"),
     "IS + rejection + normalisation": ("correction=mis",),
 }
+SINK_ARMS = {
+    "correct": BASELINE,
+    "ignored": ("--fault=ignored_sinks", *BASELINE),
+    "ignored, attention frozen": (
+        "--fault=ignored_sinks",
+        "trainer.freeze=*.attention.*",
+        *BASELINE,
+    ),
+    "ignored, sequence IS": (
+        "--fault=ignored_sinks",
+        "correction=tis",
+        "correction.level=sequence",
+    ),
+}
 FORK_STEP = 40
 
 REPORTED_NOISE = ("--fault=sampling_noise,router_std=0.12,bias=0.028,trainer_std=5e-4",)
@@ -202,18 +216,7 @@ STUDIES = {
         settings=("model=tiny-gpt-oss", "steps=150", *QUIET, *KEEP_LITTLE),
         conditions={"tiny-gpt-oss": ()},
         arms={
-            "correct": BASELINE,
-            "ignored": ("--fault=ignored_sinks", *BASELINE),
-            "ignored, attention frozen": (
-                "--fault=ignored_sinks",
-                "trainer.freeze=*.attention.*",
-                *BASELINE,
-            ),
-            "ignored, sequence IS": (
-                "--fault=ignored_sinks",
-                "correction=tis",
-                "correction.level=sequence",
-            ),
+            **SINK_ARMS,
             "no gradient": ("--fault=detached_sinks", *BASELINE),
             "ignored, rollout": ("--fault=ignored_sinks", "correction=bypass"),
             "ignored, token TIS": ("--fault=ignored_sinks", "correction=tis"),
@@ -236,18 +239,7 @@ STUDIES = {
             settings=(*rate, "evaluation.at_start=false", "checkpoint.every=0", *KEEP_LITTLE),
             conditions={recipe: ()},
             arms={
-                "correct": BASELINE,
-                "ignored": ("--fault=ignored_sinks", *BASELINE),
-                "ignored, attention frozen": (
-                    "--fault=ignored_sinks",
-                    "trainer.freeze=*.attention.*",
-                    *BASELINE,
-                ),
-                "ignored, sequence IS": (
-                    "--fault=ignored_sinks",
-                    "correction=tis",
-                    "correction.level=sequence",
-                ),
+                **SINK_ARMS,
                 "ignored, token TIS": ("--fault=ignored_sinks", "correction=tis"),
             },
             curves=("reward/mean", "train/grad_norm", "train/entropy", "mismatch/k3"),

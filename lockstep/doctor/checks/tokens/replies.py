@@ -46,7 +46,8 @@ def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
 
 
-REPLACED = "\ufffd".encode()
+REPLACEMENT = "\ufffd".encode()
+"""Bytes of the sign that stands for what could not be decoded."""
 
 
 class Speller:
@@ -98,8 +99,8 @@ class Speller:
         """The text that these ids spell. The sign for what could not be decoded, which only a text
         holds, is completed: a limit of length may have cut it."""
         data = b"".join([self._bytes[i] for i in ids])
-        cut = next((n for n in (2, 1) if data.endswith(REPLACED[:n])), len(REPLACED))
-        return (data + REPLACED[cut:]).decode("utf-8", errors="replace")
+        cut = next((n for n in (2, 1) if data.endswith(REPLACEMENT[:n])), len(REPLACEMENT))
+        return (data + REPLACEMENT[cut:]).decode("utf-8", errors="replace")
 
     def turn(self, ids: Int32Array) -> Int32Array:
         """One turn with all of its text encoded again, and its control tokens kept."""
