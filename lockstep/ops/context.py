@@ -170,9 +170,9 @@ class AttentionWork:
     max_keys: int
     """Keys of the longest row."""
     tokens: Tensor | None = None
-    """[places]: token of each query, where rows share tokens; None: a place is a token."""
+    """[T]: token of each query, where rows share tokens; None: query t is token t."""
     token_places: Tensor | None = None
-    """[T] int64: a place of each token, where rows share tokens."""
+    """[T] int64: the query of each token, where rows share tokens."""
     num_programs: int | None = None
     """Programs per key head that take the items in turn; None: one for each of the W."""
 
@@ -316,6 +316,25 @@ class PackedContext:
         return cls(sizes, np.concatenate(rows), torch.device(device))
 
     @property
+    def rows(self) -> list[npt.NDArray[np.int64]]:
+        """Each row's tokens, as indices among the T."""
+        return np.split(self.index, np.cumsum(self.lengths)[:-1])
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """[B]: tokens at a row's beginning that an earlier row has too, and asks for.
+
+        >>> PackedContext.of_rows([np.array([0, 1, 2]), np.array([0, 1, 3, 4])]).starts.tolist()
+        [0, 2]
+        """
+        if "starts" not in self.memo:
+            is_first = np.zeros(len(self.index), np.int64)
+            is_first[np.unique(self.index, return_index=True)[1]] = 1
+            own = np.add.reduceat(is_first, _starts(self.lengths))
+            self.memo["starts"] = self.lengths - own
+        return self.memo["starts"]
+
+    @property
     def is_ordered(self) -> bool:
         """Whether token t of the T is at place t: the rows follow one another."""
         if "ordered" not in self.memo:
@@ -340,19 +359,29 @@ class PackedContext:
         return self.memo["padded"]
 
     def work(self, heads: tuple[int, int]) -> AttentionWork:
-        """The rows as attention on a GPU reads them. heads: (of the queries, of the keys)."""
+        """The rows as attention on a GPU reads them. heads: (of the queries, of the keys). Each
+        token asks in the first row that has it; rows with nothing to ask are left out."""
         if ("work", heads) not in self.memo:
-            starts = np.cumsum(self.lengths) - self.lengths
-            rows = {"page_starts": np.arange(len(starts)), "pages": starts, "page_size": WHOLE_ROW}
+            asked = self.lengths - self.starts
+            lengths, rows = self.lengths, {"page_size": WHOLE_ROW, "pages": _starts(self.lengths)}
+            page_starts = np.arange(len(lengths))
             if not self.is_ordered:
-                places = np.empty(int(self.index.max()) + 1, np.int64)
-                places[self.index] = np.arange(len(self.index))
-                rows = {"page_starts": starts, "pages": self.index, "page_size": 1}
-                rows |= {"tokens": self.index, "token_places": places}
+                asking = [
+                    (row, n) for row, n in zip(self.rows, self.starts, strict=True) if n < len(row)
+                ]
+                asked, lengths = asked[asked > 0], lengths[asked > 0]
+                page_starts = _starts(lengths)
+                tokens = np.concatenate([row[n:] for row, n in asking])
+                rows = {"page_size": 1, "pages": np.concatenate([row for row, _ in asking])}
+                rows |= {"tokens": tokens, "token_places": np.argsort(tokens)}
             self.memo["work", heads] = AttentionWork.of(
-                self.lengths, self.lengths, **rows, heads=heads, device=self.device
+                asked, lengths, page_starts, **rows, heads=heads, device=self.device
             )
         return self.memo["work", heads]
+
+
+def _starts(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.cumsum(lengths) - lengths
 
 
 def _pad_rows(

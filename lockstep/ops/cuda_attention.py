@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.utils import deterministic
 
 from lockstep.ops.context import (
@@ -435,8 +436,8 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], lse [T, H])."""
     work = context.work((q.shape[1], k.shape[1]))
-    at_k, at_v, num_places = Vectors.of_tokens(k), Vectors.of_tokens(v), len(context.index)
-    out, lse = attend(q, at_k, at_v, work, spec, num_key_heads=k.shape[1], num_places=num_places)
+    at_k, at_v = Vectors.of_tokens(k), Vectors.of_tokens(v)
+    out, lse = attend(q, at_k, at_v, work, spec, num_key_heads=k.shape[1], num_places=len(q))
     if work.token_places is not None:
         return out.index_select(0, work.token_places), lse.index_select(0, work.token_places)
     return out, lse
@@ -454,14 +455,14 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     work = context.work((q.shape[1], k.shape[1]))
     if work.tokens is None or work.token_places is None:
-        return _flash(grad_out, q, k, v, out, lse, spec, work)
-    # A token's output is that of one of its places: the gradient of the others is 0.
-    at_places = grad_out.new_zeros(len(work.tokens), *grad_out.shape[1:])
-    at_places = at_places.index_copy(0, work.token_places, grad_out)
-    q_P, k_P, v_P, out_P, lse_P = (x.index_select(0, work.tokens) for x in (q, k, v, out, lse))
-    found = _flash(at_places, q_P, k_P, v_P, out_P, lse_P, spec, work)
-    grad_q, grad_k, grad_v = (_sum_places(x, work.tokens, len(q)) for x in found)
-    return grad_q, grad_k, grad_v
+        starts = work.query_starts
+        return _flash(grad_out, q, k, v, out, lse, spec, work, key_starts=starts)
+    grad_Q, q_Q, out_Q, lse_Q = (x.index_select(0, work.tokens) for x in (grad_out, q, out, lse))
+    k_P, v_P = (x.index_select(0, work.pages) for x in (k, v))
+    key_starts = F.pad(work.page_starts, (0, 1), value=len(work.pages))
+    found = _flash(grad_Q, q_Q, k_P, v_P, out_Q, lse_Q, spec, work, key_starts=key_starts)
+    grad_k, grad_v = (_sum_places(x, work.pages, len(k)) for x in found[1:])
+    return found[0].index_select(0, work.token_places), grad_k, grad_v
 
 
 def _flash(
@@ -473,8 +474,11 @@ def _flash(
     lse: Tensor,
     spec: AttentionSpec,
     work: AttentionWork,
+    *,
+    key_starts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Torch's backward in its deterministic form: otherwise dQ is summed by atomics."""
+    """Torch's backward in its deterministic form: otherwise dQ is summed by atomics. The queries of
+    a row are at its last positions, as its causal mask has it (FlashAttention 2.1 and later)."""
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     before, filling = torch.get_deterministic_debug_mode(), "fill_uninitialized_memory"
     fills = getattr(deterministic, filling)
@@ -489,7 +493,7 @@ def _flash(
             out,
             lse.t().contiguous(),
             work.query_starts,
-            work.query_starts,
+            key_starts,
             work.max_queries,
             work.max_keys,
             0.0,

@@ -14,7 +14,8 @@ Where stock torch depends on the batch, and what is done instead:
 The libraries promise none of this: `ops.selftest` tests it for a model's shapes, and the trainer
 checks every token.   Guard: tests/cpu/ops/test_invariant.py
 
-# T tokens  B rows of a block  L its length  H query heads  G key heads  D head width
+# T tokens  B rows of a block  L its length  Q queries of a row
+# H query heads  G key heads  D head width
 # M GEMM rows  K inner width  N outputs  E experts  R token-expert pairs  A active experts
 """
 
@@ -336,13 +337,14 @@ class _Attention(torch.autograd.Function):
         rules = ops.rules
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        for piece in packed.layout_of(context, None).pieces:
-            index = piece.index.view(piece.shape)
-            index = F.pad(index, (0, -piece.shape[1] % rules.key_quantum), mode="replicate")
+        for piece, index in packed.own_queries(context):
+            length = index.shape[1]
+            index = F.pad(index, (0, -length % rules.key_quantum), mode="replicate")
             keys, values = (
                 x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in (k, v)
             )
-            part, sums = _attend_rows(piece.take(q), keys, values, spec, rules)
+            begin = length - piece.shape[1]
+            part, sums = _attend_rows(piece.take(q), keys, values, spec, rules, begin=begin)
             piece.put(out, part)
             piece.put(lse, sums.transpose(1, 2))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -362,28 +364,33 @@ def _attend_rows(
     v: Tensor,
     spec: AttentionSpec,
     rules: Rules,
+    *,
+    begin: int,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, L, H, D], k and v [B, L', G, D] with L' the next multiple of the key quantum.
+    """q [B, Q, H, D], the queries at positions from `begin` to the end L of rows; k and v
+    [B, L', G, D] with L' the next multiple of the key quantum.
 
-    Returns out [B, L, H, D] in q's dtype and lse [B, H, L] float32.
+    Returns out [B, Q, H, D] in q's dtype and lse [B, H, Q] float32.
     """
-    B, L, H, D = q.shape
+    B, Q, H, D = q.shape
     sinks, window = spec.sinks, spec.window
     G = k.shape[2]
     repeat = H // G
-    out, lse = torch.empty_like(q), q.new_empty(B, H, L, dtype=torch.float32)
+    out, lse = torch.empty_like(q), q.new_empty(B, H, Q, dtype=torch.float32)
     keys, values = (  # [B * G, L', D]
         x.transpose(1, 2).float().reshape(B * G, -1, D) for x in (k, v)
     )
-    # [B, G, repeat, L, D]: queries of one key head are adjacent, head by head.
-    queries = q.view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
-    outs = out.view(B, L, G, repeat, D).permute(0, 2, 3, 1, 4)
-    sums = lse.view(B, G, repeat, L)
+    # [B, G, repeat, Q, D]: queries of one key head are adjacent, head by head.
+    queries = q.view(B, Q, G, repeat, D).permute(0, 2, 3, 1, 4)
+    outs = out.view(B, Q, G, repeat, D).permute(0, 2, 3, 1, 4)
+    sums = lse.view(B, G, repeat, Q)
+    L = begin + Q
     longest = L if window is None else min(L, window + KEY_BLOCK + QUERY_TILE)
     size = TILE_SCORES // (H * longest) // LEAST_TILE * LEAST_TILE
     size = min(max(size, LEAST_TILE), QUERY_TILE)
-    for start in range(0, L, size):
+    for start in range(begin, L, size):
         stop = min(start + size, L)
+        asked = slice(start - begin, stop - begin)
         first = 0 if window is None else max(0, start - window + 1) // KEY_BLOCK * KEY_BLOCK
         last = math.ceil(stop / rules.key_quantum) * rules.key_quantum
         rows = repeat * (stop - start)
@@ -399,7 +406,7 @@ def _attend_rows(
         step = max(1, TILE_SCORES // (G * (rows + extra) * (last - first)))
         for at in range(0, B, step):
             part = slice(at, at + step)
-            tile = (queries[part, :, :, start:stop].float() * spec.scale).reshape(-1, rows, D)
+            tile = (queries[part, :, :, asked].float() * spec.scale).reshape(-1, rows, D)
             if extra:
                 tile = F.pad(tile, (0, 0, 0, extra))
             tile_sinks = None
@@ -409,8 +416,8 @@ def _attend_rows(
             scores, probs = _softmax(tile, keys[here], mask, tile_sinks)
             found = _weigh_values(probs, values[here])
             shape = (-1, G, repeat, stop - start)
-            outs[part, :, :, start:stop] = found[:, :rows].reshape(*shape, D)
+            outs[part, :, :, asked] = found[:, :rows].reshape(*shape, D)
             # log of the sum of exponentials: the largest probability is exp(0) over that sum.
             total = scores.amax(-1) - probs.amax(-1).log()
-            sums[part, :, :, start:stop] = total[:, :rows].reshape(shape)
+            sums[part, :, :, asked] = total[:, :rows].reshape(shape)
     return out, lse

@@ -7,33 +7,39 @@ exp(score - L) and dO . O. The sink's own gradient is -sum exp(sink - L) dO . O.
 detached lse gives the right output, dV and sink gradient, but a dQ and dK wrong by 28 to 55 %.)
 Guard: tests/cpu/ops/test_attention.py
 
-Rows go through the kernel in pieces, so that memory does not grow with their number. A window
+Rows go through the kernel in pieces, so that memory does not grow with their number. A long
+beginning that several rows share is a stem: the tokens of all its rows read its keys in one call,
+and the parts of a token's attention are merged by their L (as in arXiv 2402.05099). A window
 costs O(T x window): rows are cut into chunks of queries, each over a band of keys: its own chunk
 and the chunks before it that the window reaches. Only inputs, output and L are kept. The kernel
 reads grouped heads and strides as they are (since torch 2.9): neither keys nor bands are repeated.
 
 # T tokens  H query heads  G key heads  D head width  B rows (or chunks) of a piece  L its length
-# N chunks  C queries of a chunk  K keys of a band
+# N chunks  C queries of a chunk  K keys of a band  Q queries of a stem
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops.context import AttentionSpec, PackedContext, sum_dtype
+from lockstep.ops.context import MAX_PADDING, AttentionSpec, PackedContext, sum_dtype
 
 Tensor = torch.Tensor
+Int64Array = npt.NDArray[np.int64]
 
 PIECE_TOKENS = 2048  # tokens of several rows per call: enough to fill a kernel, little to copy
 CHUNK = 32  # queries that share a band; with more, most would read keys that they do not see
 SLAB_CHUNKS = 16  # chunks per call
+LEAST_STEM = 128  # tokens: a shorter beginning costs less than calls of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,9 +116,72 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Stem:
+    """Tokens that several rows share, read by every later token of these rows."""
+
+    keys: Tensor
+    """[n] int64, adjacent in each of the rows."""
+    queries: tuple[Tensor, ...]
+    """[Q] int64 each: the tokens that follow in any of the rows, each once, as many as a call
+    takes."""
+
+
+def stems_of(
+    rows: Sequence[Int64Array],
+) -> tuple[list[tuple[Int64Array, Int64Array]], list[Int64Array]]:
+    """(keys and queries of each stem, runs of tokens that attend within themselves).
+
+    rows: each the indices of its tokens; equal beginnings have equal indices. Every pair of a token
+    and one before it in its row is in one stem or in one run; tokens of short common beginnings are
+    in several runs. Cost: tokens of the rows times the depth of the tree.
+
+    >>> long = np.arange(200)
+    >>> stems, runs = stems_of([np.r_[long, 200:203], np.r_[long, 203:205]])
+    >>> [(len(keys), queries.tolist()) for keys, queries in stems]
+    [(200, [200, 201, 202, 203, 204])]
+    >>> [len(run) for run in runs]
+    [200, 3, 2]
+    """
+    stems: list[tuple[Int64Array, Int64Array]] = []
+    runs: list[Int64Array] = []
+    # Rows that are equal before `at`, of which what comes before `start` is in stems.
+    waiting = [(list(rows), 0, 0)]
+    while waiting:
+        alike, start, at = waiting.pop()
+        by_next: dict[int, list[Int64Array]] = {}
+        for row in alike:
+            if len(row) > at:
+                by_next.setdefault(int(row[at]), []).append(row)
+        if not by_next and at > start:
+            runs.append(alike[0][start:])  # they all end here
+        for group in by_next.values():
+            first = group[0]
+            if len(group) == 1:
+                runs.append(first[start:])
+                continue
+            stop = min(_num_equal(first, row) for row in group[1:])
+            if stop - start < LEAST_STEM:
+                waiting.append((group, start, stop))
+                continue
+            runs.append(first[start:stop])
+            later = np.unique(np.concatenate([row[stop:] for row in group]))
+            if len(later):
+                stems.append((first[start:stop], later))
+            waiting.append((group, stop, stop))
+    return stems, runs
+
+
+def _num_equal(a: Int64Array, b: Int64Array) -> int:
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """A context cut into pieces, for one window."""
 
+    stems: tuple[Stem, ...]
     pieces: tuple[Piece, ...]
     mask: Tensor | None
     """[chunks before + 1, C, K] float32, indexed by `Piece.reach`: 0 where a query sees a key, else
@@ -134,6 +203,14 @@ def layout_of(context: PackedContext, window: int | None) -> Layout:
 
 
 def _make_layout(context: PackedContext, window: int | None) -> Layout:
+    stems: list[Stem] = []
+    if window is None or context.lengths.max() <= window:
+        found, runs = stems_of(context.rows)
+        if found:
+            context = PackedContext.of_rows(runs, device=context.device)
+        for keys, queries in found:
+            at_keys, at_queries = (torch.from_numpy(x).to(context.device) for x in (keys, queries))
+            stems.append(Stem(at_keys, at_queries.split(PIECE_TOKENS)))
     pieces: list[Piece] = []
     chunks: list[tuple[Tensor, Tensor, Tensor]] = []
     before = 0 if window is None else math.ceil((window - 1) / CHUNK)
@@ -166,7 +243,7 @@ def _make_layout(context: PackedContext, window: int | None) -> Layout:
     num_tokens = base if context.place_index is None else len(context.place_index)
     is_shared = num_real > num_tokens
     if not chunks:
-        return Layout(tuple(pieces), None, None, None, is_shared)
+        return Layout(tuple(stems), tuple(pieces), None, None, None, is_shared)
     index_NC, is_owned_NC, reach_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     key_index = F.pad(index_NC.flatten(), (before * CHUNK, 0), value=int(index_NC[0, 0]))
     # A chunk whose tokens are all owned elsewhere is read as keys and asks nothing.
@@ -179,7 +256,7 @@ def _make_layout(context: PackedContext, window: int | None) -> Layout:
     assert window is not None, "only a window makes chunks"
     mask = _band_masks(window, before, key_index.device)
     owned = is_owned_NC.flatten().nonzero()[:, 0] + before * CHUNK
-    return Layout(tuple(pieces), mask, key_index, owned, is_shared)
+    return Layout((), tuple(pieces), mask, key_index, owned, is_shared)
 
 
 def _runs(claims: list[bool]) -> Iterator[tuple[int, int]]:
@@ -201,6 +278,39 @@ def _band_masks(window: int, before: int, device: torch.device) -> Tensor:
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
 
 
+def own_queries(context: PackedContext) -> tuple[tuple[Piece, Tensor], ...]:
+    """(B rows of queries, [B, L] int64 the tokens of these rows from their start) of each piece.
+
+    For ops that read a row's keys in its order: each token asks in the first row that has it, and
+    its queries are the last of the L. Made once per context.
+    """
+    if "own queries" not in context.memo:
+        context.memo["own queries"] = tuple(_own_queries(context))
+    return context.memo["own queries"]
+
+
+def _own_queries(context: PackedContext) -> Iterator[tuple[Piece, Tensor]]:
+    lengths, starts, rows = context.lengths, context.starts, context.rows
+    begins = starts // LEAST_STEM * LEAST_STEM  # rows that begin nearly alike go together
+    order = np.lexsort((-lengths, begins))
+    waiting = order[starts[order] < lengths[order]].tolist()
+    while waiting:
+        first = waiting[0]
+        begin, longest = int(begins[first]), int(lengths[first])
+        chosen: list[int] = []
+        for row in waiting[: max(1, PIECE_TOKENS // (longest - begin))]:
+            if begins[row] != begin or lengths[row] * MAX_PADDING < longest:
+                break
+            chosen.append(row)
+        del waiting[: len(chosen)]
+        index = np.stack([np.pad(rows[i], (0, longest - lengths[i]), mode="edge") for i in chosen])
+        place = np.arange(longest)
+        is_own = (place >= starts[chosen, None]) & (place < lengths[chosen, None])
+        index_BL = torch.from_numpy(index).to(context.device)
+        is_own_BQ = torch.from_numpy(is_own[:, begin:]).to(context.device)
+        yield Piece.of(index_BL[:, begin:], is_own_BQ), index_BL
+
+
 def attend(
     q_THD: Tensor,
     k_TGD: Tensor,
@@ -209,9 +319,10 @@ def attend(
     context: PackedContext,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], L [T, H]: log-sum over keys and sink, float32, or float64 for float64)."""
-    layout, sinks_H = layout_of(context, spec.window), spec.sinks
-    out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    lse = q_THD.new_empty(q_THD.shape[:2], dtype=sum_dtype(q_THD.dtype))
+    layout, wide = layout_of(context, spec.window), sum_dtype(q_THD.dtype)
+    dtype = wide if layout.stems else q_THD.dtype  # parts are merged
+    out = torch.empty_like(q_THD, dtype=dtype, memory_format=torch.contiguous_format)
+    lse = q_THD.new_empty(q_THD.shape[:2], dtype=wide)
     for piece in layout.pieces:
         mask = _mask_of(piece, layout, q_THD.dtype)
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -223,13 +334,30 @@ def attend(
             attn_mask=mask,
             scale=spec.scale,
         )
-        if sinks_H is not None:
-            total = torch.logaddexp(part_lse, sinks_H.to(part_lse.dtype)[:, None])
-            part.mul_(torch.exp(part_lse - total)[..., None])
-            part_lse = total
         piece.put(out, part.transpose(1, 2))
         piece.put(lse, part_lse.transpose(1, 2))
-    return out, lse
+    for stem in layout.stems:
+        keys, values = (_take_row(x, stem.keys) for x in (k_TGD, v_TGD))
+        for queries in stem.queries:
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _take_row(q_THD, queries), keys, values, scale=spec.scale
+            )
+            part, part_lse = part[0].transpose(0, 1), part_lse[0].t()
+            before = lse[queries]
+            both = torch.logaddexp(before, part_lse)
+            whole = out[queries].mul_(torch.exp(before - both)[..., None])
+            out[queries] = whole.addcmul_(part.to(wide), torch.exp(part_lse - both)[..., None])
+            lse[queries] = both
+    if spec.sinks is not None:
+        both = torch.logaddexp(lse, spec.sinks.to(wide))
+        out.mul_(torch.exp(lse - both)[..., None])
+        lse = both
+    return out.to(q_THD.dtype), lse
+
+
+def _take_row(x: Tensor, index: Tensor) -> Tensor:
+    """x [T, H, D] at these tokens: [1, H, n, D]."""
+    return x.index_select(0, index).transpose(0, 1)[None]
 
 
 def attend_backward(
@@ -250,8 +378,9 @@ def attend_backward(
     layout = layout_of(context, spec.window)
     dtype = dtype or q_THD.dtype
     grad_out = grad_out.contiguous()
-    grad_q = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    # Several bands, or rows, add to one key: in bfloat16 the small ones would be lost.
+    # Several bands, rows or stems add to one token: in bfloat16 the small ones would be lost.
+    wide = sum_dtype(q_THD.dtype) if layout.stems else q_THD.dtype
+    grad_q = torch.empty_like(q_THD, dtype=wide, memory_format=torch.contiguous_format)
     totals = [
         torch.zeros_like(x, dtype=sum_dtype(x.dtype), memory_format=torch.contiguous_format)
         for x in (k_TGD, v_TGD)
@@ -283,6 +412,23 @@ def attend_backward(
                     _add_places(total, part.transpose(1, 2).flatten(0, 1), piece.index)
                 else:
                     piece.put(total, part.transpose(1, 2))
+    for stem in layout.stems:
+        keys, values = (_take_row(x, stem.keys).to(dtype) for x in (k_TGD, v_TGD))
+        for queries in stem.queries:
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(_take_row(x, queries).to(dtype) for x in (grad_out, q_THD)),
+                keys,
+                values,
+                _take_row(out, queries).to(dtype),
+                lse_TH[queries].t()[None].contiguous(),
+                0.0,
+                False,
+                scale=spec.scale,
+            )
+            places = queries, stem.keys, stem.keys
+            for total, part, index in zip((grad_q, *totals), found, places, strict=True):
+                # An index has each token once: the order of the sum is that of the stems.
+                total.index_add_(0, index, part[0].transpose(0, 1).to(total.dtype))
     for total, band in zip(totals, bands, strict=False):
         assert layout.key_index is not None and layout.key_owned is not None, "bands have keys"
         if layout.is_shared:
@@ -294,7 +440,7 @@ def attend_backward(
         share = torch.exp(sinks_H.to(lse_TH.dtype) - lse_TH)
         grad_sinks = -share.mul_(_row_dots(grad_out, out, lse_TH.dtype)).sum(0).to(sinks_H.dtype)
     grad_k, grad_v = (total.to(k_TGD.dtype) for total in totals)
-    return grad_q, grad_k, grad_v, grad_sinks
+    return grad_q.to(q_THD.dtype), grad_k, grad_v, grad_sinks
 
 
 class SinkAttention(torch.autograd.Function):

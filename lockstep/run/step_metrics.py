@@ -12,6 +12,7 @@ import torch
 from lockstep.correction.kl import support_bias
 from lockstep.errors import RolloutError
 from lockstep.observe.metrics import registered_metrics
+from lockstep.training.packing import count_inputs
 from lockstep.types import Group, Sample, Trajectory
 
 TOKEN_COUNTERS = ("encoded", "prefilled", "cached")
@@ -65,6 +66,7 @@ def step_metrics(
             "advantage/max_abs": float(np.abs(advantages).max()),
             "training/rows": len(rows),
         }
+        row["tokens/rows"], row["tokens/distinct"] = count_inputs(rows)
     row |= _support_bias(groups, rows) | registered_metrics(groups, rows)
     return row | dict(trainer)
 

@@ -53,9 +53,9 @@ from lockstep.tinker.requests import (
     TinkerError,
 )
 from lockstep.training.config import TrainerConfig
+from lockstep.training.forest import plan_forest, share_beginnings
 from lockstep.training.learner import check_same_shapes
 from lockstep.training.optimizer import Optimizer
-from lockstep.training.packing import first_fit, share_beginnings
 
 Tensor = torch.Tensor
 
@@ -157,9 +157,11 @@ class TinkerLearner:
         """
         loss = self._check(request, custom)
         totals, outputs = Totals(), list[Mapping[str, npt.NDArray[Any]]]([{}] * len(request.data))
+        inputs = {i: datum.token_ids for i, datum in enumerate(request.data)}
         lengths = {i: len(datum) for i, datum in enumerate(request.data)}
+        plan = plan_forest(inputs, lengths, self.config.max_tokens_per_microbatch)
         try:
-            for rows in first_fit(lengths, self.config.max_tokens_per_microbatch):
+            for rows in plan.rows:
                 batch = self._pack(request.data, rows, loss)
                 logprobs_M = self._run(batch, request, loss, custom, totals)
                 parts = logprobs_M.cpu().numpy()

@@ -28,7 +28,6 @@ from lockstep.training.loss_scale import LossScale
 from lockstep.training.optimizer import Optimizer, freeze, lr_share
 from lockstep.training.packing import (
     PackedBatch,
-    budget_for_ranks,
     check_readable,
     pack,
     plan_microbatches,
@@ -204,9 +203,9 @@ class Learner:
         ranks = self.ranks
         rank, num_ranks = (0, 1) if ranks is None else (ranks.data_rank, ranks.data_size)
         max_tokens = self.config.max_tokens_per_microbatch + num_unread
-        plan = plan_microbatches(samples, budget_for_ranks(samples, max_tokens, num_ranks))
+        plan = plan_microbatches(samples, max_tokens, routes=routes, num_ranks=num_ranks)
         return pack(
-            samples, plan, device=self.device, routes=routes, rank=rank, num_ranks=num_ranks
+            samples, plan.rows, device=self.device, routes=routes, rank=rank, num_ranks=num_ranks
         )
 
     # -- checkpoints ----------------------------------------------------------------------------

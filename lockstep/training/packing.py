@@ -7,7 +7,7 @@ The shift from "position t" to "predicts token t + 1" happens here, in `shift`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,13 @@ import torch
 
 from lockstep.errors import AlignmentError, ConfigError, TokenError
 from lockstep.ops.context import PackedContext, Support, to_device
+from lockstep.training.forest import Plan, plan_forest, share_beginnings, sort_rows
 from lockstep.types import COLUMNS, UNKNOWN_EXPERT, Int64Array, Ragged, Sample, listed_ids
 
 if TYPE_CHECKING:
     from lockstep.launch.ranks import Ranks
 
 Tensor = torch.Tensor
-
-SLACK = 1.1
-"""Ratio of a rank's largest share to an even one: rows are never split, so they seldom fit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -112,47 +110,6 @@ def shift(loss_mask: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
     return targets - 1, targets
 
 
-def share_beginnings(
-    rows: Sequence[npt.NDArray[np.int32]],
-    routes: Sequence[npt.NDArray[np.int16]] | None = None,
-) -> tuple[list[Int64Array], npt.NDArray[np.int32], Int64Array]:
-    """(per row its tokens' indices, ids [T] of the distinct tokens, their positions [T]).
-
-    Two rows share a token where they are equal up to and including it, in ids and in routes
-    [T, layers, active] where these are given. Sorted by their bytes, a row shares most with its
-    neighbour.
-
-    >>> rows = [np.array(row, np.int32) for row in ([7, 8, 9], [7, 8, 5])]
-    >>> index, ids, positions = share_beginnings(rows)
-    >>> sorted(ids.tolist()), [ids[i].tolist() for i in index], len(set(index[0]) & set(index[1]))
-    ([5, 7, 8, 9], [[7, 8, 9], [7, 8, 5]], 2)
-    """
-    keys: Sequence[npt.NDArray[Any]] = rows
-    if routes is not None:
-        keys = [
-            np.concatenate([row[:, None], of_row.reshape(len(row), -1)], 1, dtype=np.int32)
-            for row, of_row in zip(rows, routes, strict=True)
-        ]
-    index: list[Int64Array] = [np.empty(0, np.int64)] * len(rows)
-    ids: list[npt.NDArray[np.int32]] = []
-    positions: list[Int64Array] = []
-    num_tokens, before = 0, -1
-    for at in sorted(range(len(rows)), key=lambda i: keys[i].tobytes()):
-        row, shared = rows[at], index[before][:0]
-        if before >= 0:
-            size = min(len(row), len(rows[before]))
-            differs = keys[at][:size] != keys[before][:size]
-            if routes is not None:
-                differs = differs.any(1)
-            shared = index[before][: int(differs.argmax()) if differs.any() else size]
-        new = len(row) - len(shared)
-        index[at] = np.concatenate([shared, np.arange(num_tokens, num_tokens + new)])
-        ids.append(row[len(shared) :])
-        positions.append(np.arange(len(shared), len(row)))
-        num_tokens, before = num_tokens + new, at
-    return index, np.concatenate(ids), np.concatenate(positions)
-
-
 def check_readable(samples: Sequence[Sample], *, vocab_size: int, max_positions: int) -> None:
     """Raises TokenError naming the first row that a model of this size cannot read."""
     for sample in samples:
@@ -174,40 +131,47 @@ def check_readable(samples: Sequence[Sample], *, vocab_size: int, max_positions:
                 )
 
 
-def plan_microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
-    """The rows of each micro-batch: every row with something to train, once. Deterministic.
+def plan_microbatches(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    *,
+    routes: Sequence[npt.NDArray[np.int16]] | None = None,
+    num_ranks: int = 1,
+) -> Plan:
+    """The rows of each micro-batch: every row with something to train, once. See `plan_forest`.
 
-    First fit, longest first, so that neighbours have similar lengths, which is fast in attention.
-    Raises ConfigError naming the row that is longer than `max_tokens`.
+    routes: as for `pack`. Raises ConfigError naming the row that is longer than `max_tokens`.
     """
-    lengths = {i: int(s.loss_mask.nonzero()[0][-1]) for i, s in enumerate(samples) if s.num_trained}
-    for i in lengths:
-        if len(samples[i]) > max_tokens:
+    rows: dict[int, npt.NDArray[np.int32]] = {}
+    for i, sample in enumerate(samples):
+        if not sample.num_trained:
+            continue
+        if len(sample) > max_tokens:
             raise ConfigError(
-                f"sample {samples[i].id} has {len(samples[i])} tokens, "
+                f"sample {sample.id} has {len(sample)} tokens, "
                 f"max_tokens_per_microbatch is {max_tokens}, and a row is never split. Raise it to "
-                f"at least {len(samples[i])}, or lower the tokens of an episode."
+                f"at least {len(sample)}, or lower the tokens of an episode."
             )
-    return first_fit(lengths, max_tokens)
+        rows[i] = _inputs(sample)
+    return plan_forest(
+        rows,
+        {i: samples[i].num_trained for i in rows},
+        max_tokens,
+        routes=None if routes is None else {i: routes[i][: len(ids)] for i, ids in rows.items()},
+        num_ranks=num_ranks,
+    )
 
 
-def first_fit(lengths: Mapping[int, int], room: int) -> list[list[int]]:
-    """Rows by length, longest first, each into the first part that has room for it. A row that is
-    longer than `room` has a part of its own.
+def count_inputs(samples: Sequence[Sample]) -> tuple[int, int]:
+    """(tokens that the model reads of these rows, distinct ones of them)."""
+    rows = [_inputs(sample) for sample in samples if sample.num_trained]
+    num_tokens = sum(map(len, rows))
+    return num_tokens, num_tokens - sum(sort_rows(rows)[1])
 
-    >>> first_fit({0: 2, 1: 5, 2: 3, 3: 9}, 6)
-    [[3], [1], [2, 0]]
-    """
-    plan: list[list[int]] = []
-    left: list[int] = []
-    for i in sorted(lengths, key=lambda i: (-lengths[i], i)):
-        at = next((b for b, tokens in enumerate(left) if tokens >= lengths[i]), len(left))
-        if at == len(left):
-            plan.append([])
-            left.append(room)
-        plan[at].append(i)
-        left[at] -= lengths[i]
-    return plan
+
+def _inputs(sample: Sample) -> npt.NDArray[np.int32]:
+    """The tokens that the model reads: up to the one that predicts the last trained token."""
+    return sample.token_ids[: int(sample.loss_mask.nonzero()[0][-1])]
 
 
 def deal(
@@ -222,15 +186,6 @@ def deal(
     share = [(rows, False) for rows in plan[rank::num_ranks]]
     is_short = len(plan) % num_ranks > 0 and rank >= len(plan) % num_ranks
     return [*share, (plan[-1], True)] if is_short else share
-
-
-def budget_for_ranks(samples: Sequence[Sample], max_tokens: int, num_ranks: int) -> int:
-    """`max_tokens`, or less if a batch would not fill a micro-batch for each rank."""
-    if num_ranks == 1:
-        return max_tokens
-    lengths = [len(s) for s in samples if s.num_trained] or [0]
-    even = round(SLACK * sum(lengths) / num_ranks)
-    return min(max_tokens, max(even, *lengths))
 
 
 def split_updates(samples: Sequence[Sample], num_updates: int) -> list[list[Sample]]:
@@ -295,10 +250,7 @@ def _pack_rows(
     chosen = [samples[i] for i in rows]
     shifted = [shift(s.loss_mask) for s in chosen]
     places = tuple(targets for _, targets in shifted)
-    inputs = [
-        s.token_ids[: predictors[-1] + 1]
-        for s, (predictors, _) in zip(chosen, shifted, strict=True)
-    ]
+    inputs = [_inputs(sample) for sample in chosen]
     fed = None
     if routes is not None:
         fed = [routes[i][: len(ids)] for i, ids in zip(rows, inputs, strict=True)]

@@ -33,8 +33,8 @@ class Totals:
         otherwise. load: [L, E], see `expert_load`. train/...: the figures of the loss."""
         self.maxima: dict[str, Tensor] = {}
         self.counts: Counter[str] = Counter()
-        """Trained tokens, those that the correction kept; in forwards that replay: tokens fed,
-        those of them with routes, and these times the layers."""
+        """Trained tokens, those that the correction kept, tokens computed; in forwards that replay:
+        tokens computed, those of them with routes, and these times the layers."""
         self.reports: dict[str, MismatchReport] = {}
         """Filled after the last micro-batch, so that none waits for its log-probs."""
 
@@ -51,12 +51,14 @@ class Totals:
         """out: None where the correction kept no token. loss: [] float64, as it was summed."""
         self._add("loss", loss)
         self._add("logprob", logprobs_N.sum(dtype=torch.float64))
-        self.counts.update(tokens=len(logprobs_N), kept=len(tokens.logprobs))
+        self.counts.update(
+            tokens=len(logprobs_N), kept=len(tokens.logprobs), computed=len(batch.ids)
+        )
         if routing is not None and routing.chosen:
             self._add("load", expert_load(batch, routing.stacked(), self.num_experts))
         if routing is not None and batch.routes is not None:
             self.counts.update(
-                fed=len(batch.ids),
+                replaying=len(batch.ids),
                 routed=batch.num_routed,
                 choices=batch.num_routed * len(routing.differing),
             )
@@ -99,8 +101,9 @@ class Totals:
         out = {"train/loss": sums["loss"], "tokens/trained": float(counts["kept"])}
         out |= {name: x / kept for name, x in sums.items() if name.startswith("train/")}
         out |= {f"train/{name}": top for name, top in maxima.items()}
-        if counts["fed"]:
-            out["routing/replayed_share"] = counts["routed"] / counts["fed"]
+        out["tokens/computed"] = float(counts["computed"])
+        if counts["replaying"]:
+            out["routing/replayed_share"] = counts["routed"] / counts["replaying"]
             out["routing/differing_share"] = sums["differing"] / max(counts["choices"], 1)
         if counts["tokens"]:
             out["perplexity"] = float(np.exp(-sums["logprob"] / counts["tokens"]))
@@ -118,7 +121,7 @@ def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
     out: Metrics = {}
     for name in dict.fromkeys(k for part in parts for k in part):
         values = [part[name] for part in parts if name in part]
-        if name.endswith(("/trained", "/skipped_updates", "/overflows")):
+        if name.endswith(("/trained", "/computed", "/skipped_updates", "/overflows")):
             out[name] = float(np.sum(values))
         elif name.endswith("_max"):
             out[name] = float(np.max(values))

@@ -17,7 +17,7 @@ from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.invariant import InvariantOps
 from lockstep.ops.split import SplitContext
-from lockstep.training.packing import share_beginnings
+from lockstep.training.forest import share_beginnings
 from lockstep.types import Ragged
 
 WORLD = 4

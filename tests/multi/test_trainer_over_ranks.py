@@ -1,7 +1,5 @@
 """One trainer over 2 and 4 gloo processes: rows dealt, tokens cut, parameters sharded, and all."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,7 @@ from trainer_ranks import (
     work,
 )
 
-from lockstep.training.packing import budget_for_ranks, deal
+from lockstep.training.packing import deal
 
 FLOAT32 = 2e-5  # of the largest of a parameter: sums of some hundred terms in another order
 
@@ -167,12 +165,3 @@ def test_micro_batches_are_dealt_so_that_all_ranks_have_as_many():
     own = [rows for share in shares for rows, is_filler in share if not is_filler]
     assert sorted(own) == sorted(plan)
     assert deal([], 0, 2) == deal([], 1, 2) == []
-
-
-def test_a_small_batch_is_cut_so_that_no_rank_is_idle():
-    rows = make_rows(LENGTHS)
-    assert budget_for_ranks(rows, 100_000, 1) == 100_000
-    assert sum(LENGTHS) / 4 < budget_for_ranks(rows, 100_000, 4) < sum(LENGTHS) / 2
-    assert budget_for_ranks(rows, 41, 2) == 41
-    assert budget_for_ranks(rows, 100_000, 99) == max(LENGTHS), "a row is never split"
-    assert budget_for_ranks(copy.deepcopy(rows[:0]), 50, 2) == 0

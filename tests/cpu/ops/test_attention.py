@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 from attention_formula import reference_attention
+from full_counts import PROOF
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.ops import packed
@@ -14,6 +17,7 @@ from lockstep.ops.context import (
     PagedBlock,
     PagedContext,
 )
+from lockstep.ops.invariant import InvariantOps
 
 ops = Ops()
 
@@ -125,6 +129,97 @@ def test_rows_that_begin_alike_equal_the_formula_row_by_row(window):
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     for found, wanted in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+# Symbols stand for 70 tokens each. A stem needs 128.
+FORESTS = {
+    "a group": ["aaab", "aaac", "aaad"],
+    "a tree": ["aabbcc", "aabbdd", "aabe", "aabf", "ghi", "ghj"],
+    "a session whose turns are rows": ["aa", "aabb", "aabbcc", "aabbccd"],
+    "equal rows": ["aab", "aab", "aab"],
+    "a short beginning of all": ["abbx", "abby", "accx", "accy"],
+    "no common beginning": ["aaa", "bbb"],
+}
+
+
+def rows_of(forest, size=70):
+    """Each row's tokens: symbol n of a row is the tokens of its beginning up to n."""
+    beginnings = {}
+    for row in forest:
+        for n in range(len(row)):
+            beginnings.setdefault(row[: n + 1], len(beginnings))
+    places = [[beginnings[row[: n + 1]] for n in range(len(row))] for row in forest]
+    return [np.concatenate([np.arange(p * size, (p + 1) * size) for p in of]) for of in places]
+
+
+def sharing(rows):
+    """(context of rows that share their beginnings, number of distinct tokens)."""
+    return PackedContext.of_rows(rows), int(max(row.max() for row in rows)) + 1
+
+
+@pytest.mark.parametrize("window", [None, 100, 1000])
+@pytest.mark.parametrize("name", FORESTS)
+def test_long_beginnings_are_read_once_and_equal_the_formula_row_by_row(name, window):
+    rows = rows_of(FORESTS[name])
+    context, size = sharing(rows)
+    inputs = make_inputs(lengths=[size])
+    out, grads = gradients(
+        lambda q, k, v, s: ops.attention(q, k, v, AttentionSpec(s, window, 0.3), context), inputs
+    )
+    expected, expected_grads = gradients(formula_over_rows(rows, window), inputs)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for found, wanted in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6))
+@settings(max_examples=300 if PROOF else 40, deadline=None)
+def test_a_token_reads_each_one_before_it_once(forest):
+    rows = rows_of(forest)
+    stems, runs = packed.stems_of(rows)
+    size = int(max(row.max() for row in rows)) + 1
+    wanted, found = np.zeros((size, size), int), np.zeros((size, size), int)
+    for row in rows:
+        wanted[np.ix_(row, row)] |= np.tri(len(row), dtype=int)
+    owned = np.zeros(size, bool)
+    for run in runs:  # a token of several runs asks in one of them
+        asking = ~owned[run]
+        found[np.ix_(run[asking], run)] += np.tri(len(run), dtype=int)[asking]
+        owned[run] = True
+    for keys, queries in stems:
+        found[np.ix_(queries, keys)] += 1
+    assert owned.all()
+    assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORESTS)
+def test_invariant_attention_gives_shared_rows_the_bits_of_rows_by_themselves(name, dtype, window):
+    rows = rows_of(FORESTS[name])
+    context, size = sharing(rows)
+    q, k, v, sinks = make_inputs(lengths=[size], dtype=dtype)
+    invariant, spec = InvariantOps(), AttentionSpec(sinks, window, 0.3)
+    out = invariant.attention(q, k, v, spec, context)
+    for row in rows:
+        at = torch.from_numpy(row)
+        alone = invariant.attention(q[at], k[at], v[at], spec, PackedContext.of([len(row)]))
+        assert torch.equal(out[at], alone)
+
+
+def test_bfloat16_over_stems_is_as_close_to_the_formula_as_over_whole_rows():
+    rows = rows_of(FORESTS["a tree"])
+    context, size = sharing(rows)
+    inputs = make_inputs(lengths=[size], dtype=torch.bfloat16)
+    exact = [x.double() for x in inputs]
+
+    def run(q, k, v, s):
+        return ops.attention(q, k, v, AttentionSpec(s, None, 0.3), context)
+
+    out, grads = gradients(run, inputs)
+    expected, expected_grads = gradients(formula_over_rows(rows, None), exact)
+    for found, wanted in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
 
 
 def test_a_window_longer_than_a_key_block_of_the_kernel_equals_the_formula():

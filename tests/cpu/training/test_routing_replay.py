@@ -13,7 +13,8 @@ from lockstep.models.moe import Routing
 from lockstep.objectives.config import PPOClip
 from lockstep.objectives.losses import make_loss
 from lockstep.ops.context import PackedContext
-from lockstep.training.packing import pack, share_beginnings
+from lockstep.training.forest import share_beginnings
+from lockstep.training.packing import pack
 from lockstep.types import COLUMNS, UNKNOWN_EXPERT
 
 LENGTHS = [9, 30, 14, 22]

@@ -42,7 +42,7 @@ def samples(draw):
 def test_every_trained_token_keeps_its_own_support(rows, budget, num_updates):
     for part in split_updates(rows, num_updates):
         seen = 0
-        for batch in pack(part, plan_microbatches(part, budget)):
+        for batch in pack(part, plan_microbatches(part, budget).rows):
             found = batch.ragged["support"]
             places = np.concatenate(batch.places)
             names = batch.columns["turn"].tolist()
