@@ -1,7 +1,7 @@
 """A task kind `chains`: a question whose answer is three to six searches away.
 
-    lockstep sft chains-model --plugin docs/proof/chains.py out=build/studies/models/chains
-    lockstep train chains --plugin docs/proof/chains.py model=build/studies/models/chains/model
+    lockstep sft chains-model --plugin docs/proof/chains.py out=build/studies/models/chains-model
+    lockstep train chains --plugin docs/proof/chains.py
 
 The quickstart asks for one or two hops. Here a question names a person and up to six relations in
 order: "Bela: friend, boss, rival, city?" Each relation needs a search of its own, and the whole
@@ -163,13 +163,13 @@ def chains() -> Config:
     """A tiny model learns to follow a chain of facts to its end."""
     return Config(
         name="chains",
-        model="build/studies/models/chains/model",
+        model="build/studies/models/chains-model/model",
         task=ChainsConfig(),
         steps=300,
         max_tokens=512,
         groups_per_step=8,
         group_size=8,
         agent=AgentConfig(max_turns=9, max_turn_tokens=48),
-        trainer=TrainerConfig(lr=1e-3, warmup_updates=5, schedule="constant"),
+        trainer=TrainerConfig(lr=5e-5, warmup_updates=5, schedule="constant"),
         evaluation=EvaluationConfig(num_tasks=256, at_start=False),
     )

@@ -110,6 +110,9 @@ class Study:
     recipe: str = "quickstart"
     model: str = ""
     """Supervised recipe whose model is made first, as a small gpt-oss; empty: a shipped model."""
+    plugin: str = ""
+    """File with the recipes of the model and of the runs."""
+    contract: str = "none"
     parent: tuple[str, ...] = ()
     """Settings of the run that is forked; none: the runs begin at the shipped model."""
     num_seeds: int = 3
@@ -278,6 +281,28 @@ STUDIES = {
         num_seeds=5,
         curves=("reward/mean", "behaviour/k3", "mismatch/k3", "train/grad_norm", "train/entropy"),
     ),
+    "growth": Study(
+        title="answers that grow over three to six searches, and a sampler in bfloat16",
+        recipe="chains",
+        plugin="docs/proof/chains.py",
+        model="chains-model",
+        settings=("steps=300", "engine.dtype=bfloat16", *QUIET, *KEEP_LITTLE),
+        conditions={"bfloat16 sampler": ()},
+        arms=FOUR_ARMS,
+        curves=("reward/mean", "response_length/mean", "mismatch/k3", "train/entropy"),
+    ),
+    "thousand": Study(
+        title="a thousand steps under the contract, on the same task",
+        recipe="chains",
+        plugin="docs/proof/chains.py",
+        model="chains-model",
+        settings=("steps=1000", *QUIET, *KEEP_LITTLE),
+        conditions={"sound": ()},
+        arms={"by default": ()},
+        contract="auto",
+        num_seeds=5,
+        curves=("reward/mean", "response_length/mean", "mismatch/k3", "train/entropy"),
+    ),
     "penalty": Study(
         title="a KL penalty under ignored sinks",
         settings=("model=tiny-gpt-oss", "steps=50", *QUIET, *KEEP_LITTLE, *BASELINE),
@@ -400,8 +425,12 @@ GPT_OSS = (
 
 def model_of(name: str) -> Run:
     """The supervised run whose model the runs of a study begin with."""
-    model = STUDIES[name].model
-    return Run(words=("sft", model, *GPT_OSS), path=RUNS / "models" / f"{model}-gpt-oss")
+    study = STUDIES[name]
+    if study.plugin:
+        words = ("sft", study.model, "--plugin", study.plugin)
+        return Run(words=words, path=RUNS / "models" / study.model)
+    words = ("sft", study.model, *GPT_OSS)
+    return Run(words=words, path=RUNS / "models" / f"{study.model}-gpt-oss")
 
 
 def parent_of(name: str, seed: int) -> Run:
@@ -411,14 +440,14 @@ def parent_of(name: str, seed: int) -> Run:
 
 def run_of(name: str, condition: str, arm: str, seed: int) -> Run:
     study = STUDIES[name]
-    start = (study.recipe,)
+    start = (study.recipe, *(("--plugin", study.plugin) if study.plugin else ()))
     if study.parent:
         start = (f"from={parent_of(name, seed).path.relative_to(ROOT)}@{FORK_STEP}",)
     if study.model:
         start = (*start, f"model={model_of(name).path.relative_to(ROOT)}/model")
     settings = (*study.settings, *study.conditions[condition], *study.arms[arm])
     if not study.parent:
-        settings = (*settings, "contract=none", f"seed={seed}")
+        settings = (*settings, f"contract={study.contract}", f"seed={seed}")
     path = RUNS / name / directory(condition) / directory(arm) / f"seed-{seed}"
     return Run(words=("train", *start, *settings), path=path)
 
