@@ -49,17 +49,17 @@ from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
 
 HF = {
-    "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 2,
+    "model_type": "qwen3", "vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1536,
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
-VOCAB = 4096
+VOCAB = 2048
 SIDES = {
     "ours": (4096, 8192),
-    "apart": (2560, 10240),
+    "apart": (2816, 10240),
     "ours, contract": (4096, 8192),
-    "apart, contract": (2560, 10240),
+    "apart, contract": (2816, 10240),
     "verl": (1, 2),
     "TRL": (1, 2),
 }
@@ -84,8 +84,13 @@ def session() -> list[Row]:
         return rng.integers(1, VOCAB, 192 * count)
 
     trunk = turns(12)
-    paths = [trunk, *(np.r_[trunk[: 192 * turn], turns(3)] for turn in (3, 6, 9, 11))]
-    return [(path.astype(np.int32), np.arange(len(path)) // 96 % 2 == 1) for path in paths]
+    rows: list[Row] = []
+    for num_shared in (0, 3, 6, 9, 11):
+        ids = np.r_[trunk[: 192 * num_shared], turns(3)] if rows else trunk
+        place = np.arange(len(ids))
+        # As in the rows of a trajectory, a sampled token is trained in the first row that has it.
+        rows.append((ids.astype(np.int32), (place // 96 % 2 == 1) & (place >= 192 * num_shared)))
+    return rows
 
 
 SHAPES: dict[str, Callable[[], list[Row]]] = {"group": group, "session": session}

@@ -86,6 +86,39 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SignalConfig:
+    """Groups that teach: which tasks a step draws, and which episodes it trains."""
+
+    max_extra_tasks: int = 0
+    """Tasks that a step may draw beyond groups_per_step, in place of those whose episodes all have
+    one reward and teach nothing (dynamic sampling of DAPO, Yu et al. 2025). Where they do not
+    suffice, the step trains the groups without a signal too. 0 replaces none."""
+    on_shortage: Literal["train", "stop"] = "train"
+    """stop: end the run with a checkpoint after a step that has used all its extra tasks and still
+    has groups without a signal. train: report it and continue."""
+    order: Literal["stream", "expected"] = "stream"
+    """stream: tasks as they come. expected: tasks by chance in proportion to their expected signal,
+    the share of their groups so far in which rewards differed; others wait for the next epoch."""
+    candidates: int = 4
+    """Tasks of the stream for each that is drawn with order=expected."""
+    over_long: Literal["train", "drop"] = "train"
+    """Treatment of an episode that a budget cut off: train on it, or leave it out once it has
+    counted in its group's baseline (overlong filtering of DAPO)."""
+    length_penalty_tokens: int = 0
+    """Tokens before max_tokens over which a training episode's reward falls by up to 1, in
+    proportion (soft overlong punishment of DAPO). 0 subtracts nothing."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "signal.", "max_extra_tasks", "length_penalty_tokens", least=0)
+        check_numbers(self, "signal.", "candidates", least=2)
+        if self.on_shortage == "stop" and not self.max_extra_tasks:
+            raise ConfigError(
+                "signal.on_shortage=stop with signal.max_extra_tasks=0: no group is replaced, so "
+                "none can be missing. Set signal.max_extra_tasks, or leave it out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelChoice:
     """The model and how it is run: settings that every kind of run has."""
 
@@ -165,6 +198,8 @@ class Config(ModelChoice):
     over_stale: Literal["correct", "drop"] = "correct"
     """Treatment of a row with a token older than max_staleness (a replica lagged behind): train on
     it with its correction like any other, or drop it. It is counted either way."""
+    signal: SignalConfig = field(default_factory=SignalConfig)
+    """Groups that teach: which tasks a step draws, and which episodes it trains."""
     task: TaskConfig
     """The task that the agent is trained on."""
     contract: ContractChoice = "auto"
@@ -229,6 +264,7 @@ class Config(ModelChoice):
         check_numbers(self, "", "max_staleness", least=0)
         require(self, "", max_failed_share=(0 <= self.max_failed_share < 1, "in [0, 1)"))
         self.advantage.check_group_size(self.group_size)
+        self._check_signal()
         if not self.advantage.needs_critic and self.critic != CriticConfig():
             raise ConfigError(
                 f"critic.* is set, and advantage={tag(type(self.advantage))} has no critic: it "
@@ -246,6 +282,21 @@ class Config(ModelChoice):
             raise ConfigError(
                 "engine.pool.* is set, and there is one engine: it would do nothing. Give several "
                 "(engine.replicas, engine.urls), or leave engine.pool.* out."
+            )
+
+    def _check_signal(self) -> None:
+        signal = self.signal
+        reads = signal.max_extra_tasks or signal.order == "expected"
+        if reads and not self.advantage.compares_in_group:
+            raise ConfigError(
+                f"signal.max_extra_tasks and signal.order=expected look for groups whose rewards "
+                f"differ, and advantage={tag(type(self.advantage))} compares no group. Set "
+                "advantage=grpo or rloo, or leave them out."
+            )
+        if signal.length_penalty_tokens >= self.max_tokens:
+            raise ConfigError(
+                f"signal.length_penalty_tokens={signal.length_penalty_tokens} of max_tokens="
+                f"{self.max_tokens}: every episode would be punished. Make it smaller."
             )
 
     def _check_staleness(self) -> None:

@@ -1123,3 +1123,9 @@ class Group:
     def rewards(self) -> list[float]:
         """Rewards of the trajectories that did not fail."""
         return [t.reward for t in self.trajectories if t.status != "failed"]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the rewards differ: a group baseline then tells good from bad."""
+        scored = [t for t in self.trajectories if t.status != "failed" and t.rewards]
+        return len({t.reward for t in scored}) > 1

@@ -12,6 +12,10 @@ and in order: short episodes get no head start over long ones.
                               :     train 1 sync batch 3 ========
 
 Over several ranks, each plays whole groups with its own engine, and all have them after.
+
+Groups without a signal may be replaced: `take` plays more tasks until enough groups teach. It does
+that once the batch is complete on all ranks, so the tasks of a batch depend neither on time nor on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -84,6 +88,8 @@ class Batch:
 
     groups: list[Group]
     """Groups of all ranks, in the order of the tasks; empty when the tasks have ended."""
+    replaced: list[Group]
+    """Groups without a signal in whose place others are in the batch."""
     sample_seconds: float
     """Seconds from the begin of sampling to its end, on this rank."""
     wait_seconds: float
@@ -122,6 +128,8 @@ class Buffer:
     num_steps: int
     """Steps of the run; later batches are not begun."""
     max_staleness: int
+    max_extra_tasks: int = 0
+    """Tasks that a batch may draw in place of those whose groups have no signal."""
     device: torch.device
     """The trainer's."""
     ranks: Ranks | None = None
@@ -131,6 +139,12 @@ class Buffer:
     """Told how many episodes of how many tasks the batch has that is waited for."""
     _begun: dict[int, _Sampling] = field(default_factory=dict, init=False)
     """By step: complete for the step in training, in progress for later ones."""
+    _saved: dict[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
+    """By step: states of the task stream with which batches begin that a checkpoint found begun."""
+    _next: Mapping[str, Any] | None = field(default=None, init=False)
+    """The state in which the batches after those begin."""
+    _taken: tuple[int, Mapping[str, Any]] = field(default=(-1, {}), init=False)
+    """The batch that was taken last, and the state in which it began to replace groups."""
     _awaited: int = field(default=-1, init=False)
     _num_sampling: int = field(default=0, init=False)
     _idle_since: float | None = field(default=None, init=False)
@@ -141,20 +155,51 @@ class Buffer:
         """Returns batch `step` when all its episodes have ended. Begins the batches that may begin.
 
         An error in a later batch is raised when that batch is taken. After an interrupt,
-        `state_before` is the state of the same batch.
+        `state_before` is the state that gives the same batch. Groups without a signal are replaced,
+        the first ones first, as long as tasks may be drawn; where none may be drawn any more, they
+        stay: a batch has as many groups as it was asked for. A task that the batch has already is
+        passed over.
         """
         asked = time.perf_counter()
         for ahead in range(step, min(step + 1 + self.max_staleness, self.num_steps)):
             if ahead not in self._begun:
                 self._begin(ahead, play)
+        if not self._saved:
+            self._go_on()
         for done in [s for s in self._begun if s < step]:
             del self._begun[done]
         batch, self._awaited = self._begun[step], step
         self._tell(batch)
         own = [] if batch.job is None else await batch.job
-        self._awaited = -1
         groups = await self.beside(partial(gather_groups, self.ranks, batch.tasks, own))
-        return Batch(groups, batch.seconds, time.perf_counter() - asked)
+        self._taken, replaced = (step, self._state()), list[Group]()
+        if self.max_extra_tasks:
+            groups, replaced = await self._replace(step, groups, play)
+        self._awaited = -1
+        return Batch(groups, replaced, batch.seconds, time.perf_counter() - asked)
+
+    async def _replace(
+        self, step: int, groups: list[Group], play: Play
+    ) -> tuple[list[Group], list[Group]]:
+        """(groups with others in the place of those that have no signal, the replaced ones)."""
+        kept = [group for group in groups if group.has_signal]
+        silent = [group for group in groups if not group.has_signal]
+        num_left, seen = self.max_extra_tasks, {group.task.id for group in groups}
+        while (num_missing := len(groups) - len(kept)) and num_left:
+            drawn = self.tasks.take(min(num_missing, num_left))
+            num_left -= len(drawn)
+            if not drawn:
+                break
+            tasks = [task for task in drawn if task.id not in seen]
+            seen.update(task.id for task in tasks)
+            extra = _Sampling(tasks, own_tasks(self.ranks, tasks), {}, time.perf_counter())
+            own = await self._sample(step, extra, play)
+            self._begun[step].seconds += extra.seconds
+            played = await self.beside(partial(gather_groups, self.ranks, tasks, own))
+            kept += [group for group in played if group.has_signal]
+            silent += [group for group in played if not group.has_signal]
+        num_silent = len(groups) - len(kept)
+        return kept + silent[:num_silent], silent[num_silent:]
 
     async def beside(self, work: Callable[[], T]) -> T:
         """`work()`, while later batches are sampled, or episodes of others call tools: in a thread
@@ -164,10 +209,19 @@ class Buffer:
         async with self.turn():
             return await in_thread(work, device=self.device)
 
-    def state_before(self, step: int) -> Mapping[str, Any]:
-        """The state of the task stream with which batch `step` is sampled again."""
-        begun = self._begun.get(step)
-        return self.tasks.state_dict() if begun is None else begun.before
+    def state_before(self, step: int) -> dict[str, Any]:
+        """The state with which batch `step` is sampled again, and all later ones: those that have
+        begun from the same places in the task stream."""
+        begun = [self._begun[at].before for at in sorted(self._begun) if at >= step]
+        taken, before_extra = self._taken
+        return {"begun": begun, "next": before_extra if step == taken else self._state()}
+
+    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        """Goes on before batch `step` with what `state_before` gave. Raises CheckpointError if it
+        is of another task stream."""
+        self._saved = dict(enumerate(state["begun"], start=step))
+        self._next = state["next"]
+        self.tasks.load_state_dict(state["next"])
 
     def take_idle_seconds(self) -> float:
         """Returns the seconds without sampling since the last call."""
@@ -185,12 +239,26 @@ class Buffer:
         await asyncio.gather(*jobs, return_exceptions=True)
 
     def _begin(self, step: int, play: Play) -> None:
+        if step in self._saved:
+            self.tasks.load_state_dict(self._saved.pop(step))
+        else:
+            self._go_on()
         before = self.tasks.state_dict()
         tasks = self.tasks.take(self.num_tasks)
         own = own_tasks(self.ranks, tasks)
         batch = self._begun[step] = _Sampling(tasks, own, before, time.perf_counter())
         if tasks:
             batch.job = asyncio.create_task(self._sample(step, batch, play))
+
+    def _go_on(self) -> None:
+        """Draws, from here on, what had not begun when the state was saved."""
+        if self._next is not None:
+            self.tasks.load_state_dict(self._next)
+            self._next = None
+
+    def _state(self) -> Mapping[str, Any]:
+        """The state in which what has not begun is drawn."""
+        return self.tasks.state_dict() if self._next is None else self._next
 
     async def _sample(self, step: int, batch: _Sampling, play: Play) -> list[Group]:
         def count() -> None:

@@ -95,6 +95,13 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("without_signal", "groups", "down", "Groups of several episodes with equal rewards."),
         ("source/*", "episodes", "none", "Episodes of one part of a mixture."),
     ),
+    "signal/": (
+        ("replaced", "groups", "down", "Groups without a signal that others were played for."),
+        ("missing", "groups", "down", "Trained groups without a signal, all extra tasks used."),
+        ("known_tasks", "tasks", "none", "Tasks of which the run knows how often they teach."),
+        ("known_share", "share", "up", "Mean share of their groups whose rewards differed."),
+        ("over_long_rows", "rows", "down", "Rows left out by signal.over_long=drop."),
+    ),
     "episode/": (
         ("sandbox/programs", "programs", "none", "Programs run per episode."),
         ("sandbox/error", "programs", "down", "Programs that raised, or were no program."),
@@ -219,6 +226,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
     ),
     "tokens/": (
         ("sampled", "tokens", "none", "Tokens that the model sampled."),
+        ("replaced", "tokens", "down", "Tokens sampled for groups that others replaced."),
         ("trained", "tokens", "none", "Tokens in the loss."),
         ("recomputed", "tokens", "down", "Trained tokens scored by a forward before the loss."),
         ("rows", "tokens", "none", "Tokens that the trained rows have the model read."),

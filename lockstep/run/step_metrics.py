@@ -46,7 +46,7 @@ def step_metrics(
         "episodes/truncated": sum(t.status == "truncated" for t in every),
         "episodes/turns_mean": float(np.mean([t.num_turns for t in every])),
         "episodes/without_signal": sum(
-            len(g.trajectories) > 1 and len(set(g.rewards)) <= 1 for g in groups
+            len(g.trajectories) > 1 and not g.has_signal for g in groups
         ),
         "response_length/mean": float(np.mean(lengths)),
         "response_length/min": min(lengths),

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lockstep.agent.buffer import Batch
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.tasks import derive_seed, seed_globals
 from lockstep.errors import ContractError, OutOfMemoryError, RolloutError, is_out_of_memory, named
@@ -35,7 +36,12 @@ from lockstep.store.run import Outcome, Status, load_run
 from lockstep.training.averaging import average_rows
 from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.learner import uninterrupted
-from lockstep.training.rows import rows_for_training, sort_by_age
+from lockstep.training.rows import (
+    punish_length,
+    rows_for_training,
+    sort_by_age,
+    without_over_long,
+)
 from lockstep.types import Group, Sample, Task
 
 T = TypeVar("T")
@@ -127,6 +133,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     run.view.phase("training")
     version = run.parts.trainer.version
     rows, sampled_rows = [], []
+    signal = signal_metrics(run, batch)
     try:
         await run.leave_engine()
         rows, sampled_rows, metrics = await beside(partial(align, run, groups))
@@ -151,8 +158,9 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
         ) from error
     finally:
         # What is kept is what was sampled, whatever a hook has made of it for the trainer.
-        run.record(step, groups, samples=sampled_rows)
-    row = step_metrics(step, groups, sampled_rows, metrics)
+        run.record(step, [*groups, *batch.replaced], samples=sampled_rows)
+    row = step_metrics(step, groups, sampled_rows, metrics) | signal
+    row["tokens/sampled"] += signal.get("tokens/replaced", 0)
     try:
         row |= await beside(partial(run.watch, step, rows, groups, version=version))
         trained = time.perf_counter()
@@ -178,6 +186,31 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     return row
 
 
+def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
+    """How many groups were replaced, and at what price; takes note of the tasks' difficulty."""
+    found: dict[str, float] = {}
+    if most := run.config.signal.max_extra_tasks:
+        num_missing = sum(not group.has_signal for group in batch.groups)
+        if num_missing and not run.is_shortage_told:
+            run.is_shortage_told = True
+            run.warn(
+                f"step {run.step}: {num_missing} of {len(batch.groups)} groups have no signal, "
+                f"{most} more tasks included, and are trained as they are. Tasks that are "
+                "sometimes solved teach; signal.order=expected prefers them. From here on it is "
+                "counted in signal/missing."
+            )
+        found = {
+            "signal/replaced": float(len(batch.replaced)),
+            "signal/missing": float(num_missing),
+            "tokens/replaced": float(
+                sum(t.num_sampled_tokens for group in batch.replaced for t in group.trajectories)
+            ),
+        }
+    if run.difficulty is not None:
+        found |= run.difficulty.observe([*batch.groups, *batch.replaced])
+    return found
+
+
 def align(
     run: TrainingRun, groups: Sequence[Group]
 ) -> tuple[list[Sample], list[Sample], dict[str, float]]:
@@ -201,6 +234,8 @@ def align(
         metrics |= average_rows(
             rows, groups, average_sampling_pass=correction.average_sampling_pass
         )
+    if config.signal.over_long == "drop":
+        rows, metrics["signal/over_long_rows"] = without_over_long(rows, groups)
     sampled_rows = rows
     log_probs = partial(parts.trainer.forward, column=None)
     rows = parts.hooks.change_rows(sampled_rows, parts.renderer, log_probs)
@@ -237,7 +272,7 @@ async def sample(
     run: TrainingRun, step: int, tasks: Sequence[Task], on_episode: Callable[[], None]
 ) -> list[Group]:
     """One group of scored episodes for each of these tasks, for training in `step`."""
-    return await play_tasks(
+    groups = await play_tasks(
         run.config,
         run.parts,
         tasks,
@@ -248,6 +283,10 @@ async def sample(
         gateway=run.gateway.open,
         on_progress=lambda _: on_episode(),
     )
+    if width := run.config.signal.length_penalty_tokens:
+        for trajectory in (each for group in groups for each in group.trajectories):
+            punish_length(trajectory, max_tokens=run.config.max_tokens, width=width)
+    return groups
 
 
 def play_checkpoint(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agent.buffer import Buffer
+from lockstep.agent.difficulty import DifficultySource
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
 from lockstep.config import differences, to_dict
@@ -70,6 +71,9 @@ class TrainingRun:
     """Seconds of training since the run began, resumes included."""
     slots: EpisodeSlots = field(init=False)
     """Limits the episodes that run at the same time."""
+    is_shortage_told: bool = False
+    difficulty: DifficultySource | None = None
+    """The tasks of `buffer`, where they are drawn by their expected signal."""
     buffer: Buffer = field(init=False)
     gateway: RunGateway = field(init=False)
     tester: Tester = field(init=False)
@@ -95,9 +99,18 @@ class TrainingRun:
     def __post_init__(self) -> None:
         config = self.config
         self.slots = EpisodeSlots(config.agent.max_in_flight)
+        tasks = config.task.tasks(split="train", seed=config.seed)
+        if config.signal.order == "expected":
+            tasks = self.difficulty = DifficultySource(
+                tasks,
+                candidates=config.signal.candidates,
+                label=config.task.label,
+                seed=config.seed,
+            )
         self.buffer = Buffer(
-            tasks=config.task.tasks(split="train", seed=config.seed),
+            tasks=tasks,
             num_tasks=config.groups_per_step,
+            max_extra_tasks=config.signal.max_extra_tasks,
             num_steps=config.steps,
             max_staleness=config.max_staleness,
             device=self.parts.trainer.device,
@@ -244,6 +257,11 @@ class TrainingRun:
                 "the engine does not run the trainer's weights (sync.on_alarm=warn goes on)",
             ),
             (
+                row.get("signal/missing", 0) > 0 and config.signal.on_shortage == "stop",
+                f"{row.get('signal/missing', 0):.0f} of {config.groups_per_step} groups had no "
+                f"signal after {config.signal.max_extra_tasks} more tasks (signal.on_shortage)",
+            ),
+            (
                 0 < config.trainer.max_skipped_steps <= self.num_skipped_steps,
                 f"{self.num_skipped_steps} steps in a row made no update "
                 "(trainer.max_skipped_steps)",
@@ -332,7 +350,7 @@ class TrainingRun:
         state = self.checkpoints.load(checkpoint, self.parts.trainer, critic=critic)
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
         self.tested_at, self.saved_at = state["tested_at"], self.step
-        self.buffer.tasks.load_state_dict(state["tasks"])
+        self.buffer.restore(self.step, state["tasks"])
         self._counts = self._num_updates()
 
     # -- what a person reads --------------------------------------------------------------------

@@ -119,6 +119,44 @@ def sort_by_age(
     }
 
 
+def punish_length(trajectory: Trajectory, *, max_tokens: int, width: int) -> None:
+    """Lowers the reward of each leaf whose path comes within `width` tokens of `max_tokens`: by up
+    to 1, in proportion. The part `length_penalty` of the reward is the largest of them.
+
+    Source: soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), over
+    the tokens of the whole path.
+
+    >>> episode = Trajectory(id="a", status="finished")
+    >>> leaf = episode.record(
+    ...     [7] * 8, logprobs=[-0.1] * 8, parent=episode.observe([1, 2]), prompt_ids=[1, 2])
+    >>> episode.rewards[leaf] = 1.0
+    >>> punish_length(episode, max_tokens=12, width=4)    # 10 tokens: half of the way
+    >>> episode.rewards, episode.reward_parts
+    ({1: 0.5}, {'length_penalty': 0.5})
+    """
+    largest = 0.0
+    for leaf in trajectory.rewards:
+        beyond = len(trajectory.path_ids(leaf)) - (max_tokens - width)
+        penalty = min(max(beyond / width, 0.0), 1.0)
+        trajectory.rewards[leaf] -= penalty
+        largest = max(largest, penalty)
+    if trajectory.rewards:
+        trajectory.reward_parts = {**trajectory.reward_parts, "length_penalty": largest}
+
+
+def without_over_long(
+    rows: Sequence[Sample], groups: Sequence[Group]
+) -> tuple[list[Sample], float]:
+    """(rows of episodes that no budget cut off, number of the others). They have all counted in the
+    baselines of their groups.
+
+    Source: overlong filtering of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4).
+    """
+    cut = {t.id for group in groups for t in group.trajectories if t.status == "truncated"}
+    kept = [row for row in rows if row.id.rpartition("/")[0] not in cut]
+    return kept, float(len(rows) - len(kept))
+
+
 def _fill(rows: Sequence[tuple[int, Sample]], name: str, of_segment: BySegment) -> None:
     """Sets a column from the trajectories' segments; 0.0 where a row trains nothing."""
     for number, sample in rows:

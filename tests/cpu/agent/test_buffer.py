@@ -1,16 +1,18 @@
 """Batches ahead of the trainer: when they begin, what a failure or an end leaves of them."""
 
 import asyncio
+import json
 import threading
 
 import pytest
 import torch
 
 from lockstep.agent.buffer import Buffer
+from lockstep.agent.difficulty import DifficultySource
 from lockstep.agent.loop import EpisodeSlots
 from lockstep.agent.tasks import ListSource
 from lockstep.launch.threads import in_thread
-from lockstep.types import Group, Task
+from lockstep.types import Group, Task, Trajectory
 
 TASKS = [Task(id=name) for name in "abcdefghijkl"]
 CPU = torch.device("cpu")
@@ -100,11 +102,11 @@ def test_the_state_before_a_batch_samples_it_and_all_later_ones_again():
         buffer, play = buffer_of(2), Plays()
         for step in range(2):
             await buffer.take(step, play)
-            again = ListSource(TASKS, shuffle=False)
-            again.load_state_dict(buffer.state_before(step))  # broken off before its update
-            assert "".join(t.id for t in again.take(2)) == ["ab", "cd"][step]
-            again.load_state_dict(buffer.state_before(step + 1))  # after it
-            assert "".join(t.id for t in again.take(4)) == ["cdef", "efgh"][step]
+            for resumed_at in (step, step + 1):  # broken off before its update, and after it
+                again = buffer_of(2)
+                again.restore(resumed_at, buffer.state_before(resumed_at))
+                names = [ids(await again.take(at, play)) for at in range(resumed_at, 5)]
+                assert names == ["ab", "cd", "ef", "gh", "ij"][resumed_at:]
 
     asyncio.run(main())
 
@@ -221,5 +223,102 @@ def test_an_interrupt_waits_for_the_work_and_comes_at_the_next_await():
             await job
         assert steps == ["updated", "logged"]
         assert job.cancelling() == 1, "one interrupt: what asyncio takes for Ctrl-C"
+
+    asyncio.run(main())
+
+
+class Teaches(Plays):
+    """Groups of two episodes, whose rewards are equal for the tasks that are named."""
+
+    def __init__(self, silent):
+        super().__init__()
+        self.silent = silent
+
+    async def __call__(self, step, tasks, on_episode):
+        groups = await super().__call__(step, tasks, on_episode)
+        for group in groups:
+            second = 0.0 if group.task.id in self.silent else 1.0
+            group.trajectories = [episode(0.0), episode(second)]
+        return groups
+
+
+def episode(reward):
+    trajectory = Trajectory(id="t", status="finished")
+    leaf = trajectory.record([7], logprobs=[-1.0], parent=trajectory.observe([1]), prompt_ids=[1])
+    trajectory.rewards[leaf] = reward
+    return trajectory
+
+
+async def taken(buffer, play, steps=range(5)):
+    """(groups, replaced ones) of each step."""
+    batches = [await buffer.take(step, play) for step in steps]
+    return [(ids(b), "".join(group.task.id for group in b.replaced)) for b in batches]
+
+
+@pytest.mark.parametrize(("silent", "most", "expected"), [
+    ("", 2, [("ab", ""), ("cd", ""), ("ef", "")]),
+    ("b", 2, [("ac", "b"), ("de", ""), ("fg", "")]),
+    ("abc", 4, [("de", "abc"), ("fg", ""), ("hi", "")]),
+    ("abcd", 2, [("ab", "cd"), ("ef", ""), ("gh", "")]),   # as many as may be drawn, in vain
+    ("bcd", 2, [("ab", "cd"), ("ef", ""), ("gh", "")]),
+    ("abcdefghijkl", 0, [("ab", ""), ("cd", ""), ("ef", "")]),
+])  # fmt: skip
+def test_groups_without_a_signal_are_replaced_while_tasks_may_be_drawn(silent, most, expected):
+    buffer = buffer_of(0, max_extra_tasks=most)
+    assert asyncio.run(taken(buffer, Teaches(silent), range(3))) == expected
+
+
+def test_a_task_that_the_batch_has_is_not_played_again():
+    """A stream of two tasks comes round: every extra task is one that was played."""
+    buffer = Buffer(
+        tasks=ListSource(TASKS[:2], shuffle=False), num_tasks=2, num_steps=5, max_staleness=0,
+        max_extra_tasks=6, device=CPU,
+    )  # fmt: skip
+    play = Teaches("a")
+    assert asyncio.run(taken(buffer, play, [0])) == [("ba", "")]
+    assert [names for _, names in play.begun if names] == ["ab"]
+
+
+def test_a_stream_that_ends_leaves_the_groups_as_they_are():
+    buffer = buffer_of(0, max_extra_tasks=6, epochs=1, num_tasks=5)
+    found = asyncio.run(taken(buffer, Teaches("bij"), range(3)))
+    assert found == [("acdef", "b"), ("ghkli", "j"), ("", "")]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("order", ["stream", "expected"])
+def test_a_run_that_goes_on_anywhere_replaces_the_same_groups(max_staleness, order):
+    def fresh():
+        buffer = buffer_of(max_staleness, max_extra_tasks=3)
+        if order == "expected":
+            buffer.tasks = DifficultySource(
+                buffer.tasks, candidates=2, label=lambda task: "", seed=1
+            )
+        return buffer
+
+    async def play_from(buffer, steps, *, stop=None):
+        out = []
+        for step in steps:
+            batch = await buffer.take(step, Teaches("bdfghk"))
+            out.append((ids(batch), "".join(group.task.id for group in batch.replaced)))
+            if step == stop:
+                return out, buffer.state_before(step)
+            if order == "expected":
+                buffer.tasks.observe([*batch.groups, *batch.replaced])
+        return out, buffer.state_before(steps[-1] + 1)
+
+    async def main():
+        whole, _ = await play_from(fresh(), range(5))
+        assert any(replaced for _, replaced in whole)
+        for at in range(1, 5):
+            _, state = await play_from(fresh(), range(at))
+            again = fresh()
+            again.restore(at, json.loads(json.dumps(state)))
+            assert (await play_from(again, range(at, 5)))[0] == whole[at:]
+            # within a step, after its groups were replaced
+            _, state = await play_from(fresh(), range(at + 1), stop=at)
+            again = fresh()
+            again.restore(at, json.loads(json.dumps(state)))
+            assert (await play_from(again, range(at, 5)))[0] == whole[at:]
 
     asyncio.run(main())
