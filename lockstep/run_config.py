@@ -113,8 +113,8 @@ class SignalConfig:
         check_numbers(self, "signal.", "candidates", least=2)
         if self.on_shortage == "stop" and not self.max_extra_tasks:
             raise ConfigError(
-                "signal.on_shortage=stop with signal.max_extra_tasks=0: no group is replaced, so "
-                "none can be missing. Set signal.max_extra_tasks, or leave it out."
+                "on_shortage=stop with max_extra_tasks=0: no group is replaced, so "
+                "none can be missing. Set signal.max_extra_tasks too, or leave it out."
             )
 
 

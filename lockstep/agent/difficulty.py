@@ -15,7 +15,7 @@ MEMORY = 8
 """Groups of a task over which its figures are means: the policy changes, and they follow."""
 
 MOST_TASKS = 100_000
-"""Tasks whose figures are kept. Those played longest ago are forgotten: generated tasks never end."""
+"""Tasks whose figures are kept; those played longest ago go. Generated tasks never end."""
 
 
 class DifficultySource(TaskSource):

@@ -1,0 +1,133 @@
+"""Groups that teach, in whole runs: silent groups are replaced, and nothing is lost on the way."""
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config import resolve
+from lockstep.errors import ConfigError
+from lockstep.recipes import find_recipe
+from lockstep.run.train import train
+from lockstep.store.run import load_run
+from lockstep.training.rows import punish_length, without_over_long
+from lockstep.types import Group, Sample, Task, Trajectory
+
+SMALL = (
+    "steps=4", "groups_per_step=3", "group_size=2", "evaluation=none", "checkpoint.every=0",
+    "signal.max_extra_tasks=4", "task.retrieval_weight=0", "task.format_penalty_weight=0",
+)  # fmt: skip
+
+
+def config(*settings):
+    return resolve(find_recipe("quickstart"), [*SMALL, *settings])
+
+
+def rows_of(path):
+    rows = load_run(path).metrics
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two rewards of 0 or 1 seldom differ: most groups are replaced, and not all can be."""
+    return train(config(), out=tmp_path_factory.mktemp("runs") / "whole", view="json").path
+
+
+def test_silent_groups_are_replaced_counted_and_kept(whole):
+    rows = load_run(whole).metrics
+    assert sum(row["signal/replaced"] for row in rows) > 4
+    for row in rows:
+        assert row["episodes/total"] == 6, "the batch that trains has the size that was asked for"
+        assert row["signal/missing"] == row["episodes/without_signal"]
+        assert not row["signal/missing"] or row["signal/replaced"] == 4
+        assert row["tokens/sampled"] > row["tokens/replaced"] > 0 or not row["signal/replaced"]
+    stored = [record.trajectory for record in load_run(whole).trajectories()]
+    replaced = sum(int(row["signal/replaced"]) for row in rows)
+    assert len(stored) == 4 * 6 + 2 * replaced, "what was sampled in vain is in the run too"
+    assert len({t.id for t in stored}) == len(stored)
+
+
+def test_a_run_that_is_resumed_replaces_the_same_groups(whole, tmp_path):
+    path = tmp_path / "run"
+    train(config("steps=2", "trainer.schedule=constant"), out=path, view="json")
+    first = rows_of(path)
+    constant = train(config("trainer.schedule=constant"), out=tmp_path / "all", view="json").path
+    onward = train(
+        config("trainer.schedule=constant"), out=tmp_path / "on", start=(path, 2), view="json"
+    ).path
+    assert first + rows_of(onward) == rows_of(constant)
+
+
+def test_a_shortage_is_said_once_and_stops_the_run_if_asked_to(tmp_path, capsys):
+    settings = ["signal.max_extra_tasks=1", "task.max_calls=1", "signal.on_shortage=stop"]
+    code = main(["train", "quickstart", *SMALL, *settings, f"out={tmp_path / 'run'}"])
+    out = capsys.readouterr().out
+    assert code == 3
+    assert out.count("groups have no signal, 1 more tasks included") == 1
+    assert "groups had no signal after 1 more tasks (signal.on_shortage)" in " ".join(out.split())
+    assert len(rows_of(tmp_path / "run")) == 1
+    assert list(load_run(tmp_path / "run").checkpoints()) == [1]
+
+
+def test_tasks_by_expected_signal_go_on_where_a_run_ended(tmp_path):
+    settings = ("signal.order=expected", "signal.max_extra_tasks=0", "trainer.schedule=constant")
+    whole = train(config(*settings), out=tmp_path / "whole", view="json").path
+    path = train(config(*settings, "steps=2"), out=tmp_path / "run", view="json").path
+    onward = train(config(*settings), out=tmp_path / "on", start=(path, 2), view="json").path
+    assert rows_of(path) + rows_of(onward) == rows_of(whole)
+    assert [row["signal/known_tasks"] for row in rows_of(whole)] == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    (["signal.max_extra_tasks=0", "signal.on_shortage=stop"], "no group is replaced"),
+    (["advantage=reinforce_plus_plus"], "compares no group"),
+    (["signal.length_penalty_tokens=256"], "every episode would be punished"),
+    (["signal.candidates=1"], "signal.candidates=1"),
+    (["signal.max_extra_tasks=-1"], "signal.max_extra_tasks=-1"),
+])  # fmt: skip
+def test_settings_that_would_do_nothing_are_refused_before_a_model_is_loaded(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        config(*settings)
+
+
+def episode(name, length, status="finished"):
+    trajectory = Trajectory(id=name, status=status)
+    leaf = trajectory.record(
+        [7] * (length - 2), logprobs=[-1.0] * (length - 2), parent=trajectory.observe([1, 2]),
+        prompt_ids=[1, 2],
+    )  # fmt: skip
+    trajectory.rewards[leaf] = 1.0
+    return trajectory
+
+
+@pytest.mark.parametrize(
+    ("length", "reward"), [(60, 1.0), (80, 1.0), (90, 0.5), (95, 0.25), (100, 0.0)]
+)
+def test_a_reward_falls_over_the_last_tokens_before_the_longest_row(length, reward):
+    """DAPO, equation 13, with a maximum of 100 and a cache of 20."""
+    trajectory = episode("t", length)
+    punish_length(trajectory, max_tokens=100, width=20)
+    assert trajectory.reward == pytest.approx(reward)
+    assert trajectory.reward_parts["length_penalty"] == pytest.approx(1 - reward)
+
+
+def test_episodes_that_a_budget_cut_are_left_out_by_row():
+    episodes = [episode("a", 10), episode("b", 10, "truncated")]
+    rows: list[Sample] = [row for t in episodes for row in t.rows()]
+    group = Group(task=Task(id="t"), trajectories=episodes)
+    kept, number = without_over_long(rows, [group])
+    assert [row.id for row in kept] == ["a/1"] and number == 1.0
+
+
+def test_over_long_episodes_count_in_the_baseline_and_are_not_trained(tmp_path):
+    settings = ("signal.max_extra_tasks=0", "max_tokens=70", "steps=2")
+    trained = train(config(*settings), out=tmp_path / "all", view="json").path
+    dropped = train(
+        config(*settings, "signal.over_long=drop", "signal.length_penalty_tokens=30"),
+        out=tmp_path / "some", view="json",
+    ).path  # fmt: skip
+    first, other = rows_of(trained)[0], rows_of(dropped)[0]
+    assert first["episodes/truncated"] == other["episodes/truncated"] > 0
+    assert other["signal/over_long_rows"] == other["episodes/truncated"]
+    assert other["training/rows"] == first["training/rows"] - other["signal/over_long_rows"]
+    assert other["reward/mean"] < first["reward/mean"]
+    assert other["reward/length_penalty"] > 0
