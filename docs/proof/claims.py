@@ -638,7 +638,14 @@ CLAIMS = (
         document="slime",
         text="All four arms show the same growth of the responses",
         theirs="from step 100",
-        judge=untested("answers of one word do not grow; a task whose answers do is needed"),
+        study="growth",
+        judge=alike(
+            "growth",
+            "kernel noise 0.5",
+            tuple(studies.FOUR_ARMS),
+            within=5.0,  # tokens, of some 45 by which they grow
+            figure="response_length_last_10",
+        ),
     ),
     Claim(
         document="slime",

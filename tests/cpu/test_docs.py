@@ -513,6 +513,23 @@ STUDY_COLUMNS = {
         "held out, greedy": "held_out_greedy",
         "k3": "k3_mean",
     },
+    "growth": {
+        "reward, first 10 steps": "reward_first_10",
+        "last 10": "reward_last_10",
+        "tokens of an answer, first 10": "response_length_first_10",
+        "last 10 ": "response_length_last_10",
+        "k3, mean": "k3_mean",
+        "largest of a step": "k3_largest",
+    },
+    "thousand": {
+        "reward, first 10 steps": "reward_first_10",
+        "last 10": "reward_last_10",
+        "tokens of an answer, first 10": "response_length_first_10",
+        "last 10 ": "response_length_last_10",
+        "share of runs that collapse": "collapses",
+        "k3, largest of a step": "k3_largest",
+        "largest difference of a token": "max_abs_diff",
+    },
     "late": {
         "reward, first 10 steps": "reward_first_10",
         "last 10": "reward_last_10",
