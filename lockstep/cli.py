@@ -74,7 +74,7 @@ _INPUT_ERRORS = (
 
 _REWARDS = ("reward_first", "reward_last_10")
 
-RESERVED = ("out", "from", "resume")
+RESERVED = ("out", "from", "resume", "method")
 """Words of the form key=value that belong to the command, not to the config."""
 
 
@@ -565,7 +565,7 @@ def _training_config(
     target: str | None, settings: list[str], own: dict[str, str]
 ) -> tuple[Any, Path | None, tuple[Path, int | None] | None]:
     """(config, run to continue or None, (run, step) to start from or None)."""
-    from lockstep.recipes import read_config
+    from lockstep.recipes import read_config, with_method
     from lockstep.run_config import Config
     from lockstep.store.run import load_run
     from lockstep.verbs import run_at
@@ -588,6 +588,8 @@ def _training_config(
     else:
         make = partial(_find_recipe, target, settings)
     config = _resolved(make, settings, Config)
+    if "method" in own:
+        config = resolve(with_method(config, own["method"]), settings)
     if not is_resume:
         return config, None, fork
     where = own.get("out") or (str(path.parent) if path else "")
@@ -814,7 +816,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument
             _arg(
                 "settings",
                 "key=value",
-                "settings of the recipe, and: out=DIR, resume=true, from=RUN@STEP",
+                "settings of the recipe, and: out=DIR, resume=true, from=RUN@STEP, method=NAME",
                 nargs="*",
             ),
             _list(

@@ -10,6 +10,7 @@ A module given with --plugin adds its own:
 
 from lockstep.recipes import shipped as shipped  # its recipes register themselves
 from lockstep.recipes.fitting import configure, custom_config, find_config, read_config
+from lockstep.recipes.methods import with_method
 from lockstep.recipes.registry import (
     find_recipe,
     find_supervised_recipe,
@@ -26,4 +27,5 @@ __all__ = [
     "read_config",
     "recipe",
     "supervised_recipe",
+    "with_method",
 ]

@@ -540,6 +540,30 @@ STUDY_COLUMNS = {
 }
 
 
+def methods_table() -> str:
+    """What each method sets in a run of max_tokens=256 and groups_per_step=8."""
+    from lockstep.config import flatten
+    from lockstep.recipes import find_recipe
+    from lockstep.recipes.methods import METHODS
+
+    config = find_recipe("quickstart")
+    lines = ["| method | settings | source |", "|---|---|---|"]
+    for name, method in METHODS.items():
+        settings = " ".join(
+            f"`{path}={_written(value)}`"
+            for path, value in flatten(method.settings(config)).items()
+        ).replace(".type=", "=")
+        lines.append(f"| `{name}` | {settings} | {method.source} |")
+    return "\n".join(lines) + "\n"
+
+
+def _written(value: Any) -> str:
+    """As it is written on the command line."""
+    if isinstance(value, list):
+        return ",".join(f"{entry:g}" for entry in value)
+    return str(value).lower()
+
+
 def study_table(name: str) -> str:
     """What `make studies` found: mean over the seeds, and in brackets the least and the largest."""
     path = ROOT / "docs" / "proof" / "studies.json"
@@ -693,6 +717,7 @@ TABLES = {
         for name in ("tinker", "slime", "retrospective", "kwaikat", "tokens")
     },
     "causes": causes_table,
+    "methods": methods_table,
     "investigation": investigation_rows,
     "metrics": metrics_table,
     "sandbox": sandbox_table,
