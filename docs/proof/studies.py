@@ -38,6 +38,8 @@ matplotlib.use("agg")  # no display is needed
 from matplotlib import pyplot
 from run import host
 
+from lockstep.recipes.methods import METHODS
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RUNS = ROOT / "build" / "studies"
@@ -88,6 +90,8 @@ COLLAPSE_DROP below the best such mean before, or below the reward of the first 
 model had before any update: so a run that never learns and falls collapses too. Such a mean of ten
 times 64 episodes moves by some 0.02 by chance, and of 1.3 between the least and the largest reward,
 a fifth is no dip any more."""
+
+HELD_OUT = "eval/sampled/mean@1"
 
 SMOOTHING = 5
 """Steps of the running mean in the plots, and steps between two of their points: a step has 64
@@ -302,6 +306,29 @@ STUDIES = {
         contract="auto",
         num_seeds=5,
         curves=("reward/mean", "response_length/mean", "mismatch/k3", "train/entropy"),
+    ),
+    "methods": Study(
+        title="published methods at one and four updates per batch",
+        settings=(
+            "model=tiny-gpt-oss",
+            "steps=100",
+            "evaluation.at_start=false",
+            "evaluation.every=10",
+            "evaluation.num_tasks=128",
+            "evaluation.greedy=false",
+            "checkpoint.every=0",
+            *KEEP_LITTLE,
+        ),
+        conditions={
+            "1 update": (),
+            "4 updates": ("trainer.updates_per_batch=4",),
+        },
+        arms={
+            "by default": (),
+            **{method: (f"method={method}",) for method in METHODS},
+            "refill": ("signal.max_extra_tasks=16",),
+        },
+        curves=("reward/mean", "train/entropy", "train/clip_fraction", "train/grad_norm"),
     ),
     "penalty": Study(
         title="a KL penalty under ignored sinks",
@@ -531,11 +558,21 @@ def store(name: str, condition: str, arm: str, seed: int, found: Mapping[str, An
 # -- figures --------------------------------------------------------------------------------------
 
 
+def tokens_to(rows: Sequence[Mapping[str, Any]], reward: float) -> float | None:
+    """Tokens that had been sampled for training when the held-out reward first was that high. None
+    if it never was, or if only the end was tested."""
+    tested = [(at, row[HELD_OUT]) for at, row in enumerate(rows) if HELD_OUT in row]
+    reached = [at for at, found in tested if found >= reward]
+    if len(tested) < 2 or not reached:
+        return None
+    return sum(row.get("tokens/sampled", 0) for row in rows[: reached[0] + 1])
+
+
 def figures_of(run: Run) -> dict[str, Any]:
     """The scalars of one run. Means are over all of its steps where no step is named."""
     rows = run.rows()
     steps = [row for row in rows if "reward/mean" in row]
-    tests = [row for row in rows if "eval/sampled/mean@1" in row]
+    tests = [row for row in rows if HELD_OUT in row]
     collapsed = collapse_step([row["reward/mean"] for row in steps])
 
     def over(name: str, part: slice = slice(None)) -> float | None:
@@ -554,8 +591,10 @@ def figures_of(run: Run) -> dict[str, Any]:
         "reward_first_10": over("reward/mean", slice(10)),
         "reward_last_10": over("reward/mean", slice(-10, None)),
         "reward_worst_10": min(value for value in tens if value is not None),
-        "held_out_sampled": tests[-1]["eval/sampled/mean@1"] if tests else None,
-        "held_out_greedy": tests[-1]["eval/greedy/mean@1"] if tests else None,
+        "held_out_sampled": tests[-1][HELD_OUT] if tests else None,
+        "held_out_greedy": tests[-1].get("eval/greedy/mean@1") if tests else None,
+        "tokens_to_90": tokens_to(rows, 0.9),
+        "tokens_sampled": sum(row["tokens/sampled"] for row in steps),
         "response_length_first_10": over("response_length/mean", slice(10)),
         "response_length_last_10": over("response_length/mean", slice(-10, None)),
         "forced_share_first": steps[0]["mismatch/forced_share"],

@@ -513,6 +513,14 @@ STUDY_COLUMNS = {
         "held out, greedy": "held_out_greedy",
         "k3": "k3_mean",
     },
+    "methods": {
+        "reward, last 10 steps": "reward_last_10",
+        "held out": "held_out_sampled",
+        "tokens sampled": "tokens_sampled",
+        "tokens to 0.90 held out": "tokens_to_90",
+        "entropy, last 10": "entropy_last_10",
+        "share of runs that collapse": "collapses",
+    },
     "growth": {
         "reward, first 10 steps": "reward_first_10",
         "last 10": "reward_last_10",
