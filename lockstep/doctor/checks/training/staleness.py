@@ -27,6 +27,9 @@ MIN_ERRORS = 5.0
 """Standard errors, over rows, by which the gap must follow the sign of the advantage."""
 MIN_ERRORS_OF_EACH = 1.5
 """The same for either sign alone: a cause that makes unlikely rows unlikelier moves one sign."""
+MIN_MOVED = 1e-6
+"""Mean size of the gap. Below it are float32's roundings: of a policy that is nearly sure, they
+follow its advantages by chance."""
 MIN_DIRECTED = 0.35
 """Sum of d * sign(advantage) over the sum of |d|: an update of one step leaves 0.5 and more on our
 models; other weights, noise and processing up to 0.3."""
@@ -113,6 +116,7 @@ class AfterUpdate(Check):
         self._rows = {1: np.zeros(3), -1: np.zeros(3)}
         """Sign of the advantage -> rows, and the sum and sum of squares of their mean d."""
         self._directed = self._whole = 0.0
+        self._num_tokens = 0
 
     def look(self, rows: Rows) -> None:
         sign = signs(rows)
@@ -122,6 +126,7 @@ class AfterUpdate(Check):
         sign, d = sign[at], rows.gap[at]
         self._directed += float(d @ sign)
         self._whole += float(np.abs(d).sum())
+        self._num_tokens += len(d)
         for s, sums in self._rows.items():
             of_sign = sign == s
             num = rows.row_sums(at[of_sign])
@@ -150,6 +155,7 @@ class AfterUpdate(Check):
             apart >= MIN_ERRORS
             and (mean * [1, -1] >= MIN_ERRORS_OF_EACH * error).all()
             and directed >= MIN_DIRECTED
+            and self._whole >= MIN_MOVED * self._num_tokens
         )
         return self.found(
             "differs" if follows else "consistent",

@@ -98,6 +98,17 @@ def test_noise_does_not_know_the_advantage(seed):
     assert told.verdict == "consistent"
 
 
+@pytest.mark.parametrize(("size", "verdict"), [(1e-8, "consistent"), (1e-5, "differs")])
+def test_roundings_of_a_policy_that_is_sure_are_no_update(size, verdict):
+    """Near 0 a log-prob has digits below 1e-8: a healthy run's gap of 1e-8 can follow the sign."""
+    rows = updated(0.3)
+    sure = np.where(EXACT.loss_mask, -1e-4, np.nan).astype(np.float32)
+    sign = np.sign(rows.trainer_logprobs.astype(float) - EXACT.rollout_logprobs)
+    moved_by = size * (sign + np.random.default_rng(0).normal(0, 0.3, len(sure)))
+    rows = rows.with_(rollout_logprobs=sure, trainer_logprobs=(sure + moved_by).astype(np.float32))
+    assert finding(rows, "training/after_update").verdict == verdict
+
+
 def test_a_gap_that_makes_bad_rows_unlikelier_alone_is_no_update():
     rows = updated(0.0)
     worse = -0.1 * (rows.advantages < 0) * np.random.default_rng(1).exponential(1, len(rows.gap))
