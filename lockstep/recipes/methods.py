@@ -18,8 +18,8 @@ PENALISED_SHARE = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """What a paper sets, without learning rate, batch size and number of updates, which follow the
-    model and the task."""
+    """Settings of a paper. Learning rate, batch size and number of updates are left out: they
+    follow the model and the task."""
 
     source: str
     settings: Callable[[Config], Mapping[str, Any]]
@@ -31,8 +31,11 @@ METHODS = {
         source="Shao et al. 2024, arXiv 2402.03300",
         settings=lambda _: {
             "objective": {
-                "type": "ppo_clip", "clip": [0.2, 0.2], "aggregate": "sequence_mean",
-                "kl_coef": 0.04, "kl_estimator": "k3",
+                "type": "ppo_clip",
+                "clip": [0.2, 0.2],
+                "aggregate": "sequence_mean",
+                "kl_coef": 0.04,
+                "kl_estimator": "k3",
             },
             "advantage": {"type": "grpo", "normalize_std": True},
         },
@@ -41,7 +44,9 @@ METHODS = {
         source="Liu et al. 2025, arXiv 2503.20783",
         settings=lambda config: {
             "objective": {
-                "type": "ppo_clip", "clip": [0.2, 0.2], "aggregate": "fixed_length",
+                "type": "ppo_clip",
+                "clip": [0.2, 0.2],
+                "aggregate": "fixed_length",
                 "fixed_length": config.max_tokens,
             },
             "advantage": {"type": "grpo", "normalize_std": False},
@@ -70,7 +75,7 @@ METHODS = {
             "advantage": {"type": "grpo", "normalize_std": True},
         },
     ),
-}  # fmt: skip
+}
 
 
 def with_method(config: Config, name: str) -> Config:
