@@ -123,6 +123,8 @@ class Study:
     """From 0, of the plan; a table says where fewer have been run."""
 
 
+CHAINS = {"recipe": "chains", "plugin": "docs/proof/chains.py", "model": "chains-model"}
+
 STUDIES = {
     "tokens": Study(
         title="rows that are not what was sampled",
@@ -287,9 +289,7 @@ STUDIES = {
     ),
     "growth": Study(
         title="answers that grow over three to six searches, with kernel noise 0.5",
-        recipe="chains",
-        plugin="docs/proof/chains.py",
-        model="chains-model",
+        **CHAINS,
         settings=("steps=300", *QUIET, *KEEP_LITTLE),
         conditions={"kernel noise 0.5": ("--fault=kernel_noise,std=0.5",)},
         arms=FOUR_ARMS,
@@ -297,9 +297,7 @@ STUDIES = {
     ),
     "thousand": Study(
         title="a thousand steps under the contract, on the same task",
-        recipe="chains",
-        plugin="docs/proof/chains.py",
-        model="chains-model",
+        **CHAINS,
         settings=("steps=1000", *QUIET, *KEEP_LITTLE),
         conditions={"sound": ()},
         arms={"by default": ()},

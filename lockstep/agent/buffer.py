@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lockstep.agent.difficulty import DifficultySource, plain_state
 from lockstep.agent.tasks import TaskSource
 from lockstep.launch.ranks import Ranks
 from lockstep.launch.threads import in_thread
@@ -217,11 +218,13 @@ class Buffer:
         return {"begun": begun, "next": before_extra if step == taken else self._state()}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Goes on before batch `step` with what `state_before` gave. Raises CheckpointError if it
-        is of another task stream."""
-        self._saved = dict(enumerate(state["begun"], start=step))
-        self._next = state["next"]
-        self.tasks.load_state_dict(state["next"])
+        """Goes on before batch `step` with what `state_before` gave; a stream that keeps no figures
+        leaves those of a state out. Raises CheckpointError if it is of another task stream."""
+        begun, after = state["begun"], state["next"]
+        if not isinstance(self.tasks, DifficultySource):
+            begun, after = [plain_state(each) for each in begun], plain_state(after)
+        self._saved, self._next = dict(enumerate(begun, start=step)), after
+        self.tasks.load_state_dict(after)
 
     def take_idle_seconds(self) -> float:
         """Returns the seconds without sampling since the last call."""

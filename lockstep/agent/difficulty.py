@@ -92,6 +92,11 @@ class DifficultySource(TaskSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         # A checkpoint of a run that drew tasks in the stream's order has no figures yet.
-        self._source.load_state_dict(state.get("stream", state))
+        self._source.load_state_dict(plain_state(state))
         self._drawn = int(state.get("drawn", 0))
         self.figures = {key: list(values) for key, values in state.get("figures", {}).items()}
+
+
+def plain_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of the stream alone, of a state with or without figures."""
+    return state.get("stream", state)

@@ -27,14 +27,13 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from lockstep.ops.context import MAX_PADDING, AttentionSpec, PackedContext, sum_dtype
+from lockstep.types import Int64Array
 
 Tensor = torch.Tensor
-Int64Array = npt.NDArray[np.int64]
 
 PIECE_TOKENS = 2048  # tokens of several rows per call: enough to fill a kernel, little to copy
 CHUNK = 32  # queries that share a band; with more, most would read keys that they do not see

@@ -125,10 +125,11 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     if not groups:
         return None
     sampled = time.perf_counter()
+    played = [*groups, *batch.replaced]
     try:
-        check_failures(groups, config.max_failed_share, where=f"step {step}")
+        check_failures(played, config.max_failed_share, where=f"step {step}")
     except RolloutError:
-        run.record(step, groups)
+        run.record(step, played)
         raise
     run.view.phase("training")
     version = run.parts.trainer.version
@@ -158,7 +159,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
         ) from error
     finally:
         # What is kept is what was sampled, whatever a hook has made of it for the trainer.
-        run.record(step, [*groups, *batch.replaced], samples=sampled_rows)
+        run.record(step, played, samples=sampled_rows)
     row = step_metrics(step, groups, sampled_rows, metrics) | signal
     row["tokens/sampled"] += signal.get("tokens/replaced", 0)
     try:

@@ -72,6 +72,7 @@ class TrainingRun:
     slots: EpisodeSlots = field(init=False)
     """Limits the episodes that run at the same time."""
     is_shortage_told: bool = False
+    """Whether the run has said that groups without a signal are trained."""
     difficulty: DifficultySource | None = None
     """The tasks of `buffer`, where they are drawn by their expected signal."""
     buffer: Buffer = field(init=False)

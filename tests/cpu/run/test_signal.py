@@ -1,10 +1,13 @@
 """Groups that teach, in whole runs: silent groups are replaced, and nothing is lost on the way."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 
 from lockstep.cli import main
 from lockstep.config import resolve
-from lockstep.errors import ConfigError
+from lockstep.envs.docsearch.config import DocSearchConfig
+from lockstep.errors import ConfigError, RolloutError
 from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.store.run import load_run
@@ -66,6 +69,41 @@ def test_a_shortage_is_said_once_and_stops_the_run_if_asked_to(tmp_path, capsys)
     assert "groups had no signal after 1 more tasks (signal.on_shortage)" in " ".join(out.split())
     assert len(rows_of(tmp_path / "run")) == 1
     assert list(load_run(tmp_path / "run").checkpoints()) == [1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OftenBroken(DocSearchConfig):
+    """Every episode of three tasks in four breaks, so that their groups have no signal."""
+
+    TAG = "often-broken"
+
+    def environment(self, task, agent):
+        environment = super().environment(task, agent)
+        if int(task.payload["world_seed"]) % 4:
+            environment.step = no_index
+        return environment
+
+
+async def no_index(message):
+    raise OSError("the index is not there")
+
+
+def test_replaced_groups_count_among_the_failures_that_stop_a_run(tmp_path):
+    broken = replace(
+        config("signal.max_extra_tasks=40"), task=OftenBroken(retrieval_weight=0, two_hop_share=0.5)
+    )
+    with pytest.raises(RolloutError, match="the index is not there"):
+        train(broken, out=tmp_path / "run", view="json")
+    stored = [record.trajectory for record in load_run(tmp_path / "run").trajectories()]
+    assert sum(t.status == "failed" for t in stored) > len(stored) / 2
+
+
+def test_a_run_may_go_on_in_the_other_order(tmp_path):
+    path = train(config("steps=1", "signal.order=expected"), out=tmp_path / "a", view="json").path
+    plain = train(config("steps=2"), out=tmp_path / "b", start=(path, 1), view="json").path
+    again = config("steps=3", "signal.order=expected")
+    onward = train(again, out=tmp_path / "c", start=(plain, 2), view="json").path
+    assert [row["step"] for run in (path, plain, onward) for row in rows_of(run)] == [0, 1, 2]
 
 
 def test_tasks_by_expected_signal_go_on_where_a_run_ended(tmp_path):
