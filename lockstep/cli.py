@@ -549,7 +549,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 def _played(options: argparse.Namespace, verb: str) -> tuple[Any, Path | None]:
     """(config, checkpoint or None) of a recipe, a file or a run that is only played."""
-    from lockstep.run.build import checkpoint_of
+    from lockstep.run.checkpoints import checkpoint_of
     from lockstep.store.run import load_run
     from lockstep.verbs import run_at
 

@@ -223,5 +223,6 @@ def named(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error is Python's or torch's for want of memory, of a CPU or a GPU."""
-    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, LockstepError)
+    text = str(error).lower() if is_of_torch else ""
     return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text

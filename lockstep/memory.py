@@ -52,6 +52,7 @@ LOWERED_BY = {
     "float32 masters": "lora, trainer.freeze or trainer.offload=optimizer",
     "AdamW moments": "trainer.moments=float8, lora, trainer.freeze or trainer.offload=optimizer",
     "gradients": "lora or trainer.freeze",
+    "teachers": "distill.teacher.engine (a server), or a smaller teacher",
     "reference policy": "objective.kl_coef=0 or lora",
     KV_CACHE: "a smaller engine.kv_cache_tokens",
     "engines in processes of their own": "fewer engine.replicas",
@@ -136,6 +137,8 @@ class PlanFacts:
     """Tokens of all rows of one update."""
     engine: EmbeddedConfig | None = None
     has_reference: bool = False
+    teachers: tuple[ModelConfig, ...] = ()
+    """Teachers in this process, each of them whole."""
     lora: LoraShape | None = None
     critic: ModelConfig | None = None
     critic_freeze: tuple[str, ...] = ()
@@ -204,6 +207,9 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     whole = num_elements(shapes) * facts.a
     if facts.has_reference and facts.lora is None:
         device["reference policy"] = facts.sharded(whole)
+    device["teachers"] = sum(
+        num_elements(decoder_shapes(teacher)) * facts.a for teacher in facts.teachers
+    )
     if engine is not None and (engine.replicas == 0 or facts.device == "cpu"):
         device |= _engine(facts, engine, whole)
     device |= _training(facts)

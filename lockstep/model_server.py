@@ -30,7 +30,8 @@ from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
 from lockstep.models.lora_config import LoraConfig
-from lockstep.run.build import checkpoint_of, load_model
+from lockstep.run.build import load_model
+from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.preflight import (
     RENDERER_FILE,
     ModelFiles,

@@ -34,6 +34,7 @@ from lockstep.training.config import (
     SFTConfig,
     TrainerConfig,
 )
+from lockstep.training.distill_config import DistillConfig
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 DEFAULT_DTYPES: dict[Device, ComputeDtype] = {"cpu": "float32", "cuda": "bfloat16"}
@@ -223,6 +224,9 @@ class Config(ModelChoice):
     """Model of values for advantage=gae; other advantages have none."""
     objective: ObjectiveConfig = field(default_factory=PPOClip)
     """The policy loss."""
+    distill: DistillConfig | None = None
+    """Learn from teachers that score the sampled tokens: distill.teacher.model=DIR; none learns
+    from rewards alone."""
     correction: Correction | None = None
     """Correction of the gap between sampler and trainer: a preset by its name (`correction=mis`),
     or single settings. none chooses bypass if the sampler runs the trainer's own decoder in its
@@ -263,8 +267,10 @@ class Config(ModelChoice):
         check_numbers(self, "", "groups_per_step", "group_size", least=1, most=MAX_EPISODES)
         check_numbers(self, "", "max_staleness", least=0)
         require(self, "", max_failed_share=(0 <= self.max_failed_share < 1, "in [0, 1)"))
-        self.advantage.check_group_size(self.group_size)
+        if self.distill is None or self.distill.reward_coef:
+            self.advantage.check_group_size(self.group_size)
         self._check_signal()
+        self._check_distill()
         if not self.advantage.needs_critic and self.critic != CriticConfig():
             raise ConfigError(
                 f"critic.* is set, and advantage={tag(type(self.advantage))} has no critic: it "
@@ -298,6 +304,45 @@ class Config(ModelChoice):
                 f"signal.length_penalty_tokens={signal.length_penalty_tokens} of max_tokens="
                 f"{self.max_tokens}: every episode would be punished. Make it smaller."
             )
+
+    def _check_distill(self) -> None:
+        distill = self.distill
+        if distill is None:
+            return
+        signal = f"distill.signal={distill.signal}"
+        is_served = any(teacher.engine is not None for teacher in distill.teachers.values())
+        for is_bad, text in (
+            (
+                self.advantage.needs_critic and not distill.reward_coef,
+                f"advantage={tag(type(self.advantage))} with distill.reward_coef=0: nothing would "
+                "read the critic's advantages. Set distill.reward_coef above 0, or leave "
+                "advantage out.",
+            ),
+            (
+                is_served and self.agent.temperature != 1,
+                f"distill: a server scores at temperature 1, and agent.temperature="
+                f"{self.agent.temperature:g}. Set agent.temperature=1, or load the teacher into "
+                "this process.",
+            ),
+            (
+                (is_served or distill.signal != "sampled") and self.agent.is_truncated,
+                f"{signal} with agent.top_p={self.agent.top_p:g} agent.top_k={self.agent.top_k}: "
+                "teacher and student would be compared over different ids. Set agent.top_p=1 "
+                "agent.top_k=0, or distill.signal=sampled with a teacher in this process.",
+            ),
+            (
+                distill.signal != "sampled" and self.fallback,
+                f"{signal} with fallback=true: the decoder alone gives more than one log-prob per "
+                "token. Set distill.signal=sampled.",
+            ),
+            (
+                distill.signal != "sampled" and self.parallel.sequence > 1,
+                f"{signal} with parallel.sequence={self.parallel.sequence} works on whole rows. "
+                "Set distill.signal=sampled, or parallel.sequence=1.",
+            ),
+        ):
+            if is_bad:
+                raise ConfigError(text)
 
     def _check_staleness(self) -> None:
         if not self.max_staleness and self.sync.kv == "keep":

@@ -119,9 +119,20 @@ class Study:
     contract: str = "none"
     parent: tuple[str, ...] = ()
     """Settings of the run that is forked; none: the runs begin at the shipped model."""
+    teacher: tuple[str, ...] = ()
+    """Settings of the run of the quickstart whose policy teaches the arms that distil."""
     num_seeds: int = 3
     """From 0, of the plan; a table says where fewer have been run."""
 
+
+DISTILLED = (
+    "steps=60",
+    "evaluation.every=5",
+    "groups_per_step=16",
+    "group_size=1",
+    "trainer.lr=2e-3",
+)
+"""The recipe `distill`, but for its teacher."""
 
 CHAINS = {"recipe": "chains", "plugin": "docs/proof/chains.py", "model": "chains-model"}
 
@@ -328,6 +339,34 @@ STUDIES = {
         },
         curves=("reward/mean", "train/entropy", "train/clip_fraction", "train/grad_norm"),
     ),
+    "distill": Study(
+        title="a teacher's log-probs in place of rewards",
+        settings=(
+            "model=tiny-gpt-oss",
+            "evaluation.at_start=false",
+            "evaluation.num_tasks=256",
+            "evaluation.greedy=false",
+            "checkpoint.every=0",
+            *KEEP_LITTLE,
+        ),
+        conditions={"quickstart": ()},
+        arms={
+            "rewards alone": ("steps=100", "evaluation.every=10"),
+            **{
+                f"teacher, {signal}": (*DISTILLED, f"distill.signal={signal}")
+                for signal in ("sampled", "top_k", "full")
+            },
+            "teacher, top_k, and rewards": (
+                *DISTILLED,
+                "group_size=4",
+                "groups_per_step=4",
+                "distill.signal=top_k",
+                "distill.reward_coef=1",
+            ),
+        },
+        teacher=("seed=100", "evaluation.num_tasks=256", "evaluation.at_start=false"),
+        curves=("reward/mean", "train/entropy", "distill/kl", "train/grad_norm"),
+    ),
     "penalty": Study(
         title="a KL penalty under ignored sinks",
         settings=("model=tiny-gpt-oss", "steps=50", *QUIET, *KEEP_LITTLE, *BASELINE),
@@ -458,6 +497,11 @@ def model_of(name: str) -> Run:
     return Run(words=words, path=RUNS / "models" / f"{study.model}-gpt-oss")
 
 
+def teacher_of(name: str) -> Run:
+    words = ("train", "quickstart", "contract=none", *STUDIES[name].teacher)
+    return Run(words=words, path=RUNS / name / "teacher")
+
+
 def parent_of(name: str, seed: int) -> Run:
     words = ("train", "quickstart", "contract=none", *STUDIES[name].parent, f"seed={seed}")
     return Run(words=words, path=RUNS / name / "parent" / f"seed-{seed}")
@@ -471,6 +515,9 @@ def run_of(name: str, condition: str, arm: str, seed: int) -> Run:
     if study.model:
         start = (*start, f"model={model_of(name).path.relative_to(ROOT)}/model")
     settings = (*study.settings, *study.conditions[condition], *study.arms[arm])
+    if any(word.startswith("distill.") for word in study.arms[arm]):
+        teacher = teacher_of(name).path.relative_to(ROOT)
+        settings = (f"distill.teacher.model={teacher}", *settings)
     if not study.parent:
         settings = (*settings, f"contract={study.contract}", f"seed={seed}")
     path = RUNS / name / directory(condition) / directory(arm) / f"seed-{seed}"
@@ -485,6 +532,8 @@ def run_all(name: str, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> 
 
     if study.model:
         model_of(name).complete()
+    if study.teacher:
+        teacher_of(name).complete()
 
     def one(condition: str, arm: str, seed: int) -> None:
         if study.parent:

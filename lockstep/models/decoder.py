@@ -18,6 +18,7 @@ from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import PackedContext, Support, take_rows
+from lockstep.ops.head import chunk_rows
 from lockstep.ops.split import SplitContext
 
 Tensor = torch.Tensor
@@ -171,6 +172,20 @@ class Decoder(nn.Module):
         """(log-prob of ids [T] or [T, K], entropy [T]), float32: `Ops.log_probs` over this
         head."""
         return self.ops.log_probs(hidden_TD, self.head, ids_T, temperature=temperature)
+
+    def top_log_probs(
+        self, hidden_TD: Tensor, top_k: int, *, vocab_size: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(ids [T, K] int64, log-probs [T, K] float32) of the likeliest `top_k` ids below
+        `vocab_size`, of the distribution over all ids. No gradient."""
+        ids = torch.empty(len(hidden_TD), top_k, dtype=torch.int64, device=hidden_TD.device)
+        logprobs = torch.empty(len(hidden_TD), top_k, device=hidden_TD.device)
+        size = chunk_rows(len(self.head), hidden_TD.device)
+        for begin in range(0, len(hidden_TD), size):
+            part = slice(begin, begin + size)
+            logp = self.ops.log_softmax(self.logits(hidden_TD[part]), temperature=temperature)
+            logprobs[part], ids[part] = logp[:, :vocab_size].topk(top_k)
+        return ids, logprobs
 
     @property
     def rope_table(self) -> tuple[Tensor, Tensor]:

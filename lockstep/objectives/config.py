@@ -12,6 +12,8 @@ from lockstep.errors import ConfigError
 Aggregate = Literal["token_mean", "sequence_mean", "fixed_length"]
 KLEstimator = Literal["k2", "k3", "unbiased"]
 Divergence = Literal["tv", "kl"]
+KLOrder = Literal["reverse", "forward"]
+"""KL(student || teacher), or KL(teacher || student)."""
 
 USUAL_DIVERGENCE: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 

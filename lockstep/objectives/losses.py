@@ -14,7 +14,7 @@ Beside the policy losses stand the terms that keep a policy near a reference, an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import singledispatch
 
 import torch
@@ -29,10 +29,12 @@ from lockstep.objectives.config import (
     GSPO,
     Divergence,
     KLEstimator,
+    KLOrder,
     ObjectiveConfig,
     PPOClip,
     Reinforce,
 )
+from lockstep.objectives.distillation import SMALLEST_COMPLEMENT, top_k_kl
 
 
 def read_tokens(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
@@ -62,10 +64,6 @@ Tensor = torch.Tensor
 
 Clip = tuple[float | Tensor, float | Tensor]
 """Distances from 1 to the bounds of a ratio, below and above; a tensor has one for each token."""
-
-# 1 - p of a token whose log-prob has rounded to 0, the least that float32 can tell. Without it one
-# such token would be infinitely far from another that is as sure.
-SMALLEST_COMPLEMENT = torch.finfo(torch.float32).eps / 2
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -101,6 +99,12 @@ class TokenBatch:
     num_all: int = 0
     sizes: Int64Array | None = None
     """[num_rows]: tokens of each row, on the host. None counts them, for which a GPU is waited."""
+    listed: Tensor | None = None
+    """[T, K] float32 nats, of the trained policy at the ids of the column `teacher_ids`; carries
+    gradient. None without that column."""
+    teacher_kl: Tensor | None = None
+    """[T] float32 nats, the divergence from a teacher over the vocabulary; carries gradient. None
+    where no teacher shares the process."""
 
     def select(self, values: Tensor) -> Tensor:
         """[num_all] -> [T]: the values of the tokens that were kept."""
@@ -397,8 +401,28 @@ def _with_old(tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def supervised_loss(tokens: TokenBatch) -> TokenLoss:
-    """Cross entropy with the column `weights` where the samples have one."""
-    return cross_entropy(tokens.logprobs, tokens.columns.get("weights"))
+    """Cross entropy with the column `weights` where the samples have one; with soft targets, which
+    are the column `teacher_ids`, KL(teacher || policy) in its place."""
+    weights = tokens.columns.get("weights")
+    if tokens.listed is None:
+        return cross_entropy(tokens.logprobs, weights)
+    kl = top_k_kl(tokens.listed, tokens.column("teacher_ids_logprobs"), order="forward")
+    return cross_entropy(-kl, weights)
+
+
+def with_teacher(policy_loss: LossFn, *, coef: float, order: KLOrder) -> LossFn:
+    """`policy_loss`, and coef times the divergence from a teacher as its regularizer."""
+
+    def loss(tokens: TokenBatch) -> TokenLoss:
+        out, kl = policy_loss(tokens), tokens.teacher_kl
+        if kl is None:
+            if tokens.listed is None:
+                raise AlignmentError("the samples have no teacher_ids: no teacher has scored them.")
+            kl = top_k_kl(tokens.listed, tokens.column("teacher_ids_logprobs"), order=order)
+        regularizer = coef * kl if out.regularizer is None else out.regularizer + coef * kl
+        return replace(out, mean={**out.mean, "teacher_kl": kl.detach()}, regularizer=regularizer)
+
+    return loss
 
 
 # -- mechanism ------------------------------------------------------------------------------------

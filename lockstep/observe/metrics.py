@@ -102,6 +102,9 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("known_share", "share", "up", "Mean share of their groups whose rewards differed."),
         ("over_long_rows", "rows", "down", "Rows left out by signal.over_long=drop."),
     ),
+    "distill/": (
+        ("kl", "nats", "down", "KL(student, teacher), estimated from the sampled tokens."),
+    ),
     "episode/": (
         ("sandbox/programs", "programs", "none", "Programs run per episode."),
         ("sandbox/error", "programs", "down", "Programs that raised, or were no program."),
@@ -178,6 +181,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("divergence_mean", "1", "none", "Mean of DPPO's divergence from the old policy."),
         ("divergence_max", "1", "none", "Largest of DPPO's divergences."),
         ("reference_kl", "nats", "none", "Estimate of KL(policy, reference) in the loss."),
+        ("teacher_kl", "nats", "down", "KL from the teacher in the loss: distill.signal."),
         ("entropy", "nats", "none", "Mean entropy of the policy at sampled tokens."),
         ("lr", "1", "none", "Learning rate of the step."),
         ("skipped_updates", "updates", "down", "Updates left out as not finite."),

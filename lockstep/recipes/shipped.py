@@ -34,6 +34,7 @@ from lockstep.recipes.registry import recipe, supervised_recipe
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.run_config import Config, EvaluationConfig, SupervisedConfig
 from lockstep.training.config import CheckpointConfig, CriticConfig, SFTConfig, TrainerConfig
+from lockstep.training.distill_config import DistillConfig, TeacherConfig
 
 TINY_SFT = TrainerConfig(
     lr=4e-3,
@@ -111,6 +112,22 @@ def quickstart_ppo() -> Config:
         group_size=1,
         advantage=GAE(),
         critic=CriticConfig(lr=2e-3, updates_per_batch=2, clip=0.2),
+    )
+
+
+@recipe
+def distill() -> Config:
+    """The quickstart's student learns from a teacher in place of rewards, one episode per task. The
+    teacher is runs/teacher, as `lockstep train quickstart out=runs/teacher` leaves it, or another
+    model with the same vocabulary: distill.teacher.model=DIR."""
+    return replace(
+        quickstart(),
+        name="distill",
+        steps=60,
+        groups_per_step=16,
+        group_size=1,
+        distill=DistillConfig(teacher=TeacherConfig(model="runs/teacher"), signal="top_k"),
+        trainer=replace(quickstart().trainer, lr=2e-3),
     )
 
 

@@ -15,7 +15,6 @@ from lockstep.config import flatten, from_dict, to_dict
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import (
     ConfigError,
-    RunError,
 )
 from lockstep.launch.gpu import Device, check_gpu
 from lockstep.models import peft_format
@@ -23,17 +22,20 @@ from lockstep.models.locate import locate_model
 from lockstep.ops.contract import TRUE_ON_POLICY, ContractChoice, why_not_same
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.hooks import RunHooks, current_hooks
 from lockstep.run.preflight import (
     ModelFiles,
     Numerics,
     RendererFile,
     check_memory,
+    teacher_directory,
     why_no_contract,
     write_renderer,
 )
 from lockstep.run_config import Config, ModelChoice
 from lockstep.store.run import Run, load_run
+from lockstep.training.distill_config import DistillConfig
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from lockstep.ops.base import Ops
     from lockstep.sync.publisher import Publisher
     from lockstep.training.critic import Critic
+    from lockstep.training.teachers import Teachers
     from lockstep.training.trainer import Trainer
 
 SAVED_BY_CLIENTS = ("weights", "sampler_weights")
@@ -65,6 +68,8 @@ class Parts:
     """Hands weights to the engine; None if an evaluation plays with the engine's own."""
     critic: Critic | None = None
     """The model of values; None unless the advantage needs one."""
+    teachers: Teachers | None = None
+    """Models and servers that score the rows; None without `distill`."""
     hooks: RunHooks = field(default_factory=current_hooks)
     """Code from outside that steps into the run; by default none."""
 
@@ -198,6 +203,9 @@ def build(
     trained = hooks.make_trained(model)
     if mesh is not None:
         trained = load_model(config, model_files, weights=weights, mesh=mesh, ops=model.ops)
+    teachers = None
+    if is_training and config.distill is not None:
+        teachers = load_teachers(config.distill, context, model)
     trainer = Trainer(
         trained,
         config.trainer,
@@ -208,6 +216,8 @@ def build(
         reference=reference,
         contract=numerics.fingerprint if numerics.is_kept else None,
         ranks=ranks,
+        distill=config.distill,
+        teachers=() if teachers is None else teachers.read_in_update,
     )
     publisher = None
     if is_training or engine.capabilities.weight_sources:
@@ -241,7 +251,30 @@ def build(
             total_updates=config.steps * config.critic.updates_per_batch,
             ranks=ranks,
         )
-    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, hooks)
+    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks)
+
+
+def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder) -> Teachers:
+    """The teachers of `distill`: models on the device of `like` and in its dtype, and engines on
+    servers, of whose weights nothing is asked."""
+    from lockstep.engines.registry import open_engine
+    from lockstep.models.hf_io import load_checkpoint
+    from lockstep.training.teachers import Teachers
+
+    models: dict[str, Decoder] = {}
+    engines: dict[str, Engine] = {}
+    for setting, teacher in distill.teachers.items():
+        directory = teacher_directory(teacher)
+        if teacher.engine is None:
+            weight = like.embedding
+            model = load_checkpoint(directory, dtype=weight.dtype, device=weight.device)
+            models[setting] = model.requires_grad_(False)
+        else:
+            run = f"{context.run}-{setting}"
+            engines[setting] = open_engine(
+                teacher.engine, replace(context, model=None, directory=directory, run=run)
+            )
+    return Teachers(config=distill, models=models, engines=engines)
 
 
 def _weights_place(config: Config, context: EngineContext) -> Path | None:
@@ -395,19 +428,6 @@ def resolve_device(config: ModelChoice) -> Device:
 
 
 # -- checkpoints and texts of a run ---------------------------------------------------------------
-
-
-def checkpoint_of(run: Run, step: int | None) -> Path:
-    """The checkpoint of a run: at `step`, else the best, else the last. RunError if it has none."""
-    from lockstep.training.checkpoint import CheckpointStore
-
-    store = CheckpointStore(run.path / "checkpoints")
-    if step is not None:
-        return store.at(step)
-    found = store.best() or store.latest()
-    if found is None:
-        raise RunError(f"{run.path} has no checkpoint. Did it end before checkpoint.every steps?")
-    return found
 
 
 def export_checkpoint(

@@ -24,6 +24,7 @@ from lockstep.errors import (
     DataError,
     MissingExtraError,
     RendererError,
+    RunError,
 )
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.gpu import Device, taken_by_others
@@ -46,8 +47,11 @@ from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.jinja.source import has_template
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.hooks import current_hooks
 from lockstep.run_config import DEFAULT_DTYPES, Config, ModelChoice, SupervisedConfig
+from lockstep.store.run import load_run
+from lockstep.training.distill_config import DistillConfig, TeacherConfig
 from lockstep.types import Message
 
 RENDERER_FILE = "renderer.json"
@@ -109,6 +113,8 @@ def preflight(
         )
     if config.critic.model:
         check_critic(config, model_files)
+    if config.distill is not None:
+        check_teachers(config, config.distill, model_files)
     if isinstance(model_files.model, ModelConfig):
         config.trainer.check_routers(model_files.model)
     if config.trainer.routing_replay == "rollout" and not config.engine.can_record_routes:
@@ -302,6 +308,7 @@ def memory_plan(
             facts,
             engine=engine,
             has_reference=config.objective.reads_reference_logprobs,
+            teachers=teacher_shapes(config),
             critic=critic,
             critic_freeze=config.critic.freeze,
             is_invariant=may_be if numerics is None else numerics.is_kept,
@@ -360,6 +367,70 @@ def check_critic(config: Config, model_files: ModelFiles) -> None:
             problem = f"has another tokenizer than model={config.model}: it would read other text"
     if problem:
         raise ConfigError(f"{where} {problem}. Leave it empty to start from the policy.")
+
+
+def teacher_directory(teacher: TeacherConfig) -> Path:
+    """The files of a teacher's model; of a run, those of its best or last checkpoint.
+
+    Raises ConfigError, RunError or CheckpointError if there are none.
+    """
+    name, _, step = teacher.model.partition("@")
+    if (Path(name).expanduser() / "checkpoints").is_dir():
+        return checkpoint_of(load_run(name), int(step) if step.isdigit() else None) / "policy"
+    return locate_model(teacher.model)
+
+
+def teacher_shapes(config: Config) -> tuple[ModelConfig, ...]:
+    """The teachers that this process loads."""
+    teachers = [] if config.distill is None else config.distill.teachers.values()
+    return tuple(
+        ModelConfig.from_directory(teacher_directory(each)) for each in teachers if not each.engine
+    )
+
+
+def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFiles) -> None:
+    """Raises ConfigError for a teacher that cannot read what the student writes, or is missing."""
+    parts = getattr(config.task, "parts", {})
+    distill.check_sources(parts)
+    if (
+        distill.signal == "full"
+        and config.parallel.shard
+        and config.parallel.num_processes(os.environ) > 1
+    ):
+        raise ConfigError(
+            "distill.signal=full reads the whole head, which parallel.shard=true spreads over the "
+            "processes. Set distill.signal=top_k, or parallel.shard=false."
+        )
+    known = model_files.renderer.tokenizer
+    for setting, teacher in distill.teachers.items():
+        where = f"{setting}.model={teacher.model}"
+        try:
+            directory = teacher_directory(teacher)
+            theirs = Tokenizer.from_file(directory)
+            model = None if teacher.engine else ModelConfig.from_directory(directory)
+        except (ConfigError, CheckpointError, RunError, RendererError) as error:
+            raise ConfigError(f"{where}: {error}") from None
+        mine, others = known.all_token_bytes(), theirs.all_token_bytes()
+        differing = next((i for i, b in enumerate(mine) if others[i : i + 1] != [b]), None)
+        problem = ""
+        if differing is not None:
+            there = repr(others[differing]) if differing < len(others) else "none"
+            problem = (
+                f"has another tokenizer than model={config.model}: id {differing} is "
+                f"{mine[differing]!r} here and {there} there. A teacher reads the student's ids, "
+                "so its vocabulary must be the same, id for id"
+            )
+        elif known.control_ids - theirs.control_ids:
+            at = min(known.control_ids - theirs.control_ids)
+            problem = f"takes id {at}, a control token of model={config.model}, for text"
+        elif model is not None and config.max_tokens > model.max_positions:
+            problem = f"has {model.max_positions} positions, and max_tokens={config.max_tokens}"
+        elif distill.signal == "top_k" and distill.top_k > len(mine):
+            problem = f"has {len(mine)} ids, and distill.top_k={distill.top_k}"
+        if problem:
+            raise ConfigError(f"{where} {problem}.")
+        if model is not None:
+            config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
 
 
 def check_fallback(config: ModelChoice) -> None:

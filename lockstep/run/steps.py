@@ -25,7 +25,8 @@ from lockstep.errors import ContractError, OutOfMemoryError, RolloutError, is_ou
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import View, open_view
-from lockstep.run.build import Parts, build, checkpoint_of
+from lockstep.run.build import Parts, build
+from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.episodes import play_tasks
 from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
@@ -138,6 +139,8 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     try:
         await run.leave_engine()
         rows, sampled_rows, metrics = await beside(partial(align, run, groups))
+        if (teachers := run.parts.teachers) is not None:
+            metrics |= await teachers.score(rows, groups, run.parts.trainer, beside)
         metrics |= await beside(partial(update, run, rows, sampled_rows))
         run.advance()
     except UnequalTokenError as broken:
@@ -324,5 +327,7 @@ async def _close(config: Config, parts: Parts, gateway: RunGateway) -> None:
     await gateway.close()
     await config.task.close()
     await parts.engine.close()
+    if parts.teachers is not None:
+        await parts.teachers.close()
     if parts.publisher is not None:
         parts.publisher.close()

@@ -26,11 +26,11 @@ from lockstep.run.build import (
     Parts,
     SharedBase,
     build,
-    checkpoint_of,
     recipe_of,
     resolve_device,
     tokenizer_of,
 )
+from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ def keep_tokens(
     correction: Correction | None,
     *,
     version: int,
+    beside: Mapping[str, Tensor] = {},
 ) -> tuple[TokenBatch, Corrected | None]:
     """The tokens of a micro-batch that are trained, as a loss sees them; and what the correction
     found, if it weighed or judged them by this forward. Only then a GPU is waited for.
@@ -48,7 +49,7 @@ def keep_tokens(
     logprobs, entropy: [N] float32 of this forward, with gradient. correction: None keeps every
     token; one that changes no token keeps those with a recorded log-prob. Rows with the column
     `importance_weights` were weighed over their whole batch before. version: of the policy, for
-    the age of tokens.
+    the age of tokens. beside: more fields of the batch, [N, ...].
 
     A correction that rejects token 1 of three gives a batch of two, `kept=[0, 2]`; its `spread`
     puts their losses back at places 0 and 2, and 0.0 at place 1.
@@ -89,6 +90,7 @@ def keep_tokens(
         kept=kept,
         num_all=len(logprobs),
         sizes=sizes,
+        **{name: at_kept(values) for name, values in beside.items()},
     )
     return tokens, weighed
 

@@ -308,11 +308,13 @@ def unpack_rows(
     ranks: Ranks | None = None,
     fill: float = float("nan"),
 ) -> list[npt.NDArray[np.float32]]:
-    """[N] values of micro-batches as [T] float32 per sample, `fill` where nothing is trained.
+    """[N, ...] values of micro-batches as [T, ...] float32 per sample, `fill` where nothing is
+    trained.
 
     ranks: each row's values come from one of them, and all get them. Collective.
     """
-    out = [np.full(len(s), fill, np.float32) for s in samples]
+    shape = parts[0][1].shape[1:] if parts else ()
+    out = [np.full((len(s), *shape), fill, np.float32) for s in samples]
     mine: set[int] = set()
     for batch, values in parts:
         if batch.is_filler:
@@ -324,7 +326,7 @@ def unpack_rows(
         return out
     flat = np.concatenate(
         [
-            values[s.loss_mask] if i in mine else np.zeros(s.num_trained, np.float32)
+            values[s.loss_mask] if i in mine else np.zeros((s.num_trained, *shape), np.float32)
             for i, (s, values) in enumerate(zip(samples, out, strict=True))
         ]
     )

@@ -2,6 +2,11 @@
 
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
     {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}
+    {"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1],
+     "teacher_ids": [null, null, [7, 9]], "teacher_logprobs": [null, null, [-0.2, -1.9]]}
+
+The third kind has soft targets: a teacher's likeliest ids at each trained token, as many at every
+token of the file. The rows of one file are all soft, or none is.
 
 A dialogue is written by the same renderer calls as in a rollout: the first prompt once, each reply
 as the ids that the model would sample, and between replies only what is new.
@@ -29,6 +34,8 @@ from lockstep.training.config import SFTConfig
 from lockstep.training.trainer import Metrics, Trainer
 from lockstep.types import Message, Sample, ToolSchema, frozen_ids
 
+MASS_ROUNDING = 1e-3  # of probabilities that were written with few digits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SFTExample:
@@ -49,11 +56,22 @@ def load_examples(path: str | Path) -> list[SFTExample | Sample]:
     for number, record in read_jsonl(path):
         try:
             out.append(_read_record(record, f"{path}:{number}"))
+            if num_listed(out[-1]) != (expected := num_listed(out[0])):
+                raise DataError(
+                    f"this line lists {num_listed(out[-1])} teacher_ids per token, and the first "
+                    f"line {expected}: all lines of a file list as many. Split the file."
+                )
         except (LockstepError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}:{number}: {error}") from error
     if not out:
         raise DataError(f"{path} is empty. It needs an object per line with messages or token_ids.")
     return out
+
+
+def num_listed(example: SFTExample | Sample) -> int:
+    """Ids that a teacher lists per token; 0 without soft targets."""
+    ids = example.columns.get("teacher_ids") if isinstance(example, Sample) else None
+    return 0 if ids is None else ids.shape[1]
 
 
 def sft_row(
@@ -69,7 +87,7 @@ def sft_row(
     DataError `path:line` if the dialogue cannot be written.
     """
     if isinstance(example, Sample):
-        if observed_weight == 0:
+        if observed_weight == 0 or num_listed(example):  # no teacher scored what was observed
             return example
         fill = np.float32(observed_weight)
         filled = np.where(example.loss_mask, example.columns["weights"], fill)
@@ -89,6 +107,23 @@ def sft_row(
     except LockstepError as error:
         raise DataError(f"{example.where}: {error}") from error
     return _make_sample(example.where, ids, np.concatenate(weights))
+
+
+def soft_record(sample: Sample) -> dict[str, Any]:
+    """A row that a teacher has scored (`Trainer.list_likely`) as a line of the file with soft
+    targets."""
+    trained = sample.loss_mask.tolist()
+
+    def at_trained(name: str) -> list[Any]:
+        values = sample.columns[name].tolist()
+        return [value if is_it else None for value, is_it in zip(values, trained, strict=True)]
+
+    return {
+        "token_ids": sample.token_ids.tolist(),
+        "loss_mask": [int(is_it) for is_it in trained],
+        "teacher_ids": at_trained("teacher_ids"),
+        "teacher_logprobs": at_trained("teacher_ids_logprobs"),
+    }
 
 
 def token_weights(
@@ -164,7 +199,8 @@ def run_sft(
 ) -> Iterator[Metrics]:
     """Trains, and yields the metrics of each step (`step` among them) as soon as it is done.
 
-    The loss is the weighted mean of -log-prob over the tokens of the step's rows.
+    The loss is the weighted mean over the tokens of the step's rows: of -log-prob, or with soft
+    targets of KL(teacher || policy).
     """
     for step in range(first_step, config.steps):
         batch = [next(rows) for _ in range(config.rows_per_step)]
@@ -179,7 +215,9 @@ def run_sft(
 def _read_record(source: Mapping[str, Any], where: str) -> SFTExample | Sample:
     """Raises DataError without `where`, which is put before it."""
     is_dialogue = "messages" in source
-    known = {"messages", "tools"} if is_dialogue else {"token_ids", "loss_mask", "weights"}
+    known = {"messages", "tools"}
+    if not is_dialogue:
+        known = {"token_ids", "loss_mask", "weights", "teacher_ids", "teacher_logprobs"}
     if unknown := sorted(set(source) - known):
         raise DataError(f"unknown keys {unknown}; known here are {sorted(known)}.")
     return _read_dialogue(source, where) if is_dialogue else _read_ids(source, where)
@@ -227,7 +265,41 @@ def _read_ids(source: Mapping[str, Any], where: str) -> Sample:
     if mask[0]:
         raise DataError("loss_mask[0] is set, but nothing predicts the first token.")
     loss = [_weight(w, f"weights[{i}]") for i, w in enumerate(weights)]
-    return _make_sample(where, ids, np.array(mask, bool) * np.array(loss, np.float32))
+    sample = _make_sample(where, ids, np.array(mask, bool) * np.array(loss, np.float32))
+    if "teacher_ids" in source or "teacher_logprobs" in source:
+        _add_soft_targets(sample, source.get("teacher_ids"), source.get("teacher_logprobs"))
+    return sample
+
+
+def _add_soft_targets(sample: Sample, listed: Any, logprobs: Any) -> None:
+    size, trained = len(sample), np.flatnonzero(sample.loss_mask).tolist()
+    for name, values in (("teacher_ids", listed), ("teacher_logprobs", logprobs)):
+        if not isinstance(values, list) or len(values) != size:
+            raise DataError(f"{name} must be a list with one entry per token of token_ids.")
+        if missing := [i for i in trained if not isinstance(values[i], list) or not values[i]]:
+            raise DataError(
+                f"{name}[{missing[0]}] must be a list of numbers: the token is trained."
+            )
+    num_listed = len(listed[trained[0]])
+    ids = np.zeros((size, num_listed), np.int32)
+    values = np.full((size, num_listed), np.nan, np.float32)
+    for i in trained:
+        if len(listed[i]) != num_listed or len(logprobs[i]) != num_listed:
+            raise DataError(
+                f"teacher_ids[{i}] lists {len(listed[i])} ids with {len(logprobs[i])} log-probs, "
+                f"and the first trained token {num_listed}: every token lists as many."
+            )
+        ids[i] = frozen_ids(listed[i], where=f"teacher_ids[{i}]")
+        values[i] = logprobs[i]
+        if len(set(listed[i])) < num_listed:
+            raise DataError(f"teacher_ids[{i}] lists an id twice.")
+        if not (np.isfinite(values[i]).all() and np.exp(values[i]).sum() <= 1 + MASS_ROUNDING):
+            raise DataError(
+                f"teacher_logprobs[{i}] must be finite natural logs of probabilities that sum up "
+                f"to 1 at most; they sum up to {np.exp(values[i]).sum():.4f}."
+            )
+    sample.set("teacher_ids", ids)
+    sample.set("teacher_ids_logprobs", values)
 
 
 def _weight(value: Any, name: str) -> float:

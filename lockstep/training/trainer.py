@@ -32,7 +32,9 @@ from lockstep.models.moe import Routing
 from lockstep.models.peft_io import check_policy, load_policy, save_policy
 from lockstep.models.sharding import let_go
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
-from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss, make_loss
+from lockstep.objectives.distillation import vocabulary_kl
+from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss, make_loss, with_teacher
+from lockstep.ops.context import take_rows
 from lockstep.ops.contract import Fingerprint, check_rows
 from lockstep.training.config import TrainerConfig
 from lockstep.training.correcting import (
@@ -47,6 +49,7 @@ from lockstep.training.correcting import (
     reports_of,
     weigh_samples,
 )
+from lockstep.training.distill_config import DistillConfig
 from lockstep.training.learner import MAX_NAMED_ROWS, Learner, Metrics, check_same_shapes
 from lockstep.training.packing import PackedBatch, split_updates, unpack_rows
 from lockstep.training.replay import COLUMN, keep_routes, routes_to_replay, routing_of
@@ -66,6 +69,7 @@ recorded (equal under the contract), or a forward before the first update."""
 
 OLD_ROUTES = COLUMN["recompute"]
 POLICY = "policy"
+TEACHER_IDS = "teacher_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,8 @@ class Trainer(Learner):
         reference: Decoder | None = None,
         contract: Fingerprint | None = None,
         ranks: Ranks | None = None,
+        distill: DistillConfig | None = None,
+        teachers: Sequence[Decoder] = (),
     ) -> None:
         """model: a `Decoder`, or a `FallbackModel`. like, total_updates, ranks: see `Learner`.
 
@@ -108,6 +114,8 @@ class Trainer(Learner):
         contract: numerics under which the sampler's log-probs equal this trainer's bit for bit.
         Recorded log-probs then stand in for a forward of the old policy, and a token of the
         current version that differs raises ContractError before anything is updated.
+        distill: how `update` learns from teachers, who have scored the rows before. teachers: the
+        models that the column `teacher` numbers, read with signal=full alone.
         """
         if not 0 < temperature < float("inf"):
             raise ConfigError(
@@ -119,6 +127,7 @@ class Trainer(Learner):
         super().__init__(model, config, like=like, total_updates=total_updates, ranks=ranks)
         self.model, self.reference, self.contract = model, reference, contract
         self.temperature = temperature
+        self.distill, self.teachers = distill, teachers
         self.num_recomputed = 0
         """Trained tokens whose log-probs were computed again without a gradient, in all."""
 
@@ -162,6 +171,31 @@ class Trainer(Learner):
         if column is not None:
             _keep(samples, out, column)
         return out
+
+    def list_likely(self, samples: Sequence[Sample], model: Decoder, *, top_k: int) -> None:
+        """Fills `teacher_ids` and `teacher_ids_logprobs`, [T, top_k]: the ids to which `model`, a
+        teacher, gives most at each trained token, and their log-probs at the trainer's temperature.
+
+        Raises ConfigError if the vocabulary has fewer ids.
+        """
+        vocab_size = min(len(model.head), self.model.config.vocab_size)
+        if not 0 < top_k <= vocab_size:
+            raise ConfigError(f"top_k={top_k} of a vocabulary of {vocab_size} ids: set 1 to that.")
+        parts = []
+        with torch.no_grad():
+            for batch in self._pack(samples):
+                hidden = take_rows(
+                    model(batch.ids, batch.positions, batch.context), batch.predictors
+                )
+                ids, logprobs = model.top_log_probs(
+                    hidden, top_k, vocab_size=vocab_size, temperature=self.temperature
+                )
+                parts.append((batch, ids, logprobs))
+        listed = self._by_row(samples, [(batch, ids) for batch, ids, _ in parts], fill=0.0)
+        logprobs = self._by_row(samples, [(batch, logprobs) for batch, _, logprobs in parts])
+        for sample, ids_of_row, of_row in zip(samples, listed, logprobs, strict=True):
+            sample.set(TEACHER_IDS, ids_of_row.astype(np.int32))
+            sample.set(f"{TEACHER_IDS}_logprobs", of_row)
 
     def measure(
         self, samples: Sequence[Sample], *, column: str | None = None, is_checking: bool = False
@@ -374,6 +408,8 @@ class Trainer(Learner):
             _keep(rows, [np.full(len(s), np.nan, np.float32) for s in rows], "logprobs")
         # A loss without a ratio, or with one that is 1 by definition, is linear in log-probs.
         loss_fn = make_loss(objective)
+        if self.distill is not None and self.distill.signal != "sampled":
+            loss_fn = with_teacher(loss_fn, coef=self.distill.coef, order=self.distill.divergence)
         parts: list[Metrics] = []
         for number, part in enumerate(split_updates(rows, num_updates) or [[]]):
             metrics = self.forward_backward(
@@ -401,8 +437,10 @@ class Trainer(Learner):
         routing = routing_of(batch)
         if routing is None and self.model.config.routed_layers:
             routing = Routing()  # keeps what is chosen, for `moe/...`
-        logprobs, entropy = self._log_probs(batch, routing)
-        tokens, weighed = keep_tokens(batch, logprobs, entropy, correction, version=self.version)
+        logprobs, entropy, beside = self._score_trained(batch, routing)
+        tokens, weighed = keep_tokens(
+            batch, logprobs, entropy, correction, version=self.version, beside=beside
+        )
         weight_N = weights_of(batch)
         loss_N, out = torch.zeros_like(logprobs.detach()), None
         if batch.is_filler or not len(tokens.logprobs):
@@ -434,10 +472,53 @@ class Trainer(Learner):
         weights = torch.ones_like(tokens.logprobs) if tokens.weights is None else tokens.weights
         return _Trained(batch, logprobs.detach(), loss_N, tokens.spread(weights), weighed)
 
+    def _score_trained(
+        self, batch: PackedBatch, routing: Routing | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(log-probs [N], entropy [N], what a teacher is compared with, as fields of a
+        `TokenBatch`)."""
+        if TEACHER_IDS in batch.columns:
+            targets = torch.cat([batch.targets[:, None], batch.columns[TEACHER_IDS].long()], 1)
+            found, entropy = self._log_probs(batch, routing, targets=targets)
+            return found[:, 0], entropy, {"listed": found[:, 1:]}
+        if not self.teachers:
+            return *self._log_probs(batch, routing), {}
+        model, where = self.model, batch.columns["teacher"]
+        hidden = take_rows(
+            model(batch.ids, batch.positions, batch.context, routing), batch.predictors
+        )
+        logprobs, entropy = model.log_probs(hidden, batch.targets, temperature=self.temperature)
+        kl = torch.zeros_like(logprobs)
+        for number, teacher in enumerate(self.teachers):
+            mine = (where == number).nonzero()[:, 0]
+            if not len(mine):
+                continue
+            with torch.no_grad():
+                theirs = teacher(batch.ids, batch.positions, batch.context)
+            kl = kl.index_copy(
+                0,
+                mine,
+                vocabulary_kl(
+                    hidden[mine],
+                    model.head,
+                    take_rows(theirs, batch.predictors[mine]),
+                    teacher.head,
+                    temperature=self.temperature,
+                    order=self.distill.divergence if self.distill else "reverse",
+                ),
+            )
+        return logprobs, entropy, {"teacher_kl": kl}
+
     def _log_probs(
-        self, batch: PackedBatch, routing: Routing | None = None, *, model: Decoder | None = None
+        self,
+        batch: PackedBatch,
+        routing: Routing | None = None,
+        *,
+        model: Decoder | None = None,
+        targets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropy), each [N] float32, at the trained tokens."""
+        """(log-probs [N], entropy [N]), float32, at the trained tokens. targets: [N, K] ids to
+        score there, in place of the tokens' own; the log-probs are [N, K] then."""
         model = model or self.model
         score = model.score
         if self._split_over is not None:
@@ -447,7 +528,7 @@ class Trainer(Learner):
             batch.positions,
             batch.context,
             predictors_N=batch.predictors,
-            targets_N=batch.targets,
+            targets_N=batch.targets if targets is None else targets,
             temperature=self.temperature,
             support=batch.support,
             routing=routing,

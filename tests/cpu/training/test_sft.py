@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_training import make_trainer
+from tiny_training import make_rows, make_trainer
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.chatml import ChatMLRenderer
@@ -12,7 +12,14 @@ from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.training.config import SFTConfig
-from lockstep.training.sft import load_examples, run_sft, sft_row, sft_rows, token_weights
+from lockstep.training.sft import (
+    load_examples,
+    run_sft,
+    sft_row,
+    sft_rows,
+    soft_record,
+    token_weights,
+)
 from lockstep.types import Message, ToolCall
 
 DIALOGUE = [
@@ -99,6 +106,56 @@ def test_rows_of_ids_are_taken_as_they_are(tmp_path):
     assert second.id.endswith(":3") and second.loss_mask.tolist() == [False, True, False]
     with_observed = sft_row(load_examples(path)[1], None, observed_weight=0.1)
     assert with_observed.columns["weights"].tolist() == pytest.approx([0, 1, 0.1])
+
+
+def soft(ids=(6, 9), logprobs=(-0.5, -2.0), **changes):
+    """A row of three tokens whose last is trained, with a teacher's two likeliest ids."""
+    return {
+        "token_ids": [5, 6, 7], "loss_mask": [0, 0, 1],
+        "teacher_ids": [None, None, list(ids)], "teacher_logprobs": [None, None, list(logprobs)],
+    } | changes  # fmt: skip
+
+
+SOFT_ERRORS = [
+    (soft(teacher_ids=[[6, 9]]), "teacher_ids must be a list with one entry per token"),
+    (soft(teacher_ids=[None] * 3), r"teacher_ids\[2\] must be a list of numbers: it is trained"),
+    (soft(teacher_logprobs=None), "teacher_logprobs must be a list with one entry per token"),
+    (soft(ids=(6,)), r"teacher_ids\[2\] lists 1 ids with 2 log-probs"),
+    (soft(ids=(6, 6)), r"teacher_ids\[2\] lists an id twice"),
+    (soft(ids=(6, -1)), r"teacher_ids\[2\]: token 1 has the id -1"),
+    (soft(logprobs=(-0.5, 0.5)), "sum up to 1 at most; they sum up to 2.2553"),
+    (soft(ids=(6, 7, 8), logprobs=(-1, -2, -3)), "lists 3 teacher_ids per token, and the first"),
+    ({"token_ids": [5, 6], "loss_mask": [0, 1]}, "lists 0 teacher_ids per token, and the first"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), SOFT_ERRORS)
+def test_malformed_soft_targets_are_named_by_their_line(tmp_path, line, message):
+    with pytest.raises(DataError, match=f"dialogues.jsonl:2: .*{message}"):
+        load_examples(write(tmp_path, soft(), line))
+
+
+def test_a_teacher_s_own_rows_are_no_loss_and_another_s_are_learned(tmp_path):
+    """Rows go to the file and back; the divergence falls towards the teacher's."""
+    teacher, student = (make_trainer(tmp_path / str(s), seed=s, lr=3e-2) for s in (0, 5))
+    rows = make_rows((12, 20, 9, 16))
+    student.list_likely(rows, teacher.model, top_k=8)
+    path = write(tmp_path, *map(soft_record, rows))
+    config = SFTConfig(steps=30, rows_per_step=4, observed_weight=0.1)
+    examples = load_examples(path)
+    for row, example in zip(rows, examples, strict=True):
+        assert example.token_ids.tolist() == row.token_ids.tolist()
+        at = row.loss_mask
+        for name in ("teacher_ids", "teacher_ids_logprobs"):
+            assert example.columns[name][at].tolist() == row.columns[name][at].tolist()
+
+    def losses(trainer):
+        endless = sft_rows(examples, None, config, max_tokens=64)
+        return [metrics["train/loss"] for metrics in run_sft(trainer, endless, config)]
+
+    assert losses(teacher)[0] == pytest.approx(0, abs=1e-6)
+    found = losses(student)
+    assert found[-1] < 0.1 * found[0] and found[0] > 0.5
 
 
 @pytest.mark.parametrize(

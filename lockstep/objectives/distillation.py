@@ -1,0 +1,87 @@
+"""Divergences between a student's and a teacher's distribution, as losses on tokens. torch.
+
+# N tokens  D, d widths of student and teacher  V vocabulary  K ids that the teacher lists
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import AlignmentError
+from lockstep.objectives.config import KLOrder
+from lockstep.ops.head import chunk_rows
+
+Tensor = torch.Tensor
+
+# 1 - p of a probability that has rounded to 1, the least that float32 can tell.
+SMALLEST_COMPLEMENT = torch.finfo(torch.float32).eps / 2
+
+
+def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor, *, order: KLOrder = "reverse") -> Tensor:
+    """[N] nats: the KL of two distributions that are known at K ids, and elsewhere by the mass that
+    is left.
+
+    logprobs: [N, K] float32 of the student at ids that the teacher listed; carries gradient.
+    teacher_logprobs: [N, K] at the same ids; constant. All other ids count as one outcome, so this
+    is a lower bound of the KL over the vocabulary (data processing inequality), and equal to it
+    where all but one id are listed. Source of the bound: Cover and Thomas 2006, theorem 2.8.1.
+
+    >>> student, teacher = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
+    >>> round(top_k_kl(student, teacher).item(), 4)      # .5 log(.5 / .25) + .5 log(.5 / .75)
+    0.1438
+    """
+    if logprobs.shape != teacher_logprobs.shape:
+        raise AlignmentError(
+            f"logprobs have the shape {list(logprobs.shape)} and teacher_logprobs "
+            f"{list(teacher_logprobs.shape)}: each is one number per token and listed id."
+        )
+    given = (logprobs, teacher_logprobs.detach())
+    student, teacher = (_with_rest(x if x.dtype == torch.float64 else x.float()) for x in given)
+    return _kl(student, teacher, order)
+
+
+def vocabulary_kl(
+    hidden: Tensor,
+    head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    *,
+    temperature: float = 1.0,
+    order: KLOrder = "reverse",
+) -> Tensor:
+    """[N] float32 nats: the KL of the two distributions over the ids that both models have.
+
+    hidden [N, D] and head [V, D] of the student carry gradient; teacher_hidden [N, d] and
+    teacher_head are constants. No [N, V] tensor exists: chunks of tokens are computed one after
+    another, and again in backward. Both sides are at this temperature. Source: GKD (Agarwal et al.
+    2024, arXiv 2306.13649), equation 1.
+    """
+    shared = min(len(head), len(teacher_head))
+    teacher_hidden, teacher_head = teacher_hidden.detach(), teacher_head.detach()[:shared]
+
+    def of_chunk(rows: Tensor, weight: Tensor, teacher_rows: Tensor) -> Tensor:
+        student = torch.log_softmax((rows @ weight.t()).float() / temperature, -1)
+        with torch.no_grad():
+            logits = (teacher_rows @ teacher_head.t()).float() / temperature
+            teacher = torch.log_softmax(logits, -1)
+        return _kl(student, teacher, order)
+
+    size = chunk_rows(shared, hidden.device)
+    parts = zip(hidden.split(size), teacher_hidden.split(size), strict=True)
+    weight = head[:shared]
+    return torch.cat(
+        [checkpoint(of_chunk, rows, weight, theirs, use_reentrant=False) for rows, theirs in parts]
+    )
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """[N, K] -> [N, K + 1]: with the log of the mass that is left."""
+    left = 1 - logprobs.exp().sum(-1, keepdim=True)
+    return torch.cat([logprobs, left.clamp(min=SMALLEST_COMPLEMENT).log()], -1)
+
+
+def _kl(student: Tensor, teacher: Tensor, order: KLOrder) -> Tensor:
+    """student, teacher: [N, outcomes] log-probs."""
+    of, other = (student, teacher) if order == "reverse" else (teacher, student)
+    return (of.exp() * (of - other)).sum(-1)
