@@ -118,7 +118,7 @@ def soft(ids=(6, 9), logprobs=(-0.5, -2.0), **changes):
 
 SOFT_ERRORS = [
     (soft(teacher_ids=[[6, 9]]), "teacher_ids must be a list with one entry per token"),
-    (soft(teacher_ids=[None] * 3), r"teacher_ids\[2\] must be a list of numbers: it is trained"),
+    (soft(teacher_ids=[None] * 3), r"teacher_ids\[2\] must be a list of numbers: the token is"),
     (soft(teacher_logprobs=None), "teacher_logprobs must be a list with one entry per token"),
     (soft(ids=(6,)), r"teacher_ids\[2\] lists 1 ids with 2 log-probs"),
     (soft(ids=(6, 6)), r"teacher_ids\[2\] lists an id twice"),
