@@ -22,7 +22,13 @@ from lockstep.launch.config import ParallelConfig
 from lockstep.launch.gpu import Device, shows_gpu
 from lockstep.launch.placement import LocalPlacement, PlacementConfig, RayPlacement
 from lockstep.models.lora_config import LoraConfig
-from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
+from lockstep.objectives.config import (
+    GRPO,
+    AdvantageConfig,
+    CreditConfig,
+    ObjectiveConfig,
+    PPOClip,
+)
 from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
@@ -219,6 +225,8 @@ class Config(ModelChoice):
     """How the engine gets the trainer's weights, and how that it did is verified."""
     advantage: AdvantageConfig = field(default_factory=GRPO)
     """How rewards become advantages."""
+    credit: CreditConfig = field(default_factory=CreditConfig)
+    """Credit of single turns, beside the advantage of their episode."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """Model of values for advantage=gae; other advantages have none."""
     objective: ObjectiveConfig = field(default_factory=PPOClip)
@@ -264,6 +272,7 @@ class Config(ModelChoice):
         check_numbers(self, "", "max_staleness", least=0)
         require(self, "", max_failed_share=(0 <= self.max_failed_share < 1, "in [0, 1)"))
         self.advantage.check_group_size(self.group_size)
+        self.credit.check_advantage(self.advantage, max_turns=self.agent.max_turns)
         self._check_signal()
         if not self.advantage.needs_critic and self.critic != CriticConfig():
             raise ConfigError(
