@@ -319,23 +319,23 @@ class CreditConfig:
             value, kind = getattr(self, weight), getattr(self, chosen)
             if kind != default and not value:
                 raise ConfigError(
-                    f"credit.{chosen}={kind} with credit.{weight}=0: nothing would come of it. "
+                    f"{chosen}={kind} with {weight}=0: nothing would come of it. "
                     "Leave one of them out."
                 )
             if kind == default and value != 1 and weight != "process_weight":
                 raise ConfigError(
-                    f"credit.{weight}={value:g} with credit.{chosen}={kind}: it would weigh "
+                    f"{weight}={value:g} with {chosen}={kind}: it would weigh "
                     f"nothing. Set credit.{chosen} too, or leave it out."
                 )
         if self.gamma < 1 and self.compare == "episode" and self.process != "group":
             raise ConfigError(
-                f"credit.gamma={self.gamma:g} with credit.compare=episode: no return of a turn is "
+                f"gamma={self.gamma:g} with compare=episode: no return of a turn is "
                 "used, and nothing would be discounted. Set credit.compare=turn, path or "
                 "observation, or leave credit.gamma out."
             )
         if not self.episode_weight and (self.compare, self.branches) == ("episode", "leaves"):
             raise ConfigError(
-                "credit.episode_weight=0 with credit.compare=episode: the episode's reward would "
+                "episode_weight=0 with compare=episode: the episode's reward would "
                 "train nothing. Set credit.compare or credit.branches too, or leave it out."
             )
 

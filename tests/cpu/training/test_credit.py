@@ -12,6 +12,8 @@ from lockstep.config import resolve
 from lockstep.errors import ConfigError
 from lockstep.objectives.config import GRPO, RLOO, CreditConfig, ReinforcePlusPlus
 from lockstep.recipes import find_recipe
+from lockstep.run.train import train
+from lockstep.store.run import load_run
 from lockstep.training.credit import credit_metrics
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Group, Task, Trajectory
@@ -216,12 +218,12 @@ def test_equal_observations_give_the_advantages_of_gigpo(episodes, gamma, omega,
         (["credit.gamma=1.1"], r"gamma=1.1 must be in \(0, 1\]"),
         (["credit.compare=turn", "credit.turn_weight=-1"], "turn_weight=-1.0 must be"),
         (["credit.process_weight=nan"], "process_weight=nan must be"),
-        (["credit.turn_weight=2"], "turn_weight=2 with credit.compare=episode: it would weigh"),
-        (["credit.branch_weight=2"], "branch_weight=2 with credit.branches=leaves: it would"),
-        (["credit.compare=path", "credit.turn_weight=0"], "compare=path with credit.turn_weight=0"),
-        (["credit.process=turn", "credit.process_weight=0"], "process=turn with credit.process_"),
-        (["credit.gamma=0.9"], "gamma=0.9 with credit.compare=episode: no return of a turn"),
-        (["credit.episode_weight=0"], "episode_weight=0 with credit.compare=episode: the episode"),
+        (["credit.turn_weight=2"], "turn_weight=2 with compare=episode: it would weigh"),
+        (["credit.branch_weight=2"], "branch_weight=2 with branches=leaves: it would"),
+        (["credit.compare=path", "credit.turn_weight=0"], "compare=path with turn_weight=0"),
+        (["credit.process=turn", "credit.process_weight=0"], "process=turn with process_"),
+        (["credit.gamma=0.9"], "gamma=0.9 with compare=episode: no return of a turn"),
+        (["credit.episode_weight=0"], "episode_weight=0 with compare=episode: the episode"),
         (["credit.compare=turn", "agent.max_turns=1"], "compare=turn with agent.max_turns=1"),
         (
             ["credit.compare=turn", "advantage=reinforce_plus_plus"],
@@ -237,3 +239,16 @@ def test_equal_observations_give_the_advantages_of_gigpo(episodes, gamma, omega,
 def test_settings_that_would_do_nothing_are_refused_before_a_model_is_loaded(settings, message):
     with pytest.raises(ConfigError, match=message):
         resolve(find_recipe("quickstart"), settings)
+
+
+def test_a_run_says_how_many_turns_had_a_peer_and_a_reward(tmp_path):
+    settings = [
+        "steps=1", "groups_per_step=2", "group_size=4", "evaluation=none", "checkpoint.every=0",
+        "task.turn_rewards=true", "credit.process=turn", "credit.compare=path",
+    ]  # fmt: skip
+    config = resolve(find_recipe("quickstart"), settings)
+    run = load_run(train(config, out=tmp_path / "run", view="json").path)
+    (row,) = run.metrics
+    told = {name: value for name, value in row.items() if name.startswith("credit/")}
+    assert told == credit_metrics(run.groups(0), config.credit)
+    assert 0 < told["credit/compared_share"] < 1 and 0 < told["credit/rewarded_share"] < 1
