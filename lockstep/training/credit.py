@@ -127,7 +127,7 @@ def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def scored_trajectories(groups: Sequence[Group]) -> Scored:
-    """Those that count in a baseline."""
+    """Trajectories that count in a baseline."""
     return [
         (index, trajectory)
         for index, group in enumerate(groups)
@@ -215,7 +215,7 @@ def _compared(
 
 
 def _alike(paths: Sequence[_Path], common: str) -> dict[Key, Hashable]:
-    """Turn -> what those that it is compared with have in common with it, their group included."""
+    """Turn -> a key that the turns it is compared with have too; no two groups share one."""
 
     def common_of(path: _Path, at: int) -> Hashable:
         trajectory, before = path.trajectory, path.trajectory.segments[path.turns[at][0]].parent
@@ -233,8 +233,8 @@ def _alike(paths: Sequence[_Path], common: str) -> dict[Key, Hashable]:
 
 
 def _owner(turn: Key, common: str) -> Hashable:
-    """What a turn counts for in the baseline: among turns of one number an episode counts once, all
-    its branches together; elsewhere each turn does, as in GiGPO."""
+    """The unit of the baseline: among turns of one number the episode, with all its branches;
+    elsewhere each turn by itself, as in GiGPO."""
     return turn[0] if common == "turn" else turn
 
 
