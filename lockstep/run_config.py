@@ -22,7 +22,13 @@ from lockstep.launch.config import ParallelConfig
 from lockstep.launch.gpu import Device, shows_gpu
 from lockstep.launch.placement import LocalPlacement, PlacementConfig, RayPlacement
 from lockstep.models.lora_config import LoraConfig
-from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
+from lockstep.objectives.config import (
+    GRPO,
+    AdvantageConfig,
+    CreditConfig,
+    ObjectiveConfig,
+    PPOClip,
+)
 from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
@@ -220,6 +226,8 @@ class Config(ModelChoice):
     """How the engine gets the trainer's weights, and how that it did is verified."""
     advantage: AdvantageConfig = field(default_factory=GRPO)
     """How rewards become advantages."""
+    credit: CreditConfig = field(default_factory=CreditConfig)
+    """Credit of single turns, beside the advantage of their episode."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """Model of values for advantage=gae; other advantages have none."""
     objective: ObjectiveConfig = field(default_factory=PPOClip)
@@ -269,6 +277,7 @@ class Config(ModelChoice):
         require(self, "", max_failed_share=(0 <= self.max_failed_share < 1, "in [0, 1)"))
         if self.distill is None or self.distill.reward_coef:
             self.advantage.check_group_size(self.group_size)
+        self.credit.check_advantage(self.advantage, max_turns=self.agent.max_turns)
         self._check_signal()
         self._check_distill()
         if not self.advantage.needs_critic and self.critic != CriticConfig():

@@ -339,6 +339,37 @@ STUDIES = {
         },
         curves=("reward/mean", "train/entropy", "train/clip_fraction", "train/grad_norm"),
     ),
+    "credit": Study(
+        title="credit of single turns, on questions of two hops",
+        settings=(
+            "model=tiny-gpt-oss",
+            "steps=100",
+            "task.two_hop_share=1",
+            "evaluation.at_start=false",
+            "evaluation.every=10",
+            "evaluation.num_tasks=128",
+            "evaluation.greedy=false",
+            "checkpoint.every=0",
+            *KEEP_LITTLE,
+        ),
+        conditions={"two hops": ()},
+        arms={
+            "by default": (),
+            "same turn": ("credit.compare=turn",),
+            "same turn, gamma 0.9": ("credit.compare=turn", "credit.gamma=0.9"),
+            "same path": ("credit.compare=path",),
+            "GiGPO": ("credit.compare=observation", "credit.gamma=0.95"),
+            "own rewards added": ("task.turn_rewards=true",),
+            "MT-GRPO": ("task.turn_rewards=true", "credit.process=turn"),
+            "process supervision": ("task.turn_rewards=true", "credit.process=group"),
+            "own rewards in the return": (
+                "task.turn_rewards=true",
+                "credit.process=return",
+                "credit.compare=turn",
+            ),
+        },
+        curves=("reward/mean", "train/entropy", "credit/compared_share", "train/grad_norm"),
+    ),
     "distill": Study(
         title="a teacher's log-probs in place of rewards",
         settings=(
@@ -640,6 +671,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         "reward_worst_10": min(value for value in tens if value is not None),
         "held_out_sampled": tests[-1][HELD_OUT] if tests else None,
         "held_out_greedy": tests[-1].get("eval/greedy/mean@1") if tests else None,
+        "tokens_to_80": tokens_to(rows, 0.8),
         "tokens_to_90": tokens_to(rows, 0.9),
         "tokens_sampled": sum(row["tokens/sampled"] for row in steps),
         "response_length_first_10": over("response_length/mean", slice(10)),
@@ -679,6 +711,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         "collapses": float(collapsed is not None),
         "collapse_step": collapsed,
         "noise_var_rollout": over("noise/var_rollout"),
+        "compared_share": over("credit/compared_share"),
     }
 
 
@@ -757,6 +790,9 @@ LABELS = {
     "mismatch/log_ppl_abs_diff_max": "largest log-perplexity\ngap, nats",
     "train/grad_norm": "gradient norm",
     "train/entropy": "entropy, nats",
+    "train/clip_fraction": "clipped share of tokens",
+    "credit/compared_share": "share of turns\nwith a peer",
+    "distill/kl": "KL from the teacher,\nnats",
 }
 LOGARITHMIC = (
     "mismatch/k1", "mismatch/k2", "mismatch/k3", "behaviour/k3", "mismatch/log_ppl_abs_diff_max",

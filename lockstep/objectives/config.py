@@ -14,6 +14,8 @@ KLEstimator = Literal["k2", "k3", "unbiased"]
 Divergence = Literal["tv", "kl"]
 KLOrder = Literal["reverse", "forward"]
 """KL(student || teacher), or KL(teacher || student)."""
+Compare = Literal["episode", "turn", "path", "observation"]
+ProcessRewards = Literal["added", "turn", "group", "return"]
 
 USUAL_DIVERGENCE: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 
@@ -270,3 +272,99 @@ class GAE(AdvantageConfig):
         for name in ("gamma", "lam", "critic_lam"):
             value = getattr(self, name)
             require(self, "advantage.", **{name: (value is None or 0 <= value <= 1, "in [0, 1]")})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditConfig:
+    """Credit of single turns, beside the advantage of the episode that they belong to.
+
+    Turns are compared by the rule of `advantage`, with other turns in place of other episodes. A
+    return is the sum of rewards from a turn on; the episode's reward is given at its last turn.
+    """
+
+    compare: Compare = "episode"
+    """Turns of the group whose returns are compared. episode: none; a turn has the advantage of its
+    episode. turn: those with the same number. path: those that began after the same tokens.
+    observation: those that began after the same observation, whatever was before it (GiGPO, Feng et
+    al. 2025). A turn without a peer has 0."""
+    turn_weight: float = 1.0
+    """Weight of that comparison beside the advantage of the episode: omega of GiGPO."""
+    episode_weight: float = 1.0
+    """Weight of the advantage of the episode. 0 leaves the turns' own advantages alone."""
+    gamma: float = 1.0
+    """Discount of a reward per turn, in (0, 1]: a reward three turns later counts gamma^3."""
+    process: ProcessRewards = "added"
+    """Way in which turns' own rewards count. added: as they are, in the advantage of their turn.
+    turn: compared with those of the same turn in the group (MT-GRPO, Zeng et al. 2025). group:
+    compared with those of all turns of the group, and summed up from each turn on (process
+    supervision of GRPO, Shao et al. 2024). return: as part of the returns and of the episode's
+    reward."""
+    process_weight: float = 1.0
+    """Weight of turns' own rewards against that of the episode. 0 with process=added ignores
+    them."""
+    branches: Literal["leaves", "parent"] = "leaves"
+    """Credit of a turn that leads to several rewarded leaves. leaves: the mean of their advantages.
+    parent: in addition, by how much that mean differs from the mean at the turn before it, where
+    the branches parted (local advantage of TreeRL, Hou et al. 2025)."""
+    branch_weight: float = 1.0
+    """Weight of that difference."""
+
+    def __post_init__(self) -> None:
+        weights = ("turn_weight", "episode_weight", "process_weight", "branch_weight")
+        check_numbers(self, "credit.", *weights, least=0)
+        require(self, "credit.", gamma=(0 < self.gamma <= 1, "in (0, 1]; 1 discounts nothing"))
+        for weight, chosen, default in (
+            ("turn_weight", "compare", "episode"),
+            ("branch_weight", "branches", "leaves"),
+            ("process_weight", "process", "added"),
+        ):
+            value, kind = getattr(self, weight), getattr(self, chosen)
+            if kind != default and not value:
+                raise ConfigError(
+                    f"{chosen}={kind} with {weight}=0: nothing would come of it. "
+                    "Leave one of them out."
+                )
+            if kind == default and value != 1 and weight != "process_weight":
+                raise ConfigError(
+                    f"{weight}={value:g} with {chosen}={kind}: it would weigh "
+                    f"nothing. Set credit.{chosen} too, or leave it out."
+                )
+        if self.gamma < 1 and self.compare == "episode" and self.process != "group":
+            raise ConfigError(
+                f"gamma={self.gamma:g} with compare=episode: no return of a turn is "
+                "used, and nothing would be discounted. Set credit.compare=turn, path or "
+                "observation, or leave credit.gamma out."
+            )
+        if not self.episode_weight and (self.compare, self.branches) == ("episode", "leaves"):
+            raise ConfigError(
+                "episode_weight=0 with compare=episode: the episode's reward would "
+                "train nothing. Set credit.compare or credit.branches too, or leave it out."
+            )
+
+    def check_advantage(self, advantage: AdvantageConfig, *, max_turns: int) -> None:
+        """Raises ConfigError where this advantage, or episodes of at most so many turns, leave a
+        setting nothing to do."""
+        named = f"advantage={tag(type(advantage))}"
+        if advantage.needs_critic and self != CreditConfig():
+            raise ConfigError(
+                f"credit.* is set, and {named} has an advantage for every token from its critic: "
+                "it would do nothing. Set advantage=grpo or rloo, or leave credit.* out."
+            )
+        compared = [
+            f"credit.{name}={kind}"
+            for name, kind, plain in (
+                ("compare", self.compare, ("episode",)),
+                ("process", self.process, ("added", "return")),
+            )
+            if kind not in plain
+        ]
+        if compared and not advantage.compares_in_group:
+            raise ConfigError(
+                f"{compared[0]} compares turns within a group, and {named} compares with the whole "
+                "batch. Set advantage=grpo or rloo, or advantage.baseline=group."
+            )
+        if self.compare != "episode" and max_turns == 1:
+            raise ConfigError(
+                f"credit.compare={self.compare} with agent.max_turns=1: an episode is one turn, "
+                "and is compared already. Raise agent.max_turns, or leave credit.compare out."
+            )

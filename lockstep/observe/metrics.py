@@ -87,6 +87,10 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("std", "1", "none", "Standard deviation of the advantage."),
         ("max_abs", "1", "none", "Largest advantage by size."),
     ),
+    "credit/": (
+        ("compared_share", "share", "up", "Turns that had a peer to be compared with."),
+        ("rewarded_share", "share", "none", "Turns with a reward of their own."),
+    ),
     "episodes/": (
         ("total", "episodes", "none", "Episodes sampled for the step."),
         ("failed", "episodes", "down", "Episodes that broke; never trained."),

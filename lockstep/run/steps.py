@@ -36,6 +36,7 @@ from lockstep.run_config import Config
 from lockstep.store.run import Outcome, Status, load_run
 from lockstep.training.averaging import average_rows
 from lockstep.training.correcting import UnequalTokenError
+from lockstep.training.credit import credit_metrics
 from lockstep.training.learner import uninterrupted
 from lockstep.training.rows import (
     punish_length,
@@ -226,6 +227,7 @@ def align(
         config.advantage,
         control_ids=parts.renderer.tokenizer.control_ids,
         critic=parts.critic,
+        credit=config.credit,
     )
     rows, metrics = sort_by_age(
         rows,
@@ -233,6 +235,7 @@ def align(
         limit=config.max_staleness * config.trainer.updates_per_batch,
         over_stale=config.over_stale,
     )
+    metrics |= credit_metrics(groups, config.credit)
     correction = config.chosen_correction
     if correction.behaviour == "averaged":
         metrics |= average_rows(

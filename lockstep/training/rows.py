@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +12,21 @@ import torch
 
 from lockstep.correction.layout import Layout
 from lockstep.errors import ConfigError, DataError
-from lockstep.objectives.advantages import leaf_advantages
-from lockstep.objectives.config import GAE, AdvantageConfig
+from lockstep.objectives.config import GAE, AdvantageConfig, CreditConfig
 from lockstep.objectives.token_advantages import gae, whiten
+from lockstep.training.credit import (
+    BySegment,
+    means_over_leaves,
+    sampled_path,
+    scored_trajectories,
+    segment_advantages,
+)
 from lockstep.training.critic import Critic
 from lockstep.types import Group, Ragged, Sample, Trajectory
 
 OverStale = Literal["correct", "drop"]
 """Treatment of rows with a token over the age limit: trained like any other, by the correction, or
 left out."""
-
-BySegment = Mapping[tuple[int, int], Any]
-"""(number of a trajectory among the scored, segment) -> its value, or [its tokens] values."""
 
 
 def rows_for_training(
@@ -32,16 +35,19 @@ def rows_for_training(
     *,
     control_ids: Collection[int] = (),
     critic: Critic | None = None,
+    credit: CreditConfig | None = None,
 ) -> list[Sample]:
     """The rows of a batch, with `advantages` and `token_kind` filled and `group` set.
 
     control_ids: the tokenizer's, which `token_kind` tells from text. critic: needed by advantages
-    that compare with values; `values` and `returns` are then filled too.
+    that compare with values; `values` and `returns` are then filled too. credit: how turns share
+    the advantage of their episode, without a critic; None is CreditConfig().
 
     Failed trajectories and those without a reward are left out, of the baseline too. A sampled
     segment that several leaves share is trained in one row, with the mean advantage of its leaves.
     A segment's own reward is, with a critic, given at the segment's last token, like the leaf's.
-    Without one it is added to the advantage of its tokens as it is, neither centred nor divided.
+    Without one it counts as credit.process says; by default it is added to the advantage of its
+    tokens as it is, neither centred nor divided.
 
     Raises DataError naming the trajectory if a reward is not finite, ConfigError without a critic
     where one is needed.
@@ -61,12 +67,7 @@ def rows_for_training(
     a/1 [0 0 1 1] [0.  0.  0.5 0.5]
     b/1 [0 0 1 1] [ 0.   0.  -0.5 -0.5]
     """
-    scored = [
-        (index, trajectory)
-        for index, group in enumerate(groups)
-        for trajectory in group.trajectories
-        if trajectory.status != "failed" and trajectory.rewards
-    ]
+    scored = scored_trajectories(groups)
     for _, trajectory in scored:
         _check_rewards(trajectory)
     control = np.array(sorted(control_ids), np.int32)
@@ -87,7 +88,8 @@ def rows_for_training(
             raise ConfigError("advantage=gae needs a critic: rows_for_training(critic=...).")
         _fill_by_values(rows, [t for _, t in scored], advantage, critic)
     else:
-        _fill(rows, "advantages", _advantages_by_leaves(scored, advantage))
+        found = segment_advantages(scored, advantage, credit or CreditConfig())
+        _fill(rows, "advantages", found)
     return [sample for _, sample in rows]
 
 
@@ -166,40 +168,6 @@ def _fill(rows: Sequence[tuple[int, Sample]], name: str, of_segment: BySegment) 
         sample.set(name, column)
 
 
-def _means(found: Iterable[tuple[tuple[int, int], Any]]) -> dict[tuple[int, int], Any]:
-    """Segment -> the mean of all that is found for it, over the rewarded leaves below it."""
-    by_segment: dict[tuple[int, int], list[Any]] = {}
-    for key, value in found:
-        by_segment.setdefault(key, []).append(value)
-    return {key: np.mean(values, axis=0) for key, values in by_segment.items()}
-
-
-def _sampled_path(trajectory: Trajectory, leaf: int) -> list[int]:
-    return [i for i in trajectory.path(leaf) if trajectory.segments[i].is_sampled]
-
-
-def _advantages_by_leaves(
-    scored: Sequence[tuple[int, Trajectory]], advantage: AdvantageConfig
-) -> BySegment:
-    """Segment -> mean advantage of the rewarded leaves below it, plus the segment's own reward."""
-    leaves = [(number, leaf) for number, (_, t) in enumerate(scored) for leaf in t.rewards]
-    values = leaf_advantages(
-        advantage,
-        np.array([scored[number][1].rewards[leaf] for number, leaf in leaves], np.float64),
-        trajectories=np.array([number for number, _ in leaves]),
-        groups=np.array([scored[number][0] for number, _ in leaves]),
-    )
-    means = _means(
-        ((number, i), value)
-        for (number, leaf), value in zip(leaves, values.tolist(), strict=True)
-        for i in _sampled_path(scored[number][1], leaf)
-    )
-    return {
-        (number, i): mean + (scored[number][1].segments[i].reward or 0.0)
-        for (number, i), mean in means.items()
-    }
-
-
 # -- one advantage for each token, by a critic -----------------------------------------------------
 
 
@@ -219,7 +187,7 @@ def _fill_by_values(
         (number, leaf, path)
         for number, trajectory in enumerate(trajectories)
         for leaf in trajectory.rewards
-        if (path := _sampled_path(trajectory, leaf))
+        if (path := sampled_path(trajectory, leaf))
     ]
     keys = [(number, i) for number, _, path in paths for i in path]
     sizes = [len(trajectories[number].segments[i]) for number, i in keys]
@@ -246,7 +214,7 @@ def _fill_by_values(
         _, returns = estimate(lam=advantage.critic_lam)
     for name, of_token in (("advantages", advantages), ("returns", returns)):
         parts = np.split(of_token.numpy(), np.cumsum(sizes)[:-1])
-        _fill(rows, name, _means(zip(keys, parts, strict=True)))
+        _fill(rows, name, means_over_leaves(zip(keys, parts, strict=True)))
     if advantage.whiten:
         layout = Layout.packed([sample.num_trained for sample in samples])
         given = np.concatenate([s.columns["advantages"][s.loss_mask] for s in samples])

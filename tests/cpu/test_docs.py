@@ -521,6 +521,15 @@ STUDY_COLUMNS = {
         "entropy, last 10": "entropy_last_10",
         "share of runs that collapse": "collapses",
     },
+    "credit": {
+        "reward, last 10 steps": "reward_last_10",
+        "held out": "held_out_sampled",
+        "tokens sampled": "tokens_sampled",
+        "tokens to 0.80 held out": "tokens_to_80",
+        "to 0.90": "tokens_to_90",
+        "turns with a peer": "compared_share",
+        "entropy, last 10": "entropy_last_10",
+    },
     "distill": {
         "held out": "held_out_sampled",
         "tokens sampled": "tokens_sampled",

@@ -65,6 +65,9 @@ class DocSearchConfig(TaskConfig):
     """Weight of a right answer (0 or 1)."""
     format_penalty_weight: float = 0.3
     """Weight of the penalty: 0.5 per call that could not be run, 1 without an answer, at most 1."""
+    turn_rewards: bool = False
+    """Whether a turn also gets a reward of its own, in addition to the episode's: retrieval_weight
+    times the share of gold passages that its call was the first to return."""
 
     def __post_init__(self) -> None:
         smallest, largest = self.chunk_chars
@@ -206,6 +209,8 @@ class DocSearchEnvironment(Environment):
         self._runner = ToolRunner(self.tools, limits)
         self.found: set[str] = set()
         """Ids of the chunks that calls returned."""
+        self.gains: list[float] = []
+        """Per turn with calls, the share of gold passages that no call before it had returned."""
         self.num_calls = 0
         self.num_invalid_calls = 0
         self.answer: str | None = None
@@ -217,7 +222,7 @@ class DocSearchEnvironment(Environment):
         if not message.parse_error and not message.tool_calls:
             self.answer = message.content.strip() or None
             return Observation(done=True)
-        left = self._config.max_calls - self.num_calls
+        left, found_before = self._config.max_calls - self.num_calls, self._retrieval()
         replies: list[Message] = []
         counters: Counter[str] = Counter()
         if message.parse_error:
@@ -228,6 +233,7 @@ class DocSearchEnvironment(Environment):
             is_invalid = "tool/invalid_arguments" in counted or "tool/unknown" in counted
             replies.append(self._reply(reply.content, call.id, is_invalid=is_invalid))
         self.num_calls += len(replies)
+        self.gains.append(self._retrieval() - found_before)
         return Observation(
             messages=replies, done=self.num_calls >= self._config.max_calls, metrics=counters
         )
@@ -246,9 +252,13 @@ class DocSearchEnvironment(Environment):
         self.found.update(chunk_id for chunk_id, _ in chunks)
         return self._problem.separator.join(text for _, text in chunks) or NO_RESULTS
 
+    def _retrieval(self) -> float:
+        """Share of the gold passages that calls have returned."""
+        gold = self._problem.gold
+        return sum(not self.found.isdisjoint(ids) for ids in gold) / len(gold)
+
     async def score(self) -> Score:
-        config, gold = self._config, self._problem.gold
-        retrieval = sum(not self.found.isdisjoint(ids) for ids in gold) / len(gold)
+        config, retrieval = self._config, self._retrieval()
         correctness = float(self.answer is not None and self._problem.is_correct(self.answer))
         format_penalty = min(1.0, 0.5 * self.num_invalid_calls + (self.answer is None))
         reward = (
@@ -257,4 +267,9 @@ class DocSearchEnvironment(Environment):
             - config.format_penalty_weight * format_penalty
         )
         parts = {"retrieval": retrieval, "correctness": correctness}
-        return Score(reward=reward, parts={**parts, "format_penalty": format_penalty})
+        own = [config.retrieval_weight * gain for gain in self.gains if config.turn_rewards]
+        return Score(
+            reward=reward,
+            parts={**parts, "format_penalty": format_penalty},
+            turn_rewards=dict(enumerate(own)),
+        )

@@ -215,6 +215,14 @@ def test_the_weights_are_settings():
     assert score.reward == pytest.approx(0.5 * 1 + 1 * 10 - 0.5 * 100)
 
 
+def test_a_turn_that_finds_a_gold_passage_first_may_have_a_reward_of_its_own():
+    turns = [search("none"), search("Bela", "friend"), search("Bela", "friend"), answer("Rome")]
+    _, plain = play(environment_of(TWO_HOPS), turns)
+    _, score = play(environment_of(TWO_HOPS, DocSearchConfig(turn_rewards=True)), turns)
+    assert score.turn_rewards == {0: 0.0, 1: 0.15, 2: 0.0} and plain.turn_rewards == {}
+    assert score.reward == plain.reward
+
+
 def test_the_episode_is_over_with_the_last_call():
     observations, score = play(environment_of(TWO_HOPS), [search("Otto", "city")] * 9)
     assert [o.done for o in observations] == [False, False, False, True]
