@@ -228,7 +228,7 @@ class TinkerService:
         self._session(body["session_id"].text())
         return {"type": "session_heartbeat"}
 
-    def finish_session(self, session_id: str, body: Value) -> dict[str, Any]:
+    def finish_session(self, body: Value, session_id: str) -> dict[str, Any]:
         """Ends a session; the first reason counts."""
         session = self._sessions.get(session_id)
         if session is not None and not session.ended:
@@ -855,12 +855,12 @@ class TinkerService:
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
 
-    def delete_checkpoint(self, model_id: str, checkpoint_id: str) -> dict[str, Any]:
-        self.store.delete(self.store.find(f"{SCHEME}{model_id}/{checkpoint_id}"))
+    def delete_checkpoint(self, model_id: str, segment: str, name: str) -> dict[str, Any]:
+        self.store.delete(self.store.find(f"{SCHEME}{model_id}/{segment}/{name}"))
         return {}
 
-    def set_ttl(self, model_id: str, checkpoint_id: str, body: Value) -> dict[str, Any]:
-        checkpoint = self.store.find(f"{SCHEME}{model_id}/{checkpoint_id}")
+    def set_ttl(self, body: Value, model_id: str, segment: str, name: str) -> dict[str, Any]:
+        checkpoint = self.store.find(f"{SCHEME}{model_id}/{segment}/{name}")
         self.store.set_ttl(checkpoint, _check_ttl(body["ttl_seconds"]))
         return {}
 
