@@ -129,7 +129,7 @@ class CudaOps(Ops):
     ) -> Tensor:
         if not isinstance(tokens_per_expert, Tensor):
             tokens_per_expert = to_device(np.array(tokens_per_expert, np.int32), x.device)
-        return kernels.expert_gemm(x, weight, bias, tokens_per_expert, self.tiles)
+        return kernels.gemm(x, weight, bias, self.tiles, counts=tokens_per_expert)
 
     def route(
         self,
