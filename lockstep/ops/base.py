@@ -366,6 +366,22 @@ class Ops:
 # -- mechanism ------------------------------------------------------------------------------------
 
 
+class GemmOps(Ops):
+    """Ops whose linear maps are one GEMM of their own."""
+
+    def gemm(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """x W^T + b, rounded once: [M, N]."""
+        raise NotImplementedError
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            out = Linear.apply(x_MK, weight, bias, self)
+        else:
+            out = self.gemm(x_MK, weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
+
+
 def on_host(counts: Counts) -> list[int]:
     """As a list. Waits for the device; for what has no kernel that reads them there (float32)."""
     return counts.tolist() if isinstance(counts, Tensor) else counts
