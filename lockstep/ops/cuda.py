@@ -18,14 +18,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_draws
 from lockstep.ops import cuda_kernels as kernels
-from lockstep.ops.base import Context, Counts, GemmOps
-from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext, to_device
+from lockstep.ops.base import Context, Counts, GemmOps, on_device
+from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext
 
 Tensor = torch.Tensor
 
@@ -119,9 +118,8 @@ class CudaOps(GemmOps):
     def expert_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
     ) -> Tensor:
-        if not isinstance(tokens_per_expert, Tensor):
-            tokens_per_expert = to_device(np.array(tokens_per_expert, np.int32), x.device)
-        return kernels.gemm(x, weight, bias, self.tiles, counts=tokens_per_expert)
+        counts = on_device(tokens_per_expert, x.device)
+        return kernels.gemm(x, weight, bias, self.tiles, counts=counts)
 
     def route(
         self,
