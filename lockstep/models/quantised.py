@@ -73,10 +73,6 @@ class Scheme:
         return _in_blocks(x[..., None, :], (1, inputs), _ROUND[self.number])[..., 0, :]
 
 
-_WITH_INPUTS: dict[Number, tuple[tuple[int, int], ...]] = {
-    "fp8": ((0, 0), (1, 0), (128, 128)),
-    "int8": ((1, 0),),
-}
 _INT4: tuple[Number, ...] = ("int4", "int4 to 7", "int4 asymmetric")
 _EIGHT_BITS: tuple[tuple[Number, tuple[int, int]], ...] = (
     ("fp8", (0, 0)),
