@@ -504,10 +504,11 @@ def check_known(body: Value, *names: str) -> None:
             )
 
 
-def seq_id_of(body: Value, *, least: int = 1, most: int = MAX_SEQ_ID) -> int:
-    found = body["seq_id"].integer(least, most)
+def whole_number(value: Value, least: int = 0, most: int = MAX_SEQ_ID) -> int:
+    """One that must be given."""
+    found = value.integer(least, most)
     if found is None:
-        raise body["seq_id"].wrong(f"a whole number from {least}")
+        raise value.wrong(f"a whole number from {least}")
     return found
 
 
