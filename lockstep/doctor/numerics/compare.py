@@ -167,16 +167,12 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
-    """Log-probs that a defect would cause."""
+class Defect:
+    """The model otherwise than it is."""
 
     cause: str
     text: str
     """The model with the defect: "without its sinks"."""
-    logprobs: Float64Array
-    """[N], NaN where it was not computed."""
-    plain: Float64Array | None = None
-    """[N] the model without the defect, computed in the same way; None allows any move."""
     family: str = ""
     """Variants of one family are one defect, of which each row has another size; by default a
     variant is its own."""
@@ -187,6 +183,16 @@ class Variant:
     """Share of the deviation that it may leave over all rows at once, where what has this defect
     differs from the variant besides (an engine with rounded weights rounds more than them); 0: it
     must reproduce single rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant(Defect):
+    """Log-probs that a defect would cause."""
+
+    logprobs: Float64Array
+    """[N], NaN where it was not computed."""
+    plain: Float64Array | None = None
+    """[N] the model without the defect, computed in the same way; None allows any move."""
 
 
 @dataclass(kw_only=True)
