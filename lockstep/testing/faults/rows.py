@@ -515,11 +515,7 @@ class LateAdvantages(RowFault):
         if "advantages" not in row.columns:
             return row
         out = taken(row, np.arange(len(row)))
-        at = np.arange(len(row)) - self.by
-        is_inside = (at >= 0) & (at < len(row))
-        out.columns["advantages"][:] = np.where(
-            is_inside, row.columns["advantages"][at * is_inside], np.float32(0.0)
-        )
+        out.columns["advantages"][:] = _moved(row.columns["advantages"], -self.by)
         return out
 
 
@@ -551,9 +547,7 @@ class ShiftedLogprobs(_ValueFault):
     """Places; negative takes log-probs from before the token."""
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        at = np.arange(len(logprobs)) + self.offset
-        is_inside = (at >= 0) & (at < len(logprobs))
-        return np.where(is_inside, logprobs[at * is_inside], np.float32(FILLER))
+        return _moved(logprobs, self.offset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -780,6 +774,13 @@ def unknown_at(row: Sample, at: Int64Array) -> Sample:
         if name.endswith("logprobs") or COLUMNS[name].is_of_inputs:
             column[at] = COLUMNS[name].fill
     return row
+
+
+def _moved(values: Float32Array, by: int) -> Float32Array:
+    """The values `by` places after each, 0 where there are none."""
+    at = np.arange(len(values)) + by
+    is_inside = (at >= 0) & (at < len(values))
+    return np.where(is_inside, values[at * is_inside], np.float32(0.0))
 
 
 def _is_control(row: Sample, renderer: Renderer) -> npt.NDArray[np.bool_]:
