@@ -20,9 +20,12 @@ from lockstep.run_config import ServeConfig
 
 if TYPE_CHECKING:
     from lockstep.agent.gateway.listener import Listener
-    from lockstep.models.decoder import Decoder
     from lockstep.tinker.embedded import Base
     from lockstep.tinker.server import TinkerServer
+
+CACHE_SHARE = 0.25
+"""Share of a GPU's free memory for the cache of an engine in this process: training and samplers of
+whole models need the rest (a guess until measured)."""
 
 
 def base_names(config: ServeConfig) -> dict[str, str]:
@@ -64,25 +67,13 @@ def check_engine(config: ServeConfig) -> None:
             raise ConfigError(f"api=tinker: {text}.")
 
 
-def _sized(engine: EmbeddedConfig, decoder: Decoder, *, longest: int) -> EmbeddedConfig:
-    """Settings of an engine in this process: on a GPU with a quarter of what is free, since
-    training and samplers of whole models need the rest (a guess until measured)."""
-    import torch
-
-    weight, room = decoder.embedding, None
-    if weight.device.type == "cuda":
-        room = torch.cuda.mem_get_info(weight.device)[0] // 4
-    size = decoder.config.cached_per_token * weight.element_size()
-    return engine.sized(room, token_bytes=size, longest=longest)
-
-
 async def open_base(
     config: ServeConfig, name: str, model: str, *, place: Path, note: Callable[[str], None]
 ) -> OpenedBase:
     """Loads a base model, and opens its engine. place: for logs of the engine, and weights on their
     way. note: told what the engine waits for."""
     from lockstep.engines.base import EngineContext
-    from lockstep.engines.embedded.engine import EmbeddedEngine
+    from lockstep.engines.embedded.engine import EmbeddedEngine, sized
     from lockstep.engines.registry import check_capabilities, open_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.tinker.backend import BaseModel
@@ -108,7 +99,7 @@ async def open_base(
     if isinstance(config.engine, EmbeddedConfig) and not config.engine.replicas:
         make = partial(
             EmbeddedEngine,
-            config=_sized(config.engine, decoder, longest=info.max_tokens),
+            config=sized(config.engine, decoder, share=CACHE_SHARE, longest=info.max_tokens),
             token_bytes=tokenizer.all_token_bytes(),
             control_ids=tokenizer.control_ids,
         )

@@ -107,17 +107,13 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
         from lockstep.engines.embedded.replica import make_replica
 
         return make_replica(model, config, context)
-    if config.dtype in ("same", context.dtype):
-        return EmbeddedEngine(
-            model, config, token_bytes=context.token_bytes, control_ids=context.control_ids
-        )
-    own = copy_decoder(model, dtype=getattr(torch, config.dtype))
+    is_shared = config.dtype in ("same", context.dtype)
     return EmbeddedEngine(
-        own,
+        model if is_shared else copy_decoder(model, dtype=getattr(torch, config.dtype)),
         config,
         token_bytes=context.token_bytes,
         control_ids=context.control_ids,
-        is_shared=False,
+        is_shared=is_shared,
     )
 
 

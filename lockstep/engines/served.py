@@ -183,15 +183,6 @@ class _Entry(Entry):
     driver: asyncio.Task[None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    """Tensors of an adapter."""
-
-    wire_name: str
-    """Name on the server: never the same for other tensors, as cached prefixes go by it."""
-    version: int
-
-
 class ServedEngine(Engine):
     """`Engine` over a `Wire`."""
 
@@ -204,7 +195,9 @@ class ServedEngine(Engine):
         self._calls: dict[asyncio.Task[Any], _Entry | None] = {}
         """Running calls, and the request that each is for; None for scores."""
         self._aborts: set[asyncio.Task[None]] = set()
-        self._adapters: dict[str, _Adapter] = {}
+        self._adapters: dict[str, tuple[str, int]] = {}
+        """Adapter -> (name on the server, version). The name is never the same for other tensors,
+        as cached prefixes go by it."""
         self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
         self._is_shut = self._is_cache_old = False
         self._name = secrets.token_hex(4)  # calls of two runs on one server must not share ids
@@ -331,13 +324,13 @@ class ServedEngine(Engine):
             self._ledger.check_open()
             if not self.capabilities.has_adapters:
                 await super().load_adapter(name, source, version=version)
-            adapter = _Adapter(f"{name}~{self._name}-{next(self._num_calls)}", version)
-            await self.wire.load_adapter(adapter.wire_name, Path(source).absolute())
+            wire_name = f"{name}~{self._name}-{next(self._num_calls)}"
+            await self.wire.load_adapter(wire_name, Path(source).absolute())
             before = self._adapters.get(name)
-            self._adapters[name] = adapter
+            self._adapters[name] = wire_name, version
             if before is not None:
                 await self._move(name)
-                await self.wire.drop_adapter(before.wire_name)
+                await self.wire.drop_adapter(before[0])
 
     async def _move(self, name: str) -> None:
         """Ends what runs by tensors that the adapter had: it goes on with those that it has."""
@@ -370,7 +363,7 @@ class ServedEngine(Engine):
                 self._ledger.fail(reply, EngineError(text))
                 if call_id:
                     await self._tell_abort(call_id)
-            await self.wire.drop_adapter(adapter.wire_name)
+            await self.wire.drop_adapter(adapter[0])
 
     def _replies_of(self, adapter: str) -> list[_Entry]:
         return [r for r in self._ledger.running.values() if r.request.adapter == adapter]
@@ -378,8 +371,7 @@ class ServedEngine(Engine):
     def _weights_of(self, adapter: str) -> tuple[str, int]:
         """(name on the server, version) of an adapter; one that was not loaded here is the
         server's own."""
-        found = self._adapters.get(adapter)
-        return (adapter, self._version) if found is None else (found.wire_name, found.version)
+        return self._adapters.get(adapter, (adapter, self._version))
 
     async def check_lease(self) -> None:
         """Raises LeaseError if somebody else has loaded weights, even if they are gone by now, and

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -73,10 +74,6 @@ class Scheme:
         return _in_blocks(x[..., None, :], (1, inputs), _ROUND[self.number])[..., 0, :]
 
 
-_WITH_INPUTS: dict[Number, tuple[tuple[int, int], ...]] = {
-    "fp8": ((0, 0), (1, 0), (128, 128)),
-    "int8": ((1, 0),),
-}
 _INT4: tuple[Number, ...] = ("int4", "int4 to 7", "int4 asymmetric")
 _EIGHT_BITS: tuple[tuple[Number, tuple[int, int]], ...] = (
     ("fp8", (0, 0)),
@@ -111,30 +108,19 @@ def _in_blocks(
     return out[..., :N, :K].to(weight.dtype)
 
 
-def _scale(x: Tensor, largest: float) -> Tensor:
-    """[..., 1]: 1 where everything is 0."""
+def _scaled(x: Tensor, *, largest: float, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """x rounded on a scale where its largest number is `largest`; 1 where everything is 0."""
     scale = x.abs().amax(-1, keepdim=True) / largest
-    return torch.where(scale > 0, scale, 1.0)
+    scale = torch.where(scale > 0, scale, 1.0)
+    return rounded(x / scale) * scale
 
 
-def _fp8(x: Tensor) -> Tensor:
-    scale = _scale(x, FP8_LARGEST)
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+def _to_fp8(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn).float()
 
 
-def _int8(x: Tensor) -> Tensor:
-    scale = _scale(x, 127)
-    return (x / scale).round() * scale
-
-
-def _int4(x: Tensor) -> Tensor:
-    scale = _scale(x, 7.5)  # GPTQ's and compressed-tensors': 15 steps over twice the largest
-    return (x / scale).round().clamp(-8, 7) * scale
-
-
-def _int4_to_7(x: Tensor) -> Tensor:
-    scale = _scale(x, 7)
-    return (x / scale).round().clamp(-8, 7) * scale
+def _to_int4(x: Tensor) -> Tensor:
+    return x.round().clamp(-8, 7)
 
 
 def _int4_asymmetric(x: Tensor) -> Tensor:
@@ -151,22 +137,18 @@ def _mxfp4(x: Tensor) -> Tensor:
     return _nearest((x / scale).abs(), FP4) * x.sign() * scale
 
 
-def _nf4(x: Tensor) -> Tensor:
-    scale = _scale(x, 1)
-    return _nearest(x / scale, NF4) * scale
-
-
 def _nearest(x: Tensor, grid: tuple[float, ...]) -> Tensor:
     numbers = torch.tensor(grid, device=x.device)
     return numbers[torch.bucketize(x, (numbers[1:] + numbers[:-1]) / 2)]
 
 
 _ROUND: dict[Number, Callable[[Tensor], Tensor]] = {
-    "fp8": _fp8,
-    "int8": _int8,
-    "int4": _int4,
-    "int4 to 7": _int4_to_7,
+    "fp8": partial(_scaled, largest=FP8_LARGEST, rounded=_to_fp8),
+    "int8": partial(_scaled, largest=127, rounded=torch.round),
+    # GPTQ's and compressed-tensors': 15 steps over twice the largest
+    "int4": partial(_scaled, largest=7.5, rounded=_to_int4),
+    "int4 to 7": partial(_scaled, largest=7, rounded=_to_int4),
     "int4 asymmetric": _int4_asymmetric,
     "mxfp4": _mxfp4,
-    "nf4": _nf4,
+    "nf4": partial(_scaled, largest=1, rounded=partial(_nearest, grid=NF4)),
 }

@@ -102,7 +102,7 @@ class Ops:
         Not differentiable: `models.experts` does that, by `expert_linear_backward`.
         """
         if _is_grouped(x, weight):
-            counts = _on_device(tokens_per_expert, x.device)
+            counts = on_device(tokens_per_expert, x.device)
             out = grouped_mm(x, weight.transpose(1, 2), counts)
             if bias is None:
                 return out
@@ -366,18 +366,34 @@ class Ops:
 # -- mechanism ------------------------------------------------------------------------------------
 
 
+class GemmOps(Ops):
+    """Ops whose linear maps are one GEMM of their own."""
+
+    def gemm(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """x W^T + b, rounded once: [M, N]."""
+        raise NotImplementedError
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            out = Linear.apply(x_MK, weight, bias, self)
+        else:
+            out = self.gemm(x_MK, weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
+
+
 def on_host(counts: Counts) -> list[int]:
     """As a list. Waits for the device; for what has no kernel that reads them there (float32)."""
     return counts.tolist() if isinstance(counts, Tensor) else counts
 
 
-def _on_device(counts: Counts, device: torch.device) -> Tensor:
+def on_device(counts: Counts, device: torch.device) -> Tensor:
     return counts if isinstance(counts, Tensor) else to_device(np.array(counts, np.int32), device)
 
 
 def grouped_mm(x: Tensor, y: Tensor, counts: Counts) -> Tensor:
     """`torch.nn.functional.grouped_mm`, given rows in place of offsets."""
-    offsets = _on_device(counts, x.device).cumsum(0, dtype=torch.int32)
+    offsets = on_device(counts, x.device).cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x, y, offs=offsets)
 
 

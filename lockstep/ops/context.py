@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -280,7 +281,7 @@ def decode_capacity(
     return num_tiles + num_slots, num_slots
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PackedContext:
     """Rows of packed tokens, without padding. A row sees only its own tokens, which may be anywhere
     among the T: rows with a common beginning share its tokens.
@@ -320,43 +321,37 @@ class PackedContext:
         """Each row's tokens, as indices among the T."""
         return np.split(self.index, np.cumsum(self.lengths)[:-1])
 
-    @property
+    @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
         """[B]: tokens at a row's beginning that an earlier row has too, and asks for.
 
         >>> PackedContext.of_rows([np.array([0, 1, 2]), np.array([0, 1, 3, 4])]).starts.tolist()
         [0, 2]
         """
-        if "starts" not in self.memo:
-            is_first = np.zeros(len(self.index), np.int64)
-            is_first[np.unique(self.index, return_index=True)[1]] = 1
-            own = np.add.reduceat(is_first, _starts(self.lengths))
-            self.memo["starts"] = self.lengths - own
-        return self.memo["starts"]
+        is_first = np.zeros(len(self.index), np.int64)
+        is_first[np.unique(self.index, return_index=True)[1]] = 1
+        return self.lengths - np.add.reduceat(is_first, _starts(self.lengths))
 
-    @property
+    @cached_property
     def is_ordered(self) -> bool:
         """Whether token t of the T is at place t: the rows follow one another."""
-        if "ordered" not in self.memo:
-            self.memo["ordered"] = np.array_equal(self.index, np.arange(len(self.index)))
-        return self.memo["ordered"]
+        return np.array_equal(self.index, np.arange(len(self.index)))
 
     @property
     def blocks(self) -> tuple[Tensor, ...]:
         """Rows of similar length, as padded blocks of attention: [B, L] int64 each, the token at
         each place. Places past a row's end repeat its last token."""
-        return self._padded()[0]
+        return self._padded[0]
 
     @property
     def place_index(self) -> Tensor | None:
         """[T] int64: index of each token's output in the blocks laid end to end (any one, where
         rows share the token); None if that is the packed order already (rows of one length)."""
-        return self._padded()[1]
+        return self._padded[1]
 
+    @cached_property
     def _padded(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        if "padded" not in self.memo:
-            self.memo["padded"] = _pad_rows(self.lengths, self.index, self.device)
-        return self.memo["padded"]
+        return _pad_rows(self.lengths, self.index, self.device)
 
     def work(self, heads: tuple[int, int]) -> AttentionWork:
         """The rows as attention on a GPU reads them. heads: (of the queries, of the keys). Each

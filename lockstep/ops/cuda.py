@@ -18,14 +18,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_draws
 from lockstep.ops import cuda_kernels as kernels
-from lockstep.ops.base import Context, Counts, Linear, Ops
-from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext, to_device
+from lockstep.ops.base import Context, Counts, GemmOps, on_device
+from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext
 
 Tensor = torch.Tensor
 
@@ -33,7 +32,7 @@ LIBRARY_ROWS = (8192, 4096, 2048, 1024, 512)  # of products that cuBLAS may comp
 LIBRARY_OUTPUTS = 1 << 28  # of one such product: half a GiB
 
 
-class CudaOps(Ops):
+class CudaOps(GemmOps):
     """`Ops` of Triton kernels. Raises ConfigError where it cannot run."""
 
     name = "cuda"
@@ -116,20 +115,11 @@ class CudaOps(Ops):
         used = self.tiles if dtype.itemsize == 2 else [kernels.FLOAT32_TILE]
         return " ".join(f"{tile.rows}x{tile.outputs}x{tile.depth}" for tile in used)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        x_MK = x.reshape(-1, x.shape[-1])
-        if torch.is_grad_enabled():
-            out = Linear.apply(x_MK, weight, bias, self)
-        else:
-            out = self.gemm(x_MK, weight, bias)
-        return out.view(*x.shape[:-1], len(weight))
-
     def expert_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
     ) -> Tensor:
-        if not isinstance(tokens_per_expert, Tensor):
-            tokens_per_expert = to_device(np.array(tokens_per_expert, np.int32), x.device)
-        return kernels.expert_gemm(x, weight, bias, tokens_per_expert, self.tiles)
+        counts = on_device(tokens_per_expert, x.device)
+        return kernels.gemm(x, weight, bias, self.tiles, counts=counts)
 
     def route(
         self,

@@ -155,66 +155,28 @@ def tiles() -> Tiles:
 
 def gemm(
     x_MK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    tiles: Tiles,
-    *,
-    residual: Tensor | None = None,
-    norm: tuple[Tensor, Tensor, float] | None = None,
-    squares_out: Tensor | None = None,
-    is_gated: bool = False,
-) -> Tensor:
-    """x @ weight^T + bias, rounded once: [M, N].
-
-    residual: [M, N], added to the rounded result. norm: (`squares` of x, weight [K], eps): x is
-    normed first, as by `rms_norm`. squares_out: [M, N / SQUARES] float32, filled with `squares` of
-    the result. is_gated: the result is `swiglu` of the product, [M, N / 2].
-    """
-    num_outputs = len(weight_NK) // (2 if is_gated else 1)
-    tile = FLOAT32_TILE
-    if x_MK.dtype.itemsize == 2:
-        tile = tiles.of(len(x_MK), num_outputs, is_gated=is_gated)
-    return _launch_gemm(
-        x_MK,
-        weight_NK,
-        bias_N,
-        None,
-        tile,
-        residual=residual,
-        norm=norm,
-        squares_out=squares_out,
-        is_gated=is_gated,
-    )
-
-
-def expert_gemm(
-    x_MK: Tensor,
-    weight_ENK: Tensor,
-    bias_EN: Tensor | None,
-    rows_per_expert: Tensor,
-    tiles: Tiles,
-) -> Tensor:
-    """`gemm` of each expert with its rows of x, which are sorted by expert: [M, N], same bits.
-    rows_per_expert: [E] int32 on the device; they sum to M."""
-    M, (E, N, _), tile = len(x_MK), weight_ENK.shape, FLOAT32_TILE
-    if x_MK.dtype.itemsize == 2:
-        tile = tiles.of(triton.cdiv(M, E), N, is_gated=False)
-    return _launch_gemm(x_MK, weight_ENK, bias_EN, rows_per_expert, tile)
-
-
-def _launch_gemm(
-    x_MK: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    counts: Tensor | None,
-    tile: Tile,
+    tiles: Tiles,
     *,
+    counts: Tensor | None = None,
     residual: Tensor | None = None,
     norm: tuple[Tensor, Tensor, float] | None = None,
     squares_out: Tensor | None = None,
     is_gated: bool = False,
 ) -> Tensor:
-    (M, K), N = x_MK.shape, weight.shape[-2] // (2 if is_gated else 1)
+    """x @ weight^T + bias, rounded once: [M, N]. weight: [N, K]; bias: [N].
+
+    counts: [E] int32 on the device, which sum to M; weight is [E, N, K] then, bias [E, N], and each
+    expert takes its rows of x, which are sorted by expert: same bits. residual: [M, N], added to
+    the rounded result. norm: (`squares` of x, weight [K], eps): x is normed first, as by
+    `rms_norm`. squares_out: [M, N / SQUARES] float32, filled with `squares` of the result.
+    is_gated: the result is `swiglu` of the product, [M, N / 2].
+    """
+    (M, K), N, tile = x_MK.shape, weight.shape[-2] // (2 if is_gated else 1), FLOAT32_TILE
+    if x_MK.dtype.itemsize == 2:
+        rows = M if counts is None else triton.cdiv(M, len(counts))
+        tile = tiles.of(rows, N, is_gated=is_gated)
     out_MN = x_MK.new_empty(M, N)
     if out_MN.numel():
         num_places = triton.cdiv(M, tile.rows)

@@ -35,8 +35,7 @@ from lockstep.ops.base import (
     ACTIVATION_CHUNK,
     Activation,
     Counts,
-    Linear,
-    Ops,
+    GemmOps,
     activation_chunks,
     on_host,
     rows_by_expert,
@@ -91,7 +90,7 @@ def is_widened(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
-class InvariantOps(Ops):
+class InvariantOps(GemmOps):
     """`Ops` whose forward does not depend on the batch. The inherited `route` and `log_softmax` do
     not either: they handle each row by itself."""
 
@@ -116,14 +115,6 @@ class InvariantOps(Ops):
         return torch.float32 if is_widened(dtype) else dtype
 
     # -- GEMMs --------------------------------------------------------------------------------
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        x_MK = x.reshape(-1, x.shape[-1])
-        if torch.is_grad_enabled():
-            out = Linear.apply(x_MK, weight, bias, self)
-        else:
-            out = self.gemm(x_MK, weight, bias)
-        return out.view(*x.shape[:-1], len(weight))
 
     def gemm(
         self,

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.ops.context import MAX_PADDING, AttentionSpec, PackedContext, sum_dtype
-from lockstep.types import Int64Array
+from lockstep.types import Int32Array, Int64Array
 
 Tensor = torch.Tensor
 
@@ -158,7 +158,7 @@ def stems_of(
             if len(group) == 1:
                 runs.append(first[start:])
                 continue
-            stop = min(_num_equal(first, row) for row in group[1:])
+            stop = min(num_equal(first, row) for row in group[1:])
             if stop - start < LEAST_STEM:
                 waiting.append((group, start, stop))
                 continue
@@ -170,7 +170,8 @@ def stems_of(
     return stems, runs
 
 
-def _num_equal(a: Int64Array, b: Int64Array) -> int:
+def num_equal(a: Int32Array | Int64Array, b: Int32Array | Int64Array) -> int:
+    """Length of the longest common beginning."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     return int(differs.argmax()) if differs.any() else size

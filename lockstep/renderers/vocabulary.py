@@ -184,17 +184,16 @@ def _byte_of_character() -> dict[str, int]:
     characters from U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in table.values()]
-    return table | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+    others = iter(range(0x100, 0x200))
+    return {chr(b if b in printable else next(others)): b for b in range(256)}
 
 
-_BYTE_OF_CHARACTER = _byte_of_character()
+BYTE_OF_CHARACTER = _byte_of_character()
 
 
 def _bytes_of_characters(piece: str, where: str) -> bytes:
     try:
-        return bytes([_BYTE_OF_CHARACTER[character] for character in piece])
+        return bytes([BYTE_OF_CHARACTER[character] for character in piece])
     except KeyError as error:
         raise RendererError(
             f"{where}: the vocabulary has a token with the character {error}, which stands "

@@ -662,7 +662,7 @@ def write_report(
     )
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    page, data = render_page(document), _dump(document)
+    page, data = render_page(document), dump(document)
     for problem in document["damaged"]:
         warn(problem)
     write_atomically(out, lambda file: file.write(page.encode()))
@@ -676,7 +676,7 @@ def render_page(document: dict[str, Any], template: Template = REPORT) -> str:
     script = "".join(_read(name) for name in template.scripts)
     # In JSON "<" can only stand inside a string, where its escape means the same: no text can
     # end the script element, or open a comment in it.
-    data = _dump(document).replace("<", "\\u003c")
+    data = dump(document).replace("<", "\\u003c")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
         f"{_CONNECT if template.is_served else ''}base-uri 'none'; form-action 'none'"
@@ -692,7 +692,7 @@ def render_page(document: dict[str, Any], template: Template = REPORT) -> str:
     return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], _read(template.page))
 
 
-def _dump(document: dict[str, Any]) -> str:
+def dump(document: Mapping[str, Any]) -> str:
     return json.dumps(document, allow_nan=False, separators=(",", ":"))
 
 

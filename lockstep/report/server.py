@@ -11,8 +11,8 @@ Only reads: a run is not disturbed by being looked at.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,9 +26,9 @@ from lockstep.report.document import (
     NUM_TOKENS,
     NUM_TRAJECTORIES,
     REPORT,
-    Template,
     build_document,
     build_figures,
+    dump,
     render_page,
     to_document,
     to_vocabulary,
@@ -41,20 +41,8 @@ from lockstep.store.trajectories import read_row
 MAX_FOUND = 50
 """Trajectories that one search returns, the latest first."""
 
-LIVE = Template(
-    page=REPORT.page,
-    styles=REPORT.styles,
-    scripts=(*REPORT.scripts, "live.js"),
-    label=REPORT.label,
-    is_served=True,
-)
-RUNS = Template(
-    page="runs.html",
-    styles=REPORT.styles,
-    scripts=("base.js", "runs.js"),
-    label="Lockstep runs",
-    is_served=True,
-)
+LIVE = replace(REPORT, scripts=(*REPORT.scripts, "live.js"), is_served=True)
+RUNS = replace(LIVE, page="runs.html", scripts=("base.js", "runs.js"), label="Lockstep runs")
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -104,7 +92,7 @@ class ReportServer(ThreadingHTTPServer):
             if parts.path == "/":
                 places = ", ".join(map(str, self._paths))
                 return "text/html", render_page({"title": places, "groups": [], **rows}, RUNS)
-            return "application/json", _dump(rows)
+            return "application/json", dump(rows)
         words = [unquote(word) for word in parts.path.split("/")]
         if len(words) != 4 or words[1] != "run":
             raise LookupError(parts.path)
@@ -113,9 +101,9 @@ class ReportServer(ThreadingHTTPServer):
             case "":
                 return "text/html", render_page(self._report(run), LIVE)
             case "figures.json":
-                return "application/json", _dump(self._figures(run, query.get("seen", "")))
+                return "application/json", dump(self._figures(run, query.get("seen", "")))
             case "search.json":
-                return "application/json", _dump(self._search(run, query.get("text", "")))
+                return "application/json", dump(self._search(run, query.get("text", "")))
         raise LookupError(parts.path)
 
     def _runs(self) -> dict[str, Run]:
@@ -260,7 +248,3 @@ def _state(run: Run) -> dict[str, Any]:
 def _last(run: Run, name: str) -> Any:
     values = run.values(name)
     return encode_number(values[-1]) if values else None
-
-
-def _dump(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))

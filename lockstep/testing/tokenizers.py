@@ -10,6 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lockstep.renderers.harmony import HARMONY_TOKENS
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.renderers.vocabulary import BYTE_OF_CHARACTER
 
 CHATML_TOKENS = (
     "<|im_start|>",
@@ -43,9 +44,7 @@ def byte_tokenizer_json(
     added tokens, half of them not "special", as Qwen declares `<tool_call>`.
     """
     names = (*HARMONY_TOKENS, *CHATML_TOKENS) if control_tokens is None else tuple(control_tokens)
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    vocab = {chr(b if b in printable else next(others)): b for b in range(256)}
+    vocab = dict(BYTE_OF_CHARACTER)
     for left, right in merges:
         vocab[left + right] = len(vocab)
     fast = FastTokenizer(models.BPE(vocab, list(merges)))

@@ -32,6 +32,7 @@ from lockstep.tinker.requests import TARGETS, Datum, TinkerError
 
 Tensor = torch.Tensor
 Config = Mapping[str, float | str]
+Compute = Callable[[TokenBatch, Mapping[str, float]], TokenLoss]
 
 CUSTOM = "custom"
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
@@ -41,7 +42,7 @@ BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 class Loss:
     """One loss of the API: what it reads, and how it is computed."""
 
-    compute: Callable[[TokenBatch, Mapping[str, float]], TokenLoss]
+    compute: Compute
     """From the batch, whose columns are the datums' inputs, and the settings."""
     inputs: tuple[str, ...]
     """Inputs that each datum must have, besides target_tokens."""
@@ -88,6 +89,18 @@ def _gspo(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
 
 _POLICY = ("logprobs", "advantages")
 
+
+def _clipped(compute: Compute, bounds: tuple[float, float], *inputs: str) -> Loss:
+    """A loss of ratios between two bounds. inputs: those that it reads beside `_POLICY`."""
+    return Loss(
+        compute=compute,
+        inputs=(*_POLICY, *inputs),
+        optional_inputs=BOUNDS,
+        config=dict(zip(BOUNDS, bounds, strict=True)),
+        gradient="advantages",
+    )
+
+
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(
         compute=_cross_entropy, inputs=("weights",), gradient="weights", num_dims=2
@@ -95,28 +108,10 @@ LOSSES: dict[str, Loss] = {
     "importance_sampling": Loss(
         compute=_importance_sampling, inputs=_POLICY, gradient="advantages"
     ),
-    "ppo": Loss(
-        compute=_ppo,
-        inputs=_POLICY,
-        optional_inputs=BOUNDS,
-        config=dict(zip(BOUNDS, (0.8, 1.2), strict=True)),
-        gradient="advantages",
-    ),
-    "cispo": Loss(
-        compute=_cispo,
-        inputs=_POLICY,
-        optional_inputs=BOUNDS,
-        config=dict(zip(BOUNDS, (0.0, 4.0), strict=True)),
-        gradient="advantages",
-    ),
+    "ppo": _clipped(_ppo, (0.8, 1.2)),
+    "cispo": _clipped(_cispo, (0.0, 4.0)),
     "dro": Loss(compute=_dro, inputs=_POLICY, config={"beta": 0.05}),
-    "gspo": Loss(
-        compute=_gspo,
-        inputs=(*_POLICY, "sequence_ratio_mask"),
-        optional_inputs=BOUNDS,
-        config=dict(zip(BOUNDS, (0.8, 1.2), strict=True)),
-        gradient="advantages",
-    ),
+    "gspo": _clipped(_gspo, (0.8, 1.2), "sequence_ratio_mask"),
 }
 
 

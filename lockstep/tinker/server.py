@@ -32,7 +32,7 @@ except ImportError:  # pragma: no cover
 LOGGER = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
-_CHECKPOINT = "training_runs/{id}/checkpoints/{segment}/{name}"
+_CHECKPOINT = "training_runs/{model_id}/checkpoints/{segment}/{name}"
 HOSTED_ONLY = {
     ("POST", "auth/token"): "short-lived tokens",
     ("GET", "auth/apikey/me"): "accounts",
@@ -101,12 +101,13 @@ class TinkerServer:
 
     def _routes(self) -> list[web.RouteDef]:
         service = self._service
-        posts: dict[str, Callable[[Value], Any]] = {
+        posts: dict[str, Callable[..., Any]] = {
             "client/config": lambda body: service.client_config(),
             "client/dynamic_config": lambda body: {"sample_cancel_enabled": True},
             "telemetry": lambda body: {"status": "accepted"},
             "create_session": service.create_session,
             "session_heartbeat": service.heartbeat,
+            "sessions/{session_id}/finish": service.finish_session,
             "create_model": service.create_model,
             "get_info": service.get_info,
             "optim_step": service.optim_step,
@@ -134,13 +135,13 @@ class TinkerServer:
             run: lambda request: service.training_run(request.match_info["id"]),
             f"{run}/checkpoints": lambda request: service.checkpoints(request.match_info["id"]),
         }
+        delete = self._get(lambda request: service.delete_checkpoint(**request.match_info))
         at = f"{PREFIX}/".__add__
         return [
             web.post(at("forward_backward"), self._checked(self._forward_backward)),
             web.post(at("retrieve_future"), self._checked(self._retrieve)),
-            web.post(at("sessions/{id}/finish"), self._checked(self._finish)),
-            web.delete(at(_CHECKPOINT), self._checked(self._delete)),
-            web.put(at(f"{_CHECKPOINT}/ttl"), self._checked(self._set_ttl)),
+            web.delete(at(_CHECKPOINT), delete),
+            web.put(at(f"{_CHECKPOINT}/ttl"), self._post(service.set_ttl)),
             *(web.post(at(path), self._post(answer)) for path, answer in posts.items()),
             *(web.get(at(path), self._get(answer)) for path, answer in gets.items()),
             *(
@@ -167,9 +168,11 @@ class TinkerServer:
 
         return checked
 
-    def _post(self, answer: Callable[[Value], Any]) -> Handler:
+    def _post(self, answer: Callable[..., Any]) -> Handler:
+        """answer: takes the body, and the variable parts of the path by name."""
+
         async def post(request: web.Request) -> web.StreamResponse:
-            found = answer(await self._body(request))
+            found = answer(await self._body(request), **request.match_info)
             return web.json_response(await found if isinstance(found, Awaitable) else found)
 
         return self._checked(post)
@@ -199,17 +202,6 @@ class TinkerServer:
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
         reply = await self._service.retrieve(await self._body(request))
         return web.Response(body=reply.body, status=reply.status, content_type=reply.content_type)
-
-    async def _finish(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request)
-        return web.json_response(self._service.finish_session(request.match_info["id"], body))
-
-    async def _delete(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(self._service.delete_checkpoint(*_checkpoint(request)))
-
-    async def _set_ttl(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request)
-        return web.json_response(self._service.set_ttl(*_checkpoint(request), body))
 
 
 def refuse(error: Exception, request: web.Request) -> web.Response:
@@ -250,9 +242,3 @@ def _page(request: web.Request) -> dict[str, int]:
     limit = Value(json.loads(query.get("limit", "20")), "limit").integer(1, 10**6)
     offset = Value(json.loads(query.get("offset", "0")), "offset").integer(0)
     return {"limit": limit or 20, "offset": offset or 0}
-
-
-def _checkpoint(request: web.Request) -> tuple[str, str]:
-    """Model and checkpoint id of a route."""
-    found = request.match_info
-    return found["id"], f"{found['segment']}/{found['name']}"

@@ -60,7 +60,7 @@ from lockstep.tinker.wire import (
     parse_forward_backward,
     peek_forward_backward,
     sampling_of,
-    seq_id_of,
+    whole_number,
     write_sampling,
 )
 from lockstep.tinker_config import TinkerConfig
@@ -228,7 +228,7 @@ class TinkerService:
         self._session(body["session_id"].text())
         return {"type": "session_heartbeat"}
 
-    def finish_session(self, session_id: str, body: Value) -> dict[str, Any]:
+    def finish_session(self, body: Value, session_id: str) -> dict[str, Any]:
         """Ends a session; the first reason counts."""
         session = self._sessions.get(session_id)
         if session is not None and not session.ended:
@@ -322,7 +322,9 @@ class TinkerService:
                     )
                 return body.object()
 
-            return self._submit(run, "load_weights", seq_id_of(body), _canonical(body), read)
+            return self._submit(
+                run, "load_weights", whole_number(body["seq_id"], 1), _canonical(body), read
+            )
         checkpoint = self._loadable(path, with_optimizer)
         check_optimizer(body["optimizer_config"])
         if body["base_model"].raw is not None:
@@ -346,9 +348,7 @@ class TinkerService:
     def _make(self, body: Value, kind: str, spec: ModelSpec) -> dict[str, Any]:
         """Accepts a model's request 0. The client derives the same id."""
         session = self._session(body["session_id"].text())
-        number = body["model_seq_id"].integer(0)
-        if number is None:
-            raise body["model_seq_id"].wrong("a whole number from 0")
+        number = whole_number(body["model_seq_id"])
         model_id = f"{session.id}:train:{number}"
         if spec.seed is None:  # a restart must draw the same again
             spec = replace(spec, seed=derive_seed(model_id) % 2**31)
@@ -513,7 +513,7 @@ class TinkerService:
 
     def _submit_json(self, kind: str, body: Value, read: Callable[[], Any]) -> dict[str, Any]:
         run = self._run(body["model_id"].text())
-        return self._submit(run, kind, seq_id_of(body), _canonical(body), read)
+        return self._submit(run, kind, whole_number(body["seq_id"], 1), _canonical(body), read)
 
     def _submit(
         self, run: TrainingRun, kind: str, seq_id: int, body: bytes, read: Callable[[], Any]
@@ -572,10 +572,8 @@ class TinkerService:
     def create_custom_loss(self, body: Value) -> dict[str, Any]:
         """Stores a loss that the backend allows; its future is done at once."""
         session = self._session(body["session_id"].text())
-        number = body["custom_loss_seq_id"].integer(0)
+        number = whole_number(body["custom_loss_seq_id"])
         target, raw = f"{session.id}:loss", _canonical(body)
-        if number is None:
-            raise body["custom_loss_seq_id"].wrong("a whole number from 0")
         digest, known = digest_of("create_custom_loss", raw), self._journal.find(target, number)
         if known is not None:
             return {"request_id": _same(known, digest, target, number)}
@@ -595,9 +593,7 @@ class TinkerService:
 
     async def create_sampling_session(self, body: Value) -> dict[str, Any]:
         session = self._session(body["session_id"].text())
-        number = body["sampling_session_seq_id"].integer(0)
-        if number is None:
-            raise body["sampling_session_seq_id"].wrong("a whole number from 0")
+        number = whole_number(body["sampling_session_seq_id"])
         sampler_id = f"{session.id}:sample:{number}"
         path = body["model_path"].text("") or None
         checkpoint = None if path is None else self.store.find(path)
@@ -633,7 +629,7 @@ class TinkerService:
     def sample(self, body: Value) -> dict[str, Any]:
         sampler = self._samplers.find(body["sampling_session_id"].text())
         self._session(sampler.session)
-        seq_id, raw = seq_id_of(body, least=0, most=MAX_SAMPLE_SEQ_ID), _canonical(body)
+        seq_id, raw = whole_number(body["seq_id"], 0, MAX_SAMPLE_SEQ_ID), _canonical(body)
         digest, known = digest_of("sample", raw), self._journal.find(sampler.id, seq_id)
         num_samples = body["num_samples"].integer(1) or 1
         if known is not None:
@@ -855,12 +851,12 @@ class TinkerService:
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
 
-    def delete_checkpoint(self, model_id: str, checkpoint_id: str) -> dict[str, Any]:
-        self.store.delete(self.store.find(f"{SCHEME}{model_id}/{checkpoint_id}"))
+    def delete_checkpoint(self, model_id: str, segment: str, name: str) -> dict[str, Any]:
+        self.store.delete(self.store.find(f"{SCHEME}{model_id}/{segment}/{name}"))
         return {}
 
-    def set_ttl(self, model_id: str, checkpoint_id: str, body: Value) -> dict[str, Any]:
-        checkpoint = self.store.find(f"{SCHEME}{model_id}/{checkpoint_id}")
+    def set_ttl(self, body: Value, model_id: str, segment: str, name: str) -> dict[str, Any]:
+        checkpoint = self.store.find(f"{SCHEME}{model_id}/{segment}/{name}")
         self.store.set_ttl(checkpoint, _check_ttl(body["ttl_seconds"]))
         return {}
 

@@ -7,6 +7,7 @@ TinkerError says what was expected, what came, in which datum and field, and wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -418,16 +419,9 @@ def _tensor_of(tensor: Any, where: str, room: _Room) -> npt.NDArray[Any]:
 def _dense(values: npt.NDArray[Any], shape: list[int], where: str, room: _Room) -> Any:
     room.take(len(values), where)
     shape = shape or [len(values)]
-    if any(size < 0 for size in shape) or _product(shape) != len(values):
+    if any(size < 0 for size in shape) or math.prod(shape) != len(values):
         raise _invalid(f"{where} has {len(values)} values, which do not fill the shape {shape}.")
     return values.reshape(shape)
-
-
-def _product(shape: Iterable[int]) -> int:
-    found = 1
-    for size in shape:  # Python's: numpy's would overflow on an absurd shape
-        found *= size
-    return found
 
 
 def _from_csr(
@@ -443,7 +437,7 @@ def _from_csr(
     """Makes a sparse matrix dense; `pad` fills what it does not list."""
     if len(shape) != 2 or min(shape) < 0:
         raise _invalid(f"{where} is sparse with the shape {shape}; expected [N, K].")
-    room.take(_product(shape), where)
+    room.take(math.prod(shape), where)
     rows, columns = shape
     is_right = (
         len(crow) == rows + 1
@@ -510,10 +504,11 @@ def check_known(body: Value, *names: str) -> None:
             )
 
 
-def seq_id_of(body: Value, *, least: int = 1, most: int = MAX_SEQ_ID) -> int:
-    found = body["seq_id"].integer(least, most)
+def whole_number(value: Value, least: int = 0, most: int = MAX_SEQ_ID) -> int:
+    """One that must be given."""
+    found = value.integer(least, most)
     if found is None:
-        raise body["seq_id"].wrong(f"a whole number from {least}")
+        raise value.wrong(f"a whole number from {least}")
     return found
 
 

@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.doctor.checks.rows import BoolArray, Float32Array, Float64Array, Rows
 from lockstep.types import Int64Array
@@ -166,16 +167,12 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
-    """Log-probs that a defect would cause."""
+class Defect:
+    """The model otherwise than it is."""
 
     cause: str
     text: str
     """The model with the defect: "without its sinks"."""
-    logprobs: Float64Array
-    """[N], NaN where it was not computed."""
-    plain: Float64Array | None = None
-    """[N] the model without the defect, computed in the same way; None allows any move."""
     family: str = ""
     """Variants of one family are one defect, of which each row has another size; by default a
     variant is its own."""
@@ -186,6 +183,16 @@ class Variant:
     """Share of the deviation that it may leave over all rows at once, where what has this defect
     differs from the variant besides (an engine with rounded weights rounds more than them); 0: it
     must reproduce single rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant(Defect):
+    """Log-probs that a defect would cause."""
+
+    logprobs: Float64Array
+    """[N], NaN where it was not computed."""
+    plain: Float64Array | None = None
+    """[N] the model without the defect, computed in the same way; None allows any move."""
 
 
 @dataclass(kw_only=True)
@@ -569,16 +576,7 @@ def own_noise(rows: Rows, d: Float64Array, spread: Float64Array) -> float:
     at = np.flatnonzero(np.isfinite(d) & (spread > MIN_SPREAD))
     if not len(at):
         return np.nan
-    z = _clipped(d[at] / np.sqrt(spread[at]))
-    _, index, count = np.unique(rows.prefix_keys[at], return_inverse=True, return_counts=True)
-    is_repeated = count[index] > 1
-    _, index, count = np.unique(index[is_repeated], return_inverse=True, return_counts=True)
-    values = z[is_repeated]
-    if len(values) - len(count) < MIN_REPEATED // 2 or not (values * values).sum():
-        return np.nan
-    mean = np.bincount(index, values) / count
-    within = ((values - mean[index]) ** 2).sum() / (len(values) - len(count))
-    return float(within / (values * values).mean())
+    return _share_within(d[at] / np.sqrt(spread[at]), rows.prefix_keys[at])
 
 
 def _within(rows: Rows, z: Float64Array, is_used: BoolArray, length: int) -> float:
@@ -588,8 +586,12 @@ def _within(rows: Rows, z: Float64Array, is_used: BoolArray, length: int) -> flo
         key = key * np.uint64(1_000_003) + np.roll(ids, back)
     is_used = is_used & (rows.position >= length)
     z, key = z[is_used], key[is_used]
-    if len(z) < MIN_REPEATED:
-        return np.nan
+    return np.nan if len(z) < MIN_REPEATED else _share_within(z, key)
+
+
+def _share_within(z: Float64Array, key: npt.NDArray[np.uint64]) -> float:
+    """Ratio of the variance of z [n], without extremes, among equal keys [n] to the whole; NaN if
+    too few keys are equal."""
     z = _clipped(z)
     _, index, count = np.unique(key, return_inverse=True, return_counts=True)
     is_repeated = count[index] > 1

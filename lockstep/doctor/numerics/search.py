@@ -31,9 +31,9 @@ from lockstep.doctor.numerics.compare import (
     NOISE_FACTOR,
     TIE,
     Comparison,
+    Defect,
     Distribution,
     Evidence,
-    Fit,
     Side,
     Variant,
     compare,
@@ -63,21 +63,14 @@ HALF_HEAD = "half_head"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A variant that can be scored."""
+class Trial(Defect):
+    """A variant that can be scored. Those of a lower rank come first; a higher one's are not made
+    where they leave nothing."""
 
-    cause: str
-    text: str
     score: Callable[[Int64Array], Float64Array]
     """Places of rows -> [N], NaN elsewhere."""
-    family: str = ""
-    rank: int = 0
-    """Trials of a lower rank come first; a higher one's are not made where they leave nothing."""
     is_precision: bool = False
     """Tried on deviations of any size."""
-    fit: Fit = "most"
-    """As in `Variant`, and the next."""
-    approximates: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -549,7 +549,6 @@ class _Layout:
         self._places: list[npt.NDArray[np.int64]] = []
         """Token of each output, per block."""
         self._is_ordered = True
-        self._num_tokens = 0
 
     def add_rows(
         self,

@@ -102,7 +102,7 @@ class EmbeddedEngine(Engine):
     ) -> None:
         shape, device = model.config, model.embedding.device
         if not (config.kv_cache_tokens and config.max_num_sequences):
-            config = _sized(config, model)
+            config = sized(config, model)
         self._model = model
         self._shared = model if is_shared else None
         self._config, self._token_bytes = config, token_bytes
@@ -337,10 +337,7 @@ class EmbeddedEngine(Engine):
         self._ledger.check_open()
         if not self._ledger.is_asleep:
             self._drop_cache()
-            self._drop_ahead()
-            self._cache.deallocate()
-            self._drop_resident()
-            self._drop_graphs()
+            self._give_back()
             self._ledger.is_asleep = True
 
     async def wake(self) -> None:
@@ -357,10 +354,7 @@ class EmbeddedEngine(Engine):
         self._fail_all(EngineError("the engine was closed while the request was in flight."))
         self._ledger.is_closed = True
         if not self._ledger.is_asleep:
-            self._drop_ahead()
-            self._cache.deallocate()
-            self._drop_resident()
-            self._drop_graphs()
+            self._give_back()
 
     # -- arrival ------------------------------------------------------------------------------
 
@@ -785,7 +779,11 @@ class EmbeddedEngine(Engine):
             self._ahead.wait()
             self._ahead = None
 
-    def _drop_graphs(self) -> None:
+    def _give_back(self) -> None:
+        """Frees the memory that is not the model's."""
+        self._drop_ahead()
+        self._cache.deallocate()
+        self._drop_resident()
         if self._graphs is not None:
             self._graphs.drop()
 
@@ -836,10 +834,13 @@ class EmbeddedEngine(Engine):
             raise TornWeightsError(f"{where}: the weights were half loaded: {error}") from error
 
 
-def _sized(config: EmbeddedConfig, model: Decoder) -> EmbeddedConfig:
-    """The settings with sizes for the model's device: of a GPU what is free of it now, for an
-    engine that has it alone."""
+def sized(
+    config: EmbeddedConfig, model: Decoder, *, share: float = GPU_SHARE, longest: int = 1
+) -> EmbeddedConfig:
+    """The settings with sizes for the model's device: of a GPU this share of what is free of it
+    now, by default that of an engine that has it alone. longest: tokens of the longest sequence."""
     weight, room = model.embedding, None
     if weight.device.type == "cuda":
-        room = int(GPU_SHARE * torch.cuda.mem_get_info(weight.device)[0])
-    return config.sized(room, token_bytes=model.config.cached_per_token * weight.element_size())
+        room = int(share * torch.cuda.mem_get_info(weight.device)[0])
+    size = model.config.cached_per_token * weight.element_size()
+    return config.sized(room, token_bytes=size, longest=longest)

@@ -71,11 +71,9 @@ class ResidentCache:
 
     def __init__(self, cache: PagedCache, *, max_tokens: int, dtype: torch.dtype) -> None:
         self._cache, self._max_tokens, self._dtype = cache, max_tokens, dtype
-        self.num_rows = self.length = 0
-        self.keys = self.values = torch.empty(0)
         self.first_places = np.zeros((0, 0), np.int64)
         """[num_rows, G]: first place of each row's keys, by head, in a layer."""
-        self._memo: dict[Any, Any] = {}
+        self.drop()
 
     def fit(self, num_rows: int, num_pages: int) -> bool | None:
         """Makes room for this many rows and pages per row. Returns whether loaded rows are still
@@ -119,7 +117,7 @@ class ResidentCache:
     def drop(self) -> None:
         """Frees the memory."""
         self.num_rows = self.length = 0
-        self._memo = {}
+        self._memo: dict[Any, Any] = {}
         self.keys = self.values = torch.empty(0)
 
 
@@ -147,8 +145,6 @@ class PagedCache:
         """Pages that follow each page; those of a root begin a path."""
         self._idle: OrderedDict[PageNode, None] = OrderedDict()
         self._copies: list[tuple[int, int]] = []
-        self._free: list[int] = []
-        self.keys = self.values = torch.empty(0)
         self.routes: torch.Tensor | None = None
         """[pages, page_size, layers, active]: experts of each position; None until
         `keep_routes`."""

@@ -43,6 +43,8 @@ class FaultConfig(RunHooks):
     """Setting -> its smallest value."""
     shares: ClassVar[Sequence[str]] = ()
     """Settings that are shares: above 0, at most 1."""
+    nonzero: ClassVar[Mapping[str, str]] = {}
+    """Setting that may not be 0 -> what the fault does by it."""
     needs: ClassVar[str] = ""
     """Part of the model that the fault is in, by the words of `check`."""
     verifies_sync: ClassVar[bool] = True
@@ -54,6 +56,9 @@ class FaultConfig(RunHooks):
         for name in self.shares:
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in (0, 1].")
+        for name, does in self.nonzero.items():
+            if not getattr(self, name):
+                raise ConfigError(f"{name}=0 {does} nothing; expected another whole number.")
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         layer = getattr(self, "layer", -1)

@@ -230,6 +230,8 @@ class TrainedObservations(_EditFault):
 class WrongBoundary(_EditFault):
     """The boundary between prompt and reply is at the wrong place."""
 
+    nonzero: ClassVar = {"by": "moves"}
+
     kind: Literal["moved", "subtracted"] = "moved"
     """moved: the first reply begins `by` tokens late (its first tokens are not trained) or early
     (the prompt's last ones are). subtracted: a loop that ends before it adds the last reply, and
@@ -237,11 +239,6 @@ class WrongBoundary(_EditFault):
     log-probs are then at other tokens."""
     by: int = -3
     """Tokens of kind=moved; negative is early."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.by:
-            raise ConfigError("by=0 moves nothing; expected another whole number.")
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
         if not turns(row):
@@ -509,23 +506,16 @@ class LateAdvantages(RowFault):
     """Every advantage is `by` tokens behind its own: the shift to "predicts the next" was applied
     to log-probs and mask, and not to advantages. Log-probs are right."""
 
+    nonzero: ClassVar = {"by": "moves"}
+
     by: int = 1
     """Places; negative is early."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.by == 0:
-            raise ConfigError("by=0 moves nothing; expected another whole number.")
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
         if "advantages" not in row.columns:
             return row
         out = taken(row, np.arange(len(row)))
-        at = np.arange(len(row)) - self.by
-        is_inside = (at >= 0) & (at < len(row))
-        out.columns["advantages"][:] = np.where(
-            is_inside, row.columns["advantages"][at * is_inside], np.float32(0.0)
-        )
+        out.columns["advantages"][:] = _moved(row.columns["advantages"], -self.by)
         return out
 
 
@@ -551,18 +541,13 @@ class ShiftedLogprobs(_ValueFault):
     """Every trained token has the log-prob of the token `offset` places after it among the row's
     trained tokens, 0.0 at the end: an off-by-one in the shift to "predicts the next"."""
 
+    nonzero: ClassVar = {"offset": "shifts"}
+
     offset: int = 1
     """Places; negative takes log-probs from before the token."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.offset == 0:
-            raise ConfigError("offset=0 shifts nothing; expected another whole number.")
-
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        at = np.arange(len(logprobs)) + self.offset
-        is_inside = (at >= 0) & (at < len(logprobs))
-        return np.where(is_inside, logprobs[at * is_inside], np.float32(FILLER))
+        return _moved(logprobs, self.offset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -789,6 +774,13 @@ def unknown_at(row: Sample, at: Int64Array) -> Sample:
         if name.endswith("logprobs") or COLUMNS[name].is_of_inputs:
             column[at] = COLUMNS[name].fill
     return row
+
+
+def _moved(values: Float32Array, by: int) -> Float32Array:
+    """The values `by` places after each, 0 where there are none."""
+    at = np.arange(len(values)) + by
+    is_inside = (at >= 0) & (at < len(values))
+    return np.where(is_inside, values[at * is_inside], np.float32(0.0))
 
 
 def _is_control(row: Sample, renderer: Renderer) -> npt.NDArray[np.bool_]:

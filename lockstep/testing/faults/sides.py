@@ -335,12 +335,18 @@ class _ProcessingEngine(BrokenEngine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IgnoredSinks(FaultConfig):
+class _TrainedFault(FaultConfig):
+    """Base of faults of the trainer's decoder."""
+
+    verifies_sync: ClassVar = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoredSinks(_TrainedFault):
     """The trainer's attention has no sinks: a training kernel that drops the argument, as flash
     attention 2 does for gpt-oss. All log-probs of the trainer are of another model."""
 
     needs: ClassVar = "attention sinks"
-    verifies_sync: ClassVar = False
 
     layer: int = -1
     """Layer whose sinks are ignored; -1 for all."""
@@ -352,12 +358,11 @@ class IgnoredSinks(FaultConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetachedSinks(FaultConfig):
+class DetachedSinks(_TrainedFault):
     """The trainer's sinks have no gradient: a kernel with sinks in its forward only. Log-probs are
     right, and the sinks stay as they were loaded."""
 
     needs: ClassVar = "attention sinks that learn"
-    verifies_sync: ClassVar = False
 
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.models.variants import with_attention
@@ -367,12 +372,11 @@ class DetachedSinks(FaultConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IgnoredWindow(FaultConfig):
+class IgnoredWindow(_TrainedFault):
     """The trainer's attention ignores sliding windows: a kernel that is called without the window.
     Rows up to the window's length are right."""
 
     needs: ClassVar = "a sliding window"
-    verifies_sync: ClassVar = False
 
     layer: int = -1
     """Layer whose window is ignored; -1 for all."""
@@ -384,11 +388,9 @@ class IgnoredWindow(FaultConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IgnoredRopeScaling(FaultConfig):
+class IgnoredRopeScaling(_TrainedFault):
     """The trainer turns queries and keys by the angles of a model without rope scaling, or of
     another base: a config.json that is read by half."""
-
-    verifies_sync: ClassVar = False
 
     theta: float = 0.0
     """Base of the angles; 0 keeps it, and leaves the scaling out."""
@@ -409,10 +411,8 @@ class IgnoredRopeScaling(FaultConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrongPositions(FaultConfig):
+class WrongPositions(_TrainedFault):
     """The trainer gives every token position 0: position ids that were never filled in."""
-
-    verifies_sync: ClassVar = False
 
     def make_trained(self, model: Decoder) -> Decoder:
         from lockstep.testing.faulty_decoders import rearranged, without_positions
@@ -421,11 +421,10 @@ class WrongPositions(FaultConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingLeak(FaultConfig):
+class PackingLeak(_TrainedFault):
     """The trainer's attention does not stop where a packed row begins: each sees those before it,
     among `rows` that are packed together."""
 
-    verifies_sync: ClassVar = False
     least: ClassVar = {"rows": 2}
 
     rows: int = 2
@@ -440,10 +439,9 @@ class PackingLeak(FaultConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddingAttended(FaultConfig):
+class PaddingAttended(_TrainedFault):
     """The trainer pads rows on the left to the longest of their batch, and attention sees it."""
 
-    verifies_sync: ClassVar = False
     least: ClassVar = {"token": 0}
 
     token: int = 0
@@ -456,11 +454,9 @@ class PaddingAttended(FaultConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActiveDropout(FaultConfig):
+class ActiveDropout(_TrainedFault):
     """The trainer's attention has dropout, drawn again in each forward: a model that is in train
     mode while its log-probs are computed."""
-
-    verifies_sync: ClassVar = False
 
     prob: float = 0.1
     """Share that is dropped."""

@@ -178,10 +178,17 @@ def signs(rows: Rows) -> Float64Array | None:
     if rows.rewards is None or rows.groups is None:
         return None
     known = np.isfinite(rows.rewards)
-    steps = np.zeros_like(rows.groups) if rows.steps is None else rows.steps
-    _, group = np.unique(np.stack([rows.groups, steps]), axis=1, return_inverse=True)
-    group = group.ravel()
+    group = groups_of(rows)
     total = np.bincount(group[known], rows.rewards[known], minlength=len(rows))
     num = np.bincount(group[known], minlength=len(rows))
     apart = np.where(known, rows.rewards - total[group] / np.maximum(num[group], 1), 0.0)
     return np.sign(np.where(np.abs(apart) < 1e-9, 0.0, apart))[rows.row_of]
+
+
+def groups_of(rows: Rows) -> Int64Array:
+    """[R] number below R of the rows' group in its step; one of its own where it is not known."""
+    if rows.groups is None:
+        return np.arange(len(rows))
+    steps = np.zeros_like(rows.groups) if rows.steps is None else rows.steps
+    _, group = np.unique(np.stack([rows.groups, steps]), axis=1, return_inverse=True)
+    return group.ravel()

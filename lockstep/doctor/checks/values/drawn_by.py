@@ -19,7 +19,7 @@ import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import Float64Array, Rows, largest
-from lockstep.doctor.checks.training.staleness import signs
+from lockstep.doctor.checks.training.staleness import groups_of, signs
 from lockstep.types import Int64Array
 
 BOUND = 20.0
@@ -64,7 +64,7 @@ class DraftLogprobs(Check):
         num = rows.row_sums(at).astype(np.float64)
         up, down = (rows.row_sums(at, _excess(x)) for x in (d, -d))
         sign = _row_signs(rows, at)
-        group = _groups(rows) + self._num_rows
+        group = groups_of(rows) + self._num_rows
         self._num_rows += len(rows)
         for s, of in self._rows.items():
             kept = (num > 0) & (sign == s)
@@ -118,15 +118,6 @@ def _row_signs(rows: Rows, at: Int64Array) -> Float64Array:
     if sign is None:
         return np.zeros(len(rows))
     return np.sign(rows.row_means(at, sign[at]))
-
-
-def _groups(rows: Rows) -> Int64Array:
-    """[R] number below R of the rows' group in its step; one of its own where it is not known."""
-    if rows.groups is None:
-        return np.arange(len(rows))
-    steps = np.zeros_like(rows.groups) if rows.steps is None else rows.steps
-    _, group = np.unique(np.stack([rows.groups, steps]), axis=1, return_inverse=True)
-    return group.ravel()
 
 
 def _means(of_rows: Float64Array) -> list[tuple[float, float]]:
