@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from lockstep.agent.match_loop import SeatPolicy
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.launch.ranks import Ranks
     from lockstep.models.decoder import Decoder
@@ -65,6 +66,8 @@ class Parts:
     """Hands weights to the engine; None if an evaluation plays with the engine's own."""
     critic: Critic | None = None
     """The model of values; None unless the advantage needs one."""
+    seats: Mapping[str, SeatPolicy] = field(default_factory=dict[str, "SeatPolicy"])
+    """Who plays the frozen seats of a task's matches."""
     hooks: RunHooks = field(default_factory=current_hooks)
     """Code from outside that steps into the run; by default none."""
 
@@ -241,7 +244,7 @@ def build(
             total_updates=config.steps * config.critic.updates_per_batch,
             ranks=ranks,
         )
-    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, hooks)
+    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, hooks=hooks)
 
 
 def _weights_place(config: Config, context: EngineContext) -> Path | None:

@@ -38,7 +38,8 @@ def rows_for_training(
     control_ids: the tokenizer's, which `token_kind` tells from text. critic: needed by advantages
     that compare with values; `values` and `returns` are then filled too.
 
-    Failed trajectories and those without a reward are left out, of the baseline too. A sampled
+    Failed trajectories, those without a reward and those of frozen policies are left out, of the
+    baseline too. A sampled
     segment that several leaves share is trained in one row, with the mean advantage of its leaves.
     A segment's own reward is, with a critic, given at the segment's last token, like the leaf's.
     Without one it is added to the advantage of its tokens as it is, neither centred nor divided.
@@ -65,7 +66,7 @@ def rows_for_training(
         (index, trajectory)
         for index, group in enumerate(groups)
         for trajectory in group.trajectories
-        if trajectory.status != "failed" and trajectory.rewards
+        if trajectory.status != "failed" and trajectory.rewards and not trajectory.policy
     ]
     for _, trajectory in scored:
         _check_rewards(trajectory)
