@@ -1,15 +1,16 @@
-"""A task of two roles: a proposer writes questions, and a solver answers each of them four times.
+"""A task of two roles: a proposer writes questions, and a solver tries each of them four times.
 
     lockstep sft proposer-model --plugin examples/proposer.py out=build/proposer-model
     lockstep train proposer --plugin examples/proposer.py out=runs/proposer
     lockstep eval runs/proposer --plugin examples/proposer.py seats.proposer=frozen \\
         seats.proposer.model=build/proposer-model/model
 
-A question is a sum of digits, and its answer the last digit of each partial sum. The proposer's
-reward is the share of wrong answers, unless all are wrong or all are right (Absolute Zero, Zhao et
-al. 2025, arXiv 2505.03335, equation 4): it is paid for questions that the solver can just answer.
-The solver is paid for right answers. One policy plays both roles. The last command asks the
-questions of the model that training began with, so that the solver is measured by one standard.
+A question is a sum of digits. The solver hears one after the other and says the last digit of the
+sum so far; a wrong digit ends its try, so that long sums are harder. The proposer's reward is the
+share of tries that fail, unless all fail or none does (Absolute Zero, Zhao et al. 2025, arXiv
+2505.03335, equation 4): it is paid for questions that the solver can just answer. The solver is
+paid for a whole sum. One policy plays both roles. The last command asks the questions of the model
+that training began with, so that the solver is measured by one standard.
 """
 
 from __future__ import annotations
@@ -35,21 +36,25 @@ from lockstep.training.config import TrainerConfig
 from lockstep.types import Message, Task
 
 MOST_TERMS = 8
-QUESTION = re.compile(rf"[1-9]( \+ [1-9]){{1,{MOST_TERMS - 1}}}")
+QUESTION = re.compile(rf"[1-9](\+[1-9]){{1,{MOST_TERMS - 1}}}")
 REQUEST = Message(role="user", content="Write a sum.")
 
 
-def worked(question: str) -> str:
-    """The right answer.
+def turns(question: str) -> list[tuple[Message, str]]:
+    """What the solver hears, and the right reply.
 
-    >>> worked("3 + 4 + 9")
-    '3 > 7 > 6'
+    >>> [(heard.content, right) for heard, right in turns("3+4+9")]
+    [('add 3', '3'), ('add 4', '7'), ('add 9', '6')]
     """
-    return " > ".join(str(total % 10) for total in accumulate(map(int, question.split(" + "))))
+    terms = [int(term) for term in question.split("+")]
+    return [
+        (Message(role="user", content=f"add {term}"), str(total % 10))
+        for term, total in zip(terms, accumulate(terms), strict=True)
+    ]
 
 
 class Proposal(Match):
-    """One question, and the answers of several solvers who do not see each other's."""
+    """One question, and several tries that do not see each other."""
 
     def __init__(self, num_solvers: int) -> None:
         self.num_solvers = num_solvers
@@ -61,10 +66,14 @@ class Proposal(Match):
         if not QUESTION.fullmatch(question):
             return
         self.num_terms = question.count("+") + 1
-        asked = [Message(role="user", content=question)]
-        players = range(self.num_solvers)
-        answers = await asyncio.gather(*(ask("solver", asked, player=n) for n in players))
-        self.is_right = [answer.content.strip() == worked(question) for answer in answers]
+        tries = (self.is_solved(ask, question, player) for player in range(self.num_solvers))
+        self.is_right = await asyncio.gather(*tries)
+
+    async def is_solved(self, ask: Ask, question: str, player: int) -> bool:
+        for heard, right in turns(question):
+            if (await ask("solver", [heard], player=player)).content.strip() != right:
+                return False
+        return True
 
     async def score(self) -> dict[str, Score | list[Score]]:
         rate = sum(self.is_right) / self.num_solvers
@@ -83,7 +92,7 @@ class ProposerConfig(TaskConfig):
     SEATS: ClassVar[tuple[str, ...]] = ("proposer", "solver")
 
     num_solvers: int = 4
-    """Answers to each question."""
+    """Tries at each question."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "task.", "num_solvers", least=2)
@@ -100,7 +109,7 @@ class ProposerConfig(TaskConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ProposerDemonstrationsConfig(DialogueConfig):
-    """Questions, mostly short ones, and answers. With mistakes: sums that end in a plus, and wrong
+    """Questions, mostly short ones, and tries. With mistakes: sums that end in a plus, and wrong
     digits, so that long questions are rarely answered."""
 
     TAG: ClassVar[str] = "proposer"
@@ -109,18 +118,17 @@ class ProposerDemonstrationsConfig(DialogueConfig):
         proposes = rng.random() < 0.3
         shares = (6, 4, 2, 1, 1, 1, 1) if proposes else (1,) * (MOST_TERMS - 1)
         (num_terms,) = rng.choices(range(2, MOST_TERMS + 1), shares)
-        question = " + ".join(str(rng.randint(1, 9)) for _ in range(num_terms))
+        question = "+".join(str(rng.randint(1, 9)) for _ in range(num_terms))
         if proposes:
-            written = f"{question} +" if is_noisy and rng.random() < 0.2 else question
+            written = f"{question}+" if is_noisy and rng.random() < 0.2 else question
             return [REQUEST, Message(role="assistant", content=written)]
-        answer = worked(question)
-        if is_noisy:
-            wrong = [rng.random() < 0.12 for _ in answer]
-            answer = "".join(
-                str(rng.randint(0, 9)) if is_wrong and digit.isdigit() else digit
-                for digit, is_wrong in zip(answer, wrong, strict=True)
-            )
-        return [Message(role="user", content=question), Message(role="assistant", content=answer)]
+        dialogue = list[Message]()
+        for heard, right in turns(question):
+            said = str(rng.randint(0, 9)) if is_noisy and rng.random() < 0.2 else right
+            dialogue += [heard, Message(role="assistant", content=said)]
+            if said != right:
+                break
+        return dialogue
 
 
 @supervised_recipe
@@ -129,11 +137,11 @@ def proposer_model() -> SupervisedConfig:
     return SupervisedConfig(
         name="proposer-model",
         create="qwen3",
-        data=ProposerDemonstrationsConfig(num_dialogues=20000),
+        data=ProposerDemonstrationsConfig(num_dialogues=12000),
         renderer=ChatMLConfig(tools_in_prompt=False, has_empty_thinking=False),
-        sft=SFTConfig(steps=700, rows_per_step=32, observed_weight=0.05),
+        sft=SFTConfig(steps=500, rows_per_step=32, observed_weight=0.05),
         trainer=TrainerConfig(lr=4e-3, warmup_updates=50, schedule="linear", min_lr_share=0.05),
-        max_tokens=128,
+        max_tokens=256,
     )
 
 
@@ -145,10 +153,10 @@ def proposer() -> Config:
         model="build/proposer-model/model",
         task=ProposerConfig(),
         steps=100,
-        max_tokens=128,
+        max_tokens=256,
         groups_per_step=4,
         group_size=8,
-        agent=AgentConfig(max_turns=1, max_turn_tokens=48),
+        agent=AgentConfig(max_turns=MOST_TERMS, max_turn_tokens=24),
         trainer=TrainerConfig(lr=5e-4, warmup_updates=5, schedule="linear", min_lr_share=0.05),
         evaluation=EvaluationConfig(num_tasks=64),
     )

@@ -65,9 +65,9 @@ class Tester:
         for name, num_samples, temperature in arms if self.tasks else ():
             groups = await self._play(name, num_samples, temperature)
             check_failures(groups, config.max_failed_share, where=f"evaluation ({name})")
-            for arm, of_arm in {name: groups, **_by_seat(groups, name)}.items():
+            for arm, of_arm in _by_seat(groups, name).items():
                 metrics |= evaluation_metrics(
-                    _trained(of_arm) if arm == name else of_arm,
+                    of_arm,
                     num_samples=num_samples,
                     name=arm,
                     label=config.task.label,
@@ -95,25 +95,19 @@ class Tester:
         return gather_groups(self.ranks, self.tasks, own)
 
 
-def _trained(groups: Sequence[Group]) -> list[Group]:
-    """The groups without the trajectories of frozen policies."""
-    return [
-        Group(task=group.task, trajectories=[t for t in group.trajectories if not t.policy])
-        for group in groups
-    ]
-
-
 def _by_seat(groups: Sequence[Group], name: str) -> dict[str, list[Group]]:
-    """NAME/SEAT -> the groups of its trajectories, for the tasks in which it was asked; empty where
-    there are no seats."""
+    """NAME -> the groups without the trajectories of frozen policies; and NAME/SEAT -> those of
+    each seat, where there are any. Tasks in which none of them played are left out."""
     out: dict[str, list[Group]] = {}
     for group in groups:
-        by_seat: dict[str, list[Trajectory]] = {}
-        for trajectory in (t for t in group.trajectories if t.seat):
-            by_seat.setdefault(trajectory.seat, []).append(trajectory)
-        for seat, played in by_seat.items():
-            of_seat = Group(task=group.task, trajectories=played)
-            out.setdefault(f"{name}/{seat}", []).append(of_seat)
+        parts: dict[str, list[Trajectory]] = {}
+        for trajectory in group.trajectories:
+            if not trajectory.policy:
+                parts.setdefault(name, []).append(trajectory)
+            if trajectory.seat:
+                parts.setdefault(f"{name}/{trajectory.seat}", []).append(trajectory)
+        for part, played in parts.items():
+            out.setdefault(part, []).append(Group(task=group.task, trajectories=played))
     return dict(sorted(out.items()))
 
 
