@@ -63,7 +63,8 @@ class SeatConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySeat(SeatConfig):
-    """The policy in training; what it samples there is trained."""
+    """The policy in training; what it samples there is trained. There is one: two that are trained
+    against each other take turns, each against a checkpoint of the other (`frozen`)."""
 
     TAG: ClassVar[str] = "policy"
 

@@ -26,11 +26,12 @@ def step_metrics(
 ) -> dict[str, Any]:
     """One row of metrics.jsonl, without `time/*`. trainer: the metrics of the update.
 
-    Rewards are over the episodes that did not fail and no frozen policy played; counters are means
-    over all of them.
+    Rewards are over the episodes that did not fail; counters are means over all of them. Those of
+    frozen policies are left out of both.
     """
     every = [t for g in groups for t in g.trajectories]
-    scored = [t for t in every if t.status != "failed" and t.rewards and not t.policy]
+    own = [t for t in every if not t.policy]
+    scored = [t for t in own if t.status != "failed" and t.rewards]
     rewards = np.array([t.reward for t in scored], np.float64)
     lengths = [t.num_sampled_tokens for t in every]
     row: dict[str, Any] = {"step": step, "policy_version": _version(every)}
@@ -43,7 +44,7 @@ def step_metrics(
         }
         parts = [t.reward_parts for t in scored if not t.seat]
         row |= {f"reward/{k}": v for k, v in _means(parts).items()}
-    counters = _means([t.metrics for t in every])
+    counters = _means([t.metrics for t in own])
     row |= _by_source(groups) | _by_seat(every, rows)
     row |= {
         "episodes/total": len(every),
@@ -61,7 +62,7 @@ def step_metrics(
     }
     for name, value in counters.items():
         if name in (f"tokens/{c}" for c in TOKEN_COUNTERS):
-            row[name] = round(value * len(every))
+            row[name] = round(value * len(own))
         elif name not in ("turns", "seconds"):
             row[f"episode/{name}"] = value
     if rows:
@@ -93,8 +94,8 @@ def _by_source(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _by_seat(trajectories: Sequence[Trajectory], rows: Sequence[Sample]) -> dict[str, float]:
-    """Of each seat: its mean reward and the raw parts of it, frozen seats included; and the
-    mismatch of its trained tokens."""
+    """Mean reward of each seat and its raw parts, frozen seats included; and the mismatch of its
+    trained tokens."""
     seat_of = {t.id: t.seat for t in trajectories if t.seat}
     row: dict[str, float] = {}
     for seat in sorted(set(seat_of.values())):
