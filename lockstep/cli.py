@@ -377,7 +377,7 @@ def _serve(options: argparse.Namespace) -> int:
     example: lockstep serve tiny-qwen3 --port 8000 --out runs/served
              lockstep serve tiny-gpt-oss --api agents,tinker --out runs/both
     """
-    from lockstep.model_server import find_served
+    from lockstep.run.served import find_served
     from lockstep.run_config import ServeConfig
 
     settings = list(options.settings)

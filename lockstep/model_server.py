@@ -15,32 +15,20 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import from_dict, overlaid, read_json, resolve, to_dict
+from lockstep.config import to_dict
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.errors import CheckpointError, ConfigError, RunError
+from lockstep.errors import ConfigError, RunError
 from lockstep.launch.event_loop import run_to_end
-from lockstep.models import peft_format
-from lockstep.models.config import FallbackConfig, ModelConfig
-from lockstep.models.locate import locate_model
-from lockstep.models.lora_config import LoraConfig
-from lockstep.run.build import load_model
-from lockstep.run.checkpoints import checkpoint_of
-from lockstep.run.preflight import (
-    RENDERER_FILE,
-    ModelFiles,
-    check_fallback,
-    read_model_files,
-    renderer_of,
-)
-from lockstep.run_config import ServeConfig
-from lockstep.store.run import RunDirectory, default_run_path, load_run
+from lockstep.run.preflight import ModelFiles
+from lockstep.run.served import Served, find_served, open_served
+from lockstep.store.run import RunDirectory, default_run_path
 from lockstep.tinker_config import client_key
 from lockstep.tinker_server import base_names, open_bases
 from lockstep.tinker_server import opened as opened_tinker
@@ -55,118 +43,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_MAX_TOKENS = 8192
-"""Tokens of a dialogue if the setting is not given and the model takes as many."""
 PART_SECONDS = 10.0
 """Interval in which finished sessions are written that no client waits for, as one part."""
 GATHER_SECONDS = 0.2
 """Seconds that a client who finished its session waits for others, to write one part for all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """Settings of a server, and the checkpoint whose weights it serves."""
-
-    config: ServeConfig
-    weights: Path | None = None
-    """Weights of a run's checkpoint; None are the model's own."""
-    version: int = 0
-    """Version of the weights, which an engine in this process records with each turn."""
-
-
-def find_served(
-    target: str, settings: Sequence[str], *, tree: Mapping[str, Any] | None = None
-) -> Served:
-    """Reads `lockstep serve TARGET key=value ...`; TARGET is `RUN`, `RUN@STEP`, a model, or an
-    adapter in PEFT's form, as `lockstep export` writes it, over the base that it names or `model`.
-    tree: settings as in a file, below these.
-
-    Raises ConfigError, and what reading a run raises.
-    """
-    path, _, step = target.rpartition("@")
-    if not (path and step.isdigit()):
-        path, step = target, ""
-    if (Path(path) / "environment.json").is_file():
-        return _of_run(Path(path), int(step) if step else None, settings, tree or {})
-    names = [*(tree or {}), *(setting.partition("=")[0].strip() for setting in settings)]
-    named = [each.partition("=")[2] for each in settings if each.startswith("model=")]
-    base = named[-1] if named else (tree or {}).get("model", "")
-    config = resolve(overlaid(_config_of(target, base), tree or {}), settings)
-    if "max_tokens" not in names:
-        kind = FallbackConfig if config.fallback else ModelConfig
-        limit = kind.from_directory(locate_model(config.model)).max_positions
-        config = replace(config, max_tokens=min(limit, DEFAULT_MAX_TOKENS))
-    return Served(config=config)
-
-
-def _config_of(target: str, base: str) -> ServeConfig:
-    """The config of a model or an adapter without settings. base: what the user named; "" takes the
-    one that the adapter names."""
-    stored = Path(target).expanduser() / peft_format.CONFIG
-    if not stored.is_file():
-        return ServeConfig(model=target)
-    base = base or read_json(stored, CheckpointError)["base_model_name_or_path"]
-    if not base:
-        raise ConfigError(f"{stored} names no base model. Add model=BASE.")
-    renderer = None
-    if (stored.parent / RENDERER_FILE).is_file():
-        renderer = renderer_of(stored.parent, ModelConfig.from_directory(locate_model(base)))
-    return ServeConfig(model=base, renderer=renderer, lora=LoraConfig(path=target))
-
-
-def _of_run(
-    path: Path, step: int | None, settings: Sequence[str], tree: Mapping[str, Any]
-) -> Served:
-    run = load_run(path)
-    checkpoint = checkpoint_of(run, step)
-    own = {one.name for one in fields(ServeConfig)} - {"parallel"}  # one process is enough to play
-    stored = run.config | (run.config.get("agent") or {})
-    kept = {name: value for name, value in stored.items() if name in own}
-    return Served(
-        config=resolve(overlaid(from_dict(ServeConfig, kept), tree), settings),
-        weights=checkpoint / "policy",
-        version=int(checkpoint.name.rpartition("-")[2]),
-    )
-
-
-def open_served(
-    served: Served, *, scratch: Path | None, on_wait: Callable[[str], None] = lambda text: None
-) -> tuple[ModelFiles, Engine]:
-    """Opens the engine. Returns it with the files of its model."""
-    from lockstep.engines.base import EngineContext
-    from lockstep.engines.registry import check_capabilities, open_engine
-
-    config = served.config
-    check_fallback(config)
-    model_files = read_model_files(config)
-    directory, model = model_files.directory, None
-    if isinstance(config.engine, EmbeddedConfig):
-        model = load_model(config, model_files, weights=served.weights)
-    elif config.lora is not None:
-        raise ConfigError(
-            "it is an adapter, and only engine=embedded serves one. Merge it first: "
-            "lockstep export RUN --hf DIR --merged, then lockstep serve DIR."
-        )
-    elif served.weights is not None:
-        directory = served.weights
-    context = EngineContext(
-        model=model,
-        token_bytes=model_files.renderer.tokenizer.all_token_bytes(),
-        control_ids=model_files.renderer.tokenizer.control_ids,
-        directory=directory,
-        vocab_size=model_files.model.vocab_size,
-        max_tokens=config.max_tokens,
-        dtype=config.compute_dtype,
-        seed=config.seed,
-        run=config.name,
-        scratch=scratch,
-        on_wait=on_wait,
-    )
-    engine = open_engine(config.engine.for_rank(0, 1), context)
-    check_capabilities(
-        engine, vocab_size=model_files.model.vocab_size, max_tokens=config.max_tokens
-    )
-    return model_files, engine
 
 
 class SessionStore:

@@ -7,11 +7,11 @@ down; the others belong to the room that reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from lockstep.agent.config import AgentConfig
+from lockstep.agent.config import AgentConfig, FrozenSeat, SeatConfig
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
 from lockstep.config import check_numbers, require, tag
@@ -209,6 +209,9 @@ class Config(ModelChoice):
     """Groups that teach: which tasks a step draws, and which episodes it trains."""
     task: TaskConfig
     """The task that the agent is trained on."""
+    seats: Mapping[str, SeatConfig] = field(default_factory=dict[str, SeatConfig])
+    """seat -> who plays it, in a task of several: seats.second=frozen
+    seats.second.model=RUN@STEP. Default: the policy in training plays all of them."""
     contract: ContractChoice = "auto"
     """Promise about the sampler's and the trainer's log-probs. true-on-policy: equal bit for bit,
     proved at the start and checked on every token, or the run is refused. auto: the same if this
@@ -292,6 +295,7 @@ class Config(ModelChoice):
             )
         self.chosen_correction.check_updates(self.trainer.updates_per_batch)
         self._check_staleness()
+        self._check_seats()
         self.engine.check_budget(self.max_tokens)
         if self.engine.pool != PoolConfig() and not self.engine.is_pool:
             raise ConfigError(
@@ -352,6 +356,21 @@ class Config(ModelChoice):
         ):
             if is_bad:
                 raise ConfigError(text)
+
+    def _check_seats(self) -> None:
+        kind, known = tag(type(self.task)), self.task.SEATS
+        for seat in self.seats:
+            if seat not in known:
+                there = f"the seats {', '.join(known)}" if known else "no seats"
+                raise ConfigError(
+                    f"seats.{seat} is set, and task={kind} has {there}. Leave it out, or take it "
+                    f"out of a run's settings with seats.{seat}=none."
+                )
+        if known and all(isinstance(self.seats.get(seat), FrozenSeat) for seat in known):
+            raise ConfigError(
+                f"every seat of task={kind} is frozen ({', '.join(known)}): nothing would be "
+                f"trained. Set seats.{known[0]}=policy."
+            )
 
     def _check_staleness(self) -> None:
         if not self.max_staleness and self.sync.kv == "keep":

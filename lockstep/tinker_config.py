@@ -80,7 +80,7 @@ class TinkerConfig:
             raise ConfigError(f"tinker.models names a model twice: {', '.join(names)}.")
         names = ("silent_seconds", "result_seconds", "sampler_seconds", "missing_seconds")
         check_numbers(self, "tinker.", *names, "drawn_seconds")
-        check_choices(self, "tinker.")
+        check_choices(self, "tinker")
         check_numbers(self, "tinker.", "state_seconds", least=0)
         check_numbers(self, "tinker.", "hold_seconds", most=40)
         check_numbers(self, "tinker.", "max_pending_samples", "max_open_samplers", least=1)

@@ -8,6 +8,7 @@ produced, and a `Sample` is one row of it to train on.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -692,6 +693,10 @@ class Trajectory:
 
     id: str
     task_id: str = ""
+    seat: str = ""
+    """Seat of a match that it was played from; "" where one policy plays alone."""
+    policy: str = ""
+    """Frozen policy that played it, and is never trained; "" is the policy in training."""
     segments: list[Segment] = field(default_factory=list[Segment])
     rewards: dict[int, float] = field(default_factory=dict[int, float])
     """leaf -> reward."""
@@ -881,6 +886,11 @@ class Trajectory:
         return float(np.mean(list(self.rewards.values()))) if self.rewards else float("nan")
 
     @property
+    def match(self) -> str:
+        """Id of the match; "" without a seat. The trajectories of its seats have ids below it."""
+        return self.id.rpartition("/")[0] if self.seat else ""
+
+    @property
     def num_sampled_tokens(self) -> int:
         return sum(len(s) for s in self.segments if s.is_sampled)
 
@@ -935,10 +945,11 @@ class Trajectory:
         """The row of every rewarded path that has something to train, in order of their ends.
 
         A sampled segment is trained in the row of the first rewarded path through it, so each
-        sampled token is trained once. Segments behind a rewarded end are not trained.
+        sampled token is trained once. Segments behind a rewarded end are not trained, and neither
+        is what a frozen policy sampled.
         """
         taken: set[int] = set()
-        for leaf in sorted(self.rewards):
+        for leaf in () if self.policy else sorted(self.rewards):
             owned = {i for i in self.path(leaf) if self.segments[i].is_sampled} - taken
             taken |= owned
             if owned:
@@ -1130,6 +1141,35 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards differ: a group baseline then tells good from bad."""
-        scored = [t for t in self.trajectories if t.status != "failed" and t.rewards]
-        return len({t.reward for t in scored}) > 1
+        """Whether the rewards of a seat that is trained differ: a group baseline then tells good
+        from bad."""
+        for part in self.by_seat():
+            scored = [t for t in part.trajectories if t.status != "failed" and t.rewards]
+            if len({t.reward for t in scored if not t.policy}) > 1:
+                return True
+        return False
+
+    def by_seat(self) -> list[Group]:
+        """The groups in which like is compared with like, never a seat with its opponent: those of
+        each seat over the matches of the task. Where a match has several players of one seat, they
+        had one opponent, and are a group of their own.
+
+        >>> def played(id, seat):
+        ...     return Trajectory(id=id, seat=seat)
+        >>> whole = Group(task=Task(id="t"), trajectories=[
+        ...     *(played(f"t/{m}/proposer", "proposer") for m in (0, 1)),
+        ...     *(played(f"t/{m}/solver-{n}", "solver") for m in (0, 1) for n in (0, 1)),
+        ... ])
+        >>> for part in whole.by_seat():
+        ...     print(*(t.id for t in part.trajectories))
+        t/0/proposer t/1/proposer
+        t/0/solver-0 t/0/solver-1
+        t/1/solver-0 t/1/solver-1
+        """
+        players = Counter((t.seat, t.match) for t in self.trajectories)
+        crowded = {seat for (seat, _), count in players.items() if count > 1}
+        parts: dict[tuple[str, str], list[Trajectory]] = {}
+        for trajectory in self.trajectories:
+            match = trajectory.match if trajectory.seat in crowded else ""
+            parts.setdefault((trajectory.seat, match), []).append(trajectory)
+        return [Group(task=self.task, trajectories=found) for found in parts.values()]

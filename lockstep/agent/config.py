@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from lockstep.config import check_numbers, require
+from lockstep.engines.config import EmbeddedConfig, EngineConfig
+from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +54,37 @@ class AgentConfig:
         check_numbers(self, "agent.", "temperature", "top_k", "max_in_flight", least=0)
         check_numbers(self, "agent.", "tool_output_chars", least=64)  # room for the notice
         require(self, "agent.", top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeatConfig:
+    """Base of the kinds of `seats.NAME`: who plays a seat of the task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySeat(SeatConfig):
+    """The policy in training; what it samples there is trained. There is one: two that are trained
+    against each other take turns, each against a checkpoint of the other (`frozen`)."""
+
+    TAG: ClassVar[str] = "policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenSeat(SeatConfig):
+    """A policy that plays and is never trained. Its episodes are recorded, and give no rows."""
+
+    TAG: ClassVar[str] = "frozen"
+
+    model: str = ""
+    """Its weights, as for `lockstep serve`: RUN@STEP, a shipped model, a checkpoint directory,
+    ORGANISATION/NAME, or an adapter in PEFT's form. A step is needed because a run that goes on
+    would be another opponent after a resume."""
+    engine: EngineConfig = field(default_factory=EmbeddedConfig)
+    """Engine that samples for it: this process, or a server that has the model (engine.urls)."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError(
+                "model is empty, and a frozen seat needs a policy: give model=RUN@STEP, a shipped "
+                "model or a checkpoint directory."
+            )

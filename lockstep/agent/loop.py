@@ -126,17 +126,22 @@ async def run_episode(
     seed: int,
     sampling: SamplingParams,
     budget: Budget,
+    priority: Callable[[], int] = lambda: 0,
+    rescorer: Rescorer | None = None,
 ) -> Trajectory:
     """Plays one episode to its end, scores it and closes the environment.
 
     seed: turn t draws with `derive_seed(seed, t)`. sampling: a template; the budget lowers its
-    `max_tokens`, and the renderer's `stop_ids` come before its own. If the environment, the
+    `max_tokens`, and the renderer's `stop_ids` come before its own. priority, rescorer: the
+    `order` and `rescorer` of `collect`, which also waits for the scorings. If the environment, the
     renderer or the engine raises, `status` is "failed" and `error` says what happened. Cancelling
     closes the environment and aborts the request.
     """
     trajectory = Trajectory(id=trajectory_id, task_id=task.id)
-    sampler = TurnSampler(engine, renderer, trajectory, sampling=sampling, budget=budget)
-    episode = _Episode(sampler, seed=seed)
+    sampler = TurnSampler(
+        engine, renderer, trajectory, sampling=sampling, budget=budget, priority=priority
+    )
+    episode = _Episode(sampler, seed=seed, rescorer=rescorer)
     try:
         await episode.play(lambda task: environment, task)
         await episode.score()

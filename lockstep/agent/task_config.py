@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, GroupScorer
 from lockstep.agent.harness import Harness
+from lockstep.agent.match import Match
 from lockstep.agent.tasks import TaskSource
 from lockstep.config import check_numbers, require
 from lockstep.types import Message, Task
@@ -24,6 +25,9 @@ class TaskConfig:
     Everything is made on demand: reading a config touches no file. `check` is called before a model
     is loaded, and reports what is wrong with the user's data.
     """
+
+    SEATS: ClassVar[tuple[str, ...]] = ()
+    """Seats of a match, for `seats.NAME`; none where one policy plays alone."""
 
     def check(self) -> None:
         """Raises DataError or ConfigError for errors that can be found without a model."""
@@ -40,6 +44,10 @@ class TaskConfig:
     def environment(self, task: Task, agent: AgentConfig) -> Environment | Harness:
         """Makes the environment for one episode of `task`, or a harness if an agent plays the
         episode over HTTP."""
+        raise NotImplementedError
+
+    def match(self, task: Task, agent: AgentConfig) -> Match:
+        """Makes one match of `task`, in place of an environment: for kinds with SEATS."""
         raise NotImplementedError
 
     def group_scorer(self, task: Task) -> GroupScorer | None:

@@ -146,6 +146,11 @@ def climb(
     tasks = config.task.tasks(split="train", seed=config.seed).take(num_episodes)
     if not tasks:
         raise DataError("the task source has no task to play.")
+    if config.task.SEATS:
+        raise ConfigError(
+            f"task={tag(type(config.task))} is played from several seats, and the ladder plays one "
+            "dialogue. Climb with another task, or look at a run of it."
+        )
     if isinstance(config.task.environment(tasks[0], config.agent), Harness):
         raise ConfigError(
             f"task={tag(type(config.task))} is played by an agent that asks over HTTP, and the "

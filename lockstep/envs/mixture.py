@@ -50,6 +50,11 @@ class MixtureConfig(TaskConfig):
                 raise ConfigError(f"mixture: the part name {name!r} {rule}.")
             if isinstance(part, MixtureConfig):
                 raise ConfigError(f"mixture: the part {name!r} is a mixture itself.")
+            if part.SEATS:
+                raise ConfigError(
+                    f"mixture: the part {name!r} is played from the seats {', '.join(part.SEATS)}, "
+                    "and a mixture's tasks by one policy. Train it in a run of its own."
+                )
         for name, weight in self.weights.items():
             place = f"mixture: weights.{name}"
             if name not in self.parts:

@@ -178,13 +178,15 @@ def open_view(*, is_json: bool = False, name: str = "") -> View:
 
 
 def has_signal(row: Mapping[str, Any], group_size: int) -> bool:
-    """Whether the rewards of some group of a step differ.
+    """Whether the rewards of some group of a step differ; True for a task of several seats, whose
+    groups have other sizes.
 
     >>> has_signal({"episodes/without_signal": 2, "episodes/total": 16}, 8)
     False
     """
     same = row.get("episodes/without_signal", 0) * group_size
-    return not 0 < row.get("episodes/total", 0) <= same
+    has_seats = any(name.startswith("episodes/seat/") for name in row)
+    return has_seats or not 0 < row.get("episodes/total", 0) <= same
 
 
 def evaluation_text(row: Mapping[str, Any]) -> str:

@@ -66,6 +66,7 @@ _MISMATCH: tuple[tuple[str, str, Direction, str], ...] = (
     ("by_turn/*", "1", "none", "One turn of the episode."),
     ("by_position/*", "1", "none", "One range of positions in the row."),
     ("by_kind/*", "1", "none", "One kind of token: text, or control tokens."),
+    ("by_seat/*", "1", "none", "One seat of a task that several play: its trained tokens."),
 )
 
 _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
@@ -80,6 +81,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("min", "reward", "up", "Lowest reward of the step."),
         ("max", "reward", "up", "Highest reward of the step."),
         ("source/*", "reward", "up", "Mean reward of one part of a mixture."),
+        ("*/mean", "reward", "up", "Mean reward of one seat, in a task that several play."),
         ("*", "reward", "none", "Mean of one raw part of the reward, before its weight."),
     ),
     "advantage/": (
@@ -98,6 +100,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("turns_mean", "turns", "none", "Turns of the model per episode."),
         ("without_signal", "groups", "down", "Groups of several episodes with equal rewards."),
         ("source/*", "episodes", "none", "Episodes of one part of a mixture."),
+        ("seat/*", "episodes", "none", "Episodes of one seat, in a task that several play."),
     ),
     "signal/": (
         ("replaced", "groups", "down", "Groups without a signal that others were played for."),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from lockstep.agent.match_loop import SeatPolicy
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.launch.ranks import Ranks
     from lockstep.models.decoder import Decoder
@@ -70,6 +71,8 @@ class Parts:
     """The model of values; None unless the advantage needs one."""
     teachers: Teachers | None = None
     """Models and servers that score the rows; None without `distill`."""
+    seats: Mapping[str, SeatPolicy] = field(default_factory=dict[str, "SeatPolicy"])
+    """Who plays the frozen seats of a task's matches."""
     hooks: RunHooks = field(default_factory=current_hooks)
     """Code from outside that steps into the run; by default none."""
 
@@ -251,7 +254,17 @@ def build(
             total_updates=config.steps * config.critic.updates_per_batch,
             ranks=ranks,
         )
-    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks)
+    return Parts(
+        model_files,
+        model,
+        engine,
+        trainer,
+        numerics,
+        publisher,
+        critic,
+        teachers=teachers,
+        hooks=hooks,
+    )
 
 
 def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder) -> Teachers:

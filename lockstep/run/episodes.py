@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.agent.loop import Budget, EpisodeSlots, collect, training_sampling
+from lockstep.agent.match_loop import SeatPolicy, collect_matches
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
 from lockstep.run.build import Parts
@@ -23,7 +24,8 @@ async def play_tasks(
     **options: Any,
 ) -> list[Group]:
     """One group of scored episodes for each task. is_rescored: finished turns are scored again
-    where the correction reads the average. options: those of `collect`, over the usual."""
+    where the correction reads the average. options: those of `collect`, over the usual. A group of
+    matches has the trajectories of all seats."""
     agent, engine, correction = config.agent, parts.engine, config.chosen_correction
     is_replayed = config.trainer.routing_replay == "rollout"
     usual: dict[str, Any] = {
@@ -43,7 +45,15 @@ async def play_tasks(
             max_in_flight=correction.rescorings_in_flight,
             seed=derive_seed(config.seed, "rescore", step),
         )
-    environment = config.task.environment
+    task_config, how = config.task, usual | options
+    if task_config.SEATS:
+        trained = SeatPolicy(engine=engine, renderer=parts.renderer, sampling=how.pop("sampling"))
+        seats = {seat: parts.seats.get(seat, trained) for seat in task_config.SEATS}
+        for name in ("gateway", "group_scorer"):  # of environments and agents
+            how.pop(name, None)
+        return await collect_matches(
+            seats, lambda task: task_config.match(task, agent), tasks, **how
+        )
     return await collect(
-        engine, parts.renderer, lambda task: environment(task, agent), tasks, **usual | options
+        engine, parts.renderer, lambda task: task_config.environment(task, agent), tasks, **how
     )

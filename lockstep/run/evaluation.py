@@ -20,7 +20,7 @@ from lockstep.run.build import Parts
 from lockstep.run.episodes import play_tasks
 from lockstep.run.step_metrics import check_failures
 from lockstep.run_config import Config
-from lockstep.types import Group, Task
+from lockstep.types import Group, Task, Trajectory
 
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
@@ -65,13 +65,15 @@ class Tester:
         for name, num_samples, temperature in arms if self.tasks else ():
             groups = await self._play(name, num_samples, temperature)
             check_failures(groups, config.max_failed_share, where=f"evaluation ({name})")
-            metrics |= evaluation_metrics(
-                groups,
-                name=name,
-                label=config.task.label,
-                success_reward=config.evaluation.success_reward,
-            )
-            played[name] = groups
+            for arm, of_arm in _by_seat(groups, name).items():
+                metrics |= evaluation_metrics(
+                    of_arm,
+                    num_samples=num_samples,
+                    name=arm,
+                    label=config.task.label,
+                    success_reward=config.evaluation.success_reward,
+                )
+            played[name] = [part for group in groups for part in group.by_seat()]
         return metrics, played
 
     async def _play(self, name: str, num_samples: int, temperature: float) -> list[Group]:
@@ -93,17 +95,38 @@ class Tester:
         return gather_groups(self.ranks, self.tasks, own)
 
 
+def _by_seat(groups: Sequence[Group], name: str) -> dict[str, list[Group]]:
+    """NAME -> the groups without the trajectories of frozen policies; and NAME/SEAT -> those of
+    each seat, where there are any. Tasks in which none of them played are left out."""
+    out: dict[str, list[Group]] = {}
+    for group in groups:
+        parts: dict[str, list[Trajectory]] = {}
+        for trajectory in group.trajectories:
+            if not trajectory.policy:
+                parts.setdefault(name, []).append(trajectory)
+            if trajectory.seat:
+                parts.setdefault(f"{name}/{trajectory.seat}", []).append(trajectory)
+        for part, played in parts.items():
+            out.setdefault(part, []).append(Group(task=group.task, trajectories=played))
+    return dict(sorted(out.items()))
+
+
 def evaluation_metrics(
-    groups: Sequence[Group], *, name: str, label: Callable[[Task], str], success_reward: float
+    groups: Sequence[Group],
+    *,
+    num_samples: int,
+    name: str,
+    label: Callable[[Task], str],
+    success_reward: float,
 ) -> dict[str, float]:
-    """`eval/NAME...` of groups of one size k: mean@k and pass@k over the tasks.
+    """`eval/NAME...` of groups of k = num_samples episodes: mean@k and pass@k over the tasks.
 
     A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
     would reward a policy for crashing its tools.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     rewards = [[0.0 if t.status == "failed" else t.reward for t in g.trajectories] for g in groups]
-    prefix, k = f"eval/{name}", len(rewards[0])
+    prefix, k = f"eval/{name}", num_samples
     passed = [float(max(of_task) >= success_reward) for of_task in rewards]
     metrics = with_interval(f"{prefix}/mean@{k}", [float(np.mean(r)) for r in rewards])
     metrics |= with_interval(f"{prefix}/pass@{k}", passed, bounds=(0.0, 1.0))

@@ -8,14 +8,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lockstep.agent.config import FrozenSeat
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
+from lockstep.agent.match import OutOfBudget
 from lockstep.config import differences, from_dict, tag, to_dict
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import (
@@ -514,6 +517,8 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
     it, fails here and not in every episode."""
 
     async def first_prompt() -> int:
+        if config.task.SEATS:
+            return await _first_asked(config, model_files, task)
         environment = config.task.environment(task, config.agent)
         if isinstance(environment, Harness):  # its agent says the first word
             if find_spec("aiohttp") is None:
@@ -531,6 +536,24 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
             f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: "
             f"no row fits. Raise max_tokens (the model allows {model_files.model.max_positions})."
         )
+
+
+async def _first_asked(config: Config, model_files: ModelFiles, task: Any) -> int:
+    """Tokens of the prompt of the seat that a match asks first."""
+    match, sizes = config.task.match(task, config.agent), list[int]()
+
+    async def ask(seat: str, messages: Sequence[Message], *, player: int = 0) -> Message:
+        sizes.append(len(model_files.renderer.render(messages, match.tools.get(seat, ()))))
+        raise OutOfBudget("the first prompt is enough")
+
+    try:
+        with suppress(OutOfBudget):
+            await match.play(ask)
+    finally:
+        await match.close()
+    if not sizes:
+        raise DataError(f"the match of task {task.id} ended before it asked a seat.")
+    return sizes[0]
 
 
 def why_no_contract(config: Config) -> str:
@@ -568,6 +591,10 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
         "learning": (
             f"{rate}; advantage {tag(type(config.advantage))}, objective "
             f"{tag(type(config.objective))}, {trainer.updates_per_batch} update(s) per step"
+        ),
+        "seats": ", ".join(
+            f"{seat}: {frozen.model if isinstance(frozen, FrozenSeat) else 'the policy'}"
+            for seat, frozen in {**dict.fromkeys(config.task.SEATS), **config.seats}.items()
         ),
         "tests": (
             f"{tests.num_tasks} held-out tasks, {'first and ' if tests.at_start else ''}last"

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.correction import measure
 from lockstep.correction.kl import support_bias
 from lockstep.errors import RolloutError
 from lockstep.observe.metrics import registered_metrics
 from lockstep.training.packing import count_inputs
 from lockstep.types import Group, Sample, Trajectory
 
+SEAT_FIGURES = ("k1", "k2", "k3", "max_abs_diff", "compared_tokens", "unequal_tokens")
+"""Figures of `mismatch/` that each seat has."""
 TOKEN_COUNTERS = ("encoded", "prefilled", "cached")
 
 
@@ -23,10 +26,12 @@ def step_metrics(
 ) -> dict[str, Any]:
     """One row of metrics.jsonl, without `time/*`. trainer: the metrics of the update.
 
-    Rewards are over the episodes that did not fail; counters are means over all of them.
+    Rewards are over the episodes that did not fail; counters are means over all of them. Those of
+    frozen policies are left out of both.
     """
     every = [t for g in groups for t in g.trajectories]
-    scored = [t for t in every if t.status != "failed" and t.rewards]
+    own = [t for t in every if not t.policy]
+    scored = [t for t in own if t.status != "failed" and t.rewards]
     rewards = np.array([t.reward for t in scored], np.float64)
     lengths = [t.num_sampled_tokens for t in every]
     row: dict[str, Any] = {"step": step, "policy_version": _version(every)}
@@ -37,16 +42,18 @@ def step_metrics(
             "reward/min": float(rewards.min()),
             "reward/max": float(rewards.max()),
         }
-        row |= {f"reward/{k}": v for k, v in _means([t.reward_parts for t in scored]).items()}
-    counters = _means([t.metrics for t in every])
-    row |= _by_source(groups)
+        parts = [t.reward_parts for t in scored if not t.seat]
+        row |= {f"reward/{k}": v for k, v in _means(parts).items()}
+    counters = _means([t.metrics for t in own])
+    row |= _by_source(groups) | _by_seat(every, rows)
     row |= {
         "episodes/total": len(every),
         "episodes/failed": sum(t.status == "failed" for t in every),
         "episodes/truncated": sum(t.status == "truncated" for t in every),
         "episodes/turns_mean": float(np.mean([t.num_turns for t in every])),
         "episodes/without_signal": sum(
-            len(g.trajectories) > 1 and not g.has_signal for g in groups
+            len(g.trajectories) > 1 and not g.has_signal and not g.trajectories[0].policy
+            for g in groups
         ),
         "response_length/mean": float(np.mean(lengths)),
         "response_length/min": min(lengths),
@@ -55,7 +62,7 @@ def step_metrics(
     }
     for name, value in counters.items():
         if name in (f"tokens/{c}" for c in TOKEN_COUNTERS):
-            row[name] = round(value * len(every))
+            row[name] = round(value * len(own))
         elif name not in ("turns", "seconds"):
             row[f"episode/{name}"] = value
     if rows:
@@ -83,6 +90,32 @@ def _by_source(groups: Sequence[Group]) -> dict[str, float]:
         rewards = [t.reward for t in episodes if t.status != "failed" and t.rewards]
         if rewards:
             row[f"reward/source/{name}"] = float(np.mean(rewards))
+    return row
+
+
+def _by_seat(trajectories: Sequence[Trajectory], rows: Sequence[Sample]) -> dict[str, float]:
+    """Mean reward of each seat and its raw parts, frozen seats included; and the mismatch of its
+    trained tokens."""
+    seat_of = {t.id: t.seat for t in trajectories if t.seat}
+    row: dict[str, float] = {}
+    for seat in sorted(set(seat_of.values())):
+        played = [t for t in trajectories if t.seat == seat and t.status != "failed" and t.rewards]
+        row[f"episodes/seat/{seat}"] = sum(t.seat == seat for t in trajectories)
+        if played:
+            row[f"reward/{seat}/mean"] = float(np.mean([t.reward for t in played]))
+        parts = _means([t.reward_parts for t in played])
+        row |= {f"reward/{seat}/{name}": value for name, value in parts.items()}
+        of_seat = [r for r in rows if seat_of[r.id.rpartition("/")[0]] == seat]
+        if of_seat and all("logprobs" in r.columns for r in of_seat):
+            trainer, rollout = (
+                torch.from_numpy(np.concatenate([r.columns[name][r.loss_mask] for r in of_seat]))
+                for name in ("logprobs", "rollout_logprobs")
+            )
+            found = measure(trainer, rollout).to_metrics(f"mismatch/by_seat/{seat}", by_part=False)
+            row |= {
+                f"mismatch/by_seat/{seat}/{k}": found[f"mismatch/by_seat/{seat}/{k}"]
+                for k in SEAT_FIGURES
+            }
     return row
 
 

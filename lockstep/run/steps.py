@@ -30,6 +30,7 @@ from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.episodes import play_tasks
 from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
+from lockstep.run.seats import open_seats
 from lockstep.run.step_metrics import check_failures, step_metrics
 from lockstep.run.training_run import TrainingRun, make_gateway, open_run
 from lockstep.run_config import Config
@@ -123,7 +124,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     seed_globals(config.seed, "step", step)
     torch.manual_seed(derive_seed(config.seed, "torch", step))
     batch = await run.buffer.take(step, partial(sample, run))
-    groups = batch.groups
+    groups = [part for group in batch.groups for part in group.by_seat()]
     if not groups:
         return None
     sampled = time.perf_counter()
@@ -291,7 +292,8 @@ async def sample(
         on_progress=lambda _: on_episode(),
     )
     if width := run.config.signal.length_penalty_tokens:
-        for trajectory in (each for group in groups for each in group.trajectories):
+        every = (each for group in groups for each in group.trajectories)
+        for trajectory in (each for each in every if not each.policy):
             punish_length(trajectory, max_tokens=run.config.max_tokens, width=width)
     return groups
 
@@ -313,6 +315,7 @@ def play_over(
     does."""
     shown = open_view()
     gateway = make_gateway(config, parts, shown)
+    parts.seats = open_seats(config, scratch=None)
 
     async def played() -> T:
         try:
@@ -332,5 +335,7 @@ async def _close(config: Config, parts: Parts, gateway: RunGateway) -> None:
     await parts.engine.close()
     if parts.teachers is not None:
         await parts.teachers.close()
+    for seat in parts.seats.values():
+        await seat.engine.close()
     if parts.publisher is not None:
         parts.publisher.close()

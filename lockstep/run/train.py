@@ -17,6 +17,7 @@ from lockstep.models.locate import CONFIG_FILES, locate_model
 from lockstep.observe.live import ViewKind, open_view
 from lockstep.run.build import resolve_device
 from lockstep.run.preflight import ModelFiles, check_side_by_side, preflight, summary
+from lockstep.run.seats import find_seats
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, check_place, default_run_path
 
@@ -95,6 +96,7 @@ def _begin(config: Config, path: Path, view: ViewKind, *, name: str = "") -> Mod
     shown.phase("checking settings, model and tasks")
     try:
         model_files = preflight(config, files=CONFIG_FILES)
+        find_seats(config)
     finally:
         shown.close()
     for line in (
@@ -119,6 +121,7 @@ def evaluate(
         raise ConfigError("evaluation.num_tasks=0 plays nothing: give evaluation.num_tasks=128.")
     config = replace(config, parallel=ParallelConfig())  # one process is enough to play
     model_files = preflight(config, is_training=False)
+    find_seats(config)
     from lockstep.run.steps import play_checkpoint  # imports torch
 
     return play_checkpoint(config, model_files, path, step=step)

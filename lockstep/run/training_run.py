@@ -34,6 +34,7 @@ from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine
+from lockstep.run.seats import open_seats
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
@@ -449,6 +450,7 @@ def open_run(
     with directory or nullcontext():
         config = replace(config, engine=sized_engine(config, model_files, resolve_device(config)))
         parts = build(config, model_files, ranks=ranks, base=base, scratch=path, on_wait=shown.note)
+        parts.seats = open_seats(config, scratch=path, on_wait=shown.note)
         run = TrainingRun(
             config,
             model_files,

@@ -37,7 +37,7 @@ from lockstep.types import (
     frozen_ids,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Written into every part. A reader refuses a part that is newer than itself."""
 
 # Rows that are read together when one trajectory is looked up.
@@ -108,6 +108,8 @@ _COLUMNS: tuple[tuple[str, pa.DataType, Callable[[_Row], Any]], ...] = (
     ("task_payload_json", pa.string(), lambda r: json.dumps(dict(r.task.payload))),
     ("id", pa.string(), lambda r: _text(r.trajectory.id)),
     ("trajectory_task_id", pa.string(), lambda r: _text(r.trajectory.task_id)),
+    ("seat", pa.string(), lambda r: _text(r.trajectory.seat)),
+    ("policy", pa.string(), lambda r: _text(r.trajectory.policy)),
     ("status", pa.string(), lambda r: r.trajectory.status),
     ("error", pa.string(), lambda r: _text(r.trajectory.error)),
     ("rewards", _list(_LEAF_REWARD), lambda r: list(r.trajectory.rewards.items())),
@@ -408,6 +410,8 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
         trajectory=Trajectory(
             id=row["id"],
             task_id=row["trajectory_task_id"],
+            seat=row.get("seat", ""),  # parts up to version 3 have no seats
+            policy=row.get("policy", ""),
             segments=[_segment(s, f"{where}, segment {i}") for i, s in enumerate(row["segments"])],
             rewards={entry["leaf"]: entry["reward"] for entry in row["rewards"]},
             reward_parts={entry["name"]: entry["value"] for entry in row["reward_parts"]},

@@ -132,7 +132,7 @@ def scored_trajectories(groups: Sequence[Group]) -> Scored:
         (index, trajectory)
         for index, group in enumerate(groups)
         for trajectory in group.trajectories
-        if trajectory.status != "failed" and trajectory.rewards
+        if trajectory.status != "failed" and trajectory.rewards and not trajectory.policy
     ]
 
 

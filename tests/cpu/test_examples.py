@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import random
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import lockstep
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, run_episode
+from lockstep.agent.match_loop import SeatPolicy, collect_matches
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.errors import ConfigError, EngineError, RendererError
 from lockstep.renderers.config import HarmonyConfig
@@ -126,6 +128,67 @@ def test_the_environment_trains_from_the_command_line(tmp_path):
     rows = rows_of(run)
     assert [row["step"] for row in rows] == [0, 1]
     assert all("reward/penalty" in row and row["episodes/failed"] == 0 for row in rows)
+
+
+def played(name, replies, *, seats, **task):
+    """The trajectories of one match of `examples/NAME.py`. replies: seat -> its turns' texts."""
+    renderer = HarmonyRenderer(byte_tokenizer(), HarmonyConfig())
+
+    def policy(seat):
+        texts = iter(replies[seat])
+        return SeatPolicy(
+            engine=FakeEngine(lambda _: renderer.render_reply(answer(next(texts)))),
+            renderer=renderer,
+            sampling=SamplingParams(max_tokens=64),
+        )
+
+    module = example(name)
+    kind = next(getattr(module, each) for each in dir(module) if each.lower() == f"{name}config")
+    config = kind(**task)
+    (group,) = asyncio.run(
+        collect_matches(
+            {seat: policy(seat) for seat in seats},
+            lambda task: config.match(task, AgentConfig()),
+            [next(config.tasks(split="train", seed=0))],
+            group_size=1,
+            budget=Budget(max_tokens=8192),
+            run_seed=0,
+        )
+    )
+    return group.trajectories
+
+
+def test_nim_is_won_by_the_last_stone_and_lost_by_a_move_against_the_rules(monkeypatch):
+    monkeypatch.setattr(random.Random, "randint", lambda *_: 6)
+    seats = {"first": ["2", "1"], "second": ["1", "2"]}
+    first, second = played("nim", seats, seats=seats)
+    said = [m.content for m in first.messages(first.leaves()[0])]
+    assert said == ["6 stones", "2", "3 stones", "1"]
+    assert (first.reward, second.reward) == (0.0, 1.0)
+    first, second = played("nim", {"first": ["2"], "second": ["4"]}, seats=seats)
+    assert (first.reward, second.reward, second.reward_parts["legal"]) == (1.0, 0.0, 0.0)
+
+
+def test_a_proposer_is_paid_for_questions_that_are_solved_sometimes():
+    seats = ("proposer", "solver")
+    tries = ["3", "3", "7", "8", "6"]  # the tries take turns: the second errs in the second term
+    proposer, *solvers = played(
+        "proposer", {"proposer": ["3+4+9"], "solver": tries}, seats=seats, num_solvers=2
+    )
+    assert proposer.reward == 0.5 and [t.reward for t in solvers] == [1.0, 0.0]
+    assert [t.num_turns for t in solvers] == [3, 2]
+    (alone,) = played("proposer", {"proposer": ["3+"], "solver": []}, seats=seats)
+    assert alone.reward == 0.0 and alone.reward_parts == {"valid": 0.0, "terms": 0.0}
+
+
+@pytest.mark.parametrize("name", ["nim", "proposer"])
+def test_a_match_makes_its_model_and_trains_from_the_command_line(name, tmp_path):
+    model, run = tmp_path / "made", tmp_path / "run"
+    make = ["sft", f"{name}-model", "--plugin", name, f"out={model}", "sft.steps=2"]
+    assert main([*make, "data.num_dialogues=200"]) == OK
+    words = ["train", name, "--plugin", name, f"model={model / 'model'}", "steps=1", *SMALL]
+    assert main([*words, "evaluation.at_start=false", f"out={run}"]) == OK
+    assert [row["episodes/failed"] for row in rows_of(run)] == [0]
 
 
 def test_the_loss_trains_from_the_command_line(tmp_path):

@@ -19,7 +19,11 @@ def group(name, *rewards):
 
 def metrics_of(*groups):
     return evaluation_metrics(
-        groups, name="sampled", label=lambda task: task.id[0], success_reward=1.0
+        groups,
+        num_samples=len(groups[0].trajectories),
+        name="sampled",
+        label=lambda task: task.id[0],
+        success_reward=1.0,
     )
 
 

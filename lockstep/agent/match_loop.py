@@ -1,0 +1,274 @@
+"""Plays matches: each seat's conversation is an episode of the agent loop, token in, token out.
+
+A match and its conversations run side by side. `ask` hands messages to a conversation, as if its
+environment had answered; the reply goes back to whoever asked. Each conversation has its own path,
+budget, draws and reward, and is a `Trajectory` of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.guard import described, guarded, shortened
+from lockstep.agent.loop import CLOSE_SECONDS, EpisodeSlots, run_episode
+from lockstep.agent.match import Match, OutOfBudget
+from lockstep.agent.rescoring import Rescorer
+from lockstep.agent.tasks import derive_seed
+from lockstep.agent.turns import Budget
+from lockstep.engines.base import Engine
+from lockstep.errors import RolloutError
+from lockstep.renderers.base import Renderer
+from lockstep.types import Group, Message, SamplingParams, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatPolicy:
+    """Who plays a seat."""
+
+    engine: Engine
+    renderer: Renderer
+    sampling: SamplingParams
+    name: str = ""
+    """Name of a frozen policy; "" is the policy in training."""
+
+
+async def collect_matches(
+    seats: Mapping[str, SeatPolicy],
+    make_match: Callable[[Task], Match],
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    budget: Budget,
+    run_seed: int,
+    step: int = 0,
+    split: str = "train",
+    slots: EpisodeSlots | None = None,
+    order: Callable[[], int] = lambda: 0,
+    rescorer: Rescorer | None = None,
+    on_progress: Callable[[Trajectory], None] | None = None,
+) -> list[Group]:
+    """Plays `group_size` matches of every task. Returns the trajectories of all seats of a task as
+    one group, in task order; `Group.by_seat` takes it apart.
+
+    Ids are `split/step/task/match/seat`, with `-N` behind the seat for its players after the first.
+    A player that was never asked has no trajectory. slots: limits concurrent matches. budget: of
+    each conversation. on_progress: called once for each match. Other arguments: see `collect`.
+    """
+    seen: Counter[str] = Counter()
+    slots = slots or EpisodeSlots()
+
+    async def work(task: Task, number: int) -> list[Trajectory]:
+        table = _Table(
+            seats=seats,
+            task=task,
+            id=f"{split}/{step}/{task.id}/{number}",
+            seed=derive_seed(run_seed, split, step, task.id, number),
+            budget=budget,
+            priority=order,
+            rescorer=rescorer,
+        )
+        async with slots:
+            played = await table.play(make_match)
+        if on_progress is not None:
+            on_progress(played[0])
+        return played
+
+    groups: list[tuple[Task, list[asyncio.Task[list[Trajectory]]]]] = []
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for task in tasks:
+                first = seen[task.id]
+                seen[task.id] += group_size
+                numbers = range(first, first + group_size)
+                groups.append((task, [workers.create_task(work(task, n)) for n in numbers]))
+        found = [
+            Group(task=task, trajectories=[t for job in jobs for t in job.result()])
+            for task, jobs in groups
+        ]
+        if rescorer is not None:
+            await rescorer.wait(t for group in found for t in group.trajectories)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        if rescorer is not None:
+            await rescorer.close()
+    return found
+
+
+class _Player(Environment):
+    """One conversation, as the agent loop sees it: what it observes is what the match asks."""
+
+    def __init__(self, table: _Table, seat: str, player: int) -> None:
+        self._table, self._seat, self._player = table, seat, player
+        self._heard: asyncio.Queue[Sequence[Message] | None] = asyncio.Queue()
+        self._reply: asyncio.Future[Message] | None = None
+        self._ended: Exception | None = None
+        """Raised for whoever asks from here on."""
+
+    @property
+    def name(self) -> str:
+        return f"{self._seat}-{self._player}" if self._player else self._seat
+
+    async def ask(self, messages: Sequence[Message]) -> Message:
+        if self._ended is not None:
+            raise self._ended
+        if self._reply is not None:
+            raise RolloutError(f"{self.name} was asked again before it had replied")
+        self._reply = asyncio.get_running_loop().create_future()
+        self._heard.put_nowait(messages)
+        try:
+            return await self._reply
+        finally:
+            self._reply = None
+
+    def end(self, reason: Exception | None) -> None:
+        """The conversation is over. reason: why it cannot reply; None if the match is over."""
+        self._ended = self._ended or reason
+        if self._reply is not None and not self._reply.done():
+            if reason is None:
+                self._reply.cancel()  # of an `ask` that the match no longer waits for
+            else:
+                self._reply.set_exception(reason)
+        self._heard.put_nowait(None)
+
+    # -- the agent loop's side --------------------------------------------------------------------
+
+    async def reset(self) -> Sequence[Message]:
+        self.tools = self._table.match.tools.get(self._seat, ())
+        messages = await self._heard.get()
+        assert messages is not None, "a player is there because it was asked"
+        return messages
+
+    async def step(self, message: Message) -> Observation:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(message)
+        messages = await self._heard.get()
+        return Observation(done=True) if messages is None else Observation(messages=messages)
+
+    async def score(self) -> Score:
+        self.end(OutOfBudget(f"the budget of {self.name} is used up"))
+        await self._table.is_over.wait()
+        return self._table.score_of(self._seat, self._player)
+
+    async def close(self) -> None:
+        self.end(RolloutError(f"the episode of {self.name} failed"))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Table:
+    """One match in the making."""
+
+    seats: Mapping[str, SeatPolicy]
+    task: Task
+    id: str
+    seed: int
+    budget: Budget
+    priority: Callable[[], int]
+    rescorer: Rescorer | None
+    match: Match = field(init=False)
+    conversations: asyncio.TaskGroup = field(init=False)
+    players: dict[tuple[str, int], _Player] = field(default_factory=dict[tuple[str, int], _Player])
+    """(seat, number) -> the player, in the order in which they were asked first."""
+    jobs: list[asyncio.Task[Trajectory]] = field(default_factory=list[asyncio.Task[Trajectory]])
+    scores: Any = None
+    failure: str = ""
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def play(self, make_match: Callable[[Task], Match]) -> list[Trajectory]:
+        """Trajectories of all players, in the order in which they were asked first; one that failed
+        for each seat if nobody was asked."""
+        async with asyncio.TaskGroup() as conversations:
+            self.conversations = conversations
+            await self._to_its_end(make_match)
+            for player in self.players.values():
+                player.end(None)
+            self.is_over.set()
+        if not self.players:
+            reason = self.failure or "match.play: it ended before a seat was asked"
+            return [
+                Trajectory(
+                    id=f"{self.id}/{seat}",
+                    task_id=self.task.id,
+                    seat=seat,
+                    policy=of_seat.name,
+                    status="failed",
+                    error=reason,
+                )
+                for seat, of_seat in self.seats.items()
+            ]
+        return [job.result() for job in self.jobs]
+
+    async def _to_its_end(self, make_match: Callable[[Task], Match]) -> None:
+        seconds, hooks = self.budget.max_seconds, count()
+
+        async def call(hook: Callable[[], Any], seconds: float) -> Any:
+            seed = derive_seed(self.seed, "hook", next(hooks))
+            return await guarded(hook, seconds=seconds, setting="agent.max_seconds", seed=seed)
+
+        async def played() -> None:
+            with suppress(OutOfBudget):  # what there is of the match is scored
+                await self.match.play(self._ask)
+
+        stage = "the match could not be made"
+        try:
+            self.match = await call(partial(make_match, self.task), seconds)
+            try:
+                stage = "match.play"
+                # Each conversation has its own clock, which ends before this one.
+                await call(played, 2 * seconds)
+                stage = "match.score"
+                self.scores = await call(self.match.score, seconds)
+            finally:
+                with suppress(Exception):  # the match is over
+                    await guarded(self.match.close, seconds=CLOSE_SECONDS)
+        except Exception as error:
+            self.failure = f"{stage}: {described(error)}"
+
+    async def _ask(self, seat: str, messages: Sequence[Message], *, player: int = 0) -> Message:
+        found = self.players.get((seat, player))
+        if found is None:
+            if seat not in self.seats:
+                raise RolloutError(f"no seat {seat!r}; the seats are {', '.join(self.seats)}")
+            found = self.players[seat, player] = _Player(self, seat, player)
+            self.jobs.append(self.conversations.create_task(self._converse(found, seat)))
+        return await found.ask(messages)
+
+    async def _converse(self, player: _Player, seat: str) -> Trajectory:
+        of_seat = self.seats[seat]
+        trajectory = await run_episode(
+            of_seat.engine,
+            of_seat.renderer,
+            player,
+            self.task,
+            trajectory_id=f"{self.id}/{player.name}",
+            seed=derive_seed(self.seed, player.name),
+            sampling=of_seat.sampling,
+            budget=self.budget,
+            rescorer=None if of_seat.name else self.rescorer,
+            priority=self.priority,
+        )
+        trajectory.seat, trajectory.policy = seat, of_seat.name
+        return trajectory
+
+    def score_of(self, seat: str, player: int) -> Score:
+        """Raises RolloutError where the match gave this player none."""
+        if self.failure:
+            raise RolloutError(self.failure)
+        of_seat = self.scores.get(seat) if isinstance(self.scores, Mapping) else None
+        if isinstance(of_seat, Score):
+            return of_seat
+        asked = sorted(number for name, number in self.players if name == seat)
+        if not isinstance(of_seat, Sequence) or len(of_seat) != len(asked):
+            raise RolloutError(
+                f"match.score returned {shortened(self.scores)}; expected a Score for {seat}, or "
+                f"one for each of its {len(asked)} players"
+            )
+        return of_seat[asked.index(player)]
