@@ -49,7 +49,7 @@ class LogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output that is not used has no gradient, not zeros
         T, V = len(ids), len(weight)
         logprobs = hidden.new_empty(ids.shape, dtype=torch.float32)
-        entropy, log_sums = hidden.new_empty(2, T, dtype=torch.float32)
+        entropy, log_sums = (hidden.new_empty(T, dtype=torch.float32) for _ in range(2))
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         rows = chunk_rows(V, hidden.device)
         # A single chunk is no larger than what one tile takes in backward anyway: keep it.

@@ -73,6 +73,26 @@ def test_two_processes_make_the_run_of_one(alone, arm, tmp_path):
             np.testing.assert_array_equal(a, b)  # the first step: the same weights, the same bits
 
 
+@pytest.mark.parametrize("signal", ["top_k", *(("sampled",) if PROOF else ())])
+def test_a_teacher_tells_two_processes_what_it_tells_one(signal, tmp_path):
+    """The teacher is whole on each; the student is spread over both."""
+    settings = (
+        *SMALL, "groups_per_step=4", "group_size=2", "distill.teacher.model=tiny-gpt-oss",
+        f"distill.signal={signal}", "distill.reward_coef=1", "evaluation=none",
+    )  # fmt: skip
+    found = []
+    for name, more in (("one", ()), ("two", ("parallel.processes=2",))):
+        config = resolve(find_recipe("quickstart"), (*settings, *more))
+        found.append(load_run(train(config, out=tmp_path / name, view="json").path).metrics)
+    names = {"distill/kl", "train/loss", "train/grad_norm", "reward/mean"}
+    names |= {"train/teacher_kl"} if signal == "top_k" else set()
+    for one, two in zip(*found, strict=True):
+        assert {n: two[n] for n in names} == pytest.approx(
+            {n: one[n] for n in names}, rel=1e-3, abs=1e-6
+        )
+    assert abs(found[0][1]["distill/kl"]) > 1e-5, "an update by rewards makes another policy"
+
+
 def test_a_task_that_comes_twice_stays_on_one_rank():
     tasks = [Task(id=name) for name in "abcabd"]
     assert deal_tasks(tasks, 2) == [[0, 2, 3], [1, 4, 5]]
