@@ -71,10 +71,10 @@ class Parts:
     """The model of values; None unless the advantage needs one."""
     teachers: Teachers | None = None
     """Models and servers that score the rows; None without `distill`."""
-    seats: Mapping[str, SeatPolicy] = field(default_factory=dict[str, "SeatPolicy"])
-    """Who plays the frozen seats of a task's matches."""
     hooks: RunHooks = field(default_factory=current_hooks)
     """Code from outside that steps into the run; by default none."""
+    seats: Mapping[str, SeatPolicy] = field(default_factory=dict[str, "SeatPolicy"])
+    """Who plays the frozen seats of a task's matches."""
 
     @property
     def renderer(self) -> Renderer:
@@ -254,17 +254,7 @@ def build(
             total_updates=config.steps * config.critic.updates_per_batch,
             ranks=ranks,
         )
-    return Parts(
-        model_files,
-        model,
-        engine,
-        trainer,
-        numerics,
-        publisher,
-        critic,
-        teachers=teachers,
-        hooks=hooks,
-    )
+    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks)
 
 
 def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder) -> Teachers:

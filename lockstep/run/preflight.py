@@ -436,6 +436,16 @@ def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFil
             config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
 
 
+def _teachers(distill: DistillConfig) -> str:
+    names = ", ".join(teacher.model for teacher in distill.teachers.values())
+    how = {
+        "sampled": "log-probs of sampled tokens, as advantages",
+        "top_k": f"{distill.divergence} KL over {distill.top_k} ids",
+        "full": f"{distill.divergence} KL over the vocabulary",
+    }[distill.signal]
+    return f"{names}; {how}, times {distill.coef:g}; rewards times {distill.reward_coef:g}"
+
+
 def check_fallback(config: ModelChoice) -> None:
     """Raises ConfigError listing the settings that a model which transformers runs cannot keep:
     before it is loaded, and before transformers is imported."""
@@ -592,6 +602,7 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
             f"{rate}; advantage {tag(type(config.advantage))}, objective "
             f"{tag(type(config.objective))}, {trainer.updates_per_batch} update(s) per step"
         ),
+        "teachers": "" if config.distill is None else _teachers(config.distill),
         "seats": ", ".join(
             f"{seat}: {frozen.model if isinstance(frozen, FrozenSeat) else 'the policy'}"
             for seat, frozen in {**dict.fromkeys(config.task.SEATS), **config.seats}.items()
