@@ -126,7 +126,7 @@ def distill() -> Config:
         steps=60,
         groups_per_step=16,
         group_size=1,
-        distill=DistillConfig(teacher=TeacherConfig(model="./runs/teacher"), signal="top_k"),
+        distill=DistillConfig(teacher=TeacherConfig(model="./runs/teacher"), signal="full"),
         trainer=replace(quickstart().trainer, lr=2e-3),
     )
 

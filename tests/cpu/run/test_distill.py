@@ -89,7 +89,7 @@ BAD = {
     "by_source.math.model=tiny-gpt-oss": "distill.by_source.math is a teacher of no task",
     "teacher.model=tiny-qwen3": r"has another tokenizer than model=tiny-gpt-oss: id \d+ is b",
     "teacher.model=/nowhere": "distill.teacher.model=/nowhere: .*neither a shipped model",
-    "top_k=9999": "ids, and distill.top_k=9999",
+    "signal=top_k top_k=9999": "ids, and distill.top_k=9999",
 }  # fmt: skip
 
 
