@@ -555,7 +555,9 @@ def run_of(name: str, condition: str, arm: str, seed: int) -> Run:
     return Run(words=("train", *start, *settings), path=path)
 
 
-def run_all(name: str, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
+def run_all(
+    name: str, conditions: Sequence[str], arms: Sequence[str], seeds: Sequence[int], jobs: int
+) -> None:
     """Runs what the results do not hold yet, seed by seed, and stores each run as it ends."""
     print(f"== {name}", flush=True)
     study = STUDIES[name]
@@ -582,7 +584,7 @@ def run_all(name: str, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> 
     missing = [
         (condition, arm, seed)
         for seed in seeds
-        for condition in study.conditions
+        for condition in conditions
         for arm in arms
         if str(seed) not in stored(results, name, condition, arm)["seeds"]
     ]
@@ -880,6 +882,7 @@ def main() -> None:
     )
     parser.add_argument("study", nargs="*", help=f"some of {', '.join(STUDIES)}; none is all")
     parser.add_argument("--arms", nargs="+", help="some arms alone")
+    parser.add_argument("--conditions", nargs="+", help="some conditions alone")
     parser.add_argument("--seeds", type=int, help="how many, from 0; usually as the study says")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--draw", action="store_true", help="run nothing: the plots again")
@@ -889,10 +892,18 @@ def main() -> None:
     for name in options.study or STUDIES:
         study = STUDIES[name]
         arms = options.arms or list(study.arms)
-        if unknown := [arm for arm in arms if arm not in study.arms]:
-            parser.error(f"{name} has no arm {', '.join(unknown)}; it has {', '.join(study.arms)}")
+        conditions = options.conditions or list(study.conditions)
+        for kind, asked, known in (
+            ("arm", arms, study.arms),
+            ("condition", conditions, study.conditions),
+        ):
+            if unknown := [each for each in asked if each not in known]:
+                parser.error(
+                    f"{name} has no {kind} {', '.join(unknown)}; it has {', '.join(known)}"
+                )
         if not options.draw:
-            run_all(name, arms, range(options.seeds or study.num_seeds), options.jobs)
+            seeds = range(options.seeds or study.num_seeds)
+            run_all(name, conditions, arms, seeds, options.jobs)
         if draw(name) is None:
             print(f"{name}: its plot stays as it is, for some of its runs have no curves")
 
