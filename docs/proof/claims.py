@@ -1047,7 +1047,9 @@ def main() -> int:
         parser.error(f"no measure {', '.join(unknown)}; there are {', '.join(every)}")
     if not options.judge and options.quick is None:
         for name, study in studies.STUDIES.items():
-            studies.run_all(name, list(study.arms), range(study.num_seeds), jobs=2)
+            studies.run_all(
+                name, list(study.conditions), list(study.arms), range(study.num_seeds), jobs=2
+            )
             studies.draw(name)
     old = before()
     figures = old["figures"] | measure(wanted)

@@ -109,9 +109,9 @@ def test_a_study_goes_on_from_its_results_and_runs_a_changed_arm_anew(
     def lines():
         return [line for line in capsys.readouterr().out.splitlines() if "seed" in line]
 
-    studies.run_all("moe", ["recomputed"], [0], jobs=1)
+    studies.run_all("moe", list(small_study.conditions), ["recomputed"], [0], jobs=1)
     assert len(lines()) == 1
-    studies.run_all("moe", list(small_study.arms), [0], jobs=1)
+    studies.run_all("moe", list(small_study.conditions), list(small_study.arms), [0], jobs=1)
     assert [line.partition(",")[0] for line in lines()] == ["moe: sound"]  # the other arm alone
     found = studies.read_results()["studies"]["moe"]["conditions"]["sound"]
     assert [list(arm["seeds"]) for arm in found.values()] == [["0"], ["0"]]
