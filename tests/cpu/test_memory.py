@@ -241,10 +241,11 @@ def test_an_engine_that_has_a_gpu_alone_takes_nine_tenths_of_what_is_free(monkey
     weight = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 2)
     model = SimpleNamespace(config=QWEN3, embedding=weight)
     token_bytes = QWEN3.cached_per_token * 2
-    alone = engine._sized(EmbeddedConfig(), model)
+    alone = engine.sized(EmbeddedConfig(), model)
     assert alone.kv_cache_tokens == int(0.9 * 8 * GIB) // token_bytes // 128 * 128
     assert alone.max_num_sequences == 256
-    beside = tinker_server._sized(EmbeddedConfig(), model, longest=512)
+    share = tinker_server.CACHE_SHARE
+    beside = engine.sized(EmbeddedConfig(), model, share=share, longest=512)
     assert beside.kv_cache_tokens == 2 * GIB // token_bytes // 128 * 128
 
 

@@ -108,7 +108,7 @@ if PROOF:
 def random_schedule(rng, *, is_routed, is_mixed):
     shared = prompt(12, seed=int(rng.integers(100)))
     schedule = []
-    for i in range(4 if PROOF else 3):
+    for i in range(4 if PROOF else 2):
         own = prompt(int(rng.integers(1, 12)), seed=1000 + i)
         ids = np.concatenate([shared[: int(rng.integers(0, 13))], own])
         sampling = {"max_tokens": int(rng.integers(2, 7)), "record_routes": is_routed}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.models.adapter_rows import Groups
@@ -140,6 +140,7 @@ def test_an_adapter_that_is_not_a_number_or_diverges_leaves_the_other_as_it_is()
 # -- rows of several adapters -----------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-1, 4), min_size=1, max_size=90).filter(lambda g: max(g) >= 0))
 def test_every_row_is_multiplied_in_its_group_once(group_of_row):
     group_T = np.array(group_of_row)
