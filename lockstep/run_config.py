@@ -332,6 +332,13 @@ class Config(ModelChoice):
                 "advantage out.",
             ),
             (
+                not distill.reward_coef
+                and (self.credit != CreditConfig() or self.signal.max_extra_tasks > 0),
+                "credit.* or signal.max_extra_tasks with distill.reward_coef=0: rewards train "
+                "nothing, and these would do nothing. Set distill.reward_coef above 0, or leave "
+                "them out.",
+            ),
+            (
                 is_served and self.agent.temperature != 1,
                 f"distill: a server scores at temperature 1, and agent.temperature="
                 f"{self.agent.temperature:g}. Set agent.temperature=1, or load the teacher into "

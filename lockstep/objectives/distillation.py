@@ -14,7 +14,8 @@ from lockstep.ops.head import chunk_rows
 
 Tensor = torch.Tensor
 
-# 1 - p of a probability that has rounded to 1, the least that float32 can tell.
+# 1 - p of a probability that has rounded to 1, the least that float32 can tell. Without it one such
+# token would be infinitely far from another that is as sure.
 SMALLEST_COMPLEMENT = torch.finfo(torch.float32).eps / 2
 
 
@@ -24,8 +25,8 @@ def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor, *, order: KLOrder = "re
 
     logprobs: [N, K] float32 of the student at ids that the teacher listed; carries gradient.
     teacher_logprobs: [N, K] at the same ids; constant. All other ids count as one outcome, so this
-    is a lower bound of the KL over the vocabulary (data processing inequality), and equal to it
-    where all but one id are listed. Source of the bound: Cover and Thomas 2006, theorem 2.8.1.
+    is a lower bound of the KL over the vocabulary, and equal to it where all but one id are listed.
+    Source of the bound: log sum inequality, Cover and Thomas 2006, theorem 2.7.1.
 
     >>> student, teacher = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
     >>> round(top_k_kl(student, teacher).item(), 4)      # .5 log(.5 / .25) + .5 log(.5 / .75)
@@ -67,7 +68,7 @@ def vocabulary_kl(
             teacher = torch.log_softmax(logits, -1)
         return _kl(student, teacher, order)
 
-    size = chunk_rows(shared, hidden.device)
+    size = max(1, chunk_rows(shared, hidden.device) // 4)  # logits and log-probs of both, at once
     parts = zip(hidden.split(size), teacher_hidden.split(size), strict=True)
     weight = head[:shared]
     return torch.cat(

@@ -21,6 +21,7 @@ from lockstep.agent.loop import truncation_notice
 from lockstep.agent.match import OutOfBudget
 from lockstep.config import differences, from_dict, tag, to_dict
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
+from lockstep.envs.mixture import MixtureConfig
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
@@ -377,10 +378,12 @@ def teacher_directory(teacher: TeacherConfig) -> Path:
 
     Raises ConfigError, RunError or CheckpointError if there are none.
     """
-    name, _, step = teacher.model.partition("@")
-    if (Path(name).expanduser() / "checkpoints").is_dir():
-        return checkpoint_of(load_run(name), int(step) if step.isdigit() else None) / "policy"
-    return locate_model(teacher.model)
+    name, at, step = teacher.model.partition("@")
+    if not (Path(name).expanduser() / "checkpoints").is_dir():
+        return locate_model(teacher.model)
+    if at and not step.isdigit():
+        raise ConfigError("expected RUN@STEP with a whole number for STEP.")
+    return checkpoint_of(load_run(name), int(step) if at else None) / "policy"
 
 
 def teacher_shapes(config: Config) -> tuple[ModelConfig, ...]:
@@ -393,8 +396,7 @@ def teacher_shapes(config: Config) -> tuple[ModelConfig, ...]:
 
 def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFiles) -> None:
     """Raises ConfigError for a teacher that cannot read what the student writes, or is missing."""
-    parts = getattr(config.task, "parts", {})
-    distill.check_sources(parts)
+    distill.check_sources(config.task.parts if isinstance(config.task, MixtureConfig) else {})
     if (
         distill.signal == "full"
         and config.parallel.shard

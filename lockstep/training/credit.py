@@ -45,7 +45,7 @@ def segment_advantages(
     process=return the rewards are in A and G instead.
 
     Sources: C over equal observations is GiGPO (Feng et al. 2025, arXiv 2505.10978), with every
-    episode once in the baseline of A. C(r_k) is MT-GRPO (Wei et al. 2025, arXiv 2505.11821), its
+    episode once in the baseline of A. C(r_k) is MT-GRPO (Zeng et al. 2025, arXiv 2505.11821), its
     sum the process supervision of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.3). V_k -
     V_k-1 is the local advantage of TreeRL (Hou et al. 2025, arXiv 2506.11902, eq. 3) and A its
     global one; TreeRL divides both by the root of the number of leaves, since it trains a shared

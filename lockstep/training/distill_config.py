@@ -19,8 +19,9 @@ class TeacherConfig:
     """One teacher: a model that scores the ids that the student sampled."""
 
     model: str = ""
-    """Model of the teacher, named as `model` is; or a run, as RUN or RUN@STEP. Its tokenizer must
-    give every id of the student's the same bytes."""
+    """Model of the teacher, named as `model` is; or RUN@STEP, or RUN for its best checkpoint, else
+    its last: name a step if that run may go on. Its tokenizer must give every id of the student's
+    the same bytes."""
     engine: ServedConfig | None = None
     """Server that runs the teacher: engine=sglang with engine.urls=URL. Of `model` only config and
     tokenizer are read then. none loads the model into the training process."""

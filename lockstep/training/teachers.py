@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.engines.base import Engine
-from lockstep.errors import EngineError, LockstepError, named
+from lockstep.errors import AlignmentError, EngineError, LockstepError, named
 from lockstep.training.distill_config import DistillConfig
 from lockstep.training.trainer import Metrics, Trainer
 from lockstep.types import Group, Sample
@@ -112,12 +112,19 @@ class Teachers:
 
 def gap_to_teacher(row: Sample) -> np.ndarray[Any, np.dtype[np.float32]]:
     """[trained tokens] float32: log teacher - log student of each, 0.0 where the sampler recorded
-    nothing.
+    nothing. Raises AlignmentError where the teacher's is no finite number.
 
     The advantage of on-policy distillation: its negative mean estimates KL(student || teacher). A
     token's gap is its own alone: later ones are not added to it (discount 0). Source: Lu et al.,
     On-Policy Distillation, Thinking Machines 2025.
     """
-    given = row.columns["teacher_logprobs"] - row.columns["rollout_logprobs"]
-    found = given[row.loss_mask]
-    return np.where(np.isnan(found), np.float32(0), found)
+    theirs, recorded = (
+        row.columns[name][row.loss_mask] for name in ("teacher_logprobs", "rollout_logprobs")
+    )
+    if not np.isfinite(theirs).all():
+        at = int(np.flatnonzero(~np.isfinite(theirs))[0])
+        raise AlignmentError(
+            f"sample {row.id}: the teacher's log-prob of trained token {at} is {theirs[at]}; it "
+            "must be a finite number. Are the teacher's weights whole?"
+        )
+    return np.where(np.isnan(recorded), np.float32(0), theirs - recorded)

@@ -487,7 +487,13 @@ class Trainer(Learner):
         hidden = take_rows(
             model(batch.ids, batch.positions, batch.context, routing), batch.predictors
         )
-        logprobs, entropy = model.log_probs(hidden, batch.targets, temperature=self.temperature)
+        logprobs, entropy = model.ops.log_probs(
+            hidden,
+            model.head,
+            batch.targets,
+            temperature=self.temperature,
+            support=batch.support,
+        )
         kl = torch.zeros_like(logprobs)
         for number, teacher in enumerate(self.teachers):
             mine = (where == number).nonzero()[:, 0]

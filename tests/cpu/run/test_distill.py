@@ -59,8 +59,9 @@ def test_a_run_may_teach(tmp_path):
     parent = train(config("steps=1"), out=tmp_path / "teacher", view="json").path
     for name in (parent, f"{parent}@1"):
         preflight(config(f"distill.teacher.model={name}"))
-    with pytest.raises(ConfigError, match=r"distill\.teacher\.model=.*@7: .*step"):
-        preflight(config(f"distill.teacher.model={parent}@7"))
+    for step, said in (("7", "step"), ("best", "expected RUN@STEP with a whole number")):
+        with pytest.raises(ConfigError, match=rf"distill\.teacher\.model=.*@{step}: .*{said}"):
+            preflight(config(f"distill.teacher.model={parent}@{step}"))
 
 
 def test_a_server_teaches_like_a_model_here(tmp_path):
@@ -102,6 +103,8 @@ def test_what_cannot_teach_is_refused_before_a_model_is_loaded(settings):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        (("credit.compare=turn",), "rewards train nothing"),
+        (("signal.max_extra_tasks=4",), "rewards train nothing"),
         (("advantage=gae",), "nothing would read the critic's advantages"),
         (("agent.top_p=0.9",), "would be compared over different ids"),
         (("parallel.sequence=2",), "works on whole rows"),

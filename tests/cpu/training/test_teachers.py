@@ -8,7 +8,7 @@ import torch
 from tiny_training import make_rows, make_trainer
 
 from lockstep.engines.base import Engine, Scores
-from lockstep.errors import ConfigError, EngineError
+from lockstep.errors import AlignmentError, ConfigError, EngineError
 from lockstep.objectives.config import PPOClip
 from lockstep.training.distill_config import DistillConfig, TeacherConfig
 from lockstep.training.teachers import Teachers
@@ -137,6 +137,14 @@ def test_each_source_has_the_teacher_of_its_name(tmp_path, signal):
     if signal != "sampled":
         expected = np.concatenate(gaps).mean()
         assert metrics["train/teacher_kl"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_teacher_without_a_number_is_named_and_not_taken_for_agreement(tmp_path):
+    trainer, teachers, rows, groups = parts(tmp_path, DistillConfig(teacher=OF_ALL))
+    with torch.no_grad():
+        teachers.models["distill.teacher"].embedding.fill_(float("nan"))
+    with pytest.raises(AlignmentError, match=r"the teacher's log-prob of trained token 0 is nan"):
+        score(trainer, teachers, rows, groups)
 
 
 class Server(Engine):
