@@ -94,6 +94,7 @@ def test_every_setting_that_stands_beside_a_peers_setting_is_one():
             given = span.split()
             needed = {"lora.": "lora.rank=8", "advantage.normalize": "advantage=grpo"}
             needed["objective.max_divergence"] = "objective=dppo"
+            needed["distill."] = "distill.teacher.model=tiny-gpt-oss"
             given = [more for name, more in needed.items() if name in span] + given
             resolve(find_recipe("quickstart"), given)
             tried += 1
