@@ -140,6 +140,8 @@ class PlanFacts:
     teachers: tuple[ModelConfig, ...] = ()
     """Teachers in this process, each of them whole."""
     lora: LoraShape | None = None
+    num_adapters: int = 1
+    """Policies over the model, each with an adapter of this shape."""
     critic: ModelConfig | None = None
     critic_freeze: tuple[str, ...] = ()
     is_invariant: bool = False
@@ -180,10 +182,18 @@ class PlanFacts:
         ]
         return size + (num_elements(outside) + 3 * max(blocks)) * self.a
 
+    def adapters(self) -> Shapes:
+        of_one = adapter_shapes(self.lora) if self.lora else {}
+        return {
+            f"{name}#{number}" if number else name: shape
+            for number in range(self.num_adapters)
+            for name, shape in of_one.items()
+        }
+
     def trained(self) -> Shapes:
-        """The policy's parameters that have a gradient."""
+        """The parameters that have a gradient."""
         shapes = decoder_shapes(self.model)
-        trainable = adapter_shapes(self.lora) if self.lora else shapes
+        trainable = self.adapters() if self.lora else shapes
         return _unfrozen(trainable, self.trainer.freeze, "trainer.freeze", others=shapes)
 
 
@@ -193,8 +203,7 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     device, host = {PROCESS: PROCESS_BYTES[facts.device]}, dict[str, int]()
     # The table of rotations: two numbers of head width per position, float32.
     rotations = 8 * facts.model.max_positions * facts.model.head_dim
-    adapter = adapter_shapes(facts.lora) if facts.lora else {}
-    device["weights"] = facts.weight_bytes(shapes | adapter) + rotations
+    device["weights"] = facts.weight_bytes(shapes | facts.adapters()) + rotations
     _add_optimizer(facts, facts.trained(), "", device, host)
     if facts.critic is not None:
         critic = decoder_shapes(replace(facts.critic, tie_embeddings=True))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from lockstep.agent.config import AgentConfig, FrozenSeat, SeatConfig
+from lockstep.agent.config import AgentConfig, FrozenSeat, OwnSeat, SeatConfig
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
 from lockstep.config import check_numbers, require, tag
@@ -265,6 +265,11 @@ class Config(ModelChoice):
         return Correction.bypass() if self.is_in_step else Correction.mis()
 
     @property
+    def own_seats(self) -> list[str]:
+        """Seats with a policy of their own that is trained too."""
+        return [seat for seat, policy in self.seats.items() if isinstance(policy, OwnSeat)]
+
+    @property
     def is_in_step(self) -> bool:
         """Whether the sampler is the trainer's own decoder, in its dtype and with its weights: the
         two then differ in their ops at most."""
@@ -373,11 +378,25 @@ class Config(ModelChoice):
                     f"seats.{seat} is set, and task={kind} has {there}. Leave it out, or take it "
                     f"out of a run's settings with seats.{seat}=none."
                 )
-        if known and all(isinstance(self.seats.get(seat), FrozenSeat) for seat in known):
+        others = (FrozenSeat, OwnSeat)
+        if known and all(isinstance(self.seats.get(seat), others) for seat in known):
             raise ConfigError(
-                f"every seat of task={kind} is frozen ({', '.join(known)}): nothing would be "
-                f"trained. Set seats.{known[0]}=policy."
+                f"no seat of task={kind} is left for the policy of the run ({', '.join(known)}). "
+                f"Set seats.{known[0]}=policy."
             )
+        for is_bad, text in (
+            (self.advantage.needs_critic, "advantage with a critic: set advantage=grpo or rloo"),
+            (self.distill is not None, "distill: leave it out"),
+            (
+                self.chosen_correction.behaviour == "averaged",
+                "correction.behaviour=averaged: leave it out, as sampler and trainer are one",
+            ),
+        ):
+            if self.own_seats and is_bad:
+                raise ConfigError(
+                    f"seats.{self.own_seats[0]}=own has an adapter and nothing beside it, and the "
+                    f"run has {text}."
+                )
 
     def _check_staleness(self) -> None:
         if not self.max_staleness and self.sync.kv == "keep":

@@ -696,7 +696,7 @@ class Trajectory:
     seat: str = ""
     """Seat of a match that it was played from; "" where one policy plays alone."""
     policy: str = ""
-    """Frozen policy that played it, and is never trained; "" is the policy in training."""
+    """Who played it, if not the policy of the run: a frozen one, or the one of its seat."""
     segments: list[Segment] = field(default_factory=list[Segment])
     rewards: dict[int, float] = field(default_factory=dict[int, float])
     """leaf -> reward."""
@@ -946,7 +946,7 @@ class Trajectory:
 
         A sampled segment is trained in the row of the first rewarded path through it, so each
         sampled token is trained once. Segments behind a rewarded end are not trained, and neither
-        is what a frozen policy sampled.
+        is what another policy sampled.
         """
         taken: set[int] = set()
         for leaf in () if self.policy else sorted(self.rewards):
@@ -1141,8 +1141,8 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards of a seat that is trained differ: a group baseline then tells good
-        from bad."""
+        """Whether the rewards of a seat of the run's policy differ: a group baseline then tells
+        good from bad."""
         for part in self.by_seat():
             scored = [t for t in part.trajectories if t.status != "failed" and t.rewards]
             if len({t.reward for t in scored if not t.policy}) > 1:

@@ -63,10 +63,18 @@ class SeatConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySeat(SeatConfig):
-    """The policy in training; what it samples there is trained. There is one: two that are trained
-    against each other take turns, each against a checkpoint of the other (`frozen`)."""
+    """The policy in training; what it samples there is trained."""
 
     TAG: ClassVar[str] = "policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSeat(SeatConfig):
+    """A policy of its own, trained in the same run: another LoRA adapter over the run's model, by
+    the same settings as the first. Its figures are `policy/SEAT/...`; a checkpoint has its adapter
+    in `seats/SEAT/policy`."""
+
+    TAG: ClassVar[str] = "own"
 
 
 @dataclass(frozen=True, kw_only=True)

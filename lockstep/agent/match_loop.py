@@ -37,7 +37,7 @@ class SeatPolicy:
     renderer: Renderer
     sampling: SamplingParams
     name: str = ""
-    """Name of a frozen policy; "" is the policy in training."""
+    """Name of another policy than that of the run."""
 
 
 async def collect_matches(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 Architecture = Literal["dense", "moe"]
 Level = Literal["unmeasured", "ok", "notice", "warning", "critical"]
@@ -51,7 +51,8 @@ def normal_band(architecture: Architecture, *, is_one_process: bool) -> tuple[fl
 def mismatch_alarm(
     metrics: Mapping[str, Any], architecture: Architecture, *, is_one_process: bool = False
 ) -> Alarm:
-    """Judges a metrics row's mismatch before the update.
+    """Judges a metrics row's mismatch before the update; that of the worst, where seats have
+    policies of their own.
 
     is_one_process: sampler and trainer run in one process over the same ops (the embedded engine).
 
@@ -59,6 +60,30 @@ def mismatch_alarm(
     >>> mismatch_alarm(row, "dense").level  # log-probs shifted by one token: k1 looks harmless
     'critical'
     """
+    alarms: list[Alarm] = []
+    for seat, row in policy_rows(metrics).items():
+        alarm = _judged(row, architecture, is_one_process=is_one_process)
+        alarms.append(replace(alarm, text=f"{seat}: {alarm.text}") if seat else alarm)
+    return max(alarms, key=lambda alarm: get_args(Level).index(alarm.level))
+
+
+def policy_rows(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The row of the run's policy, under "", and that of each seat with a policy of its own.
+
+    >>> policy_rows({"step": 3, "policy/second/train/lr": 0.1})["second"]
+    {'train/lr': 0.1}
+    """
+    rows: dict[str, dict[str, Any]] = {"": dict(metrics)}
+    for name, value in metrics.items():
+        if name.startswith("policy/"):
+            _, seat, of_seat = name.split("/", 2)
+            rows.setdefault(seat, {})[of_seat] = value
+    return rows
+
+
+def _judged(
+    metrics: Mapping[str, Any], architecture: Architecture, *, is_one_process: bool
+) -> Alarm:
     value, num_broken = mismatch(metrics), metrics.get("mismatch/nonfinite_tokens", 0)
     is_measured = "mismatch/k3" in metrics and metrics.get("mismatch/compared_tokens") != 0
     if num_broken > 0 or (is_measured and not math.isfinite(value)):

@@ -207,6 +207,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("unknown", "rows", "none", "Rows that claim no origin, as in supervised training."),
         ("differs", "rows", "down", "Rows that differ from what was drawn, trained by request."),
     ),
+    "policy/": (("*", "1", "none", "A figure of the policy of one seat: policy/SEAT/train/loss."),),
     "critic/": (
         ("loss", "1", "down", "Half the mean squared error of a value, clipped."),
         ("explained_variance", "1", "up", "Share of the returns' variance that it foresaw."),

@@ -75,10 +75,25 @@ class Parts:
     """Code from outside that steps into the run; by default none."""
     seats: Mapping[str, SeatPolicy] = field(default_factory=dict[str, "SeatPolicy"])
     """Who plays the frozen seats of a task's matches."""
+    own: Mapping[str, Parts] = field(default_factory=dict[str, "Parts"])
+    """Seat -> the parts of the policy that is trained there, over the same model."""
+    shared_engine: Engine | None = None
+    """The engine under the adapters of these policies, which the run closes."""
 
     @property
     def renderer(self) -> Renderer:
         return self.model_files.renderer
+
+    async def publish(self) -> dict[str, float]:
+        """Hands the weights of all policies to their engines. Returns `sync/...`; nothing where an
+        evaluation plays with an engine's own weights."""
+        if self.publisher is None:
+            return {}
+        metrics = await self.publisher.publish(self.trainer.version)
+        for seat, own in self.own.items():
+            found = await own.publish()
+            metrics |= {f"policy/{seat}/{name}": value for name, value in found.items()}
+        return metrics
 
 
 @dataclass(slots=True)

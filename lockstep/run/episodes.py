@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.agent.loop import Budget, EpisodeSlots, collect, training_sampling
@@ -48,7 +49,10 @@ async def play_tasks(
     task_config, how = config.task, usual | options
     if task_config.SEATS:
         trained = SeatPolicy(engine=engine, renderer=parts.renderer, sampling=how.pop("sampling"))
-        seats = {seat: parts.seats.get(seat, trained) for seat in task_config.SEATS}
+        seats = dict.fromkeys(task_config.SEATS, trained)
+        for seat, own in parts.own.items():
+            seats[seat] = replace(trained, engine=own.engine, name=seat)
+        seats |= parts.seats
         for name in ("gateway", "group_scorer"):  # of environments and agents
             how.pop(name, None)
         return await collect_matches(

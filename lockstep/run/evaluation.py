@@ -96,7 +96,7 @@ class Tester:
 
 
 def _by_seat(groups: Sequence[Group], name: str) -> dict[str, list[Group]]:
-    """NAME -> the groups without the trajectories of frozen policies; and NAME/SEAT -> those of
+    """NAME -> the groups without the trajectories of other policies; and NAME/SEAT -> those of
     each seat, where there are any. Tasks in which none of them played are left out."""
     out: dict[str, list[Group]] = {}
     for group in groups:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.agent.config import FrozenSeat
+from lockstep.agent.config import FrozenSeat, OwnSeat, SeatConfig
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
 from lockstep.agent.match import OutOfBudget
@@ -163,27 +163,31 @@ def check_side_by_side(configs: Sequence[Config]) -> None:
                     f"{first.name} and {config.name} would share one model and one engine, and "
                     f"{path} is {mine} and {theirs}. Set it alike, or train them in turn."
                 )
-        where = f"{config.name} trains beside others over one model"
-        for holds, text in (
-            (config.lora, "each needs an adapter of its own. Set lora.rank=16"),
-            (
-                config.is_in_step and not config.engine.num_workers,
-                "the engine samples in this process, in the trainer's dtype, for the weights in "
-                "training. Set engine=embedded, and leave engine.replicas, engine.dtype and "
-                "max_staleness out: each run samples while another trains",
-            ),
-            (
-                not config.engine.share_device,
-                "the engine cannot sleep while others sample. Leave engine.share_device out",
-            ),
-            (
-                config.parallel.num_processes(os.environ) == 1
-                and not config.placement.is_elsewhere(),
-                "they run in one process. Leave parallel and placement out",
-            ),
-        ):
-            if not holds:
-                raise ConfigError(f"{where}: {text}.")
+        check_shared_base(config, f"{config.name} trains beside others over one model")
+
+
+def check_shared_base(config: Config, where: str) -> None:
+    """Raises ConfigError, which begins with `where`, unless several adapters can be trained over
+    the model of this run."""
+    for holds, text in (
+        (config.lora, "each needs an adapter of its own. Set lora.rank=16"),
+        (
+            config.is_in_step and not config.engine.num_workers,
+            "the engine samples in this process, in the trainer's dtype, for the weights in "
+            "training. Set engine=embedded, and leave engine.replicas, engine.dtype and "
+            "max_staleness out",
+        ),
+        (
+            not config.engine.share_device,
+            "the engine cannot sleep while others sample. Leave engine.share_device out",
+        ),
+        (
+            config.parallel.num_processes(os.environ) == 1 and not config.placement.is_elsewhere(),
+            "they train in one process. Leave parallel and placement out",
+        ),
+    ):
+        if not holds:
+            raise ConfigError(f"{where}: {text}.")
 
 
 def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> None:
@@ -291,6 +295,7 @@ def memory_plan(
         device=device,
         trainer=config.trainer,
         lora=model_files.lora,
+        num_adapters=1 + len(config.own_seats) if isinstance(config, Config) else 1,
         num_ranks=world,
         sequence=config.parallel.sequence,
         is_sharded=config.parallel.shard and world > 1,
@@ -606,8 +611,8 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
         ),
         "teachers": "" if config.distill is None else _teachers(config.distill),
         "seats": ", ".join(
-            f"{seat}: {frozen.model if isinstance(frozen, FrozenSeat) else 'the policy'}"
-            for seat, frozen in {**dict.fromkeys(config.task.SEATS), **config.seats}.items()
+            f"{seat}: {_player(policy)}"
+            for seat, policy in {**dict.fromkeys(config.task.SEATS), **config.seats}.items()
         ),
         "tests": (
             f"{tests.num_tasks} held-out tasks, {'first and ' if tests.at_start else ''}last"
@@ -619,6 +624,12 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
     }
     lines = [f"{label:<11}{text}" for label, text in said.items() if text]
     return [*lines, *current_hooks().plan()]
+
+
+def _player(policy: SeatConfig | None) -> str:
+    if isinstance(policy, FrozenSeat):
+        return policy.model
+    return "an adapter of its own" if isinstance(policy, OwnSeat) else "the policy"
 
 
 def plan(config: Config, model_files: ModelFiles) -> list[str]:

@@ -1,10 +1,12 @@
-"""The frozen seats of a run: found before a model is loaded, and opened beside the policy."""
+"""The seats of a run that its policy does not play: checked before a model is loaded, and opened
+beside the policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.agent.config import FrozenSeat
 from lockstep.agent.loop import sampling_of
@@ -12,15 +14,19 @@ from lockstep.agent.match_loop import SeatPolicy
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.models.locate import CONFIG_FILES
-from lockstep.run.preflight import read_model_files
+from lockstep.run.build import Parts, SharedBase, build, load_model
+from lockstep.run.preflight import ModelFiles, check_shared_base, read_model_files
 from lockstep.run.served import Served, find_served, open_served
 from lockstep.run_config import Config
 from lockstep.store.run import load_run
+from lockstep.training.checkpoint import SEATS
 
 
 def find_seats(config: Config) -> dict[str, Served]:
     """Seat -> the frozen policy that plays it. Raises ConfigError naming the seat, without a model
-    in memory."""
+    in memory, also for a seat with a policy of its own that could not be trained."""
+    for seat in config.own_seats:
+        check_shared_base(config, f"seats.{seat}=own trains a second adapter over one model")
     frozen = {name: s for name, s in config.seats.items() if isinstance(s, FrozenSeat)}
     found: dict[str, Served] = {}
     for name, seat in frozen.items():
@@ -75,3 +81,37 @@ def open_seats(
             name=seat.model,
         )
     return out
+
+
+def build_policies(
+    config: Config,
+    model_files: ModelFiles,
+    *,
+    checkpoint: Path | None = None,
+    base: SharedBase | None = None,
+    scratch: Path | None = None,
+    **options: Any,
+) -> Parts:
+    """The parts of a run with the policies of all its seats. checkpoint: the one whose weights they
+    begin with; None takes the config's. Other arguments: those of `build`."""
+    own_seats, is_made = config.own_seats, base is None
+    if own_seats and base is None:
+        base = SharedBase(load_model(replace(config, lora=None), model_files))
+
+    def built(config: Config, at: Path | None) -> Parts:
+        weights = None if at is None else at / "policy"
+        return build(config, model_files, weights=weights, base=base, scratch=scratch, **options)
+
+    parts = built(config, checkpoint)
+    parts.own = {
+        seat: built(
+            replace(config, name=f"{config.name}.{seat}"),
+            None if checkpoint is None else checkpoint / SEATS / seat,
+        )
+        for seat in own_seats
+    }
+    if base is not None and is_made:
+        parts.shared_engine = base.engine
+    on_wait = options.get("on_wait", lambda text: None)
+    parts.seats = open_seats(config, scratch=scratch, on_wait=on_wait)
+    return parts

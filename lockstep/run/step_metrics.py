@@ -27,7 +27,7 @@ def step_metrics(
     """One row of metrics.jsonl, without `time/*`. trainer: the metrics of the update.
 
     Rewards are over the episodes that did not fail; counters are means over all of them. Those of
-    frozen policies are left out of both.
+    other policies are left out of both.
     """
     every = [t for g in groups for t in g.trajectories]
     own = [t for t in every if not t.policy]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +26,12 @@ from lockstep.errors import ContractError, OutOfMemoryError, RolloutError, is_ou
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import View, open_view
-from lockstep.run.build import Parts, build
+from lockstep.run.build import Parts
 from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.episodes import play_tasks
 from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
-from lockstep.run.seats import open_seats
+from lockstep.run.seats import build_policies
 from lockstep.run.step_metrics import check_failures, step_metrics
 from lockstep.run.training_run import TrainingRun, make_gateway, open_run
 from lockstep.run_config import Config
@@ -140,10 +141,14 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     signal = signal_metrics(run, batch)
     try:
         await run.leave_engine()
-        rows, sampled_rows, metrics = await beside(partial(align, run, groups))
+        rows, sampled_rows, metrics = await beside(partial(align, run, groups, run.parts))
         if (teachers := run.parts.teachers) is not None:
             metrics |= await teachers.score(rows, groups, run.parts.trainer, beside)
-        metrics |= await beside(partial(update, run, rows, sampled_rows))
+        metrics |= await beside(partial(update, run, rows, sampled_rows, run.parts))
+        for seat in run.parts.own:
+            own_rows, figures = await beside(partial(train_own, run, seat, groups))
+            sampled_rows = [*sampled_rows, *own_rows]
+            metrics |= figures
         run.advance()
     except UnequalTokenError as broken:
         run.save_if_whole()  # the state that samples this step again
@@ -217,12 +222,27 @@ def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
     return found
 
 
+def train_own(
+    run: TrainingRun, seat: str, groups: Sequence[Group]
+) -> tuple[list[Sample], dict[str, float]]:
+    """Trains the policy that the seat has of its own. Returns its rows, and `policy/SEAT/...`."""
+    played = [
+        Group(task=group.task, trajectories=[replace(t, policy="") for t in group.trajectories])
+        for group in groups
+        if group.trajectories[0].policy == seat
+    ]
+    parts = run.parts.own[seat]
+    rows, sampled_rows, metrics = align(run, played, parts)
+    metrics |= update(run, rows, sampled_rows, parts)
+    return sampled_rows, {f"policy/{seat}/{name}": value for name, value in metrics.items()}
+
+
 def align(
-    run: TrainingRun, groups: Sequence[Group]
+    run: TrainingRun, groups: Sequence[Group], parts: Parts
 ) -> tuple[list[Sample], list[Sample], dict[str, float]]:
     """Episodes to rows with advantages: those that are trained, and the same as they were sampled,
     before a hook changed them. The metrics say how old and how noisy the tokens are."""
-    config, parts = run.config, run.parts
+    config = run.config
     rows = rows_for_training(
         groups,
         config.advantage,
@@ -251,7 +271,7 @@ def align(
 
 
 def update(
-    run: TrainingRun, rows: Sequence[Sample], sampled_rows: Sequence[Sample]
+    run: TrainingRun, rows: Sequence[Sample], sampled_rows: Sequence[Sample], parts: Parts
 ) -> dict[str, Any]:
     """measure, correct, update: the policy, and the critic if there is one. Returns the metrics.
 
@@ -259,12 +279,12 @@ def update(
     """
     if not rows:
         return {}
-    config, trainer, critic = run.config, run.parts.trainer, run.parts.critic
+    config, trainer, critic = run.config, parts.trainer, parts.critic
     if run.step >= config.critic.steps_before_policy:
         metrics = trainer.update(rows, config.objective, config.chosen_correction)
     else:
         metrics = trainer.measure(rows, column="logprobs", is_checking=True).to_metrics("mismatch")
-    run.parts.hooks.after_update(rows, partial(trainer.forward, column=None))
+    parts.hooks.after_update(rows, partial(trainer.forward, column=None))
     if critic is not None:
         metrics |= critic.update(sampled_rows)
     every = config.trainer.measure_after_every
@@ -293,7 +313,8 @@ async def sample(
     )
     if width := run.config.signal.length_penalty_tokens:
         every = (each for group in groups for each in group.trajectories)
-        for trajectory in (each for each in every if not each.policy):
+        trained = {"", *run.parts.own}
+        for trajectory in (each for each in every if each.policy in trained):
             punish_length(trajectory, max_tokens=run.config.max_tokens, width=width)
     return groups
 
@@ -303,7 +324,7 @@ def play_checkpoint(
 ) -> tuple[dict[str, float], str]:
     """See `lockstep.run.train.evaluate`."""
     checkpoint = checkpoint_of(load_run(path), step)
-    parts = build(config, model_files, weights=checkpoint / "policy", is_training=False)
+    parts = build_policies(config, model_files, checkpoint=checkpoint, is_training=False)
     played = play_over(config, parts, lambda *shown: Tester(config, parts, *shown).test())
     return played[0], checkpoint.name
 
@@ -315,12 +336,10 @@ def play_over(
     does."""
     shown = open_view()
     gateway = make_gateway(config, parts, shown)
-    parts.seats = open_seats(config, scratch=None)
 
     async def played() -> T:
         try:
-            if parts.publisher is not None:
-                await parts.publisher.publish(parts.trainer.version)
+            await parts.publish()
             return await play(shown, gateway)
         finally:
             await _close(config, parts, gateway)
@@ -332,10 +351,13 @@ def play_over(
 async def _close(config: Config, parts: Parts, gateway: RunGateway) -> None:
     await gateway.close()
     await config.task.close()
-    await parts.engine.close()
+    for policy in (parts, *parts.own.values()):
+        await policy.engine.close()
+        if policy.publisher is not None:
+            policy.publisher.close()
+    if parts.shared_engine is not None:
+        await parts.shared_engine.close()
     if parts.teachers is not None:
         await parts.teachers.close()
     for seat in parts.seats.values():
         await seat.engine.close()
-    if parts.publisher is not None:
-        parts.publisher.close()

@@ -16,7 +16,7 @@ from lockstep.agent.loop import EpisodeSlots
 from lockstep.config import differences, to_dict
 from lockstep.errors import ConfigError, EngineError
 from lockstep.launch.ranks import FREEZE_FACTOR, Ranks
-from lockstep.observe.alarms import mismatch_alarm
+from lockstep.observe.alarms import mismatch_alarm, policy_rows
 from lockstep.observe.live import RunHeader, View, ViewKind, open_view
 from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
@@ -25,7 +25,6 @@ from lockstep.report.document import write_report
 from lockstep.run.build import (
     Parts,
     SharedBase,
-    build,
     recipe_of,
     resolve_device,
     tokenizer_of,
@@ -34,12 +33,13 @@ from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine
-from lockstep.run.seats import open_seats
+from lockstep.run.seats import build_policies
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
-from lockstep.training.checkpoint import CheckpointStore
+from lockstep.training.checkpoint import SEATS, CheckpointStore
 from lockstep.training.critic import CRITIC, Critic
+from lockstep.training.trainer import Trainer
 from lockstep.types import Group, Sample
 
 Monitor = Callable[..., dict[str, float]]
@@ -151,7 +151,7 @@ class TrainingRun:
         publisher = self.publisher
         is_first = publisher.version is None
         try:
-            metrics = await publisher.publish(self.parts.trainer.version)
+            metrics = await self.parts.publish()
         except EngineError:
             if self.ranks is not None:  # alone, any error after an update saves
                 self.save_unsaved()
@@ -244,8 +244,8 @@ class TrainingRun:
     def stop_reason(self, row: Mapping[str, Any]) -> str:
         """Why the run ends after this row of a step, by the setting that it names; "" if it goes
         on."""
-        config, family = self.config, self.model_files.model.family
-        is_skipped = row.get("train/skipped_updates", 0) > 0
+        config, family, rows = self.config, self.model_files.model.family, policy_rows(row).values()
+        is_skipped = any(of_policy.get("train/skipped_updates", 0) > 0 for of_policy in rows)
         self.num_skipped_steps = self.num_skipped_steps + 1 if is_skipped else 0
         alarm = mismatch_alarm(row, family, is_one_process=self.is_one_process)
         is_critical = alarm.level == "critical" or row.get("doctor/causes", 0) > 0
@@ -281,8 +281,13 @@ class TrainingRun:
         self._counts = self._num_updates()
 
     def _num_updates(self) -> tuple[int, ...]:
-        learners = (self.parts.trainer, self.parts.critic)
+        learners = (self.parts.trainer, self.parts.critic, *self.own_trainers.values())
         return tuple(learner.num_updates for learner in learners if learner is not None)
+
+    @property
+    def own_trainers(self) -> dict[str, Trainer]:
+        """Seat -> the trainer of its own policy."""
+        return {seat: own.trainer for seat, own in self.parts.own.items()}
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on."""
@@ -294,7 +299,12 @@ class TrainingRun:
         }
         metric = self.test_reward if self.tested_at == self.step else None
         self.checkpoints.save(
-            self.step, self.parts.trainer, state, metric=metric, critic=self.parts.critic
+            self.step,
+            self.parts.trainer,
+            state,
+            metric=metric,
+            critic=self.parts.critic,
+            seats=self.own_trainers,
         )
         self.saved_at = self.step
 
@@ -324,7 +334,7 @@ class TrainingRun:
                 self.directory.rewind(-2)
             self.warn("no checkpoint yet: the run begins again.")
             return
-        self._restore(newest, critic=self.parts.critic)
+        self._restore(newest, critic=self.parts.critic, seats=self.own_trainers)
         if self.directory is None:
             return
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
@@ -342,14 +352,21 @@ class TrainingRun:
             )
 
     def restore_origin(self, checkpoint: Path) -> None:
-        """Starts from another run's checkpoint; a critic that it lacks starts anew."""
+        """Starts from another run's checkpoint; a critic or a seat's policy that it lacks starts
+        anew."""
         has_critic = (checkpoint / CRITIC).is_dir()
         if self.parts.critic is not None and not has_critic:
             self.warn(f"{checkpoint} has no critic: this run's begins anew.")
-        self._restore(checkpoint, critic=self.parts.critic if has_critic else None)
+        seats = self.own_trainers
+        for seat in [seat for seat in seats if not (checkpoint / SEATS / seat).is_dir()]:
+            self.warn(f"{checkpoint} has no policy of seats.{seat}: this run's begins anew.")
+            del seats[seat]
+        self._restore(checkpoint, critic=self.parts.critic if has_critic else None, seats=seats)
 
-    def _restore(self, checkpoint: Path, *, critic: Critic | None) -> None:
-        state = self.checkpoints.load(checkpoint, self.parts.trainer, critic=critic)
+    def _restore(
+        self, checkpoint: Path, *, critic: Critic | None, seats: Mapping[str, Trainer]
+    ) -> None:
+        state = self.checkpoints.load(checkpoint, self.parts.trainer, critic=critic, seats=seats)
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
         self.tested_at, self.saved_at = state["tested_at"], self.step
         self.buffer.restore(self.step, state["tasks"])
@@ -449,8 +466,9 @@ def open_run(
     )
     with directory or nullcontext():
         config = replace(config, engine=sized_engine(config, model_files, resolve_device(config)))
-        parts = build(config, model_files, ranks=ranks, base=base, scratch=path, on_wait=shown.note)
-        parts.seats = open_seats(config, scratch=path, on_wait=shown.note)
+        parts = build_policies(
+            config, model_files, ranks=ranks, base=base, scratch=path, on_wait=shown.note
+        )
         run = TrainingRun(
             config,
             model_files,

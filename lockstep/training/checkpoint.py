@@ -8,6 +8,7 @@ step-000030/
     trainer.json            updates made, skipped, policy version
     state.json              the loop's state (position in the tasks, ...)
     critic/                 with advantage=gae: its model, optimizer and counters
+    seats/SEAT/             with seats.SEAT=own: policy, optimizer and counters of that seat
     manifest.json           every file with its size and digest; written last
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lockstep.errors import CheckpointError
@@ -31,8 +33,10 @@ from lockstep.store.files import sync_directory, write_json
 from lockstep.training.critic import CRITIC, Critic
 from lockstep.training.trainer import Trainer
 
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST, STATE, SEATS = "manifest.json", "state.json", "seats"
 FORMAT_VERSION = 1
+
+NO_SEATS: Mapping[str, Trainer] = MappingProxyType({})
 
 _NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = re.compile(r"\.step-(\d{6,})\.replaced")
@@ -71,6 +75,7 @@ class CheckpointStore:
         *,
         metric: float | None = None,
         critic: Critic | None = None,
+        seats: Mapping[str, Trainer] = NO_SEATS,
     ) -> Path:
         """Writes `step-NNNNNN`, replacing one of the same step, and removes old ones.
 
@@ -86,6 +91,8 @@ class CheckpointStore:
         trainer.save(beside)
         if critic is not None:
             critic.save(beside / CRITIC)
+        for seat, of_seat in seats.items():
+            of_seat.save(beside / SEATS / seat)
         if not trainer.is_writer:
             return target
         try:
@@ -117,16 +124,19 @@ class CheckpointStore:
         *,
         weights_only: bool = False,
         critic: Critic | None = None,
+        seats: Mapping[str, Trainer] = NO_SEATS,
     ) -> dict[str, Any]:
         """Restores the trainer.
 
-        weights_only: the models alone, for a run that starts from them. critic: restored too.
-        Returns the state that `save` was given. Raises CheckpointError if the checkpoint is torn,
-        of another model, or without the critic.
+        weights_only: the models alone, for a run that starts from them. critic, seats: restored
+        too. Returns the state that `save` was given. Raises CheckpointError if the checkpoint is
+        torn, of another model, or without one of these.
         """
         verify(checkpoint)
         if critic is not None:
             critic.load(checkpoint / CRITIC, weights_only=weights_only)
+        for seat, of_seat in seats.items():
+            of_seat.load(checkpoint / SEATS / seat, weights_only=weights_only)
         trainer.load(checkpoint, weights_only=weights_only)
         return json.loads((checkpoint / STATE).read_text("utf-8"))
 

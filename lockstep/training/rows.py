@@ -43,7 +43,7 @@ def rows_for_training(
     that compare with values; `values` and `returns` are then filled too. credit: how turns share
     the advantage of their episode, without a critic; None is CreditConfig().
 
-    Failed trajectories, those without a reward and those of frozen policies are left out, of the
+    Failed trajectories, those without a reward and those of other policies are left out, of the
     baseline too. A sampled segment that several leaves share is trained in one row, with the mean
     advantage of its leaves. A segment's own reward is, with a critic, given at the segment's last
     token, like the leaf's. Without one it counts as credit.process says; by default it is added to

@@ -29,7 +29,8 @@ from lockstep.memory import (
 from lockstep.models import experts
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.lora_config import LoraConfig, lora_shape
+from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape
+from lockstep.models.shapes import num_elements
 from lockstep.ops import head
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
@@ -146,6 +147,14 @@ def test_every_setting_that_saves_memory_lowers_the_plan(kind):
     )
     for cheaper in saving:
         assert plan_memory(cheaper).num_bytes < before, cheaper
+
+
+def test_each_adapter_over_the_model_has_weights_and_moments_of_its_own():
+    lora = lora_shape(LoraConfig(rank=4), QWEN3)
+    size = num_elements(adapter_shapes(lora))
+    one, two = (plan_memory(replace(facts(QWEN3, lora=lora), num_adapters=n)) for n in (1, 2))
+    assert part(two, "AdamW moments") == 2 * part(one, "AdamW moments") == 2 * 8 * size
+    assert part(two, "weights") - part(one, "weights") == 4 * size
 
 
 def test_state_is_counted_to_the_byte():

@@ -32,6 +32,8 @@ SMALL = (
     "agent.max_turns=2", "agent.max_turn_tokens=12", "trainer.warmup_updates=0",
 )  # fmt: skip
 FROZEN = ("seats.second=frozen", "seats.second.model=tiny-qwen3")
+OWN = ("seats.second=own", "lora.rank=4", "trainer.lr=0.01")
+SETTINGS = {"self_play": (), "against_frozen": FROZEN, "two_adapters": OWN}
 
 
 class Duel(Match):
@@ -71,18 +73,27 @@ def rows_of(path):
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
-def trained(tmp_path_factory, name, *settings):
-    return train(config(*settings), out=tmp_path_factory.mktemp(name) / "run", view="json").path
+def trained_at(path, *settings):
+    return train(config(*settings), out=path, view="json").path
+
+
+def trained(tmp_path_factory, name):
+    return trained_at(tmp_path_factory.mktemp(name) / "run", *SETTINGS[name])
 
 
 @pytest.fixture(scope="module")
 def self_play(tmp_path_factory):
-    return trained(tmp_path_factory, "self-play")
+    return trained(tmp_path_factory, "self_play")
 
 
 @pytest.fixture(scope="module")
 def against_frozen(tmp_path_factory):
-    return trained(tmp_path_factory, "frozen", *FROZEN)
+    return trained(tmp_path_factory, "against_frozen")
+
+
+@pytest.fixture(scope="module")
+def two_adapters(tmp_path_factory):
+    return trained(tmp_path_factory, "two_adapters")
 
 
 def test_self_play_trains_both_seats_with_a_kl_of_zero_in_each(self_play):
@@ -128,20 +139,89 @@ def test_a_frozen_seat_gives_no_rows_and_its_weights_never_change(against_frozen
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("kind", ["self_play", "against_frozen"])
+def adapters_of(path, step=3):
+    """Seat -> the bytes of its adapter."""
+    checkpoint = path / "checkpoints" / f"step-{step:06d}"
+    return {
+        "first": (checkpoint / "policy" / "adapter_model.safetensors").read_bytes(),
+        "second": (checkpoint / "seats/second/policy/adapter_model.safetensors").read_bytes(),
+    }
+
+
+def test_two_adapters_are_trained_each_on_its_seat_with_a_kl_of_zero(two_adapters):
+    steps = [row for row in rows_of(two_adapters) if "train/loss" in row]
+    assert len(steps) == 3
+    for row in steps:
+        assert row["mismatch/k3"] == row["policy/second/mismatch/k3"] == 0.0
+        both = row["mismatch/compared_tokens"] + row["policy/second/mismatch/compared_tokens"]
+        assert row["tokens/trained"] == row["mismatch/compared_tokens"] < both
+        assert row["training/rows"] == 12 and row["reward/mean"] == row["reward/first/mean"]
+        assert row["mismatch/by_seat/second/k3"] == 0.0
+        assert row["train/grad_norm"] != row["policy/second/train/grad_norm"] > 0
+    first, last = adapters_of(two_adapters, 1), adapters_of(two_adapters)
+    assert len({*first.values(), *last.values()}) == 4
+    for record in load_run(two_adapters).trajectories(2):
+        assert record.trajectory.policy == ("second" if record.trajectory.seat == "second" else "")
+        assert any(p is not None for p in record.trainer_logprobs)
+
+
+def test_what_two_adapters_sample_is_what_their_checkpoints_give(two_adapters):
+    """Each seat's log-probs of step 2, by a model that is loaded with the adapter of step 2."""
+    run, loaded = load_run(two_adapters), {}
+    checkpoint = two_adapters / "checkpoints" / "step-000002"
+    for seat, part in {"first": "policy", "second": "seats/second/policy"}.items():
+        frozen = ("seats.second=frozen", f"seats.second.model={checkpoint / part}")
+        loaded[seat] = open_seats(config(*frozen), scratch=None)["second"].engine
+
+    async def check():
+        for record in run.trajectories(2):
+            (leaf,) = record.trajectory.leaves()
+            given = record.trajectory.row(leaf).columns["rollout_logprobs"]
+            drawn = ~np.isnan(given)
+            gaps = {}
+            for seat, engine in loaded.items():
+                ids = record.trajectory.path_ids(leaf)
+                scores = await engine.score(ids, distribution="tempered")
+                gaps[seat] = float(np.abs(scores.logprobs[drawn] - given[drawn]).max())
+            seat = record.trajectory.seat
+            assert gaps.pop(seat) == 0.0 and min(gaps.values()) > 0
+        for engine in loaded.values():
+            await engine.close()
+
+    asyncio.run(check())
+
+
+def test_a_run_begins_with_both_adapters_of_another_or_says_what_it_lacks(
+    two_adapters, tmp_path, capsys
+):
+    train(config(*OWN, "steps=4"), out=tmp_path / "both", start=(two_adapters, 3), view="json")
+    found = adapters_of(tmp_path / "both", 4)
+    assert not {*found.values()} & {*adapters_of(two_adapters).values()}
+    words = ["eval", str(tmp_path / "both"), "--json"]
+    assert main(words) == OK
+    assert "eval/sampled/second/mean@1" in json.loads(capsys.readouterr().out)["metrics"]
+
+    one = trained_at(tmp_path / "one", "lora.rank=4", "steps=1")
+    train(config(*OWN, "steps=2"), out=tmp_path / "lacks", start=(one, 1))
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "has no policy of seats.second: this run's begins anew" in said
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
 def test_a_run_that_was_cut_short_resumes_to_the_same_bits(kind, request, tmp_path):
     whole, cut = request.getfixturevalue(kind), tmp_path / "run"
     shutil.copytree(whole, cut)
     for step in (2, 3):
         shutil.rmtree(cut / "checkpoints" / f"step-{step:06d}")
-    settings = FROZEN if kind == "against_frozen" else ()
-    train(config(*settings), out=cut, resume=True, view="json")
+    train(config(*SETTINGS[kind]), out=cut, resume=True, view="json")
     assert rows_of(cut) == rows_of(whole)
     left, right = (
         sorted((path / "checkpoints" / "step-000003" / "policy").glob("*.safetensors"))
         for path in (whole, cut)
     )
     assert [file.read_bytes() for file in left] == [file.read_bytes() for file in right]
+    if kind == "two_adapters":
+        assert adapters_of(cut) == adapters_of(whole)
 
 
 def test_eval_plays_held_out_matches_against_any_opponent(self_play, capsys):
@@ -168,8 +248,10 @@ def test_doctor_replay_and_report_read_a_run_with_seats(against_frozen, capsys):
         (["seats.second=frozen"], "seats.second: model is empty, and a frozen seat needs a policy"),
         (
             [*FROZEN, "seats.first=frozen", "seats.first.model=tiny-math"],
-            r"every seat of task=duel is frozen \(first, second\): nothing would be trained",
+            r"no seat of task=duel is left for the policy of the run \(first, second\)",
         ),
+        ([*OWN, "advantage=gae"], "seats.second=own has an adapter and nothing beside it"),
+        ([*OWN, "distill.teacher.model=tiny-qwen3"], "and the run has distill: leave it out"),
         (["task=docsearch", "seats.second=policy"], "task=docsearch has no seats"),
     ],
 )
@@ -200,6 +282,20 @@ def test_a_frozen_policy_that_is_not_there_is_named_before_a_model_is_loaded(
                 ["device=cuda", "seats.second=frozen", f"seats.second.model={seat.model}"],
             )
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["seats.second=own"], "each needs an adapter of its own. Set lora.rank=16"),
+        ([*OWN, "max_staleness=1"], "leave engine.replicas, engine.dtype and max_staleness out"),
+        ([*OWN, "engine.dtype=bfloat16"], "Set engine=embedded, and leave"),
+        ([*OWN, "parallel.processes=2"], "they train in one process. Leave parallel"),
+    ],
+)
+def test_a_second_adapter_needs_one_model_in_one_process(settings, message):
+    with pytest.raises(ConfigError, match=f"seats.second=own trains a second adapter .*{message}"):
+        find_seats(config(*settings))
 
 
 def test_a_match_that_asks_nobody_or_cannot_begin_is_found_before_the_run(tmp_path, monkeypatch):
