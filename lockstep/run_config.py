@@ -378,11 +378,10 @@ class Config(ModelChoice):
                     f"seats.{seat} is set, and task={kind} has {there}. Leave it out, or take it "
                     f"out of a run's settings with seats.{seat}=none."
                 )
-        others = (FrozenSeat, OwnSeat)
-        if known and all(isinstance(self.seats.get(seat), others) for seat in known):
+        if known and all(isinstance(self.seats.get(seat), FrozenSeat) for seat in known):
             raise ConfigError(
-                f"no seat of task={kind} is left for the policy of the run ({', '.join(known)}). "
-                f"Set seats.{known[0]}=policy."
+                f"every seat of task={kind} is frozen ({', '.join(known)}): nothing would be "
+                f"trained. Set seats.{known[0]}=policy."
             )
         for is_bad, text in (
             (self.advantage.needs_critic, "advantage with a critic: set advantage=grpo or rloo"),

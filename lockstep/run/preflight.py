@@ -128,6 +128,12 @@ def preflight(
             "trainer.routing_replay=recompute."
         )
     check_parallel(config, model_files.model)
+    seats, others = config.task.SEATS, (FrozenSeat, OwnSeat)
+    if is_training and seats and all(isinstance(config.seats.get(s), others) for s in seats):
+        raise ConfigError(
+            f"no seat is left for the policy of the run ({', '.join(seats)}): it would not be "
+            f"trained. Set seats.{seats[0]}=policy."
+        )
     if is_training and not config.placement.is_elsewhere():
         check_memory(config, model_files, config.expected_device)
     config.task.check()

@@ -200,6 +200,10 @@ def test_a_run_begins_with_both_adapters_of_another_or_says_what_it_lacks(
     words = ["eval", str(tmp_path / "both"), "--json"]
     assert main(words) == OK
     assert "eval/sampled/second/mean@1" in json.loads(capsys.readouterr().out)["metrics"]
+    against = ["seats.first=frozen", "seats.first.model=tiny-qwen3"]
+    assert main([*words, *against]) == OK
+    found = json.loads(capsys.readouterr().out)["metrics"]
+    assert "eval/sampled/second/mean@1" in found and "eval/sampled/mean@1" not in found
 
     one = trained_at(tmp_path / "one", "lora.rank=4", "steps=1")
     train(config(*OWN, "steps=2"), out=tmp_path / "lacks", start=(one, 1))
@@ -248,7 +252,7 @@ def test_doctor_replay_and_report_read_a_run_with_seats(against_frozen, capsys):
         (["seats.second=frozen"], "seats.second: model is empty, and a frozen seat needs a policy"),
         (
             [*FROZEN, "seats.first=frozen", "seats.first.model=tiny-math"],
-            r"no seat of task=duel is left for the policy of the run \(first, second\)",
+            r"every seat of task=duel is frozen \(first, second\): nothing would be trained",
         ),
         ([*OWN, "advantage=gae"], "seats.second=own has an adapter and nothing beside it"),
         ([*OWN, "distill.teacher.model=tiny-qwen3"], "and the run has distill: leave it out"),
@@ -282,6 +286,13 @@ def test_a_frozen_policy_that_is_not_there_is_named_before_a_model_is_loaded(
                 ["device=cuda", "seats.second=frozen", f"seats.second.model={seat.model}"],
             )
         )
+
+
+def test_a_run_needs_a_seat_for_its_policy(tmp_path, capsys):
+    words = ["train", "quickstart", *SMALL, *OWN, "seats.first=own", f"out={tmp_path / 'run'}"]
+    assert main(words) == BAD_INPUT
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no seat is left for the policy of the run (first, second)" in said
 
 
 @pytest.mark.parametrize(
