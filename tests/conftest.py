@@ -1,6 +1,9 @@
 """Shared by all tests: what is set before torch starts."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -9,6 +12,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # first GEMM of the process, and here other tests come first.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+from full_counts import LEFT_TO_PROOF, PROOF
+
 from lockstep.ops.invariant import ask_for_reproducible_gemm
 
 ask_for_reproducible_gemm()  # read at the first GEMM of the process, whichever test that is in
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k takes tests away
+def pytest_collection_modifyitems(config, items):
+    """Skips the tests that are left to `make proof`. Raises UsageError for one that does not
+    exist."""
+    found = {}
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        found.setdefault(file, set()).add(item.name)
+        if not PROOF and item.name in LEFT_TO_PROOF.get(file, ()):
+            item.add_marker(pytest.mark.skip(reason="a long test, of `make proof` alone"))
+    for file in found.keys() & LEFT_TO_PROOF.keys():
+        gone = set(LEFT_TO_PROOF[file]) - found[file]
+        if gone and not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"full_counts.py: {file} has no {', '.join(sorted(gone))}")
