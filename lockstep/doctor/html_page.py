@@ -122,10 +122,7 @@ def _rows_to_show(
 
 
 def row_document(
-    rows: Rows,
-    *,
-    why: Sequence[str],
-    evidence: Sequence[Mapping[str, Any]] = (),
+    rows: Rows, *, why: Sequence[str], evidence: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """One row (`rows` has no other) as the page's scripts read a trajectory: a chain of segments,
     each sampled or observed. `begin` is the place of a segment's first token in its row. Of a row
@@ -148,17 +145,16 @@ def row_document(
     segments: list[Segment] = []
     for number, (begin, end) in enumerate(spans):
         version = -1 if versions is None else int(versions[begin])
-        segments.append(
-            Segment(
-                parent=number - 1 if number else None,
-                token_ids=rows.token_ids[begin:end],
-                is_sampled=bool(rows.sampled[begin]),
-                turn=max(int(rows.turns[begin]), 0),
-                logprobs=logprobs[number],
-                policy_version=None if version < 0 else version,
-                messages=tuple(messages[number]),
-            )
+        segment = Segment(
+            parent=number - 1 if number else None,
+            token_ids=rows.token_ids[begin:end],
+            is_sampled=bool(rows.sampled[begin]),
+            turn=max(int(rows.turns[begin]), 0),
+            logprobs=logprobs[number],
+            policy_version=None if version < 0 else version,
+            messages=tuple(messages[number]),
         )
+        segments.append(segment)
     record = TrajectoryRecord(
         step=-1,
         group=-1,

@@ -307,7 +307,7 @@ class Watch:
         finally:
             self._ended = self._clock()
             self._spent = self._ended - began + seconds_before
-        self._tell(step, new)
+        self._tell(new)
         return {**found, "time/doctor_seconds": self._spent}
 
     def _rows_of_look(self) -> int:
@@ -406,7 +406,7 @@ class Watch:
             )
         return new
 
-    def _tell(self, step: int, new: Sequence[MismatchError]) -> None:
+    def _tell(self, new: Sequence[MismatchError]) -> None:
         for error in new:
             if callable(self.on_cause):
                 self.on_cause(error)

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +35,8 @@ an unused address does neither."""
 
 TELL_SECONDS = 15.0
 """Interval of the messages about a server that does not answer yet."""
+
+_compact = partial(json.dumps, separators=(",", ":"), allow_nan=False)
 
 WAIT_SECONDS = 0.2
 """Wait between two checks whether a server is up."""
@@ -170,11 +173,7 @@ class HttpClient:
     # -- before there is one ------------------------------------------------------------------
 
     def call_now(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        seconds: float | None = None,
+        self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float | None = None
     ) -> Any:
         """A blocking request, for questions before the event loop runs: a POST if there is a body.
         Works beside a running loop too."""
@@ -240,10 +239,6 @@ class HttpClient:
         return f" Is the server up? It is started with: {self._how_started}"
 
 
-def _compact(body: Any) -> str:
-    return json.dumps(body, separators=(",", ":"), allow_nan=False)
-
-
 def _parsed(where: str, content: bytes) -> Any:
     try:
         return json.loads(content)
@@ -274,9 +269,9 @@ def _message_in(answer: Any) -> str:
 
 def _shortened(text: str) -> str:
     text = " ".join(text.split())
-    return (
-        text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} ... ({len(text)} characters)"
-    )
+    if len(text) <= MAX_MESSAGE:
+        return text
+    return f"{text[:MAX_MESSAGE]} ... ({len(text)} characters)"
 
 
 def _reason(error: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -435,3 +435,11 @@ def _wake(waiters: list[asyncio.Future[None]]) -> None:
 def _asked(request: Request) -> tuple[object, ...]:
     prompt = np.asarray(request.prompt_ids, np.int64).tobytes()
     return prompt, request.seed, request.sampling, request.routes_from, request.adapter
+
+
+def no_adapter(where: str, name: str, loaded: Iterable[str]) -> EngineError:
+    """The error for an adapter that an engine does not have."""
+    return EngineError(
+        f"{where}: the engine has no adapter {name!r}; loaded are: {', '.join(loaded) or 'none'}. "
+        "load_adapter loads one."
+    )

@@ -22,15 +22,9 @@ import numpy as np
 
 from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.config import PoolConfig
-from lockstep.engines.ledger import (
-    Entry,
-    Ledger,
-    checked_prompt,
-    end_delta,
-    ending_of,
-    rest_of,
-)
+from lockstep.engines.ledger import Entry, Ledger, checked_prompt, end_delta, ending_of, rest_of
 from lockstep.errors import CapabilityError, ConfigError, EngineDownError, EngineError, LeaseError
+from lockstep.launch.event_loop import running
 from lockstep.types import Delta, FinishReason, Int32Array, Request, SamplingParams
 
 NUM_HOMES = 65536
@@ -43,15 +37,8 @@ CLOSE_SECONDS = 60.0
 """Longest wait for a replica to close: a frozen one must not hold up the end of a run."""
 
 EVENTS = (
-    "lost_replicas",
-    "frozen_replicas",
-    "returned_replicas",
-    "retries",
-    "continued_tokens",
-    "lost_replies",
-    "wrong_versions",
-    "spilled_requests",
-    "failed_requests",
+    *("lost_replicas", "frozen_replicas", "returned_replicas", "retries", "continued_tokens"),
+    *("lost_replies", "wrong_versions", "spilled_requests", "failed_requests"),
 )
 """Events that a pool counts."""
 
@@ -450,11 +437,9 @@ class Pool(Engine):
         deadline = _now() + self._config.wait_seconds
         while True:
             self._ledger.check_open()
-            ready = [
-                r
-                for r in self._replicas
-                if r.state == "ready" and (at_least is None or r.version >= at_least)
-            ]
+            ready = [r for r in self._replicas if r.state == "ready"]
+            if at_least is not None:
+                ready = [r for r in ready if r.version >= at_least]
             if ready:
                 others = [r for r in ready if r not in tries.replicas]
                 return self._pick(others or ready, tries.affinity)
@@ -550,10 +535,7 @@ class Pool(Engine):
 
     def _watch(self) -> None:
         """Starts the task that looks after the replicas, unless it runs."""
-        loop = asyncio.get_running_loop()
-        watcher = self._watcher
-        if watcher is None or watcher.done() or watcher.get_loop() is not loop:
-            self._watcher = loop.create_task(self._look_after())
+        self._watcher = running(self._watcher, self._look_after)
 
     async def _look_after(self) -> None:
         config = self._config

@@ -38,6 +38,7 @@ from lockstep.engines.ledger import (
     checked_text,
     ending_of,
     limit_of,
+    no_adapter,
     rest_of,
     seed_after,
 )
@@ -281,24 +282,21 @@ class ServedEngine(Engine):
                 self._cut(reply)
 
     async def pause(self) -> None:
-        async with self._lock:
-            self._ledger.check_open()
+        async with self._changing():
             await self._close_gate()
             self._ledger.is_paused = True
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
         """Requests continue as new calls. With "keep" they find their tokens in the server's prefix
         cache, if it has one, unless the weights have changed since."""
-        async with self._lock:
-            self._ledger.check_open()
+        async with self._changing():
             if self._ledger.is_paused:
                 self._ledger.is_paused = False
                 self._is_cache_old |= kv == "drop"
                 await self._open_gate()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        async with self._lock:
-            self._ledger.check_open()
+        async with self._changing():
             check_source(source, self.capabilities)
             if self._lease is not None:  # nobody else's weights are replaced
                 self._lease.claim(await self.wire.read_label())
@@ -320,8 +318,7 @@ class ServedEngine(Engine):
     async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
         """See `Engine.load_adapter`: a directory in PEFT's form, which stays until the adapter is
         dropped or has other tensors. Calls of other names go on."""
-        async with self._lock:
-            self._ledger.check_open()
+        async with self._changing():
             if not self.capabilities.has_adapters:
                 await super().load_adapter(name, source, version=version)
             wire_name = f"{name}~{self._name}-{next(self._num_calls)}"
@@ -341,22 +338,14 @@ class ServedEngine(Engine):
             elif len(reply.token_ids) > reply.num_sent:
                 self._send(reply, "weight_update")
         calls = [call for call, of in self._calls.items() if of is not None and of.is_moving]
-        await self._settle(calls)
-        for call in calls:
-            call.cancel()
-        if calls:
-            await asyncio.wait(calls)
+        await self._end_calls(calls)
 
     async def drop_adapter(self, name: str) -> None:
         """See `Engine.drop_adapter`."""
-        async with self._lock:
-            self._ledger.check_open()
+        async with self._changing():
             adapter = self._adapters.pop(name, None)
             if adapter is None:
-                known = ", ".join(self._adapters) or "none"
-                raise EngineError(
-                    f"drop_adapter: the engine has no adapter {name!r}; loaded are: {known}."
-                )
+                raise no_adapter("drop_adapter", name, self._adapters)
             text = f"the adapter {name!r} was dropped while the request was in flight."
             for reply in self._replies_of(name):
                 call_id = reply.call_id
@@ -397,8 +386,7 @@ class ServedEngine(Engine):
 
     async def sleep(self) -> None:
         """Requests in flight keep their place and continue after `wake`; new ones are refused."""
-        async with self._lock:
-            self._ledger.check_open()
+        async with self._changing():
             if not self.capabilities.has_sleep:
                 raise CapabilityError(
                     f"sleep: engine {self.capabilities.name} cannot give its memory back. Give the "
@@ -410,8 +398,7 @@ class ServedEngine(Engine):
                 self._ledger.is_asleep = self._is_cache_old = True
 
     async def wake(self) -> None:
-        async with self._lock:
-            self._ledger.check_open()
+        async with self._changing():
             if self._ledger.is_asleep:
                 await self.wire.wake()
                 self._ledger.is_asleep = False
@@ -430,11 +417,15 @@ class ServedEngine(Engine):
 
     # -- calls --------------------------------------------------------------------------------
 
-    @property
-    def _lock(self) -> asyncio.Lock:
-        """Held while the state of the server changes, so that pauses, loads and sleeps follow each
-        other. One per event loop: a lock that was waited for serves no other."""
-        return self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    @contextlib.asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """Inside of it the state of the server changes: pauses, loads and sleeps follow each other.
+
+        A lock per event loop: one that was waited for serves no other. Raises EngineError if the
+        engine is closed."""
+        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            self._ledger.check_open()
+            yield
 
     def _start(self, request: Request) -> _Entry:
         checked_prompt(request, self.capabilities)
@@ -679,22 +670,25 @@ class ServedEngine(Engine):
         except BaseException:
             self._reopen()  # nothing has changed
             raise
-        await self._settle(self._calls)
-        calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-        if calls:
-            await asyncio.wait(calls)
+        await self._end_calls(self._calls)
 
-    async def _settle(self, calls: Iterable[asyncio.Task[Any]]) -> None:
-        """Waits while calls end, one after another."""
+    async def _end_calls(self, calls: Iterable[asyncio.Task[Any]]) -> None:
+        """Waits while calls end, and closes the connections of those that do not."""
+        if left := await self._settle(calls):
+            for call in left:
+                call.cancel()
+            await asyncio.wait(left)
+
+    async def _settle(self, calls: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+        """Waits while calls end, one after another. Returns those that do not."""
         left = set(calls)
         while left:
             done, left = await asyncio.wait(
                 left, timeout=SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
-                return
+                break
+        return left
 
     async def _open_gate(self) -> None:
         """Resumes the server, unless it is still to be paused or asleep."""
@@ -744,21 +738,19 @@ class ServedEngine(Engine):
         fresh = slice(reply.num_sent, stop_at)
         num_prompt, is_first = len(reply.request.prompt_ids), not reply.deltas
         num_prefilled = num_prompt - reply.num_cached if is_first and reply.token_ids else 0
-        self._ledger.deliver(
-            reply,
-            Delta(
-                token_ids=np.array(reply.token_ids[fresh], np.int32),
-                logprobs=np.array(reply.logprobs[fresh], np.float32),
-                policy_version=reply.call_version,
-                finish_reason=reason,
-                stop=stop,
-                num_cached_tokens=reply.num_cached if is_first else 0,
-                num_prefilled_tokens=num_prefilled,
-                routed_experts=self._routes_up_to(reply, stop_at) if reply.routes else None,
-                support=None if reply.support is None else Ragged.of(reply.support[fresh]),
-                fingerprint=self.capabilities.fingerprint,
-            ),
+        delta = Delta(
+            token_ids=np.array(reply.token_ids[fresh], np.int32),
+            logprobs=np.array(reply.logprobs[fresh], np.float32),
+            policy_version=reply.call_version,
+            finish_reason=reason,
+            stop=stop,
+            num_cached_tokens=reply.num_cached if is_first else 0,
+            num_prefilled_tokens=num_prefilled,
+            routed_experts=self._routes_up_to(reply, stop_at) if reply.routes else None,
+            support=None if reply.support is None else Ragged.of(reply.support[fresh]),
+            fingerprint=self.capabilities.fingerprint,
         )
+        self._ledger.deliver(reply, delta)
 
     def _routes_up_to(self, reply: _Entry, stop_at: int) -> Routes:
         """Routes of the positions that were read for tokens before `stop_at`, not handed over."""

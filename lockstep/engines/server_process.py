@@ -38,11 +38,7 @@ class ServerProcess:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
+        self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
         """environment: the complete environment; None is that of this process."""
         self.command, self.log = list(command), log

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -40,6 +40,16 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
             asyncio.set_event_loop(None)
+
+
+def running(
+    task: asyncio.Task[None] | None, work: Callable[[], Coroutine[Any, Any, None]]
+) -> asyncio.Task[None]:
+    """`task` if it still runs in the running event loop; else a new one of `work`."""
+    loop = asyncio.get_running_loop()
+    if task is None or task.done() or task.get_loop() is not loop:
+        return loop.create_task(work())
+    return task
 
 
 @contextmanager

@@ -101,10 +101,7 @@ def _call(
     from lockstep.launch.ranks import Ranks
 
     ranks = Ranks.join(
-        place,
-        sequence=parallel.sequence,
-        device=device,
-        timeout_seconds=parallel.timeout_seconds,
+        place, sequence=parallel.sequence, device=device, timeout_seconds=parallel.timeout_seconds
     )
     try:
         with ranks.taking_interrupts():

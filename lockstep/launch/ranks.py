@@ -53,14 +53,7 @@ class Ranks:
         self.data_rank, self.data_size = self.rank // sequence, self.world // sequence
 
     @classmethod
-    def join(
-        cls,
-        place: Place,
-        *,
-        sequence: int,
-        device: str,
-        timeout_seconds: float,
-    ) -> Ranks:
+    def join(cls, place: Place, *, sequence: int, device: str, timeout_seconds: float) -> Ranks:
         """Joins the other ranks. Raises RankError if they do not join within the limit."""
         timeout = timedelta(seconds=timeout_seconds)
         where = torch.device(device)

@@ -34,19 +34,8 @@ from lockstep.launch.workers import Line, Worker, end_now, start_worker
 T = TypeVar("T")
 
 CARRIED = (
-    "CUDA_",
-    "GLOO_",
-    "HF_",
-    "LOCKSTEP_",
-    "MKL_",
-    "NCCL_",
-    "OMP_",
-    "PYTHON",
-    "TOKENIZERS_",
-    "TORCH",
-    "TRANSFORMERS_",
-    "TRITON_",
-    "WANDB_",
+    *("CUDA_", "GLOO_", "HF_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TOKENIZERS_"),
+    *("TORCH", "TRANSFORMERS_", "TRITON_", "WANDB_"),
 )
 """Prefixes of the environment variables that all processes get from this one, apart from
 CUDA_VISIBLE_DEVICES, which Ray decides."""

@@ -23,7 +23,6 @@ class WeightsDirectory:
     def __init__(self, place: Path | None) -> None:
         """place: None makes a temporary directory. Versions left by an earlier process are
         removed."""
-        self._is_temporary = place is None
         self.path = Path(tempfile.mkdtemp(prefix="lockstep-weights-")) if place is None else place
         for old in self._versions():
             shutil.rmtree(old)

@@ -13,14 +13,8 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.renderers.vocabulary import BYTE_OF_CHARACTER
 
 CHATML_TOKENS = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
+    *("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
 )
 GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lockstep.store.files import sync_directory
 from lockstep.tinker.journal import Checkpoint, Journal
-from lockstep.tinker.requests import TinkerError
+from lockstep.tinker.requests import invalid, not_found
 
 SCHEME = "tinker://"
 SEGMENTS = {"weights": "training", "sampler_weights": "sampler"}
@@ -35,10 +35,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@-]{0,127}")
 def path_of(model_id: str, segment: str, name: str) -> str:
     """Raises TinkerError (422) for a name that cannot be a directory's."""
     if not _NAME.fullmatch(name) or name.endswith((PARTIAL, REPLACED)):
-        raise TinkerError(
+        raise invalid(
             f"the name {name[:80]!r} cannot name a checkpoint; expected 1 to 128 letters, digits "
-            "or any of _ - . = + @, without a slash, not beginning with a dot.",
-            status=422,
+            "or any of _ - . = + @, without a slash, not beginning with a dot."
         )
     return f"{SCHEME}{model_id}/{segment}/{name}"
 
@@ -113,27 +112,23 @@ class CheckpointStore:
         """Raises TinkerError (404), (422) for what is no path."""
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SEGMENTS:
-            raise TinkerError(
+            raise invalid(
                 f"{path[:200]!r} is no path of a checkpoint; expected tinker://MODEL/weights/NAME "
-                "or tinker://MODEL/sampler_weights/NAME, as save_state returns it.",
-                status=422,
+                "or tinker://MODEL/sampler_weights/NAME, as save_state returns it."
             )
         found = self._known.get(path)
-        if found is None or (found.expires is not None and found.expires <= time.time()):
-            raise TinkerError(
+        if found is None or found.is_over:
+            raise not_found(
                 f"{path[:200]} is not here: it was never saved on this server, was deleted, or its "
-                "time (ttl_seconds) is over. List what is here with `tinker checkpoint list`.",
-                status=404,
+                "time (ttl_seconds) is over. List what is here with `tinker checkpoint list`."
             )
         return found
 
     def of_model(self, model_id: str | None = None) -> Iterator[Checkpoint]:
         """All checkpoints of a model, or of all, the latest first."""
         prefix = SCHEME if model_id is None else f"{SCHEME}{model_id}/"
-        now = time.time()
         for checkpoint in sorted(self._known.values(), key=lambda each: -each.created):
-            is_over = checkpoint.expires is not None and checkpoint.expires <= now
-            if checkpoint.id.startswith(prefix) and not is_over:
+            if checkpoint.id.startswith(prefix) and not checkpoint.is_over:
                 yield checkpoint
 
     def delete(self, checkpoint: Checkpoint) -> None:
@@ -148,9 +143,7 @@ class CheckpointStore:
 
     def expire(self) -> None:
         """Deletes those whose time is over."""
-        now = time.time()
-        over = [c for c in self._known.values() if c.expires is not None and c.expires <= now]
-        for checkpoint in over:
+        for checkpoint in [each for each in self._known.values() if each.is_over]:
             self.delete(checkpoint)
 
 

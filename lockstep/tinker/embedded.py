@@ -220,18 +220,15 @@ class EmbeddedBackend:
         sampler = self._samplers[sampler_id]
         adapter = "" if sampler.adapter is None else sampler_id
         params = _params_of(request, sampler.base.info)
+        asked = Request(
+            id="",
+            prompt_ids=request.prompt_ids,
+            sampling=params,
+            affinity=sampler_id,
+            adapter=adapter,
+        )
         draws = [
-            _drawn(
-                sampler.engine,
-                Request(
-                    id=f"{sampler_id}/{name}",
-                    prompt_ids=request.prompt_ids,
-                    sampling=params,
-                    seed=seed,
-                    affinity=sampler_id,
-                    adapter=adapter,
-                ),
-            )
+            _drawn(sampler.engine, replace(asked, id=f"{sampler_id}/{name}", seed=seed))
             for seed, name in zip(seeds, sequence_ids, strict=True)
         ]
         prompt_logprobs = None

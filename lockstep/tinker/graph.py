@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.tinker.losses import wrong_input
-from lockstep.tinker.requests import Datum, TinkerError
+from lockstep.tinker.requests import Datum, TinkerError, invalid
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -144,7 +144,11 @@ class _Node:
     function: Function
     args: list[Any]
     kwargs: dict[str, Any]
-    is_sized: bool
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether its result may be larger than what all arguments broadcast to."""
+        return self.target.rpartition(".")[2] in _SIZED
 
 
 class GraphLoss:
@@ -312,15 +316,7 @@ class GraphLoss:
             )
         if unknown := sorted(set(kwargs) - set(_KEYWORDS.split())):
             raise self._error(f"{where} ({target}): the keyword {unknown[0]!r} is not allowed.")
-        is_sized = target.rpartition(".")[2] in _SIZED
-        return _Node(
-            name=node["name"],
-            target=target,
-            function=function,
-            args=args,
-            kwargs=kwargs,
-            is_sized=is_sized,
-        )
+        return _Node(name=node["name"], target=target, function=function, args=args, kwargs=kwargs)
 
     def _read_output(self, args: list[Any]) -> dict[str, str]:
         match args:
@@ -378,7 +374,7 @@ class GraphLoss:
         )
 
     def _error(self, text: str) -> TinkerError:
-        return TinkerError(f"custom loss {self.name!r}: {text}", status=422)
+        return invalid(f"custom loss {self.name!r}: {text}")
 
 
 # -- running ---------------------------------------------------------------------------------------

@@ -160,6 +160,11 @@ class Checkpoint:
     expires: float | None = None
     metadata: dict[str, Any] | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its time has passed: it is as if it were deleted."""
+        return self.expires is not None and self.expires <= time.time()
+
 
 @dataclass(slots=True, kw_only=True)
 class Loss:
@@ -278,12 +283,7 @@ class Journal:
         self._end(request, "failed", text.encode("utf-8", "replace"), category, False)
 
     def _end(
-        self,
-        request: Request,
-        state: State,
-        result: bytes,
-        category: str | None,
-        keeps_body: bool,
+        self, request: Request, state: State, result: bytes, category: str | None, keeps_body: bool
     ) -> None:
         self._finished += 1
         body = "body" if keeps_body else "NULL"

@@ -51,6 +51,7 @@ from lockstep.tinker.requests import (
     ModelSpec,
     OptimStep,
     TinkerError,
+    invalid,
 )
 from lockstep.training.config import TrainerConfig
 from lockstep.training.forest import plan_forest, share_beginnings
@@ -78,18 +79,14 @@ def adapter_config(spec: ModelSpec, model: ModelConfig, *, seed: int) -> LoraCon
     """
     if not spec.rank:
         return None
-    asked: dict[Group, bool] = {
-        "attention": spec.train_attn,
-        "mlp": spec.train_mlp,
-        "experts": spec.train_mlp,
-    }
+    mlp = spec.train_mlp
+    asked: dict[Group, bool] = {"attention": spec.train_attn, "mlp": mlp, "experts": mlp}
     present = {site.group for site in lora_sites(model)}
     targets = tuple(group for group in GROUPS if group in present and asked[group])
     if not targets:
-        raise TinkerError(
+        raise invalid(
             "train_attn and train_mlp are both false, and train_unembed alone adapts nothing here. "
-            "Set one of them.",
-            status=422,
+            "Set one of them."
         )
     seed = seed if spec.seed is None else spec.seed
     return LoraConfig(rank=spec.rank, alpha=ALPHA, targets=targets, seed=seed)
@@ -260,20 +257,18 @@ class TinkerLearner:
             loss = check_loss(request.loss, request.config)
         elif custom is None:
             told = request.config.get("loss_id")
-            raise TinkerError(
+            raise invalid(
                 f"no custom loss has the loss_id {told!r}. Create it with create_custom_loss, in "
-                "the session that uses it.",
-                status=422,
+                "the session that uses it."
             )
         if not request.data:
-            raise TinkerError("the request has no datum.", status=422)
+            raise invalid("the request has no datum.")
         model = self.decoder.config
         for index, datum in enumerate(request.data):
             if not 0 < len(datum) <= model.max_positions:
-                raise TinkerError(
+                raise invalid(
                     f"datum {index} has {len(datum)} input tokens; the model reads 1 to "
-                    f"{model.max_positions}.",
-                    status=422,
+                    f"{model.max_positions}."
                 )
             if loss is not None:
                 check_datum(index, datum, loss, request.loss)
@@ -286,7 +281,7 @@ class TinkerLearner:
     def _pack(self, data: Sequence[Datum], rows: list[int], loss: Loss | None) -> _Batch:
         chosen, device = [data[row] for row in rows], self.decoder.embedding.device
         index, ids, positions = share_beginnings([datum.token_ids for datum in chosen])
-        targets = [_as_matrix(datum.inputs[TARGETS]) for datum in chosen]
+        targets = [datum.inputs[TARGETS].reshape(len(datum), -1) for datum in chosen]
         width = max(of_row.shape[1] for of_row in targets)
         is_own = np.concatenate(
             [np.broadcast_to(np.arange(width) < t.shape[1], (len(t), width)) for t in targets]
@@ -414,17 +409,12 @@ class TinkerLearner:
         """Why the collected gradients must not be applied; empty if they may."""
 
 
-def _as_matrix(targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return targets.reshape(len(targets), -1)
-
-
 def _check_ids(index: int, name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
     if ((ids < 0) | (ids >= vocab_size)).any():
         at = np.argwhere((ids < 0) | (ids >= vocab_size))[0].tolist()
-        raise TinkerError(
+        raise invalid(
             f"datum {index}, {name}: entry {at} is the id {int(ids[tuple(at)])}, and the model's "
-            f"vocabulary ends at {vocab_size - 1}. Another model's tokenizer?",
-            status=422,
+            f"vocabulary ends at {vocab_size - 1}. Another model's tokenizer?"
         )
 
 
@@ -441,7 +431,6 @@ def _check_step(step: OptimStep) -> None:
         value = getattr(step, name)
         if not is_fitting or not math.isfinite(value):
             below = " and below 1" if name.startswith("beta") else ""
-            raise TinkerError(
-                f"adam_params.{name} is {value}; expected a finite number, at least 0{below}.",
-                status=422,
+            raise invalid(
+                f"adam_params.{name} is {value}; expected a finite number, at least 0{below}."
             )

@@ -16,6 +16,7 @@ and r = exp(lp - q):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +29,7 @@ from lockstep.correction import kl
 from lockstep.correction.layout import Layout
 from lockstep.objectives import losses
 from lockstep.objectives.losses import Clip, TokenBatch, TokenLoss
-from lockstep.tinker.requests import TARGETS, Datum, TinkerError
+from lockstep.tinker.requests import TARGETS, Datum, TinkerError, invalid
 
 Tensor = torch.Tensor
 Config = Mapping[str, float | str]
@@ -56,22 +57,6 @@ class Loss:
     """Dimensions that target_tokens may have: [N], or also [N, K]."""
 
 
-def _cross_entropy(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
-    return losses.cross_entropy(tokens.logprobs, tokens.columns["weights"])
-
-
-def _importance_sampling(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
-    return losses.ppo_clip(*_policy(tokens), clip=(1.0, float("inf")))  # r is never below 0
-
-
-def _ppo(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
-    return losses.ppo_clip(*_policy(tokens), clip=_clip(tokens, config))
-
-
-def _cispo(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
-    return losses.cispo(*_policy(tokens), clip=_clip(tokens, config))
-
-
 def _dro(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
     logprobs, sampled, advantages = _policy(tokens)
     out = losses.reinforce(logprobs, advantages)
@@ -90,6 +75,11 @@ def _gspo(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
 _POLICY = ("logprobs", "advantages")
 
 
+def _between_bounds(loss: Callable[..., TokenLoss]) -> Compute:
+    """loss: takes the trainer's log-probs, the sampler's, advantages and the bounds."""
+    return lambda tokens, config: loss(*_policy(tokens), clip=_clip(tokens, config))
+
+
 def _clipped(compute: Compute, bounds: tuple[float, float], *inputs: str) -> Loss:
     """A loss of ratios between two bounds. inputs: those that it reads beside `_POLICY`."""
     return Loss(
@@ -103,13 +93,19 @@ def _clipped(compute: Compute, bounds: tuple[float, float], *inputs: str) -> Los
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(
-        compute=_cross_entropy, inputs=("weights",), gradient="weights", num_dims=2
+        compute=lambda tokens, _: losses.cross_entropy(tokens.logprobs, tokens.columns["weights"]),
+        inputs=("weights",),
+        gradient="weights",
+        num_dims=2,
     ),
     "importance_sampling": Loss(
-        compute=_importance_sampling, inputs=_POLICY, gradient="advantages"
+        # Its bounds cut nothing: r is never below 0.
+        compute=lambda tokens, _: losses.ppo_clip(*_policy(tokens), clip=(1.0, math.inf)),
+        inputs=_POLICY,
+        gradient="advantages",
     ),
-    "ppo": _clipped(_ppo, (0.8, 1.2)),
-    "cispo": _clipped(_cispo, (0.0, 4.0)),
+    "ppo": _clipped(_between_bounds(losses.ppo_clip), (0.8, 1.2)),
+    "cispo": _clipped(_between_bounds(losses.cispo), (0.0, 4.0)),
     "dro": Loss(compute=_dro, inputs=_POLICY, config={"beta": 0.05}),
     "gspo": _clipped(_gspo, (0.8, 1.2), "sequence_ratio_mask"),
 }
@@ -119,19 +115,14 @@ def check_loss(name: str, config: Config) -> Loss:
     """The loss of this name with these settings. Raises TinkerError for one that is not offered,
     and for settings that it does not have."""
     if (loss := LOSSES.get(name)) is None:
-        raise TinkerError(
-            f"there is no loss {name!r}; there are {', '.join(LOSSES)} and {CUSTOM}.", status=422
-        )
+        raise invalid(f"there is no loss {name!r}; there are {', '.join(LOSSES)} and {CUSTOM}.")
     for key, value in config.items():
         if key not in loss.config:
             known = ", ".join(loss.config) or "none"
-            raise TinkerError(
-                f"the loss {name} has no setting {key!r}; its settings are: {known}.", status=422
-            )
+            raise invalid(f"the loss {name} has no setting {key!r}; its settings are: {known}.")
         if isinstance(value, str) or not np.isfinite(value):
-            raise TinkerError(
-                f"the setting {key} of the loss {name} is {value!r}; expected a finite number.",
-                status=422,
+            raise invalid(
+                f"the setting {key} of the loss {name} is {value!r}; expected a finite number."
             )
     return replace(loss, config={**loss.config, **config})
 
@@ -198,10 +189,8 @@ def sum_loss(loss: Loss, tokens: TokenBatch, totals: Totals) -> Tensor:
     figures["entropy:mean"] = tokens.entropy
     if "logprobs" in tokens.columns:
         ratio, _ = kl.log_ratio(tokens.logprobs, tokens.columns["logprobs"])
-        figures |= {
-            "kl_sample_train_v1:mean": kl.k1(ratio),
-            "kl_sample_train_v2:mean": kl.k2(ratio),
-        }
+        figures["kl_sample_train_v1:mean"] = kl.k1(ratio)
+        figures["kl_sample_train_v2:mean"] = kl.k2(ratio)
     for key, values in figures.items():
         totals.add(key, values[is_live])
     return out.loss.sum()
@@ -257,4 +246,4 @@ def _clip(tokens: TokenBatch, config: Mapping[str, float]) -> Clip:
 
 
 def wrong_input(index: int, field: str, text: str) -> TinkerError:
-    return TinkerError(f"datum {index}, loss_fn_inputs[{field!r}]: {text}.", status=422)
+    return invalid(f"datum {index}, loss_fn_inputs[{field!r}]: {text}.")

@@ -9,13 +9,7 @@ from functools import cache
 
 from lockstep.tinker.journal import Journal, Request
 from lockstep.tinker.provenance import Drawn, DrawnIndex, Provenance, trace_datum
-from lockstep.tinker.requests import (
-    Datum,
-    ForwardBackward,
-    Sampling,
-    SamplingResult,
-    TinkerError,
-)
+from lockstep.tinker.requests import Datum, ForwardBackward, Sampling, SamplingResult, invalid
 from lockstep.tinker_config import TinkerConfig
 
 LOGGER = logging.getLogger(__name__)
@@ -70,18 +64,16 @@ class Origins:
         if config.provenance == "warn":
             LOGGER.warning("trained nevertheless: %s", found.text)
         elif found.status == "differs":
-            raise TinkerError(
+            raise invalid(
                 f"{found.text} Nothing was trained. Start the server with tinker.provenance=warn "
-                "to train such datums nevertheless.",
-                status=422,
+                "to train such datums nevertheless."
             )
         elif config.provenance == "refuse":
-            raise TinkerError(
+            raise invalid(
                 f"{found.text} Nothing was trained: {loss} may train what this server drew within "
                 f"{config.drawn_seconds:g} s (tinker.drawn_seconds). Was the prompt changed or "
                 "encoded again? If the tokens were sampled elsewhere, start the server with "
-                "tinker.provenance=refuse_changed.",
-                status=422,
+                "tinker.provenance=refuse_changed."
             )
 
 

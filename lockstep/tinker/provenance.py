@@ -81,6 +81,16 @@ class _Run:
     """First token, counted within the reply."""
     length: int
 
+    @property
+    def here(self) -> slice:
+        """Its targets."""
+        return slice(self.begin, self.begin + self.length)
+
+    @property
+    def recorded(self) -> Float32Array:
+        """[length] the log-probs with which they were drawn; fewer if the reply is shorter."""
+        return self.drawn.logprobs[self.offset : self.offset + self.length]
+
 
 class DrawnIndex:
     """Finds sequences by the prompt that they were drawn after; 16 bytes and an id for each.
@@ -155,7 +165,7 @@ def trace_datum(
             (runs if _is_of(datum, run, is_trained) else others).append(run)
     is_known = np.zeros(len(targets), bool)
     for run in runs:
-        is_known[run.begin : run.begin + run.length] = True
+        is_known[run.here] = True
         of_run = run.drawn.versions[run.offset : run.offset + run.length]
         versions[run.begin : run.begin + len(of_run)] = of_run
     if is_policy and not found:
@@ -167,12 +177,9 @@ def trace_datum(
         found = [_Difference(position=first, cause="observation_trained", text=text)]
     if found:
         first = min(found, key=lambda difference: difference.position)
+        text, cause, position = _sentence(number, first), first.cause, first.position
         return Provenance(
-            status="differs",
-            versions=versions,
-            cause=first.cause,
-            position=first.position,
-            text=_sentence(number, first),
+            status="differs", versions=versions, cause=cause, position=position, text=text
         )
     if len(strangers):
         first = int(strangers[0])
@@ -256,7 +263,7 @@ def _compare_run(
     datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]
 ) -> Iterator[_Difference]:
     """The context, the ids and the log-probs of one run of sampled targets."""
-    drawn, here = run.drawn, slice(run.begin, run.begin + run.length)
+    drawn, here, recorded = run.drawn, run.here, run.recorded
     context = np.concatenate([drawn.prompt_ids, drawn.token_ids[: run.offset]])
     given = datum.token_ids[: run.begin + 1]
     size = min(len(context), len(given))
@@ -280,7 +287,6 @@ def _compare_run(
         yield _Difference(position=run.begin + at, cause="boundary", text=text)
         return
     logprobs = datum.inputs["logprobs"][here]
-    recorded = drawn.logprobs[run.offset : run.offset + run.length]
     is_other = is_trained & (logprobs.view(np.int32) != recorded.view(np.int32))
     if is_other.any():
         at = int(np.argmax(is_other))
@@ -299,7 +305,8 @@ def _wrong_context(
     if at is None:
         text = f"{run.sequence_id} drew this reply after {len(context)} tokens, here it has "
         text += f"{len(given)} before it"
-        cause = "duplicated_prompt" if _is_repeated(given, context) else "boundary"
+        is_repeated = np.array_equal(given, np.tile(context, 2))
+        cause = "duplicated_prompt" if is_repeated else "boundary"
     else:
         text = f"input {at} is {int(given[at])}, and {run.sequence_id} was drawn after "
         text += f"{int(context[at])} there"
@@ -314,8 +321,7 @@ def _compare_runs(
 ) -> list[_Difference]:
     """The first run that differs, or else sequences whose last tokens are in no run."""
     for run in runs:
-        here = slice(run.begin, run.begin + run.length)
-        if found := list(_compare_run(datum, run, is_trained[here])):
+        if found := list(_compare_run(datum, run, is_trained[run.here])):
             return found
     found = []
     for run in {run.sequence_id: run for run in runs}.values():
@@ -411,9 +417,7 @@ def _likeliest(datum: Datum, begin: int, names: list[str], lookup: Lookup) -> _R
 def _is_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> bool:
     """Whether the log-probs of a run that was found by its ids are those of the sequence, as they
     were or changed in a way that can be told. Another server may have drawn the same ids."""
-    here = slice(run.begin, run.begin + run.length)
-    given, places = datum.inputs["logprobs"][here], is_trained[here]
-    recorded = run.drawn.logprobs[run.offset : run.offset + run.length]
+    given, places, recorded = datum.inputs["logprobs"][run.here], is_trained[run.here], run.recorded
     telling = given[given < FORCED]
     links = int(np.isin(telling, recorded).sum())
     if len(telling) and links >= min(MIN_LINKS, len(telling)):
@@ -443,10 +447,6 @@ def _shifts() -> Iterator[int]:
     """Nearest first."""
     for distance in range(1, MAX_SHIFT + 1):
         yield from (distance, -distance)
-
-
-def _is_repeated(given: npt.NDArray[Any], context: npt.NDArray[Any]) -> bool:
-    return len(given) == 2 * len(context) and np.array_equal(given[len(context) :], context)
 
 
 def _sentence(number: int, difference: _Difference) -> str:

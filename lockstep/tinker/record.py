@@ -32,7 +32,7 @@ from lockstep.tinker.requests import (
     OptimStep,
 )
 from lockstep.training.rows import sort_by_age
-from lockstep.types import Float32Array, Group, Sample, Task, Trajectory
+from lockstep.types import Float32Array, Group, Int32Array, Sample, Task, Trajectory
 
 MAX_ROWS = 1024
 """Rows of one step whose episodes are stored; all of them are measured."""
@@ -68,13 +68,8 @@ class RunRecords:
             return RunDirectory.create(path, config, facts=facts)
 
         view = View(lambda line: self._write(f"{model_id}  {line}"))
-        view.start(
-            RunHeader(
-                num_steps=None,
-                architecture=facts["family"],
-                is_one_process=facts["is_one_process"],
-            )
-        )
+        is_one = facts["is_one_process"]
+        view.start(RunHeader(num_steps=None, architecture=facts["family"], is_one_process=is_one))
         return ModelRecord(open_directory, view, stop_ids=self._stop_ids[spec.base_model])
 
 
@@ -85,11 +80,7 @@ class ModelRecord:
     """
 
     def __init__(
-        self,
-        open_directory: Callable[[], RunDirectory],
-        view: View,
-        *,
-        stop_ids: Collection[int],
+        self, open_directory: Callable[[], RunDirectory], view: View, *, stop_ids: Collection[int]
     ) -> None:
         """stop_ids: end a reply; one that ends otherwise is stored as cut at its limit."""
         self._open_directory, self._view, self._stop_ids = open_directory, view, stop_ids
@@ -142,11 +133,7 @@ class ModelRecord:
             self._report = self._report.merge(measure(trainer, rollout, layout=layout, facts=facts))
 
     def _keep(
-        self,
-        datum: Datum,
-        logprobs: Float32Array,
-        is_sampled: Bools,
-        versions: npt.NDArray[np.int32],
+        self, datum: Datum, logprobs: Float32Array, is_sampled: Bools, versions: Int32Array
     ) -> None:
         name = f"{self._last_step + 1}-{self._num_rows}"
         trajectory = episode_of(
@@ -220,12 +207,7 @@ def sampled_places(datum: Datum) -> Bools | None:
 
 
 def episode_of(
-    datum: Datum,
-    is_sampled: Bools,
-    *,
-    id: str,
-    versions: npt.NDArray[np.int32],
-    stop_ids: Collection[int],
+    datum: Datum, is_sampled: Bools, *, id: str, versions: Int32Array, stop_ids: Collection[int]
 ) -> Trajectory | None:
     """The datum as an episode: observed and sampled segments in turn, one for each version of the
     weights. None if its sampled targets are not the ids that follow, or there are none."""
@@ -261,7 +243,7 @@ def _advantages(datum: Datum) -> Float32Array:
     return np.zeros(len(datum), np.float32) if found is None else np.asarray(found, np.float32)
 
 
-def _versions(datum: Datum, version: int) -> npt.NDArray[np.int32]:
+def _versions(datum: Datum, version: int) -> Int32Array:
     """[N] version that drew each target; where this server does not know it, the one in
     training."""
     if datum.versions is None:

@@ -36,6 +36,16 @@ class TinkerError(LockstepError, ValueError):
         self.category: Category = category
 
 
+def invalid(text: str) -> TinkerError:
+    """The refusal of what a request says (422)."""
+    return TinkerError(text, status=422)
+
+
+def not_found(text: str) -> TinkerError:
+    """The refusal of what names nothing here (404)."""
+    return TinkerError(text, status=404)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model in training: a base model, and the adapter that is trained on it."""

@@ -7,13 +7,12 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.tinker.backend import Backend, BaseModel
 from lockstep.tinker.checkpoints import CheckpointStore
 from lockstep.tinker.journal import Journal, Sampler
-from lockstep.tinker.requests import Sampling, SamplingResult, TinkerError
+from lockstep.tinker.requests import Sampling, SamplingResult, TinkerError, not_found
 from lockstep.tinker_config import TinkerConfig
 
 
@@ -45,11 +44,10 @@ class SamplerPool:
         """Raises TinkerError (404)."""
         found = self.known.get(sampler_id)
         if found is None:
-            raise TinkerError(
+            raise not_found(
                 f"sampling session {sampler_id[:200]!r} is not known: its session ended, it was "
                 f"unused for {self._config.sampler_seconds:g} s, or it is of another server. Make "
-                "another sampling client.",
-                status=404,
+                "another sampling client."
             )
         return found
 
@@ -96,7 +94,8 @@ class SamplerPool:
             await self._close(sampler_id)
 
     async def _load(self, sampler: Sampler) -> None:
-        place = self._place(sampler)
+        known = sampler.directory
+        place = None if known is None else self._store.directory / known
         if place is not None and not place.is_dir():
             raise TinkerError(
                 f"the weights of sampling session {sampler.id} ({sampler.model_path}) were deleted."
@@ -104,9 +103,6 @@ class SamplerPool:
         await self._backend.open_sampler(
             sampler.id, sampler.base_model, place, version=sampler.version
         )
-
-    def _place(self, sampler: Sampler) -> Path | None:
-        return None if sampler.directory is None else self._store.directory / sampler.directory
 
     async def _close(self, sampler_id: str) -> None:
         self._open.pop(sampler_id, None)
@@ -144,13 +140,8 @@ class SamplerPool:
     async def expire(self) -> None:
         """Forgets unnamed samplers that nobody uses."""
         before = time.time() - self._config.sampler_seconds
-        await self._forget(
-            [
-                sampler
-                for sampler in self.known.values()
-                if sampler.model and sampler.last_used < before and not self._users[sampler.id]
-            ]
-        )
+        unused = (s for s in self.known.values() if s.last_used < before and not self._users[s.id])
+        await self._forget([sampler for sampler in unused if sampler.model])
 
     async def _forget(self, samplers: list[Sampler]) -> None:
         for sampler in samplers:

@@ -19,7 +19,7 @@ from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site
 from lockstep.agent.gateway.page import section
 from lockstep.agent.gateway.reading import Value, parse_body
 from lockstep.errors import MissingExtraError
-from lockstep.tinker.requests import TinkerError
+from lockstep.tinker.requests import TinkerError, not_found
 from lockstep.tinker.service import TinkerService
 from lockstep.tinker.wire import PROTOBUF, unpack_zstd
 from lockstep.tinker_config import client_key
@@ -229,9 +229,7 @@ def refuse(error: Exception, request: web.Request) -> web.Response:
 
 def _hosted_only(about: str) -> Callable[[web.Request], dict[str, Any]]:
     def answer(request: web.Request) -> dict[str, Any]:
-        raise TinkerError(
-            f"{request.path} is for {about}, which the hosted service alone has.", status=404
-        )
+        raise not_found(f"{request.path} is for {about}, which the hosted service alone has.")
 
     return answer
 

@@ -47,7 +47,15 @@ from lockstep.tinker.journal import (
     digest_of,
 )
 from lockstep.tinker.origins import Origins
-from lockstep.tinker.requests import CustomLoss, ForwardBackward, ModelSpec, Sampling, TinkerError
+from lockstep.tinker.requests import (
+    CustomLoss,
+    ForwardBackward,
+    ModelSpec,
+    Sampling,
+    TinkerError,
+    invalid,
+    not_found,
+)
 from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.training_run import Done, TrainingRun, as_json
 from lockstep.tinker.wire import (
@@ -204,12 +212,9 @@ class TinkerService:
         now = time.time()
         before = now - self.config.result_seconds
         over = [s.id for s in self._sessions.values() if s.ended and s.ended_at < before]
+        drawn_before = now - self.config.drawn_seconds
         with self._journal.transaction():
-            self._journal.expire(
-                fetched_before=before,
-                drawn_before=now - self.config.drawn_seconds,
-                sessions=over,
-            )
+            self._journal.expire(fetched_before=before, drawn_before=drawn_before, sessions=over)
 
     # -- sessions ---------------------------------------------------------------------------------
 
@@ -241,10 +246,9 @@ class TinkerService:
         (410)."""
         session = self._sessions.get(session_id)
         if session is None:
-            raise TinkerError(
+            raise not_found(
                 f"session {session_id[:80]!r} is not known to this server. Make another "
-                "ServiceClient.",
-                status=404,
+                "ServiceClient."
             )
         if session.ended:
             raise TinkerError(
@@ -288,7 +292,7 @@ class TinkerService:
     def session(self, session_id: str) -> dict[str, Any]:
         session = self._sessions.get(session_id)
         if session is None:
-            raise TinkerError(f"session {session_id[:80]!r} is not known.", status=404)
+            raise not_found(f"session {session_id[:80]!r} is not known.")
         samplers = self._samplers.known.values()
         metadata = {str(k): str(v) for k, v in session.metadata.items()}
         return {
@@ -315,33 +319,27 @@ class TinkerService:
             def read() -> dict[str, Any]:
                 checkpoint = self._loadable(path, with_optimizer)
                 if ModelSpec(**checkpoint.spec) != replace(run.spec, seed=checkpoint.spec["seed"]):
-                    raise TinkerError(
+                    raise invalid(
                         f"{path} is of {_described(checkpoint.spec)}, and {run.record.id} of "
-                        f"{_described(run.record.spec)}. Use create_training_client_from_state.",
-                        status=422,
+                        f"{_described(run.record.spec)}. Use create_training_client_from_state."
                     )
                 return body.object()
 
-            return self._submit(
-                run, "load_weights", whole_number(body["seq_id"], 1), _canonical(body), read
-            )
+            return self._submit_json("load_weights", body, read)
         checkpoint = self._loadable(path, with_optimizer)
         check_optimizer(body["optimizer_config"])
         if body["base_model"].raw is not None:
             base = self._base(body["base_model"])
             if base.name != checkpoint.spec["base_model"]:
-                raise TinkerError(
-                    f"{path} is of {checkpoint.spec['base_model']}, not of {base.name}.", status=422
-                )
+                raise invalid(f"{path} is of {checkpoint.spec['base_model']}, not of {base.name}.")
         return self._make(body, "load_weights", ModelSpec(**checkpoint.spec))
 
     def _loadable(self, path: str, with_optimizer: bool) -> Checkpoint:
         checkpoint = self.store.find(path)
         if with_optimizer and not checkpoint.has_optimizer:
-            raise TinkerError(
+            raise invalid(
                 f"{path} has no optimizer state: it was saved for sampling. Load it without "
-                "(create_training_client_from_state), or a checkpoint of save_state.",
-                status=422,
+                "(create_training_client_from_state), or a checkpoint of save_state."
             )
         return checkpoint
 
@@ -352,19 +350,17 @@ class TinkerService:
         model_id = f"{session.id}:train:{number}"
         if spec.seed is None:  # a restart must draw the same again
             spec = replace(spec, seed=derive_seed(model_id) % 2**31)
-        model = self._models.get(model_id)
-        if model is None:
-            now = time.time()
-            model = Model(
-                id=model_id,
-                session=session.id,
-                spec=asdict(spec),
-                created=now,
-                last_request=now,
-                metadata=body["user_metadata"].raw,
-            )
         with self._journal.transaction():
             if model_id not in self._models:
+                now = time.time()
+                model = Model(
+                    id=model_id,
+                    session=session.id,
+                    spec=asdict(spec),
+                    created=now,
+                    last_request=now,
+                    metadata=body["user_metadata"].raw,
+                )
                 self._journal.put(model)
                 self._models[model_id] = model
                 self._run_of(model).start()
@@ -391,10 +387,9 @@ class TinkerService:
         """Raises TinkerError (404), (410)."""
         model = self._models.get(model_id)
         if model is None:
-            raise TinkerError(
+            raise not_found(
                 f"model {model_id[:200]!r} is not known to this server. Make it with "
-                "create_lora_training_client, or load a checkpoint.",
-                status=404,
+                "create_lora_training_client, or load a checkpoint."
             )
         self._session(model.session)
         run = self._runs.get(model_id)
@@ -409,27 +404,22 @@ class TinkerService:
     def _base(self, name: Value) -> BaseModel:
         found = self.bases.get(name.text().partition(":")[0])
         if found is None:
-            raise TinkerError(
+            raise not_found(
                 f"base_model={name.text()[:120]!r} is not served here; expected "
-                f"{' or '.join(map(repr, self.bases))}.",
-                status=404,
+                f"{' or '.join(map(repr, self.bases))}."
             )
         return found
 
     def get_info(self, body: Value) -> dict[str, Any]:
         run = self._run(body["model_id"].text())
-        about = {
-            "arch": run.base.architecture,
-            "model_name": run.base.name,
-            "tokenizer_id": run.base.name,
-        }
+        name = run.base.name
+        about = {"arch": run.base.architecture, "model_name": name, "tokenizer_id": name}
         return {
             "type": "get_info",
             "model_id": run.record.id,
             "model_data": about,
-            "is_lora": run.spec.rank > 0,
-            "lora_rank": run.spec.rank,
-            "model_name": run.base.name,
+            **_adapter_of(run.record.spec),
+            "model_name": name,
         }
 
     # -- requests of models -----------------------------------------------------------------------
@@ -447,10 +437,7 @@ class TinkerService:
             "forward_backward",
             found.seq_id,
             found.SerializeToString(deterministic=True),
-            lambda: self._origins.check(
-                self._forward_backward_of(found, run),
-                is_new=True,
-            ),
+            lambda: self._origins.check(self._forward_backward_of(found, run), is_new=True),
         )
 
     def refuse_forward_backward(self, head: bytes, error: TinkerError) -> None:
@@ -493,23 +480,20 @@ class TinkerService:
         """Refuses the request; its seq_id is used up."""
 
         def read() -> None:
-            raise TinkerError(
+            raise not_found(
                 "save_weights_external is for weights for other providers, which the hosted "
-                "service alone has. Save a checkpoint, and write it with `lockstep export`.",
-                status=404,
+                "service alone has. Save a checkpoint, and write it with `lockstep export`."
             )
 
         return self._submit_json("save_weights_external", body, read)
 
     def unload_model(self, body: Value) -> dict[str, Any]:
         run = self._run(body["model_id"].text())
-        known = self._journal.find(run.record.id, UNLOAD)
-        if known is None:
-            request = Request(run.record.session, run.record.id, UNLOAD, "unload_model")
+        request = Request(run.record.session, run.record.id, UNLOAD, "unload_model")
+        if self._journal.find(request.target, UNLOAD) is None:
             self._journal.add(request, b"")
             run.end("the client asked for it", request)
-            return {"request_id": request.id, "model_id": run.record.id}
-        return {"request_id": known[0].id, "model_id": run.record.id}
+        return {"request_id": request.id, "model_id": run.record.id}
 
     def _submit_json(self, kind: str, body: Value, read: Callable[[], Any]) -> dict[str, Any]:
         run = self._run(body["model_id"].text())
@@ -544,9 +528,9 @@ class TinkerService:
         run.skip(seq_id)
 
     def _forward_backward_of(self, found: Any, run: TrainingRun) -> ForwardBackward:
-        substitute = self.config.substitute
+        known = self._custom.get
         return forward_backward_of(
-            found, run.base, find_loss=self._custom.get, substitute=substitute
+            found, run.base, find_loss=known, substitute=self.config.substitute
         )
 
     def _sampling_of(self, body: Value, sampler: Sampler) -> Sampling:
@@ -561,8 +545,7 @@ class TinkerService:
             return self._sampling_of(Value(json.loads(request.body)), sampler)
         run = self._runs[request.target]
         if request.kind == "forward_backward":
-            found = parse_forward_backward(request.body)
-            asked = self._forward_backward_of(found, run)
+            asked = self._forward_backward_of(parse_forward_backward(request.body), run)
             return self._origins.check(asked, is_new=False)
         body = json.loads(request.body)
         return optim_step_of(Value(body)) if request.kind == "optim_step" else body
@@ -584,8 +567,8 @@ class TinkerService:
         with self._journal.transaction():
             self._journal.put(loss)
             self._journal.add(request, digest)
-            payload = {"loss_id": loss.id, "type": "create_custom_loss"}
-            self._journal.finish(request, as_json(payload))
+            payload = as_json({"loss_id": loss.id, "type": "create_custom_loss"})
+            self._journal.finish(request, payload)
         self._losses[loss.id], self._custom[loss.id] = loss, custom
         return {"request_id": request.id}
 
@@ -614,10 +597,9 @@ class TinkerService:
                 await self.store.link(self.store.place(checkpoint.id), place)
             self._samplers.add(sampler)
         elif (known.model_path, known.base_model) != (path, sampler.base_model):
-            raise TinkerError(
+            raise invalid(
                 f"sampling_session_seq_id={number} of session {session.id} was used before for "
-                f"other weights ({known.model_path or known.base_model}). Count by one.",
-                status=422,
+                f"other weights ({known.model_path or known.base_model}). Count by one."
             )
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
@@ -718,10 +700,9 @@ class TinkerService:
         request_id = body["request_id"].text()
         found = await self._settled_within(request_id, self.config.hold_seconds)
         if found is None:
-            raise TinkerError(
+            raise not_found(
                 f"request {request_id[:80]!r} is not known to this server: it was never accepted, "
-                "or its session ended long ago. Send the request again.",
-                status=404,
+                "or its session ended long ago. Send the request again."
             )
         request, outcome = found
         if request.session in self._seen:
@@ -745,10 +726,8 @@ class TinkerService:
             told = {"status": "complete_metadata", "response_payload_size": size}
             return Reply(body=as_json(told))
         self._journal.mark_fetched(request_id)
-        is_protobuf = request.kind in PROTOBUF_KINDS
-        return Reply(
-            body=outcome.result, content_type=PROTOBUF if is_protobuf else "application/json"
-        )
+        kind = PROTOBUF if request.kind in PROTOBUF_KINDS else "application/json"
+        return Reply(body=outcome.result, content_type=kind)
 
     async def _settled_within(
         self, request_id: str, seconds: float
@@ -796,18 +775,13 @@ class TinkerService:
 
     def weights_info(self, body: Value) -> dict[str, Any]:
         spec = self.store.find(body["tinker_path"].text()).spec
-        parts = ("train_unembed", "train_mlp", "train_attn")
-        return {
-            "base_model": spec["base_model"],
-            "is_lora": spec["rank"] > 0,
-            "lora_rank": spec["rank"],
-            **{name: spec[name] for name in parts},
-        }
+        names = ("base_model", "train_unembed", "train_mlp", "train_attn")
+        return {name: spec[name] for name in names} | _adapter_of(spec)
 
     def training_run(self, model_id: str) -> dict[str, Any]:
         model = self._models.get(model_id)
         if model is None:
-            raise TinkerError(f"training run {model_id[:200]!r} is not known.", status=404)
+            raise not_found(f"training run {model_id[:200]!r} is not known.")
         last: dict[str, Checkpoint] = {}
         for checkpoint in self.store.of_model(model_id):
             last.setdefault(_kind(checkpoint), checkpoint)
@@ -816,8 +790,7 @@ class TinkerService:
             "training_run_id": model.id,
             "base_model": model.spec["base_model"],
             "model_owner": "local",
-            "is_lora": model.spec["rank"] > 0,
-            "lora_rank": model.spec["rank"],
+            **_adapter_of(model.spec),
             "corrupted": model.ended.startswith(("its state could", "it could not")),
             "last_request_time": _time(model.last_request),
             "last_checkpoint": _shown(last["training"]) if "training" in last else None,
@@ -837,10 +810,9 @@ class TinkerService:
 
     def training_runs(self, *, limit: int, offset: int) -> dict[str, Any]:
         ids = [*self._models][::-1]
-        return {
-            "training_runs": [self.training_run(each) for each in ids[offset : offset + limit]],
-            "cursor": {"offset": offset, "limit": limit, "total_count": len(ids)},
-        }
+        cursor = {"offset": offset, "limit": limit, "total_count": len(ids)}
+        found = [self.training_run(each) for each in ids[offset : offset + limit]]
+        return {"training_runs": found, "cursor": cursor}
 
     def checkpoints(
         self, model_id: str | None, *, limit: int = 10**9, offset: int = 0
@@ -861,17 +833,12 @@ class TinkerService:
         return {}
 
     def capabilities(self) -> dict[str, Any]:
-        return {
-            "supported_models": [
-                {
-                    "model_name": base.name,
-                    "max_context_length": base.max_tokens,
-                    "trainable": True,
-                    "sampleable": True,
-                }
-                for base in self.bases.values()
-            ]
-        }
+        models = [
+            {"model_name": base.name, "max_context_length": base.max_tokens}
+            for base in self.bases.values()
+        ]
+        can = {"trainable": True, "sampleable": True}
+        return {"supported_models": [model | can for model in models]}
 
     def client_config(self) -> dict[str, Any]:
         """Flags for clients."""
@@ -906,11 +873,10 @@ def _same(known: tuple[Request, Outcome], digest: bytes, target: str, seq_id: in
     again."""
     request, outcome = known
     if outcome.digest != digest:
-        raise TinkerError(
+        raise invalid(
             f"seq_id={seq_id} of {target} was used before with another payload"
             + (f" ({outcome.result.decode()})" if outcome.state == "refused" else "")
-            + ". Count by one for each request; a repeated one must be the same.",
-            status=422,
+            + ". Count by one for each request; a repeated one must be the same."
         )
     if outcome.state == "refused":
         raise TinkerError(outcome.result.decode(), status=int(outcome.category))
@@ -938,6 +904,10 @@ def _check_ttl(seconds: Value) -> int | None:
 
 def _described(spec: Mapping[str, Any]) -> str:
     return f"{spec['base_model']} with an adapter of rank {spec['rank']}"
+
+
+def _adapter_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {"is_lora": spec["rank"] > 0, "lora_rank": spec["rank"]}
 
 
 def _kind(checkpoint: Checkpoint) -> str:

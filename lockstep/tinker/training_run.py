@@ -23,6 +23,7 @@ from lockstep.tinker.requests import (
     ModelSpec,
     OptimStep,
     TinkerError,
+    invalid,
 )
 from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.wire import write_forward_backward
@@ -111,10 +112,9 @@ class TrainingRun:
     def check_ahead(self, seq_id: int) -> None:
         """Raises TinkerError for a number that cannot be the client's."""
         if seq_id > self.next_seq_id + MAX_AHEAD:
-            raise TinkerError(
+            raise invalid(
                 f"seq_id={seq_id} of {self.record.id}: the next one is {self.next_seq_id}, and at "
-                f"most {MAX_AHEAD} are held. Count by one for each request.",
-                status=422,
+                f"most {MAX_AHEAD} are held. Count by one for each request."
             )
 
     def submit(self, request: Request) -> None:
@@ -169,12 +169,7 @@ class TrainingRun:
             "were executed without it."
         )
         LOGGER.warning(text)
-        request = Request(
-            session=self.record.session,
-            target=self.record.id,
-            seq_id=self.next_seq_id,
-            kind="missing",
-        )
+        request = Request(self.record.session, self.record.id, self.next_seq_id, "missing")
         self._journal.refuse(request, b"", text, 422)
         self.skip(self.next_seq_id)
 
@@ -223,8 +218,8 @@ class TrainingRun:
             self._journal.forget_bodies(record.id, self.next_seq_id)
         self._store.remove(self._states())
         if self._unload is not None:
-            payload = {"model_id": record.id, "type": "unload_model"}
-            await self._settle(self._unload, Done(payload=as_json(payload)))
+            payload = as_json({"model_id": record.id, "type": "unload_model"})
+            await self._settle(self._unload, Done(payload=payload))
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -255,8 +250,7 @@ class TrainingRun:
         payload = write_forward_backward(replace(result, metrics=metrics))
         if asked.is_forward_only:
             return Done(payload=payload)
-        version = self.record.num_updates
-        record = partial(self._record_pass, asked, result, version)
+        record = partial(self._record_pass, asked, result, self.record.num_updates)
         return Done(payload=payload, keeps_body=True, then=record)
 
     async def _do_optim_step(self, request: Request) -> Done:
@@ -281,17 +275,13 @@ class TrainingRun:
             raise TinkerError(
                 f"{path} exists. Save under another name, or with overwrite=True, or delete it."
             )
-        checkpoint = await self._save(path, body, with_optimizer=True)
-        payload = as_json({"type": "save_weights", "path": path})
-        return self._named(checkpoint, payload)
+        return await self._save(request, path, body, with_optimizer=True)
 
     async def _do_save_weights_for_sampler(self, request: Request) -> Done:
         body = self._read(request)
         if body.get("path"):
             path = path_of(self.record.id, "sampler_weights", body["path"])
-            checkpoint = await self._save(path, body, with_optimizer=False)
-            payload = as_json({"type": "save_weights_for_sampler", "path": path})
-            return self._named(checkpoint, payload)
+            return await self._save(request, path, body, with_optimizer=False)
         number = body["sampling_session_seq_id"]
         sampler = Sampler(
             id=f"{self.record.session}:sample:{number}",
@@ -316,14 +306,13 @@ class TrainingRun:
             then=lambda: self._samplers.reload(followers, replaced),
         )
 
-    def _named(self, checkpoint: Checkpoint, payload: bytes) -> Done:
-        self._store.add(checkpoint)
-        return Done(payload=payload, records=(checkpoint,))
-
-    async def _save(self, path: str, body: dict[str, Any], *, with_optimizer: bool) -> Checkpoint:
+    async def _save(
+        self, request: Request, path: str, body: dict[str, Any], *, with_optimizer: bool
+    ) -> Done:
+        """Saves the weights under a path."""
         place = self._store.place(path)
         await self._write(place, with_optimizer=with_optimizer)
-        return Checkpoint(
+        checkpoint = Checkpoint(
             id=path,
             spec=self.record.spec,
             created=time.time(),
@@ -333,6 +322,9 @@ class TrainingRun:
             expires=expiry(body.get("ttl_seconds")),
             metadata=body.get("user_metadata"),
         )
+        self._store.add(checkpoint)
+        payload = as_json({"type": request.kind, "path": path})
+        return Done(payload=payload, records=(checkpoint,))
 
     async def _write(self, place: Path, *, with_optimizer: bool) -> None:
         async def write(directory: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from lockstep.tinker.requests import (
     Span,
     TinkerError,
     TopK,
+    invalid,
 )
 
 try:
@@ -65,14 +66,8 @@ FLOAT_INPUTS = ("weights", "logprobs", "advantages", "clip_low_threshold", "clip
 # -- the messages ---------------------------------------------------------------------------------
 
 _ENUMS = {
-    "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
-    "DType": (
-        "DTYPE_UNSPECIFIED",
-        "DTYPE_FLOAT32",
-        "DTYPE_INT64",
-        "DTYPE_INT32",
-        "DTYPE_BFLOAT16",
-    ),
+    "StopReason": "STOP_REASON_STOP STOP_REASON_LENGTH",
+    "DType": "DTYPE_UNSPECIFIED DTYPE_FLOAT32 DTYPE_INT64 DTYPE_INT32 DTYPE_BFLOAT16",
 }
 # Number, name, type; type* is repeated, type? optional, {type} a map from strings, |x in oneof x.
 _MESSAGES = {
@@ -115,7 +110,7 @@ def _build_messages() -> dict[str, type[Message]]:
     )
     for name, values in _ENUMS.items():
         enum = file.enum_type.add(name=name)
-        for number, value in enumerate(values):
+        for number, value in enumerate(values.split()):
             enum.value.add(name=value, number=number)
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -234,13 +229,13 @@ def forward_backward_of(
     for key, value in found.loss_fn_config_v2.items():
         kind = value.WhichOneof("value")
         if kind is None:
-            raise _invalid(f"loss_fn_config {key!r} has neither a number nor a text.")
+            raise invalid(f"loss_fn_config {key!r} has neither a number nor a text.")
         config[key] = getattr(value, kind)
     for key, number in config.items():
         if isinstance(number, float) and not np.isfinite(number):
-            raise _invalid(f"loss_fn_config {key!r} is {number}; expected a finite number.")
+            raise invalid(f"loss_fn_config {key!r} is {number}; expected a finite number.")
     if name != found.loss_fn and config:
-        raise _invalid(
+        raise invalid(
             f"{name} is computed in place of {UNPUBLISHED}, and has no setting "
             f"{', '.join(config)}. Leave loss_fn_config out."
         )
@@ -248,36 +243,32 @@ def forward_backward_of(
     if name == "custom":
         custom = find_loss(str(config.get("loss_id", "")))
         if custom is None:
-            raise _invalid(
+            raise invalid(
                 f"loss_id={config.get('loss_id')!r} names no loss that was uploaded here. "
                 "Make it with service_client.create_custom_loss."
             )
     if not found.data:
-        raise _invalid("data is empty: forward_backward needs at least one datum.")
+        raise invalid("data is empty: forward_backward needs at least one datum.")
     room = _Room()
     data = tuple(
         _datum(each, f"data[{at}]", base, room, is_custom=custom is not None)
         for at, each in enumerate(found.data)
     )
     return ForwardBackward(
-        data=data,
-        loss=name,
-        config=config,
-        is_forward_only=found.forward_only,
-        custom=custom,
+        data=data, loss=name, config=config, is_forward_only=found.forward_only, custom=custom
     )
 
 
 def check_loss(name: str) -> None:
     """Raises TinkerError (422) for a loss that is not served."""
     if name == UNPUBLISHED:
-        raise _invalid(
+        raise invalid(
             "loss_fn='stable_reinforce' is not published, so it cannot be served exactly. "
             "Use loss_fn='importance_sampling' (in tinker-cookbook: loss_fn=importance_sampling), "
             "or start the server with tinker.stable_reinforce=importance_sampling."
         )
     if name not in LOSSES:
-        raise _invalid(f"loss_fn={name[:80]!r} is not known; expected one of {', '.join(LOSSES)}.")
+        raise invalid(f"loss_fn={name[:80]!r} is not known; expected one of {', '.join(LOSSES)}.")
 
 
 # -- reading: data --------------------------------------------------------------------------------
@@ -303,9 +294,9 @@ def _datum(found: Any, where: str, base: BaseModel, room: _Room, *, is_custom: b
     token_ids = _tokens_of(found.model_input, where)
     num = len(token_ids)
     if not num:
-        raise _invalid(f"{where}.model_input is empty; expected at least one token.")
+        raise invalid(f"{where}.model_input is empty; expected at least one token.")
     if num > base.max_tokens:
-        raise _invalid(
+        raise invalid(
             f"{where}.model_input has {num} tokens; {base.name} is served with at most "
             f"{base.max_tokens}. Cut the datum."
         )
@@ -315,7 +306,7 @@ def _datum(found: Any, where: str, base: BaseModel, room: _Room, *, is_custom: b
         for name, tensor in found.loss_fn_inputs.items()
     }
     if "target_tokens" not in inputs:
-        raise _invalid(f"{where}.loss_fn_inputs has no 'target_tokens': the ids to be predicted.")
+        raise invalid(f"{where}.loss_fn_inputs has no 'target_tokens': the ids to be predicted.")
     for name in sorted(inputs, key=lambda name: (name != "target_tokens", name)):
         place = f"{where}.loss_fn_inputs[{name!r}]"
         _check_input(name, inputs[name], inputs, num, place, is_custom)
@@ -340,22 +331,22 @@ def _check_input(
     expected = "i" if is_target else "f" if name in FLOAT_INPUTS else values.dtype.kind
     if values.dtype.kind != expected:
         kind = "int64" if is_target else "float32"
-        raise _invalid(f"{where} is {values.dtype}; expected {kind}.")
+        raise invalid(f"{where} is {values.dtype}; expected {kind}.")
     if values.ndim > 2 or (values.ndim == 0 and not is_custom):
-        raise _invalid(f"{where} has the shape {list(values.shape)}; expected [N] or [N, K].")
+        raise invalid(f"{where} has the shape {list(values.shape)}; expected [N] or [N, K].")
     if values.ndim and len(values) != num and (is_target or not is_custom):
-        raise _invalid(
+        raise invalid(
             f"{where} has {len(values)} entries and the model_input {num} tokens; expected as many:"
             " position i predicts target_tokens[i]."
         )
     if name in ("weights", "logprobs") and values.shape != inputs["target_tokens"].shape:
-        raise _invalid(
+        raise invalid(
             f"{where} has the shape {list(values.shape)} and target_tokens "
             f"{list(inputs['target_tokens'].shape)}; expected the same."
         )
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         place = np.argwhere(~np.isfinite(values))[0].tolist()
-        raise _invalid(f"{where}{place} is {values[tuple(place)]}; expected finite numbers.")
+        raise invalid(f"{where}{place} is {values[tuple(place)]}; expected finite numbers.")
 
 
 def _tokens_of(chunks: Iterable[Any], where: str) -> npt.NDArray[np.int32]:
@@ -366,14 +357,14 @@ def _tokens_of(chunks: Iterable[Any], where: str) -> npt.NDArray[np.int32]:
             raise _no_text(f"{where}.model_input[{at}]", kind)
         raw = chunk.encoded_text.tokens
         if len(raw) % 4:
-            raise _invalid(f"{where}.model_input[{at}].tokens: {len(raw)} bytes are no int32s.")
+            raise invalid(f"{where}.model_input[{at}].tokens: {len(raw)} bytes are no int32s.")
         parts.append(np.frombuffer(raw, "<i4"))
     return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
 
 
 def _no_text(where: str, kind: str | None) -> TinkerError:
     what = {"image": "an image", "image_asset_pointer": "an image", "dmel": "audio"}
-    return _invalid(
+    return invalid(
         f"{where} is {what.get(kind or '', 'empty or of an unknown type')}; the models served here "
         "read text alone. Send chunks of the type encoded_text."
     )
@@ -383,7 +374,7 @@ def _check_ids(ids: npt.NDArray[Any], where: str, base: BaseModel) -> None:
     wrong = (ids < 0) | (ids >= base.vocab_size)
     if wrong.any():
         place = np.argwhere(wrong)[0].tolist()
-        raise _invalid(
+        raise invalid(
             f"{where}{place} is {ids[tuple(place)]}; the ids of {base.name} are 0 to "
             f"{base.vocab_size - 1}. Was another tokenizer used?"
         )
@@ -396,13 +387,13 @@ def _tensor_of(tensor: Any, where: str, room: _Room) -> npt.NDArray[Any]:
     """Reads a tensor: floats become float32, whole numbers int64; sparse ones become dense."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise _invalid(f"{where} has the dtype {tensor.dtype}; expected float32 or int64.")
+        raise invalid(f"{where} has the dtype {tensor.dtype}; expected float32 or int64.")
     shape, encoding = list(tensor.shape), tensor.WhichOneof("encoding")
     if encoding is None:
-        raise _invalid(f"{where} has no values: neither dense nor sparse_csr.")
+        raise invalid(f"{where} has no values: neither dense nor sparse_csr.")
     raw = tensor.dense if encoding == "dense" else tensor.sparse_csr.values
     if len(raw) % dtype.itemsize:
-        raise _invalid(f"{where}: {len(raw)} bytes are no {dtype.name}s.")
+        raise invalid(f"{where}: {len(raw)} bytes are no {dtype.name}s.")
     values = np.frombuffer(raw, dtype)
     if tensor.dtype == 4:  # bfloat16 is the upper half of a float32
         values = (values.astype(np.uint32) << 16).view(np.float32)
@@ -411,7 +402,7 @@ def _tensor_of(tensor: Any, where: str, room: _Room) -> npt.NDArray[Any]:
         return _dense(values, shape, where, room)
     csr = tensor.sparse_csr
     if len(csr.crow_indices) % 8 or len(csr.col_indices) % 8:
-        raise _invalid(f"{where}: the indices of a sparse tensor must be int64.")
+        raise invalid(f"{where}: the indices of a sparse tensor must be int64.")
     crow, col = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
     return _from_csr(values, crow, col, shape, where, room, pad=0)
 
@@ -420,7 +411,7 @@ def _dense(values: npt.NDArray[Any], shape: list[int], where: str, room: _Room) 
     room.take(len(values), where)
     shape = shape or [len(values)]
     if any(size < 0 for size in shape) or math.prod(shape) != len(values):
-        raise _invalid(f"{where} has {len(values)} values, which do not fill the shape {shape}.")
+        raise invalid(f"{where} has {len(values)} values, which do not fill the shape {shape}.")
     return values.reshape(shape)
 
 
@@ -436,7 +427,7 @@ def _from_csr(
 ) -> npt.NDArray[Any]:
     """Makes a sparse matrix dense; `pad` fills what it does not list."""
     if len(shape) != 2 or min(shape) < 0:
-        raise _invalid(f"{where} is sparse with the shape {shape}; expected [N, K].")
+        raise invalid(f"{where} is sparse with the shape {shape}; expected [N, K].")
     room.take(math.prod(shape), where)
     rows, columns = shape
     is_right = (
@@ -446,13 +437,13 @@ def _from_csr(
         and bool((np.diff(crow) >= 0).all())
     )
     if not is_right or (len(col) and not (col.min() >= 0 and col.max() < columns)):
-        raise _invalid(
+        raise invalid(
             f"{where}: the indices of this sparse tensor are inconsistent ({len(values)} values, "
             f"{len(crow)} row pointers, {len(col)} columns, shape {shape})."
         )
     row = np.repeat(np.arange(rows), np.diff(crow))
     if len(np.unique(row * columns + col)) != len(col):
-        raise _invalid(f"{where}: this sparse tensor lists a place twice.")
+        raise invalid(f"{where}: this sparse tensor lists a place twice.")
     found = np.full((rows, columns), pad, values.dtype)
     found[row, col] = values
     return found
@@ -463,31 +454,22 @@ def _spans(spans: Iterable[Any], num: int, where: str) -> tuple[Span, ...]:
     for at, span in enumerate(spans):
         kind = span.WhichOneof("span")
         if kind is None:
-            raise _invalid(f"{where}[{at}] is neither of a prompt nor of sampled tokens.")
+            raise invalid(f"{where}[{at}] is neither of a prompt nor of sampled tokens.")
         part = getattr(span, kind)
         if part.offset < 0 or part.length < 0 or not part.sequence_id:
-            raise _invalid(
+            raise invalid(
                 f"{where}[{at}] has sequence_id={part.sequence_id[:80]!r} offset={part.offset} "
                 f"length={part.length}; expected an id, an offset from 0 and a length from 0."
             )
         if not part.length:  # a reply of one token has none among the inputs
             continue
-        found.append(
-            Span(
-                kind="prompt" if kind == "prompt_tokens" else "sampled",
-                sequence_id=part.sequence_id,
-                offset=part.offset,
-                length=part.length,
-            )
-        )
+        source: Literal["prompt", "sampled"] = "prompt" if kind == "prompt_tokens" else "sampled"
+        name, offset, length = part.sequence_id, part.offset, part.length
+        found.append(Span(kind=source, sequence_id=name, offset=offset, length=length))
     total = sum(span.length for span in found)
     if found and total != num:
-        raise _invalid(f"{where} have {total} tokens together, and the model_input {num}.")
+        raise invalid(f"{where} have {total} tokens together, and the model_input {num}.")
     return tuple(found)
-
-
-def _invalid(text: str) -> TinkerError:
-    return TinkerError(text, status=422)
 
 
 # -- reading: JSON --------------------------------------------------------------------------------
@@ -498,7 +480,7 @@ def check_known(body: Value, *names: str) -> None:
     one that has no name here and is neither null, false, 0 nor empty."""
     for name, value in body.object().items():
         if name not in (*names, "type") and value:
-            raise _invalid(
+            raise invalid(
                 f"{body.where and body.where + '.'}{name} is not known to this server, so what it "
                 "asks for would not happen. Leave it out."
             )
@@ -514,11 +496,8 @@ def whole_number(value: Value, least: int = 0, most: int = MAX_SEQ_ID) -> int:
 
 def model_spec_of(body: Value) -> ModelSpec:
     """Reads `create_model`."""
-    check_known(
-        body,
-        *("session_id", "model_seq_id", "base_model", "lora_config", "optimizer_config"),
-        "user_metadata",
-    )
+    names = ("session_id", "model_seq_id", "base_model", "lora_config", "optimizer_config")
+    check_known(body, *names, "user_metadata")
     check_optimizer(body["optimizer_config"])
     lora = body["lora_config"]
     check_known(lora, "rank", "seed", "train_unembed", "train_mlp", "train_attn")
@@ -575,7 +554,7 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
     Raises TinkerError (422), or the refusal of a wrong type.
     """
     if body["record_stability_info"].truth() and not substitute:
-        raise _invalid(
+        raise invalid(
             "record_stability_info is for loss_fn='stable_reinforce', which is not served. "
             "Use loss_fn='importance_sampling' and leave record_stability_info out, or start the "
             "server with tinker.stable_reinforce=importance_sampling."
@@ -587,7 +566,7 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
     max_tokens = params["max_tokens"].integer(1)
     if num >= base.max_tokens or num + (max_tokens or 1) > base.max_tokens:
         asked = f" and sampling_params.max_tokens is {max_tokens}" if max_tokens else ""
-        raise _invalid(
+        raise invalid(
             f"the prompt has {num} tokens{asked}; {base.name} is served with at most "
             f"{base.max_tokens} tokens together. Send less, or serve it with a larger max_tokens."
         )
@@ -676,12 +655,12 @@ def _targets(value: Value, num: int, base: BaseModel) -> npt.NDArray[np.int64] |
         col = np.array(_integers(value["sparse_col_indices"]), np.int64)
         found = _from_csr(data, crow, col, shape, value.where, room, pad=-1)
     if found.ndim != 2 or len(found) != num - 1:
-        raise _invalid(
+        raise invalid(
             f"{value.where} has the shape {list(found.shape)}; expected [{num - 1}, K]: a row for "
             "each prompt token but the first."
         )
     if not (found >= 0).any():
-        raise _invalid(f"{value.where} names no id: every cell is -1.")
+        raise invalid(f"{value.where} names no id: every cell is -1.")
     _check_ids(np.where(found == -1, 0, found), value.where, base)
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.rows import Float64Array, Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows, once_per_chunk
 from lockstep.observe.parts import PARTS, Part
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import FORCED_LOGPROB, Int64Array
@@ -84,9 +84,10 @@ def add_by(gaps: dict[int, Gap], label: npt.NDArray[Any], d: Float64Array) -> No
         gaps[number].add(gap_of(d[label == number]))
 
 
+@once_per_chunk
 def gap_of_all(rows: Rows) -> Gap:
     """The sums over a chunk; must not be changed."""
-    return rows.once("gap", lambda: gap_of(rows.gap))
+    return gap_of(rows.gap)
 
 
 def k3_of(d: Float64Array) -> Float64Array:

@@ -7,7 +7,8 @@ repair removes is the share of its cause; what is left at the end is unexplained
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
@@ -63,8 +64,13 @@ class Making:
         self.repair_error = ""
         """Why its repair could not be made; its share is then unknown."""
         self._check: Check | None = None
-        try:
+        with self._noting_errors():
             self._check = kind(setting)
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self.error = _told(error)
 
@@ -74,17 +80,13 @@ class Making:
 
     def look(self, rows: Rows) -> None:
         if self._check is not None and not self.error:
-            try:
+            with self._noting_errors():
                 self._check.look(rows)
-            except Exception as error:
-                self.error = _told(error)
 
     def conclude(self) -> Finding:
         if self._check is not None and not self.error:
-            try:
+            with self._noting_errors():
                 return self._check.conclude()
-            except Exception as error:
-                self.error = _told(error)
         return self.kind.not_checkable(measured=self.error)
 
     def repair(self, rows: Rows) -> Rows:

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import chain, pairwise
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from lockstep.errors import AlignmentError
 from lockstep.types import COLUMNS, Float32Array, Int32Array, Int64Array, Message, Sample
 
 T = TypeVar("T")
+P = ParamSpec("P")
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 
@@ -25,7 +26,7 @@ Float64Array = npt.NDArray[np.float64]
 class Once:
     """Base of immutable objects that remember what was computed from them."""
 
-    def once(self, name: str, compute: Callable[[], T]) -> T:
+    def once(self, name: Hashable, compute: Callable[[], T]) -> T:
         """The result of the first `compute` under this name. It must not be changed.
 
         >>> things = Once()
@@ -38,7 +39,7 @@ class Once:
         return known[name]
 
     @cached_property
-    def _known(self) -> dict[str, Any]:
+    def _known(self) -> dict[Hashable, Any]:
         return {}
 
 
@@ -141,6 +142,10 @@ class Rows(Once):
         """`trainer_logprobs`, for checks that need them."""
         assert self.trainer_logprobs is not None, "the check does not declare its need"
         return self.trainer_logprobs
+
+    def side(self, who: str) -> Float32Array:
+        """The log-probs of the sampler or trainer, for checks that need them."""
+        return self.rollout if who == "sampler" else self.trainer
 
     # -- made of ------------------------------------------------------------------------------
 
@@ -336,6 +341,11 @@ class Rows(Once):
         is_begin[1:] = (np.diff(index) > 1) | (self.position[index[1:]] == 0)
         return index[is_begin], index[np.append(is_begin[1:], True)] + 1
 
+    def num_in(self, mask: BoolArray, begin: Int64Array, end: Int64Array) -> Int64Array:
+        """[X] number of True of `mask` [N] in each of the slices begin..end [X]."""
+        before = np.concatenate([[0], np.cumsum(mask)])
+        return before[end] - before[begin]
+
     def within(self, begin: Int64Array, end: Int64Array) -> BoolArray:
         """[N] True inside of the slices begin..end."""
         out = np.zeros(self.num_tokens, np.bool_)
@@ -378,6 +388,18 @@ class Rows(Once):
         return self.with_(**changed)
 
 
+def once_per_chunk(find: Callable[Concatenate[Rows, P], T]) -> Callable[Concatenate[Rows, P], T]:
+    """A function of a chunk that is called once with each chunk and equal other arguments. What it
+    returns must not be changed."""
+
+    @wraps(find)
+    def found(rows: Rows, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (find, args, tuple(kwargs.items()))
+        return rows.once(key, lambda: find(rows, *args, **kwargs))
+
+    return found
+
+
 def _trainer_logprobs(samples: Sequence[Sample]) -> Float32Array | None:
     """Log-probs by the trainer before its update, NaN in rows that it did not score; None if it
     scored none. An old policy that is the sampler's own array does not count: comparing an array
@@ -411,17 +433,8 @@ def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 _OF_ROWS = frozenset(
     {
-        "row_ids",
-        "offsets",
-        "trainer_version",
-        "prompt_lengths",
-        "rewards",
-        "groups",
-        "steps",
-        "messages",
-        "texts",
-        "engine_ids",
-        "engine_prompt_ids",
+        *("row_ids", "offsets", "trainer_version", "prompt_lengths", "rewards", "groups", "steps"),
+        *("messages", "texts", "engine_ids", "engine_prompt_ids"),
     }
 )
 TOKEN_COLUMNS = tuple(f.name for f in fields(Rows) if f.name not in _OF_ROWS)

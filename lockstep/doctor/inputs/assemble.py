@@ -54,6 +54,11 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """Other fields of `Rows`: an array [T, ...], or the one value of the row."""
 
+    @classmethod
+    def of(cls, *, row_id: str, token_ids: Int32Array, loss_mask: BoolArray, **columns: Any) -> Row:
+        """The same, with the other fields by their names."""
+        return cls(row_id=row_id, token_ids=token_ids, loss_mask=loss_mask, columns=columns)
+
     def __post_init__(self) -> None:
         columns = self.columns
         for name in ("steps", "groups", "trainer_version"):

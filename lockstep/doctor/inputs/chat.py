@@ -100,19 +100,17 @@ def _row(
         turn[place] = number
         logprobs[place] = np.nan if reply.logprobs is None else reply.logprobs
     has_logprobs = any(reply.logprobs is not None for reply in chain)
-    return Row(
+    return Row.of(
         row_id=name,
         token_ids=ids,
         loss_mask=turn >= 0,
-        columns={
-            "turn": turn,
-            "is_sampled": turn >= 0,
-            "prompt_lengths": len(chain[0].prompt),
-            "rollout_logprobs": logprobs if has_logprobs else None,
-            "rewards": line.get("reward"),
-            "groups": line.get("_ng_task_index"),  # NeMo-Gym's
-            "messages": None if dialogue is None else dialogue[: last.number + 1],
-        },
+        turn=turn,
+        is_sampled=turn >= 0,
+        prompt_lengths=len(chain[0].prompt),
+        rollout_logprobs=logprobs if has_logprobs else None,
+        rewards=line.get("reward"),
+        groups=line.get("_ng_task_index"),  # NeMo-Gym's
+        messages=None if dialogue is None else dialogue[: last.number + 1],
     )
 
 

@@ -31,7 +31,7 @@ class NemoRlDump(LineDump):
     )
     why: ClassVar[Mapping[str, str]] = {
         "trainer_logprobs": "all of prev_logprobs are 0.0: with loss_fn.force_on_policy_ratio "
-        "NeMo-RL computes none before the update.",
+        "NeMo-RL computes none before the update."
     }
 
     def rows_of(
@@ -52,15 +52,13 @@ class NemoRlDump(LineDump):
         trainer = floats_of(source["prev_logprobs"], len(padded), f"{where}: prev_logprobs")[:size]
         trainer[:1] = np.nan  # a filler: nothing predicts the first token
         step = step_in(path)
-        yield Row(
+        yield Row.of(
             row_id=row_name(step, number - 1),
             token_ids=padded[:size],
             loss_mask=is_trained[:size],
-            columns={
-                "rollout_logprobs": values.floats("generation_logprobs"),
-                "trainer_logprobs": trainer if np.any(trainer[1:] != 0.0) else None,
-                "advantages": values.floats("advantages"),
-                "rewards": source.get("rewards"),
-                "steps": step,
-            },
+            rollout_logprobs=values.floats("generation_logprobs"),
+            trainer_logprobs=trainer if np.any(trainer[1:] != 0.0) else None,
+            advantages=values.floats("advantages"),
+            rewards=source.get("rewards"),
+            steps=step,
         )

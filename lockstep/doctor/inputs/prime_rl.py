@@ -84,17 +84,15 @@ def _row(line: Mapping[str, Any], where: str) -> Row:
     known = [real(r) for r in rewards] if isinstance(rewards, list) else []
     step, run = line.get("export_step", line.get("step")), line.get("run_id")
     name = f"{step}/rank{line.get('rank', 0)}/{line.get('export_sequence_idx', '?')}"
-    return Row(
+    return Row.of(
         row_id=f"{run}/{name}" if isinstance(run, str) else name,
         token_ids=ids,
         loss_mask=_trained(values),
-        columns={
-            "rollout_logprobs": values.floats("inference_logprobs"),
-            "trainer_logprobs": values.floats("trainer_logprobs"),
-            "advantages": values.floats("advantages"),
-            "rewards": next((r for r in reversed(known) if r is not None), None),
-            "steps": step,
-        },
+        rollout_logprobs=values.floats("inference_logprobs"),
+        trainer_logprobs=values.floats("trainer_logprobs"),
+        advantages=values.floats("advantages"),
+        rewards=next((r for r in reversed(known) if r is not None), None),
+        steps=step,
     )
 
 

@@ -77,27 +77,25 @@ class RunDump(RowDump):
             return column
 
         columns = sample.columns
-        return Row(
+        return Row.of(
             row_id=sample.id,
             token_ids=sample.token_ids,
             loss_mask=sample.loss_mask,
-            columns={
-                "rollout_logprobs": columns["rollout_logprobs"],
-                "trainer_logprobs": of_segments(record.trainer_logprobs),
-                "advantages": of_segments(record.advantages),
-                "turn": columns["turn"],
-                "is_sampled": columns["turn"] >= 0,
-                "policy_version": columns["policy_version"],
-                "routed_experts": columns.get("routed_experts"),
-                "trainer_version": self._versions.get(record.step),
-                "prompt_lengths": prompt_length(sample),
-                "rewards": trajectory.rewards[leaf],
-                "groups": record.group,
-                "steps": record.step,
-                "messages": tuple(trajectory.messages(leaf)),
-                "engine_ids": replies(trajectory, leaf),
-                "engine_prompt_ids": first_prompt(trajectory, leaf),
-            },
+            rollout_logprobs=columns["rollout_logprobs"],
+            trainer_logprobs=of_segments(record.trainer_logprobs),
+            advantages=of_segments(record.advantages),
+            turn=columns["turn"],
+            is_sampled=columns["turn"] >= 0,
+            policy_version=columns["policy_version"],
+            routed_experts=columns.get("routed_experts"),
+            trainer_version=self._versions.get(record.step),
+            prompt_lengths=prompt_length(sample),
+            rewards=trajectory.rewards[leaf],
+            groups=record.group,
+            steps=record.step,
+            messages=tuple(trajectory.messages(leaf)),
+            engine_ids=replies(trajectory, leaf),
+            engine_prompt_ids=first_prompt(trajectory, leaf),
         )
 
     def _facts(self) -> Facts:

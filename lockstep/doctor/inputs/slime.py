@@ -166,22 +166,20 @@ def _row(sample: Mapping[str, Any], step: int | None, name: Any, where: str) -> 
     text, reward = sample.get("response"), sample.get("reward")
     if isinstance(reward, dict) and len(reward) == 1:
         reward = next(iter(reward.values()))
-    return Row(
+    return Row.of(
         row_id=row_name(step, name),
         token_ids=ids,
         loss_mask=mask & (not sample.get("remove_sample")),
-        columns={
-            "prompt_lengths": size - length,
-            "rollout_logprobs": values.floats("rollout_log_probs"),
-            "trainer_logprobs": values.floats("log_probs"),
-            "advantages": values.floats("advantages"),
-            "policy_version": _versions(sample.get("weight_versions"), mask),
-            "routed_experts": _routes(numbers(sample.get("rollout_routed_experts")), size, where),
-            "texts": text if isinstance(text, str) and text else None,
-            "rewards": reward,
-            "groups": sample.get("group_index"),
-            "steps": step,
-        },
+        prompt_lengths=size - length,
+        rollout_logprobs=values.floats("rollout_log_probs"),
+        trainer_logprobs=values.floats("log_probs"),
+        advantages=values.floats("advantages"),
+        policy_version=_versions(sample.get("weight_versions"), mask),
+        routed_experts=_routes(numbers(sample.get("rollout_routed_experts")), size, where),
+        texts=text if isinstance(text, str) and text else None,
+        rewards=reward,
+        groups=sample.get("group_index"),
+        steps=step,
     )
 
 

@@ -29,7 +29,7 @@ class TinkerDump(LineDump):
     keys: ClassVar[frozenset[str]] = frozenset({"model_input", "target_tokens", "logprobs", "mask"})
     why: ClassVar[Mapping[str, str]] = {
         "trainer_logprobs": "write train_step's return value beside each datum, as "
-        "training_logprobs (documentation: Doctor: dumps).",
+        "training_logprobs (documentation: Doctor: dumps)."
     }
 
     def rows_of(
@@ -69,13 +69,11 @@ def _row(line: Mapping[str, Any], name: str, where: str) -> Row:
     mask = floats_of(line["mask"], size, f"{where}: mask") > 0  # 1 or 0, or a weight
     kept = np.ones(size, np.bool_)
     values = Values(source=line, where=where, size=size + 1, kept=kept)
-    return Row(
+    return Row.of(
         row_id=name,
         token_ids=np.concatenate([given[:1], targets]),
         loss_mask=np.concatenate([[False], mask]),
-        columns={
-            "rollout_logprobs": values.floats("logprobs"),
-            "trainer_logprobs": values.floats("training_logprobs"),
-            "advantages": values.floats("advantages"),
-        },
+        rollout_logprobs=values.floats("logprobs"),
+        trainer_logprobs=values.floats("training_logprobs"),
+        advantages=values.floats("advantages"),
     )

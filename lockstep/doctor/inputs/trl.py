@@ -98,15 +98,13 @@ def _row(source: Mapping[str, Any], name: str, step: int | None, where: str) -> 
     if advantages is not None:  # one number of the row, or one per token
         is_one = not advantages.ndim
         advantages = np.full(size, advantages) if is_one else values.floats("advantages")
-    return Row(
+    return Row.of(
         row_id=name,
         token_ids=np.concatenate([prompt, completion]),
         loss_mask=np.arange(size) >= len(prompt) if loss_mask is None else loss_mask,
-        columns={
-            "prompt_lengths": len(prompt),
-            "rollout_logprobs": values.floats("sampling_per_token_logps"),
-            "trainer_logprobs": values.floats("old_per_token_logps"),
-            "advantages": advantages,
-            "steps": step,
-        },
+        prompt_lengths=len(prompt),
+        rollout_logprobs=values.floats("sampling_per_token_logps"),
+        trainer_logprobs=values.floats("old_per_token_logps"),
+        advantages=advantages,
+        steps=step,
     )

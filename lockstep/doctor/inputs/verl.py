@@ -158,23 +158,21 @@ def _row(
     version: Any = tags.get("min_global_steps")
     is_known = version is not None and version == tags.get("max_global_steps")
     uid = tags.get("uid")
-    return Row(
+    return Row.of(
         row_id=row_name(step, number),
         token_ids=ids[kept],
         loss_mask=mask,
-        columns={
-            "prompt_lengths": prompt_length,
-            "rollout_logprobs": values.floats("rollout_log_probs"),
-            "trainer_logprobs": values.floats("old_log_probs"),
-            "advantages": values.floats("advantages"),
-            "routed_experts": _routes(numbers(source.get("routed_experts")), kept, where),
-            "rewards": None if scores is None else float(np.nansum(scores)),
-            "policy_version": np.where(mask, version or 0, -1) if is_known else None,
-            # step S trains the weights that step S - 1 made
-            "trainer_version": step - 1 if is_known and step is not None else None,
-            "groups": None if uid is None else groups.setdefault(str(uid), len(groups)),
-            "steps": step,
-        },
+        prompt_lengths=prompt_length,
+        rollout_logprobs=values.floats("rollout_log_probs"),
+        trainer_logprobs=values.floats("old_log_probs"),
+        advantages=values.floats("advantages"),
+        routed_experts=_routes(numbers(source.get("routed_experts")), kept, where),
+        rewards=None if scores is None else float(np.nansum(scores)),
+        policy_version=np.where(mask, version or 0, -1) if is_known else None,
+        # step S trains the weights that step S - 1 made
+        trainer_version=step - 1 if is_known and step is not None else None,
+        groups=None if uid is None else groups.setdefault(str(uid), len(groups)),
+        steps=step,
     )
 
 

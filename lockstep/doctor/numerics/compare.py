@@ -383,26 +383,31 @@ def _side(
     is_known = num_known > 0
     held = np.where(is_known[rows.row_of], reference, other)
     k2, tokens = _sums(rows, values - held)
-    best = np.full(len(rows), np.inf)
-    residuals: list[Float64Array] = []
-    for variant in evidence.variants:
-        left = _residual(rows, values, held, k2, tokens, variant)
-        residuals.append(left)
-        best = np.minimum(best, left)
     hit = np.full(len(rows), -1)
+    side = Side(
+        name=name,
+        values=values,
+        reference=held,
+        tokens=tokens,
+        k2=k2,
+        hit=hit,
+        left=k2,
+        variants=evidence.variants,
+        is_known=is_known,
+    )
+    residuals = [row_residual(rows, side, variant) for variant in evidence.variants]
+    best = np.min([np.full(len(rows), np.inf), *residuals], axis=0)
     is_deviating = k2 > FLOAT_K2 * tokens
-    for number in reversed(range(len(residuals))):
-        left = residuals[number]
-        limit = np.where(
-            is_known, limit_of(evidence.variants[number].fit, k2, tokens), MAX_FAR_RESIDUAL * k2
-        )
+    for number, left in reversed([*enumerate(residuals)]):
+        limit = limit_of(evidence.variants[number].fit, k2, tokens)
+        limit = np.where(is_known, limit, MAX_FAR_RESIDUAL * k2)
         is_near = (left <= best + TIE * k2) & (left <= EXACT * best + FLOAT_K2 * tokens)
         hit[is_deviating & is_near & (left <= limit)] = number
     near = [
-        left if v.approximates and _is_typically_near(evidence, v, values, held) else None
+        left if v.approximates and _is_typically_near(evidence, v, side) else None
         for left, v in zip(residuals, evidence.variants, strict=True)
     ]
-    _add_approximate(hit, evidence.variants, near, k2, is_deviating & is_known)
+    _add_approximate(side, near, is_deviating & is_known)
     is_far = ~is_known & (tokens > 0)
     if tokens[is_far & (hit >= 0)].sum() < MIN_FAR_TOKENS * tokens[is_far].sum():
         hit[is_far] = -1
@@ -430,18 +435,8 @@ def _side(
             or tokens[is_hit].sum() < MIN_TOKENS
         ):
             hit[is_hit] = -1
-    left = np.stack([*residuals, k2])[hit, np.arange(len(rows))]  # -1 is k2 itself
-    return Side(
-        name=name,
-        values=values,
-        reference=held,
-        tokens=tokens,
-        k2=k2,
-        hit=hit,
-        left=left,
-        variants=evidence.variants,
-        is_known=is_known,
-    )
+    side.left = np.stack([*residuals, k2])[hit, np.arange(len(rows))]  # -1 is k2 itself
+    return side
 
 
 def limit_of(fit: Fit, k2: Float64Array, tokens: Int64Array) -> Float64Array:
@@ -456,64 +451,42 @@ def limit_of(fit: Fit, k2: Float64Array, tokens: Int64Array) -> Float64Array:
 
 def row_residual(rows: Rows, side: Side, variant: Variant) -> Float64Array:
     """[R] what the variant leaves of the side's k2; infinity where it explains nothing."""
-    return _residual(rows, side.values, side.reference, side.k2, side.tokens, variant)
-
-
-def _residual(
-    rows: Rows,
-    values: Float64Array,
-    held: Float64Array,
-    k2: Float64Array,
-    tokens: Int64Array,
-    variant: Variant,
-) -> Float64Array:
-    left, compared = _sums(rows, values - variant.logprobs)
+    left, compared = _sums(rows, side.values - variant.logprobs)
     # A variant that was not computed for a row, or not for all its tokens, explains nothing.
-    left[(compared < tokens) | (tokens == 0)] = np.inf
+    left[(compared < side.tokens) | (side.tokens == 0)] = np.inf
     if variant.plain is not None:
-        plain = np.where(np.isfinite(variant.plain), variant.plain, held)
+        plain = np.where(np.isfinite(variant.plain), variant.plain, side.reference)
         moved, _ = _sums(rows, variant.logprobs - plain)
-        left[moved < MIN_MOVE * k2] = np.inf
+        left[moved < MIN_MOVE * side.k2] = np.inf
     return left
 
 
-def _is_typically_near(
-    evidence: Evidence, variant: Variant, values: Float64Array, held: Float64Array
-) -> bool:
+def _is_typically_near(evidence: Evidence, variant: Variant, side: Side) -> bool:
     """Whether an approximate variant is nearer at the typical token too: a few tokens that go to
     other experts must not decide."""
-    again = values - variant.logprobs
-    d = np.where(np.isfinite(again), values - held, np.nan)
+    again = side.values - variant.logprobs
+    d = np.where(np.isfinite(again), side.values - side.reference, np.nan)
     typical = variant.approximates * _typical(d, evidence.spread)
     return _typical(again, evidence.spread) <= typical
 
 
-def _is_loose(near: Sequence[Float64Array | None], k2: Float64Array, row: int, number: int) -> bool:
-    """Whether no variant reproduces the row, or only one that is approximate, and not its very
-    numbers."""
-    if number < 0:
-        return True
-    left = near[number]
-    return left is not None and float(left[row]) > MAX_FEW_RESIDUAL * float(k2[row])
+def _add_approximate(side: Side, near: Sequence[Float64Array | None], is_open: BoolArray) -> None:
+    """Gives the rows that no variant reproduces, or only one that is approximate, and not their
+    very numbers, to the approximate one that leaves the least of them, if that is little enough.
 
-
-def _add_approximate(
-    hit: Int64Array,
-    variants: Sequence[Variant],
-    near: Sequence[Float64Array | None],
-    k2: Float64Array,
-    is_open: BoolArray,
-) -> None:
-    """Gives the rows that no variant reproduces to the approximate one that leaves the least of
-    them, if that is little enough."""
-    rows = is_open & np.array([_is_loose(near, k2, row, h) for row, h in enumerate(hit.tolist())])
+    near: by variant, [R] what it leaves; None if it is exact, or not near. is_open: [R]."""
+    hit, k2 = side.hit, side.k2
+    rows = is_open & (hit < 0)
+    for number, left in enumerate(near):
+        if left is not None:
+            rows |= is_open & (hit == number) & (left > MAX_FEW_RESIDUAL * k2)
     of_all = {
         number: float(left[rows].sum())
         for number, left in enumerate(near)
         if left is not None and rows.any() and np.isfinite(left[rows]).all()
     }
     number = min(of_all, key=lambda n: of_all[n], default=-1)
-    if number >= 0 and of_all[number] <= variants[number].approximates * float(k2[rows].sum()):
+    if number >= 0 and of_all[number] <= side.variants[number].approximates * float(k2[rows].sum()):
         hit[rows] = number
 
 

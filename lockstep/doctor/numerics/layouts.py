@@ -120,17 +120,9 @@ def arrangements(lines: Lines) -> Iterator[Arrangement]:
 _Size = Callable[[int, int, Lines], int]
 
 
-def _to_longest(row: int, size: int, lines: Lines) -> int:
-    return lines.longest - size
-
-
-def _to_longest_prompt(row: int, size: int, lines: Lines) -> int:
-    return lines.longest_prompt - int(lines.prompts[row])
-
-
 _TO: dict[str, _Size] = {
-    "the longest prompt": _to_longest_prompt,
-    "the longest row": _to_longest,
+    "the longest prompt": lambda row, size, lines: lines.longest_prompt - int(lines.prompts[row]),
+    "the longest row": lambda row, size, lines: lines.longest - size,
 }
 """Length to which rows are padded -> tokens of padding."""
 
@@ -174,10 +166,7 @@ def _positions(lines: Lines) -> Iterator[Arrangement]:
         ),
     )
     for by in (1, 2):
-        yield told(
-            f"with positions from {by}",
-            lambda row, size, prompt, lines, by=by: np.arange(size) + by,
-        )
+        yield told(f"with positions from {by}", lambda row, size, *_, by=by: np.arange(size) + by)
     yield told(
         "with positions that go on after the row before it",
         lambda row, size, prompt, lines: (
@@ -197,10 +186,7 @@ def turn_positions(rows: Rows) -> dict[str, list[Int64Array]]:
         told = np.arange(rows.num_tokens) - np.repeat(first, sizes)
         return np.split(told, rows.offsets[1:-1])
 
-    return {
-        "each message": restarted(flips != 0),
-        "each turn": restarted(flips < 0),
-    }
+    return {"each message": restarted(flips != 0), "each turn": restarted(flips < 0)}
 
 
 # -- what attention sees --------------------------------------------------------------------------

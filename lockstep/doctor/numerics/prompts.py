@@ -76,6 +76,9 @@ def _roles(form: str, **names: str) -> dict[str, str]:
     return {role: form.replace("ROLE", name) for role, name in roles.items() if name}
 
 
+_MISTRAL = {"system": "SYSTEM_PROMPT", "user": "INST", "tool": "TOOL_RESULTS"}
+_COMMAND = {"system": "SYSTEM", "user": "USER", "assistant": "CHATBOT", "tool": "SYSTEM"}
+
 FAMILIES: Mapping[str, Family] = {
     "chatml": Family(before=_roles("<|im_start|>ROLE\n"), after={"": "<|im_end|>\n"}),
     "llama3": Family(
@@ -109,18 +112,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mistral v7": Family(
         first="<s>",
-        before={
-            "system": "[SYSTEM_PROMPT] ",
-            "user": "[INST] ",
-            "assistant": "",
-            "tool": "[TOOL_RESULTS] ",
-        },
-        after={
-            "system": "[/SYSTEM_PROMPT]",
-            "user": "[/INST]",
-            "assistant": "</s>",
-            "tool": "[/TOOL_RESULTS]",
-        },
+        before=_roles("[ROLE] ", **_MISTRAL) | {"assistant": ""},
+        after=_roles("[/ROLE]", **_MISTRAL) | {"assistant": "</s>"},
     ),
     "llama2": Family(
         first="<s>",
@@ -134,15 +127,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "command-r": Family(
         first="<BOS_TOKEN>",
-        before={
-            role: f"<|START_OF_TURN_TOKEN|><|{name}_TOKEN|>"
-            for role, name in {
-                "system": "SYSTEM",
-                "user": "USER",
-                "assistant": "CHATBOT",
-                "tool": "SYSTEM",
-            }.items()
-        },
+        before=_roles("<|START_OF_TURN_TOKEN|><|ROLE_TOKEN|>", **_COMMAND),
         after={"": "<|END_OF_TURN_TOKEN|>"},
     ),
     "headings": Family(

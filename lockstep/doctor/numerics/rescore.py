@@ -28,6 +28,7 @@ from lockstep.doctor.numerics.compare import (
     Comparison,
     Distribution,
     Evidence,
+    Fit,
     Scored,
     SideName,
     Variant,
@@ -164,10 +165,9 @@ class Rescoring(Once):
             num_before, before = len(before), ids[-MAX_BEFORE:]
             drawn = rng.random(len(rows))
             drawn[self._own(rows) >= 0] /= 2
-            trained = np.bincount(rows.row_of, rows.loss_mask, minlength=len(rows))
-            first = np.full(len(rows), 0)
-            where = np.flatnonzero(rows.loss_mask)[::-1]
-            first[rows.row_of[where]] = rows.position[where]  # the last one written is the first
+            at = np.flatnonzero(rows.loss_mask)
+            trained, first = rows.row_sums(at), rows.firsts(at, rows.position[at])
+            first[trained == 0] = 0
             self._longest = max(self._longest, int(rows.sizes.max(initial=0)))
             self._longest_prompt = max(self._longest_prompt, int(first.max(initial=0)))
             is_usable = (trained > 0) & (rows.sizes <= self.weights.config.max_positions)
@@ -220,20 +220,13 @@ class Rescoring(Once):
         """The variants of these rows, which are scored where there is something to explain."""
         from lockstep.doctor.numerics.search import Known, Search
 
-        return self.once(
-            f"search {_digest(rows)}",
-            lambda: Search(
-                rows,
-                self.scorer,
-                self.weights.all,
-                self._own(rows),
-                Known(
-                    lines=self._lines(rows),
-                    distributions=self._processing(),
-                    prompts=self._prompts(),
-                ),
-            ),
-        )
+        def make() -> Search:
+            known = Known(
+                lines=self._lines(rows), distributions=self._processing(), prompts=self._prompts()
+            )
+            return Search(rows, self.scorer, self.weights.all, self._own(rows), known)
+
+        return self.once(f"search {_digest(rows)}", make)
 
     def _prompts(self) -> list[Prompt]:
         tokenizer = self.words.tokenizer
@@ -241,10 +234,8 @@ class Rescoring(Once):
 
     def _lines(self, rows: Rows) -> Lines:
         config = self.weights.config
-        trained = rows.loss_mask & (rows.position > 0)
-        first = np.full(len(rows), np.iinfo(np.int64).max)
-        np.minimum.at(first, rows.row_of[trained], rows.position[trained])
-        prompts = np.minimum(first, rows.sizes)
+        trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
+        prompts = np.minimum(rows.firsts(trained, rows.position[trained]), rows.sizes)
         return Lines(
             prompts=prompts,
             longest_prompt=max(self._longest_prompt, int(prompts.max(initial=0))),
@@ -326,27 +317,22 @@ class Rescoring(Once):
 
         chosen, dtype = self._reference(rows, logprobs, distributions)
         plain, reference = logprobs("all", chosen), logprobs(dtype, chosen)
-        found = [
-            ("adapter_not_merged", name, logprobs(name, chosen))
+
+        def variant(cause: str, text: str, values: Float64Array, fit: Fit = "most") -> Variant:
+            rank = rank_of(cause)
+            return Variant(cause=cause, text=text, logprobs=values, plain=plain, rank=rank, fit=fit)
+
+        variants = [
+            variant("adapter_not_merged", name, logprobs(name, chosen))
             for name in sorted(names - {"all", "bfloat16", "replayed"})
         ]
         for number, weights in enumerate(self.weights.all):
             values = scored[number]["all"].logprobs[chosen].astype(np.float64)
             values[own[rows.row_of] == number] = np.nan
-            found.append(("other_weights", f"with the weights {weights.name}", values))
+            variants.append(variant("other_weights", f"with the weights {weights.name}", values))
         for other in (d for d in distributions if d != chosen):
-            found.append(("processed", f"after {other.describe()}", logprobs("all", other)))
-        variants = [
-            Variant(
-                cause=cause,
-                text=text,
-                logprobs=values,
-                plain=plain,
-                rank=rank_of(cause),
-                fit="near" if cause == "processed" else "most",
-            )
-            for cause, text, values in found
-        ]
+            text, values = f"after {other.describe()}", logprobs("all", other)
+            variants.append(variant("processed", text, values, "near"))
         name, other_dtype = ("all", "float32") if dtype == "bfloat16" else ("bfloat16", "bfloat16")
         values, text = logprobs(name, chosen), f"in {other_dtype}"
         rank = rank_of("precision")
@@ -368,11 +354,7 @@ class Rescoring(Once):
         )
 
     def _by_weights(
-        self,
-        rows: Rows,
-        weights: Weights,
-        own: Int64Array,
-        distributions: Sequence[Distribution],
+        self, rows: Rows, weights: Weights, own: Int64Array, distributions: Sequence[Distribution]
     ) -> dict[str, Scored]:
         """Variant -> scores; "all": the model itself on every row, other variants on `own` rows."""
         scorer, every = self.scorer, np.arange(len(rows))

@@ -188,12 +188,10 @@ class Search:
         self, row: int, found: Comparison, best: dict[tuple[str, int], tuple[float, Trial]]
     ) -> bool:
         """Whether a side's deviation in this row is still unexplained."""
-        for side in found.sides.values():
-            left = best.get((side.name, row), (side.left[row], None))[0]
-            least = max(NOISE_FACTOR * found.floor, FLOAT_K2) * side.tokens[row]
-            if left > max(MAX_FEW_RESIDUAL * side.k2[row], least):
-                return True
-        return False
+        return any(
+            best.get((side.name, row), (side.left[row], None))[0] > _least(side, found, row)
+            for side in found.sides.values()
+        )
 
     def _score_all(self, trial: Trial, number: int, evidence: Evidence, found: Comparison) -> bool:
         """Scores all rows of these weights in which a side deviates."""
@@ -255,12 +253,9 @@ class Search:
         def scored_as(layout: Layout | None) -> Float64Array:
             out = np.full(rows.num_tokens, np.nan)
             if layout is not None:
+                others, every = layout.rows, np.arange(len(layout.rows))
                 scored = scorer.score(
-                    model,
-                    layout.rows,
-                    np.arange(len(layout.rows)),
-                    distributions=[chosen],
-                    positions=layout.positions,
+                    model, others, every, distributions=[chosen], positions=layout.positions
                 )
                 is_own = layout.place >= 0
                 out[layout.place[is_own]] = scored.logprobs[chosen][is_own]
@@ -297,32 +292,29 @@ class Search:
                         fit="near",
                     )
         if has_plain_head(model):
-            yield Trial(
-                cause=HALF_HEAD,
-                text="in float32 with a head in bfloat16",
-                score=partial(plain, head=torch.bfloat16),
-                is_precision=True,
-            )
 
             def in_bfloat16(places: Int64Array) -> Float64Array:
                 # The loaded model stays as it is: this is a copy, made and dropped.
                 return plain(places, of=scorer.copied_in_bfloat16(model), head=torch.float32)
 
-            yield Trial(
-                cause=HALF_HEAD,
-                text="in bfloat16 with a head in float32",
-                score=in_bfloat16,
-                is_precision=True,
-            )
+            for text, score in (
+                ("in float32 with a head in bfloat16", partial(plain, head=torch.bfloat16)),
+                ("in bfloat16 with a head in float32", in_bfloat16),
+            ):
+                yield Trial(cause=HALF_HEAD, text=text, score=score, is_precision=True)
+
+
+def _least(side: Side, found: Comparison, row: int, *, is_precision: bool = False) -> float:
+    """k2 of a row that needs no explanation."""
+    least = FLOAT_K2 if is_precision else max(NOISE_FACTOR * found.floor, FLOAT_K2)
+    return max(MAX_FEW_RESIDUAL * side.k2[row], least * side.tokens[row])
 
 
 def _is_left(side: Side, found: Comparison, row: int, *, is_precision: bool = False) -> bool:
     """Whether a side deviates in this row by more than is explained: after the variant that
     reproduces it, if there is one, by more than a pair of precisions does."""
-    least = FLOAT_K2 if is_precision else max(NOISE_FACTOR * found.floor, FLOAT_K2)
-    least *= side.tokens[row]
-    is_known = bool(side.is_known[row])
-    return is_known and side.left[row] > max(MAX_FEW_RESIDUAL * side.k2[row], least)
+    least = _least(side, found, row, is_precision=is_precision)
+    return bool(side.is_known[row]) and side.left[row] > least
 
 
 def _probes(found: Comparison, *, is_precision: bool = False) -> Int64Array:

@@ -25,13 +25,7 @@ from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, Res
 from lockstep.engines.grammar import GrammarState
 from lockstep.engines.ledger import Entry
 from lockstep.ops.base import Ops
-from lockstep.ops.context import (
-    AttentionWork,
-    PagedBlock,
-    PagedContext,
-    ResidentRows,
-    to_device,
-)
+from lockstep.ops.context import AttentionWork, PagedBlock, PagedContext, ResidentRows, to_device
 from lockstep.types import Distribution, Float32Array, Int32Array, Routes, pack_support
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -595,19 +589,16 @@ class _Layout:
         resident: ResidentRows | None = None,
     ) -> None:
         last = int(positions.max())
-        num_keys = min(
-            last // KEY_QUANTUM * KEY_QUANTUM + KEY_QUANTUM, pages.shape[1] * self._page_size
+        num_keys = min((last // KEY_QUANTUM + 1) * KEY_QUANTUM, pages.shape[1] * self._page_size)
+        block = PagedBlock(
+            None if is_ordered else to_device(tokens, self._device),
+            to_device(positions, self._device),
+            to_device(pages, self._device),
+            num_keys,
+            first_token=int(tokens[0, 0]),
+            resident=resident,
         )
-        self._blocks.append(
-            PagedBlock(
-                None if is_ordered else to_device(tokens, self._device),
-                to_device(positions, self._device),
-                to_device(pages, self._device),
-                num_keys,
-                first_token=int(tokens[0, 0]),
-                resident=resident,
-            )
-        )
+        self._blocks.append(block)
         self._places.append(tokens.reshape(-1))
         self._is_ordered &= is_ordered
 

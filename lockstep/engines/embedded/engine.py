@@ -46,9 +46,11 @@ from lockstep.engines.ledger import (
     checked_prompt,
     checked_text,
     limit_of,
+    no_adapter,
 )
 from lockstep.engines.worker_weights import TornWeightsError
 from lockstep.errors import CapabilityError, EngineError
+from lockstep.launch.event_loop import running
 from lockstep.models.adapters import AdapterStacks
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, decoder_like, load_weights, read_tensors
@@ -142,7 +144,7 @@ class EmbeddedEngine(Engine):
         """Requests that need code after every token: stop strings, streams."""
         self._ahead: Draws | None = None
         """A step that the device has begun before the tokens of the last one were handled."""
-        self._num_arrived = 0
+        self._arrivals = count(1)
         self._has_finished = False
         self._fingerprint = fingerprint(model.ops, model.embedding.dtype, device)
         self._fingerprint_text = self._fingerprint.text
@@ -196,12 +198,9 @@ class EmbeddedEngine(Engine):
         adapter: str = "",
     ) -> Scores:
         """See `Engine.score`. Leaves nothing in the prefix cache."""
+        found = self.capabilities
         ids = checked_text(
-            token_ids,
-            self.capabilities,
-            distribution=distribution,
-            temperature=temperature,
-            first=first,
+            token_ids, found, distribution=distribution, temperature=temperature, first=first
         )
         self._ledger.check_open()
         weights = self._weights_of(adapter, where="score")
@@ -217,14 +216,9 @@ class EmbeddedEngine(Engine):
         request = Request(
             id="score", prompt_ids=ids, sampling=SamplingParams(max_tokens=1), priority=priority
         )
-        self._num_arrived += 1
+        order = next(self._arrivals)
         sequence = Sequence(
-            request=request,
-            weights=weights,
-            order=self._num_arrived,
-            limit=0,
-            ids=ids,
-            scoring=scoring,
+            request=request, weights=weights, order=order, limit=0, ids=ids, scoring=scoring
         )
         self._scheduler.add(sequence)
         self._drive()
@@ -363,10 +357,8 @@ class EmbeddedEngine(Engine):
         check_abilities(request, self.capabilities)
         sampling, limit = request.sampling, limit_of(request, self.capabilities)
         weights = self._weights_of(request.adapter, where=f"request {request.id}")
-        self._num_arrived += 1
-        sequence = Sequence(
-            request=request, weights=weights, order=self._num_arrived, limit=limit, ids=ids
-        )
+        order = next(self._arrivals)
+        sequence = Sequence(request=request, weights=weights, order=order, limit=limit, ids=ids)
         if sampling.record_support and sampling.is_truncated:
             sequence.support = []
         if sampling.grammar:
@@ -384,11 +376,7 @@ class EmbeddedEngine(Engine):
         if not adapter:
             return self._base
         if adapter not in self._adapters:
-            known = ", ".join(self._adapters) or "none"
-            raise EngineError(
-                f"{where}: the engine has no adapter {adapter!r}; loaded are: {known}. "
-                "load_adapter loads one."
-            )
+            raise no_adapter(where, adapter, self._adapters)
         return self._adapters[adapter]
 
     def _keep_routes(self) -> None:
@@ -408,10 +396,7 @@ class EmbeddedEngine(Engine):
         """Starts the task that runs steps, unless it runs or there is nothing to do."""
         if not (self._ledger.may_sample and self._scheduler.has_work):
             return
-        loop = asyncio.get_running_loop()
-        driver = self._driver
-        if driver is None or driver.done() or driver.get_loop() is not loop:
-            self._driver = loop.create_task(self._run())
+        self._driver = running(self._driver, self._run)
 
     async def _run(self) -> None:
         while self._scheduler.has_work and self._ledger.may_sample:
@@ -594,14 +579,11 @@ class EmbeddedEngine(Engine):
                 scoring.logprobs[: scoring.first] = np.nan
                 num_cached = max(sequence.num_cached, 0)
                 num_prefilled = sequence.num_to_compute - num_cached
-                scoring.future.set_result(
-                    self._scores(
-                        scoring.logprobs,
-                        sequence.weights,
-                        num_cached=num_cached,
-                        num_prefilled=num_prefilled,
-                    )
+                values, weights = scoring.logprobs, sequence.weights
+                scores = self._scores(
+                    values, weights, num_cached=num_cached, num_prefilled=num_prefilled
                 )
+                scoring.future.set_result(scores)
 
     # -- after a step -------------------------------------------------------------------------
 
@@ -668,34 +650,29 @@ class EmbeddedEngine(Engine):
         return sequence.sampled_ids, sequence.sampled_logprobs
 
     def _send(
-        self,
-        sequence: Sequence,
-        reason: FinishReason | None = None,
-        stop: int | str | None = None,
+        self, sequence: Sequence, reason: FinishReason | None = None, stop: int | str | None = None
     ) -> None:
         """Sends the tokens sampled since the last delta."""
         ids, logprobs = self._sampled(sequence)
         fresh = slice(sequence.num_sent, None)
-        cached, prefilled = max(sequence.num_cached, 0), 0
-        if sequence.num_cached >= 0:
+        cached = prefilled = 0
+        if sequence.num_cached >= 0 and not sequence.deltas:
+            cached = sequence.num_cached
             prefilled = len(sequence.request.prompt_ids) - cached
-        self._ledger.deliver(
-            sequence,
-            Delta(
-                token_ids=ids[fresh].copy(),
-                logprobs=logprobs[fresh].copy(),
-                policy_version=sequence.weights.version,
-                finish_reason=reason,
-                stop=stop,
-                num_cached_tokens=0 if sequence.deltas else cached,
-                num_prefilled_tokens=0 if sequence.deltas else prefilled,
-                routed_experts=self._fresh_routes(sequence, len(ids)),
-                support=None
-                if sequence.support is None
-                else Ragged.of_rows(sequence.support[fresh]),
-                fingerprint=self._fingerprint_of(sequence),
-            ),
+        support = sequence.support
+        delta = Delta(
+            token_ids=ids[fresh].copy(),
+            logprobs=logprobs[fresh].copy(),
+            policy_version=sequence.weights.version,
+            finish_reason=reason,
+            stop=stop,
+            num_cached_tokens=cached,
+            num_prefilled_tokens=prefilled,
+            routed_experts=self._fresh_routes(sequence, len(ids)),
+            support=None if support is None else Ragged.of_rows(support[fresh]),
+            fingerprint=self._fingerprint_of(sequence),
         )
+        self._ledger.deliver(sequence, delta)
 
     def _end_segments(self, sequences: Seq[Sequence]) -> None:
         """Sends what requests have sampled before their weights change."""

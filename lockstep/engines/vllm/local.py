@@ -29,6 +29,7 @@ from lockstep.engines.vllm.checkpoint import check_readable
 from lockstep.engines.vllm.started import engine_arguments
 from lockstep.engines.vllm.wire import SCORE_SETTINGS, sampling_settings
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
+from lockstep.launch.event_loop import running
 from lockstep.types import Int32Array, Request, SamplingParams
 
 ENVIRONMENT = {
@@ -198,8 +199,7 @@ class LocalWire(Wire):
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
     ) -> Chunk:
         asked = self._vllm.SamplingParams(
-            **SCORE_SETTINGS,
-            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            **SCORE_SETTINGS, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         )
         call = self._add(call_id, token_ids, asked, priority, adapter)
         try:
@@ -247,10 +247,7 @@ class LocalWire(Wire):
         """Starts the task that runs steps, unless it runs or there is nothing to do."""
         if self._is_paused or not self._engine.has_unfinished_requests():
             return
-        loop = asyncio.get_running_loop()
-        driver = self._driver
-        if driver is None or driver.done() or driver.get_loop() is not loop:
-            self._driver = loop.create_task(self._run())
+        self._driver = running(self._driver, self._run)
 
     async def _run(self) -> None:
         while not self._is_paused and self._engine.has_unfinished_requests():

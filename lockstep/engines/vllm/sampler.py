@@ -84,19 +84,10 @@ def _row(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[
     seed = given.get(SEED, params.seed)
     top_k = max(params.top_k, 0)
     is_filtered = params.temperature > 0 and (params.top_p < 1 or top_k > 0)
-    return _Row(
-        Rule(
-            params.temperature,
-            is_filtered,
-            given.get(DISTRIBUTION, "sampled"),
-            given.get(SUPPORT, False),
-        ),
-        stream_of(secrets.randbits(63) if seed is None else seed),
-        params.top_p,
-        top_k,
-        len(prompt_ids or ()),
-        output_ids,
-    )
+    distribution, has_support = given.get(DISTRIBUTION, "sampled"), given.get(SUPPORT, False)
+    rule = Rule(params.temperature, is_filtered, distribution, has_support)
+    stream = stream_of(secrets.randbits(63) if seed is None else seed)
+    return _Row(rule, stream, params.top_p, top_k, len(prompt_ids or ()), output_ids)
 
 
 class ExactSampler(Sampler):
@@ -140,10 +131,7 @@ class ExactSampler(Sampler):
                 if rule.is_filtered:
                     top_p = np.array([rows[place].top_p for place in places], np.float32)
                     top_k = np.array([rows[place].top_k for place in places], np.int64)
-                    filters = {
-                        "top_p": to_device(top_p, device),
-                        "top_k": to_device(top_k, device),
-                    }
+                    filters = {"top_p": to_device(top_p, device), "top_k": to_device(top_k, device)}
                 ids[at], logprobs[at], kept = sample(logits[at], uniform[at], rule, ops, **filters)
                 if kept is not None:
                     self.support = self.support or [np.empty(0, np.int32)] * len(rows)

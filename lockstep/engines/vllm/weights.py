@@ -128,7 +128,7 @@ def update_weights(
     wanted = {name for name, _ in model.named_parameters()}
     if current_platform.is_cpu():
         _unpack(model, vllm_config.model_config.dtype)
-        _tie(model, tied)
+        _tie(tied)
     try:
         loaded = model.load_weights(weights)  # type: ignore[operator]
     except (KeyError, ValueError, RuntimeError, AssertionError) as error:
@@ -158,7 +158,7 @@ def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [group for group in places.values() if len(group) > 1]
 
 
-def _tie(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
+def _tie(tied: list[list[tuple[nn.Module, str]]]) -> None:
     for (first, name), *others in tied:
         for module, other in others:
             module._parameters[other] = first._parameters[name]

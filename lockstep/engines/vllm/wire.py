@@ -39,12 +39,7 @@ from lockstep.engines.served import Chunk, ServedEngine
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT, check_attached
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.engines.weight_link import WeightSender, is_same_host
-from lockstep.errors import (
-    CapabilityError,
-    EngineDownError,
-    EngineError,
-    ServerRefusedError,
-)
+from lockstep.errors import CapabilityError, EngineDownError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.32"
@@ -200,15 +195,14 @@ class VllmWire(HttpWire):
         if not self._why_not_in_place and settings["parallel_config"]["data_parallel_size"] == 1:
             sources = ("tensors", *sources)
         is_caching = bool(settings["cache_config"]["enable_prefix_caching"])
+        distributions = DISTRIBUTIONS[model["logprobs_mode"]]
+        if self._is_ours:
+            distributions = ("model", "tempered", "sampled")
         self.capabilities = Capabilities(
             name="vllm",
             vocab_size=int(shape["vocab_size"]),
             max_tokens=int(model["max_model_len"]),
-            distributions=(
-                ("model", "tempered", "sampled")
-                if self._is_ours
-                else DISTRIBUTIONS[model["logprobs_mode"]]
-            ),
+            distributions=distributions,
             has_prefix_cache=is_caching and details is not None,
             has_seeds=True,
             has_score=True,

@@ -9,13 +9,7 @@ No torch is imported here, so that the command line can read the settings.
 """
 
 from lockstep.testing.faults import rows, servers, sides
-from lockstep.testing.faults.base import (
-    FaultConfig,
-    Faults,
-    injected,
-    parse_fault,
-    split_faults,
-)
+from lockstep.testing.faults.base import FaultConfig, Faults, injected, parse_fault, split_faults
 
 __all__ = [
     "FaultConfig",

@@ -108,11 +108,21 @@ class RowFault(FaultConfig):
     step, task and sample): a resumed run hits the same rows."""
 
     shares: ClassVar = ("share",)
+    only_in_dumps: ClassVar[str] = ""
+    """Why a run refuses it; empty if it does not."""
 
     share: float = 1.0
     """Share of the rows that are hit."""
     seed: int = 0
     """Seed of the choice."""
+
+    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
+        super().check(config, model, renderer)
+        if self.only_in_dumps:
+            raise ConfigError(
+                f"fault {tag(type(self))} cannot be in a run: {self.only_in_dumps}. It is for "
+                "dumps: lockstep.testing.dumps.faulty_rows."
+            )
 
     def is_hit(self, row: Sample) -> bool:
         return is_chosen(self.share, self.seed, row.id)
@@ -131,13 +141,6 @@ class RowFault(FaultConfig):
     ) -> Sequence[Message]:
         """For a dump: the messages of a row that this fault hits. before: the row without it."""
         return messages
-
-    def refuse_in_runs(self, reason: str) -> None:
-        """Raises the ConfigError of a fault that is for dumps alone."""
-        raise ConfigError(
-            f"fault {tag(type(self))} cannot be in a run: {reason}. It is for dumps: "
-            "lockstep.testing.dumps.faulty_rows."
-        )
 
     def prompt_length(self, row: Sample, before: Sample) -> int | None:
         """For a dump: its prompt length of `row`, which was `before`; None if it is right."""

@@ -480,14 +480,11 @@ class ZeroRoutes(RowFault):
     others record none."""
 
     needs: ClassVar = "a router"
+    only_in_dumps: ClassVar = "a route with one expert twice is refused where it is replayed"
 
     part: Literal["all", "prefix", "layer"] = "prefix"
     """all: of the whole row. prefix: of all positions before its last turn, which the engine had in
     its cache. layer: of one layer, chosen by the row."""
-
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        super().check(config, model, renderer)
-        self.refuse_in_runs("a route with one expert twice is refused where it is replayed")
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
         if "routed_experts" not in row.columns or not turns(row):
@@ -613,14 +610,12 @@ class NonfiniteLogprobs(_ValueFault):
     top-p. For dumps: in a run, the episode of such a token fails."""
 
     shares: ClassVar = ("share", "token_share")
+    only_in_dumps: ClassVar = "an episode whose log-probs are not finite fails and is never trained"
 
     value: Literal["nan", "-inf"] = "nan"
     """Value that replaces the log-prob."""
     token_share: float = 0.02
     """Share of the trained tokens that are hit."""
-
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        self.refuse_in_runs("an episode whose log-probs are not finite fails and is never trained")
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
         rng = np.random.default_rng(derive_seed(self.seed, "nonfinite", row.id))
@@ -683,8 +678,7 @@ class LateVersion(_RatioFault):
 class ProbabilitiesAsLogprobs(_ValueFault):
     """Probabilities instead of log-probs. For dumps: a run refuses them, for they are above 0."""
 
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        self.refuse_in_runs("a log-prob above 0 is refused where it is sampled")
+    only_in_dumps: ClassVar = "a log-prob above 0 is refused where it is sampled"
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
         return np.exp(logprobs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -217,19 +217,26 @@ def opening_of(renderer: Renderer) -> tuple[int, ...]:
     return tuple(opening)
 
 
+def around_words(
+    message: Message, render: Callable[[Message], list[int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The ids that a template writes before and after the words of a message, found by rendering it
+    with two of them; None if it refuses the message."""
+    try:
+        one, two = (render(replace(message, content=words)) for words in ("a", "b"))
+    except RendererError:
+        return None
+    after = len(one) - first_difference(one[::-1], two[::-1])
+    return tuple(one[: first_difference(one, two)]), tuple(one[after:])
+
+
 def openings_of(renderer: Renderer) -> tuple[tuple[int, ...], ...]:
     """The opening of a reply, and the ends of messages that it follows without one: DeepSeek writes
     none after a tool's reply. Raises RendererError as `opening_of` does."""
     out = [opening_of(renderer)]
     for message in NEXT:
-        try:
-            one, two = (
-                renderer.extend([renderer.stop_ids[0]], [replace(message, content=words)])
-                for words in ("a", "b")
-            )
-        except RendererError:
-            continue
-        close = tuple(one[len(one) - first_difference(one[::-1], two[::-1]) :])
+        around = around_words(message, lambda m: renderer.extend([renderer.stop_ids[0]], [m]))
+        close = () if around is None else around[1]
         if not close or close[-len(out[0]) :] == out[0]:
             continue
         # Before its last control token may be what the message says besides, such as a call's id.
@@ -274,12 +281,8 @@ MIN_RUN = 2
 MIN_LEARNT_RUN = 4
 """The same for an id that only the rows show to pad: a text may begin with one id twice."""
 PAD_NAMES = (
-    "<|endoftext|>",
-    "<|finetune_right_pad_id|>",
-    "<|pad|>",
-    "<pad>",
-    "[PAD]",
-    "<unused_pad>",
+    *("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>"),
+    *("<pad>", "[PAD]", "<unused_pad>"),
 )
 """Control tokens that are taken for padding if the dump does not name its own."""
 MIN_PADDED_ROWS = 2
@@ -360,8 +363,7 @@ class Padding(_Context):
         self.measure(rows)
         begin, end = self._runs(rows)
         row = rows.row_of[begin]
-        trained = np.concatenate([[0], np.cumsum(rows.loss_mask)])
-        num_trained = trained[end] - trained[begin]
+        num_trained = rows.num_in(rows.loss_mask, begin, end)
         is_left = begin == rows.offsets[row]
         # A stop id that also pads is trained once, at its turn's end.
         is_right = (end == rows.offsets[row + 1]) & ~is_left & (num_trained < MIN_RUN)

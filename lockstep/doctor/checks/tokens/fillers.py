@@ -168,8 +168,7 @@ class Fillers(TemplateCheck):
     def _zero_turns(self, rows: Rows, is_zero: BoolArray) -> tuple[Int64Array, Int64Array]:
         """(begin, end) of turns in which every token is 0.0."""
         spans = rows.spans
-        total = np.concatenate([[0], np.cumsum(is_zero)])
-        is_all = total[spans.end] - total[spans.begin] == spans.size
+        is_all = rows.num_in(is_zero, spans.begin, spans.end) == spans.size
         is_all &= spans.size >= MIN_ZERO_TURN
         return spans.begin[is_all], spans.end[is_all]
 

@@ -7,19 +7,17 @@ tokens between two replies are compared with those that the template writes, wit
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
 from lockstep.doctor.checks.rows import BoolArray, Rows
-from lockstep.doctor.checks.tokens.context import NEXT, openings_of
+from lockstep.doctor.checks.tokens.context import NEXT, around_words, openings_of
 from lockstep.doctor.checks.tokens.replies import control_spelling
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.pieces import first_difference
 from lockstep.types import Int32Array, Message
 
 MIN_WORDS_BYTES = 4
@@ -131,17 +129,14 @@ class Frames:
     def __init__(self, renderer: Renderer) -> None:
         control, stop = renderer.tokenizer.control_ids, [renderer.stop_ids[0]]
 
-        def controls(ids: list[int]) -> str:
+        def controls(ids: Sequence[int]) -> str:
             return "".join(chr(i) for i in ids if i in control)
 
         heads, tails, inner = dict[Message, str](), dict[Message, str](), set[str]()
         for message in NEXT:
-            try:
-                one, two = (renderer.extend(stop, [replace(message, content=w)]) for w in "ab")
-            except RendererError:
-                continue
-            heads[message] = controls(one[: first_difference(one, two)])
-            tails[message] = controls(one[len(one) - first_difference(one[::-1], two[::-1]) :])
+            around = around_words(message, lambda m: renderer.extend(stop, [m]))
+            if around is not None:
+                heads[message], tails[message] = map(controls, around)
         for one, two in product(heads, repeat=2):
             try:
                 both = controls(renderer.extend(stop, [one, two]))

@@ -198,11 +198,9 @@ class Boundary(TemplateCheck):
             )
             if c[name]
         ]
-        is_shown = any(c[name] for name in ("impossible_lengths", "other_lengths"))
-        is_shown |= c["moved_from_engine"] > 0
-        return self.differs(
-            f"of {c['rows']} rows, " + "; ".join(parts), "shown" if is_shown else "fit"
-        )
+        is_shown = c["impossible_lengths"] or c["other_lengths"] or c["moved_from_engine"]
+        told = f"of {c['rows']} rows, {'; '.join(parts)}"
+        return self.differs(told, "shown" if is_shown else "fit")
 
     def repair(self, rows: Rows) -> Rows:
         """Tokens before a reply are not trained, and its own first ones count as sampled; rows
@@ -314,8 +312,8 @@ class MissingFinal(TemplateCheck):
             return
         follows = np.zeros(len(spans), np.bool_)  # the row's next turn begins where this one ends
         follows[:-1] = (spans.begin[1:] == spans.end[:-1]) & ~spans.is_last[:-1]
-        stops_before = np.concatenate([[0], np.cumsum(self.template.is_stop(rows))])
-        has_stop = stops_before[spans.end] > stops_before[spans.begin]  # else `AfterStop` has it
+        # `AfterStop` looks at turns that continue behind theirs.
+        has_stop = rows.num_in(self.template.is_stop(rows), spans.begin, spans.end) > 0
         # A turn that other weights continued is not open, nor one that the engine ended so.
         is_open = ~has_stop & ~follows & ~is_answered
         self.count(turns_without_stop=is_open)

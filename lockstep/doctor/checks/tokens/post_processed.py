@@ -63,10 +63,9 @@ class PostProcessed(ReplyCheck):
         is_inner &= end < rows.offsets[rows.row_of[begin] + 1]
         begin, end = begin[is_inner], end[is_inner]
         is_text = self.speller.is_text(rows.token_ids)
-        num_text = np.concatenate([[0], np.cumsum(is_text)])
         before, stops = rows.token_ids[begin - 1], self.setting.stop_ids
         is_open = ~np.isin(before, list(stops)) if stops else is_text[begin - 1]
-        is_inner = is_open & ~is_text[end] & (num_text[end] - num_text[begin] == end - begin)
+        is_inner = is_open & ~is_text[end] & (rows.num_in(is_text, begin, end) == end - begin)
         # Where the two sides disagree before it, the turn is another one, and not only longer.
         first = first_breaks(rows, has_clean_start=False, min_tokens=1)[rows.row_of[begin]]
         is_inner &= (first < 0) | (first >= begin)

@@ -150,17 +150,16 @@ def dialogues(rows: Rows) -> list[Dialogue]:
         tokens, messages = rows.slices[r], rows.messages[r]
         if not messages or not turns:
             continue
-        out.append(
-            Dialogue(
-                row=r,
-                ids=rows.token_ids[tokens],
-                offset=tokens.start,
-                begin=spans.begin[turns] - tokens.start,
-                end=spans.end[turns] - tokens.start,
-                messages=messages,
-                replies=[i for i, message in enumerate(messages) if message.role == "assistant"],
-            )
+        dialogue = Dialogue(
+            row=r,
+            ids=rows.token_ids[tokens],
+            offset=tokens.start,
+            begin=spans.begin[turns] - tokens.start,
+            end=spans.end[turns] - tokens.start,
+            messages=messages,
+            replies=[i for i, message in enumerate(messages) if message.role == "assistant"],
         )
+        out.append(dialogue)
     return out
 
 
@@ -268,17 +267,16 @@ def changed_replies(rows: Rows, speller: Speller, setting: Setting) -> Iterator[
             size = min(len(found), len(engine))
             same = found[:size] == engine[:size]
             first = size if same.all() else int(np.argmin(same))
-            of_row.append(
-                ChangedReply(
-                    change=told[0],
-                    what=told[1],
-                    begin=begin,
-                    end=end,
-                    first=min(begin + first, end - 1),
-                    engine_ids=engine,
-                    match_rate=float(same.sum()) / max(len(engine), 1),
-                )
+            reply = ChangedReply(
+                change=told[0],
+                what=told[1],
+                begin=begin,
+                end=end,
+                first=min(begin + first, end - 1),
+                engine_ids=engine,
+                match_rate=float(same.sum()) / max(len(engine), 1),
             )
+            of_row.append(reply)
         if not of_row:
             continue
         last_begin, last_end = int(spans.begin[turns[-1]]), int(spans.end[turns[-1]])

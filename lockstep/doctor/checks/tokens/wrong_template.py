@@ -11,13 +11,20 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from lockstep.doctor.checks.base import Finding, Setting
 from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.tokens.context import MIN_RUN, TemplateCheck, first_of, opening_of
+from lockstep.doctor.checks.tokens.context import (
+    MIN_RUN,
+    TemplateCheck,
+    around_words,
+    first_of,
+    opening_of,
+)
 from lockstep.doctor.checks.tokens.replies import is_same_without_prefix, rewriting
 from lockstep.doctor.checks.values.noise import MIN_FREEDOM, noise_of
 from lockstep.errors import RendererError
@@ -228,23 +235,19 @@ class WrongTemplate(_PromptCheck):
                 expected=(),
             )
 
-    @property
+    @cached_property
     def _beginnings(self) -> frozenset[int]:
         """Control tokens that a row begins with once."""
-
-        def find() -> frozenset[int]:
-            tokenizer, renderer = self.setting.tokenizer, self.setting.renderer
-            if tokenizer is None:
-                return frozenset()
-            found = {i for i in tokenizer.control_ids if tokenizer.control_name(i) in BEGINNINGS}
-            if renderer is not None:
-                with suppress(RendererError):
-                    one, two, *_ = renderer.render([_USER])
-                    if one in tokenizer.control_ids and one != two:
-                        found.add(one)
-            return frozenset(found - {self.setting.pad_id})
-
-        return self.setting.once("beginnings", find)
+        tokenizer, renderer = self.setting.tokenizer, self.setting.renderer
+        if tokenizer is None:
+            return frozenset()
+        found = {i for i in tokenizer.control_ids if tokenizer.control_name(i) in BEGINNINGS}
+        if renderer is not None:
+            with suppress(RendererError):
+                one, two, *_ = renderer.render([_USER])
+                if one in tokenizer.control_ids and one != two:
+                    found.add(one)
+        return frozenset(found - {self.setting.pad_id})
 
     def conclude(self) -> Finding:
         c = self.counts
@@ -331,23 +334,16 @@ class UnlikeTemplate(_PromptCheck):
             what = "the opening of the reply is missing"
             yield OtherPrompt(row=r, first=begin, cut=begin, expected=opening, what=what)
 
-    @property
+    @cached_property
     def _close(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(the ids that end a user's message, the opening that the renderer writes after them);
         empty if they are not known."""
-
-        def find() -> tuple[tuple[int, ...], tuple[int, ...]]:
-            try:
-                opening = opening_of(self.renderer)
-                one, two = (
-                    self.renderer.render([Message(role="user", content=c)])[: -len(opening)]
-                    for c in ("a", "b")
-                )
-            except RendererError:
-                return (), ()
-            return tuple(one[len(one) - first_difference(one[::-1], two[::-1]) :]), opening
-
-        return self.setting.once("close", find)
+        try:
+            opening = opening_of(self.renderer)
+        except RendererError:
+            return (), ()
+        around = around_words(_USER, lambda m: self.renderer.render([m])[: -len(opening)])
+        return ((), ()) if around is None else (around[1], opening)
 
     def _unlike_written(self, rows: Rows) -> Iterator[OtherPrompt]:
         spans = rows.spans

@@ -125,9 +125,7 @@ def _moved(rows: Rows, by: int) -> _Moved:
     assert rows.advantages is not None, "the check's needs"
     has = _weighted(rows)
     begin, end = rows.runs(rows.loss_mask)
-    total = np.concatenate([[0], np.cumsum(has)])
-    num = total[end] - total[begin]
-    size = end - begin
+    num, size = rows.num_in(has, begin, end), end - begin
     row = rows.row_of[begin]
     edge = begin if by > 0 else end - 1
     is_full = num == size

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, gap_of
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows, largest
+from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows, largest, once_per_chunk
 from lockstep.types import FORCED_LOGPROB, Int64Array
 
 MIN_K2 = 1e-8
@@ -194,11 +194,8 @@ class _Breaks:
     num_judged: int
 
 
+@once_per_chunk
 def _breaks(rows: Rows) -> _Breaks:
-    return rows.once("breaks", lambda: _find_breaks(rows))
-
-
-def _find_breaks(rows: Rows) -> _Breaks:
     found: list[tuple[int, int, int]] = []
     judged = list(_judged(rows, least=2 * MIN_PART).items())
     judged = judged[:: -(-len(judged) // MAX_ROWS) or 1]

@@ -69,8 +69,7 @@ def nonfinite(rows: Rows, side: Float32Array) -> BoolArray:
     if not wrong.any():
         return wrong
     spans, is_nan = rows.spans, np.isnan(side)
-    total = np.concatenate([[0], np.cumsum(rows.loss_mask & ~is_nan)])
-    is_empty = total[spans.end] == total[spans.begin]
+    is_empty = rows.num_in(rows.loss_mask & ~is_nan, spans.begin, spans.end) == 0
     return wrong & ~(np.append(is_empty, False)[rows.span_of] & is_nan)
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import Float64Array, Rows, largest
+from lockstep.doctor.checks.rows import Float64Array, Rows, largest, once_per_chunk
 from lockstep.doctor.checks.values.precision import MIN_SHARE_NOISY, Marks, contexts_of
 from lockstep.observe.alarms import DENSE_BAND, MOE_BAND
-from lockstep.types import FORCED_LOGPROB, Float32Array
+from lockstep.types import FORCED_LOGPROB
 
 FLOAT32_STD = 1e-4
 """Standard deviation in nats up to which a side is deterministic: in float32 another batch moves a
@@ -83,13 +83,10 @@ class Noise:
         return self.square_gap / max(self.tokens, 1)
 
 
+@once_per_chunk
 def noise_of(rows: Rows, who: str) -> Noise:
     """The noise of one side, sampler or trainer, in one chunk, found once. Needs
     `rollout_logprobs`; forced tokens are left out, for they cannot vary."""
-    return rows.once(f"noise of {who}", lambda: _noise_of(rows, who))
-
-
-def _noise_of(rows: Rows, who: str) -> Noise:
     contexts = contexts_of(rows)
     rollout = rows.rollout[contexts.repeated].astype(np.float64)
     unforced = contexts.means(rollout) < FORCED_LOGPROB
@@ -114,21 +111,14 @@ def _noise_of(rows: Rows, who: str) -> Noise:
     return out
 
 
+@once_per_chunk
 def _within(rows: Rows, who: str) -> Float64Array:
     """[G] sum of squares of one side's log-probs about the mean of each group."""
-
-    def find() -> Float64Array:
-        contexts = contexts_of(rows)
-        values = _side(rows, who)[contexts.repeated].astype(np.float64)
-        apart = values - contexts.means(values)[contexts.group]
-        total = np.bincount(contexts.group, apart * apart, minlength=len(contexts.size))
-        return total.astype(np.float64)
-
-    return rows.once(f"within groups of {who}", find)
-
-
-def _side(rows: Rows, who: str) -> Float32Array:
-    return rows.rollout if who == "sampler" else rows.trainer
+    contexts = contexts_of(rows)
+    values = rows.side(who)[contexts.repeated].astype(np.float64)
+    apart = values - contexts.means(values)[contexts.group]
+    total = np.bincount(contexts.group, apart * apart, minlength=len(contexts.size))
+    return total.astype(np.float64)
 
 
 class _Repeated(Check):
@@ -145,7 +135,7 @@ class _Repeated(Check):
         """Sum of d^2 over all compared tokens."""
 
     def look(self, rows: Rows) -> None:
-        side = _side(rows, self.who)
+        side = rows.side(self.who)
         self._noise.add(noise_of(rows, self.who))
         self._marks.add(rows, side, temperature=self.setting.temperature)
         d = rows.gap[rows.compared]

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import Float64Array, Rows
+from lockstep.doctor.checks.rows import Float64Array, Rows, once_per_chunk
 from lockstep.types import Float32Array, Int64Array
 
 GRIDS = (("bfloat16", 2.0**-7), ("float16", 2.0**-10))
@@ -58,12 +58,9 @@ class Contexts:
         return np.bincount(self.group, values, minlength=len(self.size)) / self.size
 
 
+@once_per_chunk
 def contexts_of(rows: Rows) -> Contexts:
     """The repeated contexts of one chunk, found once."""
-    return rows.once("contexts", lambda: _contexts_of(rows))
-
-
-def _contexts_of(rows: Rows) -> Contexts:
     at = np.flatnonzero(rows.loss_mask & (rows.position > 0))
     for side in (rows.rollout_logprobs, rows.trainer_logprobs):
         if side is not None:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.doctor.checks.base import Check, Evidence, Finding, Setting, evidence_at
-from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows, indices_of, largest
+from lockstep.doctor.checks.rows import (
+    BoolArray,
+    Float64Array,
+    Rows,
+    indices_of,
+    largest,
+    once_per_chunk,
+)
 from lockstep.types import Float32Array, Int64Array
 
 MIN_CUT = 4
@@ -68,10 +75,10 @@ class Clamped(Check):
 
     def look(self, rows: Rows) -> None:
         self.count(trained_tokens=rows.loss_mask)
-        for who, _, side, other in rows.sides():
+        for who, _, _, other in rows.sides():
             assert other is not None, "the check's needs"
             for sign in (1, -1):
-                for value, at, counts in _at_bounds(rows, side, other, sign):
+                for value, at, counts in _at_bounds(rows, who, other, sign):
                     bound = (who, sign, value)
                     self._bounds.setdefault(bound, Counter()).update(counts)
                     note = f"{value:.6g} exactly, where the other side has {float(other[at]):.4f}"
@@ -135,7 +142,7 @@ def _is_pile(c: Counter[str]) -> bool:
 
 
 def _at_bounds(
-    rows: Rows, side: Float32Array, other: Float32Array, sign: int
+    rows: Rows, who: str, other: Float32Array, sign: int
 ) -> Iterator[tuple[float, int, dict[str, int]]]:
     """(number, index of a token, counts) of numbers that several trained tokens have on one side,
     and the other side is beyond.
@@ -144,14 +151,14 @@ def _at_bounds(
     numbers, or clearly `inside`. Of the same rows: tokens that are beyond it themselves
     (`crossed`), or on the other side (`others`), and those within PILE_WIDTH inside (`close`).
     """
-    judged = rows.compared
+    judged, side = rows.compared, rows.side(who)
     mine = side[judged]
     apart = (mine - other[judged]) * np.float32(sign)
     # Log-probs end at 0; a 0 where the other side is below it is a filler.
     beyond = np.flatnonzero((mine < -1e-6) & (apart > CUT_MARGIN))
     if not len(beyond):
         return
-    margin = np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids_of(rows, side)))
+    margin = np.maximum(CUT_MARGIN, 2 * _half_steps(rows, side, grids_of(rows, who)))
     at = judged[beyond]
     at = at[apart[beyond] > margin[at]]
     values, count = np.unique(side[at], return_counts=True)
@@ -238,7 +245,7 @@ class Quantised(Check):
         for who, _, side, _ in rows.sides():
             judged = _judged(rows, side)
             self.count(**{who: judged})
-            grid_of_row = grids_of(rows, side)
+            grid_of_row = grids_of(rows, who)
             for number in np.unique(grid_of_row[grid_of_row >= 0]).tolist():
                 at = np.flatnonzero(judged & (grid_of_row == number)[rows.row_of])
                 grid = GRIDS[number]
@@ -269,7 +276,7 @@ class Quantised(Check):
         found = self._found()
         room = np.zeros(rows.num_tokens)
         for who, _, side, _ in rows.sides():
-            number_of_row = grids_of(rows, side).copy()
+            number_of_row = grids_of(rows, who).copy()
             for number, grid in enumerate(GRIDS):
                 if (who, grid) not in found:
                     number_of_row[number_of_row == number] = -1
@@ -295,14 +302,11 @@ def _judged(rows: Rows, side: Float32Array) -> BoolArray:
         return rows.loss_mask & (side < FINE) & np.isfinite(side)
 
 
-def grids_of(rows: Rows, side: Float32Array) -> Int64Array:
+@once_per_chunk
+def grids_of(rows: Rows, who: str) -> Int64Array:
     """[R] index into GRIDS of the coarsest grid that holds a row's log-probs, -1 for none; must not
-    be changed. side: one of the two of `rows`."""
-    name = "sampler" if side is rows.rollout_logprobs else "trainer"
-    return rows.once(f"{name}'s grids", lambda: _grids_of(rows, side))
-
-
-def _grids_of(rows: Rows, side: Float32Array) -> Int64Array:
+    be changed. who: sampler or trainer."""
+    side = rows.side(who)
     at = np.flatnonzero(_judged(rows, side))
     row, values = rows.row_of[at], side[at]
     judged = np.bincount(row, minlength=len(rows))

@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, gap_of
 from lockstep.doctor.checks.base import Check, Finding, Setting
-from lockstep.doctor.checks.rows import BoolArray, Rows
+from lockstep.doctor.checks.rows import BoolArray, Rows, once_per_chunk
 from lockstep.types import UNKNOWN_EXPERT
 
 MIN_TOKENS = 4
@@ -158,14 +158,10 @@ class ZeroRoutes(Check):
         return rows.with_(routed_experts=np.where(filler[:, None, None], unknown, experts))
 
 
+@once_per_chunk
 def _known_and_twice(rows: Rows) -> tuple[BoolArray, BoolArray]:
     """([N, L] the token has routes there, [N, L] and an expert occurs twice among them)."""
-    routes = rows.routed_experts
-    assert routes is not None, "the check's needs"
-
-    def compute() -> tuple[BoolArray, BoolArray]:
-        experts = np.sort(routes.astype(np.int32), axis=2)
-        known = np.asarray((experts > UNKNOWN_EXPERT).all(2))
-        return known, known & np.asarray((np.diff(experts, axis=2) == 0).any(2))
-
-    return rows.once("routes", compute)
+    assert rows.routed_experts is not None, "the check's needs"
+    experts = np.sort(rows.routed_experts.astype(np.int32), axis=2)
+    known = np.asarray((experts > UNKNOWN_EXPERT).all(2))
+    return known, known & np.asarray((np.diff(experts, axis=2) == 0).any(2))
