@@ -318,7 +318,8 @@ def _training(facts: PlanFacts) -> Parts:
 def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) -> int:
     """Bytes per token that autograd keeps of one block until its backward."""
     D, H, G, K = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
-    norms = 2 * D * (4 + 2 * a)  # each: its input as float32, normed, scaled
+    num_norms = 4 if c.norms == "both" else 2
+    norms = num_norms * D * (4 + 2 * a)  # each: its input as float32, normed, scaled
     # The fused projection, which contains the values; queries and keys as turned; the output.
     attention = (3 * H + 3 * G) * K * a + 4 * H
     if c.has_qk_norm:

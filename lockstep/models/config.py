@@ -12,8 +12,13 @@ from typing import Any, ClassVar, Literal, get_args
 from lockstep.config import read_json
 from lockstep.errors import CheckpointError
 
-Architecture = Literal["gpt_oss", "qwen2", "qwen3", "qwen3_moe", "llama", "mistral"]
+Architecture = Literal[
+    "gpt_oss", "qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "olmo3", "gemma3_text"
+]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+
+
+NormWeights = Literal["plain", "wide", "centered"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +95,21 @@ class ModelConfig(_Kind):
     has_output_bias: bool = True
     """With `has_attention_bias`, a bias on the output projection too. Qwen2 has none there."""
     has_qk_norm: bool = False
+    has_wide_qk_norm: bool = False
+    """With `has_qk_norm`, queries and keys are normed over all their heads at once."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Norms of the input of attention and MLP, of their output before it is added, or of both."""
+    norm_weights: NormWeights = "plain"
+    """wide: a norm scales in float32, before it rounds. centered: wide, by 1 + the weight."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Of the MLP's gate; gelu in its tanh form."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings, rounded to the compute dtype."""
+    query_scale: float | None = None
+    """Attention scores are divided by its root; None is `head_dim`."""
+    window_rope_theta: float | None = None
+    """Base of the rotation in layers with a window, which has no scaling; None: that of the
+    others."""
     has_sinks: bool = False
     num_experts: int = 0
     """Experts per routed layer; 0 means dense MLPs."""
@@ -200,11 +220,22 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts")
 _DEFAULTS: dict[Architecture, dict[str, Any]] = {
     "gpt_oss": {"rope_theta": 150000.0, "head_dim": 64, "attention_bias": True},
     "qwen3": {"head_dim": 128},
+    "olmo3": {"rope_theta": 500000.0},
+    "gemma3_text": {"rope_theta": 1000000.0, "head_dim": 256, "tie_word_embeddings": True},
 }
 """Values that transformers assumes for absent keys, where they differ from `_read_common`."""
 
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+_WINDOW_THETAS = {"olmo3": 500000.0, "gemma3_text": 10000.0}
+"""Architectures whose layers with a window rotate by a base of their own -> the one that
+transformers assumes."""
+
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu", "swish"),
+    "hidden_activation": (None, "gelu_pytorch_tanh"),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False),
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1),
     "swiglu_alpha": (None, 1.702),
@@ -318,7 +349,9 @@ def _read_common(reading: _Reading, defaults: Mapping[str, Any]) -> dict[str, An
         "rope_theta": theta,
         "rope_scaling": scaling,
         "max_positions": max_positions,
-        "tie_embeddings": bool(r.get("tie_word_embeddings", default=False)),
+        "tie_embeddings": bool(
+            r.get("tie_word_embeddings", default=defaults.get("tie_word_embeddings", False))
+        ),
         "has_attention_bias": bool(
             r.get("attention_bias", default=defaults.get("attention_bias", False))
         ),
@@ -339,6 +372,8 @@ def _read_rope(
     if not isinstance(rope, Mapping):
         r.problems.append(f"rope_parameters={json.dumps(rope)} must be an object")
         return theta, None
+    if r.get("model_type") in _WINDOW_THETAS and not rope.keys() - {*_LAYER_KINDS}:
+        rope = rope.get("full_attention") or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
         r.problems.append(f"rope_parameters by layer type ({', '.join(rope)}) are not implemented")
         return theta, None
@@ -457,6 +492,51 @@ def _read_qwen3_moe(reading: _Reading) -> dict[str, Any]:
     }
 
 
+def _window_rope(reading: _Reading) -> dict[str, float]:
+    """The rotation of windowed layers, where `rope_parameters` has one for each kind of layer."""
+    r, key = reading, "rope_local_base_freq"
+    rope = (r.get("rope_parameters", default={}) or {}).get("sliding_attention") or {}
+    if (kind := rope.get("rope_type", "default")) != "default":
+        r.problems.append(f"rope_type={kind!r} of sliding_attention is not implemented")
+    theta = rope.get("rope_theta", r.get(key, default=_WINDOW_THETAS[r.get("model_type")]))
+    return {"window_rope_theta": r.number(theta, key)}
+
+
+def _read_olmo3(reading: _Reading) -> dict[str, Any]:
+    r = reading
+    kinds = [
+        "sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(_num_layers(r))
+    ]
+    return {
+        "norms": "after",
+        "norm_weights": "wide",
+        "has_qk_norm": True,
+        "has_wide_qk_norm": True,
+        **_window_rope(r),
+        **_windows(r, kinds, r.source.get("sliding_window", 4096)),
+    }
+
+
+def _read_gemma3(reading: _Reading) -> dict[str, Any]:
+    r, hidden = reading, reading.count("hidden_size")
+    every = r.count("sliding_window_pattern", default=6)
+    kinds = [
+        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(_num_layers(r))
+    ]
+    return {
+        "norms": "both",
+        "norm_weights": "centered",
+        "has_qk_norm": True,
+        "activation": "gelu",
+        "embedding_scale": hidden**0.5,
+        "query_scale": r.number(
+            r.get("query_pre_attn_scalar", default=256), "query_pre_attn_scalar"
+        ),
+        **_window_rope(r),
+        **_windows(r, kinds, r.source.get("sliding_window", 4096)),
+    }
+
+
 def _read_llama(reading: _Reading) -> dict[str, Any]:
     reading.expect("sliding_window", None)
     return _same_windows(reading, None)
@@ -474,4 +554,6 @@ _READERS: dict[Architecture, Callable[[_Reading], dict[str, Any]]] = {
     "qwen3_moe": _read_qwen3_moe,
     "llama": _read_llama,
     "mistral": _read_mistral,
+    "olmo3": _read_olmo3,
+    "gemma3_text": _read_gemma3,
 }

@@ -60,16 +60,26 @@ class MLP(nn.Module):
         width = config.dense_intermediate_size if config.is_moe else config.intermediate_size
         self.gate_up_proj = Projection(config.hidden_size, 2 * width, bias=False)
         self.down_proj = Projection(width, config.hidden_size, bias=False)
+        self.is_gelu = config.activation == "gelu"
 
     def forward(
-        self, x_TD: Tensor, norm: Tensor, eps: float, ops: Ops, adapters: AdapterRows | None = None
+        self,
+        x_TD: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        ops: Ops,
+        adapters: AdapterRows | None = None,
+        *,
+        output_norm: Tensor | None = None,
     ) -> Tensor:
-        """x + the MLP of the normed x."""
-        if adapters is None and self.gate_up_proj.lora is None:
+        """x + the MLP of the normed x; output_norm: of what is added."""
+        is_plain = adapters is None and self.gate_up_proj.lora is None
+        if is_plain and norm is not None and not self.is_gelu:
             hidden_TF = ops.norm_swiglu(x_TD, norm, eps, self.gate_up_proj.weight)
         else:
-            hidden_TF = ops.swiglu(self.gate_up_proj.of_norm(x_TD, norm, eps, ops, adapters))
-        return self.down_proj.added(x_TD, hidden_TF, ops, adapters)
+            activation = ops.geglu if self.is_gelu else ops.swiglu
+            hidden_TF = activation(self.gate_up_proj.of_norm(x_TD, norm, eps, ops, adapters))
+        return self.down_proj.added(x_TD, hidden_TF, ops, adapters, norm=output_norm, eps=eps)
 
 
 class MoE(nn.Module):

@@ -53,8 +53,7 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
         heads = {f"{attention}.{x}_proj": n for x, n in zip("qkv", (q, kv, kv), strict=True)}
         layer = {
-            "input_norm": _whole(f"{theirs}.input_layernorm.weight", D),
-            "post_attention_norm": _whole(f"{theirs}.post_attention_layernorm.weight", D),
+            **_norms(c, theirs),
             "attention.qkv_proj.weight": _rows(heads, "weight", D),
             "attention.o_proj.weight": _whole(f"{attention}.o_proj.weight", D, q),
         }
@@ -63,8 +62,9 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
         if c.has_attention_bias and c.has_output_bias:
             layer["attention.o_proj.bias"] = _whole(f"{attention}.o_proj.bias", D)
         if c.has_qk_norm:
-            layer["attention.q_norm"] = _whole(f"{attention}.q_norm.weight", K)
-            layer["attention.k_norm"] = _whole(f"{attention}.k_norm.weight", K)
+            q_width, k_width = (q, kv) if c.has_wide_qk_norm else (K, K)
+            layer["attention.q_norm"] = _whole(f"{attention}.q_norm.weight", q_width)
+            layer["attention.k_norm"] = _whole(f"{attention}.k_norm.weight", k_width)
         if c.has_sinks:
             layer["attention.sinks"] = _whole(f"{attention}.sinks", H)
         if i not in c.routed_layers:
@@ -81,6 +81,22 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
     if not c.tie_embeddings:
         out["untied_head"] = _whole(HEAD, c.vocab_size, D)
     return out
+
+
+def _norms(c: ModelConfig, layer: str) -> dict[str, ParameterLayout]:
+    """Hugging Face calls a norm before the MLP post_attention, where none follows attention."""
+    names = {
+        "before": {"input_norm": "input", "post_attention_norm": "post_attention"},
+        "after": {"attention_output_norm": "post_attention", "mlp_output_norm": "post_feedforward"},
+    }
+    names["both"] = names["after"] | {
+        "input_norm": "input",
+        "post_attention_norm": "pre_feedforward",
+    }
+    return {
+        ours: _whole(f"{layer}.{theirs}_layernorm.weight", c.hidden_size)
+        for ours, theirs in names[c.norms].items()
+    }
 
 
 def decoder_shapes(config: ModelConfig) -> Shapes:

@@ -39,6 +39,8 @@ inputs on the device (`Ops.reads_work`) an int32 tensor there, for which the hos
 
 ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds the size of temporaries
 GPU_ACTIVATION_CHUNK = 1 << 25  # where a launch must be worth its while
+GELU_SLOPE, GELU_CUBIC = 1.5957691216057308, 0.044715
+"""gelu in its tanh form is x * sigmoid(slope * (x + cubic * x^3)): the slope is 2 sqrt(2 / pi)."""
 KEY_QUANTUM = 16  # attention reads a multiple of this many keys: it fills a vector register
 
 
@@ -190,8 +192,11 @@ class Ops:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) over the last dim, times weight; computed in float32, returned in x's dtype.
 
-        weight: [D], or [heads, D] for x [T, heads, D].
+        weight: [D], or [heads, D] for x [T, heads, D]. One in float32 scales before the result is
+        rounded to x's dtype, any other after it.
         """
+        if weight.dtype != x.dtype:
+            return self.rms_norm(x.float(), weight, eps).to(x.dtype)
         if x.dtype == torch.float32 and weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight, eps)
         # Hugging Face's order of roundings: normalise in float32, round, then scale.
@@ -210,6 +215,11 @@ class Ops:
         if torch.is_grad_enabled():
             return Activation.apply(gate_up, alpha, limit, _swiglu_clamped)
         return _swiglu_clamped(gate_up, alpha, limit)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) * up of gate_up [..., 2F] = [gate, up] -> [..., F], gelu in its tanh form."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates x [T, H, D] by position; cos and sin [T, 1, D] float32, with the first half of

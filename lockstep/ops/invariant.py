@@ -33,6 +33,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.ops import packed
 from lockstep.ops.base import (
     ACTIVATION_CHUNK,
+    GELU_CUBIC,
+    GELU_SLOPE,
     Activation,
     Counts,
     GemmOps,
@@ -209,6 +211,8 @@ class InvariantOps(GemmOps):
         return total
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return super().rms_norm(x, weight, eps)
         normed = F.rms_norm(x.float(), weight.shape[-1:], None, eps)
         return weight * normed.to(x.dtype)
 
@@ -216,6 +220,13 @@ class InvariantOps(GemmOps):
         if torch.is_grad_enabled():
             return Activation.apply(gate_up, alpha, limit, _activate)
         return _activate(gate_up, alpha, limit)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        wide = gate.float()
+        # tanh(u) is 2 sigmoid(2 u) - 1; exp and quotients round alike in vectors and their tails.
+        below = (wide * -GELU_SLOPE * (wide * wide * GELU_CUBIC + 1)).exp() + 1
+        return (wide / below).to(gate.dtype) * up
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # One rounding per operation, where a fused multiply-add has one for both or not, by place.
