@@ -124,13 +124,14 @@ def rope_tables(config: ModelConfig, device: torch.device | str = "cpu") -> Rope
 
 
 def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """(cos, sin) [max_positions, 1, K] float32, with the first half of sin negated for `Ops.rope`.
+    """(cos, sin) [max_positions, 1, rotary_dim] float32, with the first half of sin negated, as
+    `Ops.rope` takes it.
 
     The same float32 operations as Hugging Face's, so that angles are equal bit for bit: one ulp of
     a frequency is 1e-2 radians at position 100,000. Guard: tests/parity/test_decoder_parity.py
     Source: transformers 5, modeling_rope_utils.
     """
-    K, scaling = config.head_dim, config.rope_scaling
+    K, scaling = config.rotary_dim, config.rope_scaling
     inverse = 1.0 / config.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32) / K)
     factor = 1.0
     if isinstance(scaling, LinearScaling):

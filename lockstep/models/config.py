@@ -13,7 +13,15 @@ from lockstep.config import read_json
 from lockstep.errors import CheckpointError
 
 Architecture = Literal[
-    "gpt_oss", "qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "olmo3", "gemma3_text"
+    "gpt_oss",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "olmo3",
+    "gemma3_text",
+    "glm4_moe",
 ]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
@@ -107,6 +115,8 @@ class ModelConfig(_Kind):
     """Factor on the embeddings, rounded to the compute dtype."""
     query_scale: float | None = None
     """Attention scores are divided by its root; None is `head_dim`."""
+    rotary_share: float = 1.0
+    """Share of a head's dims, from the first on, that are rotated."""
     window_rope_theta: float | None = None
     """Base of the rotation in layers with a window, which has no scaling; None: that of the
     others."""
@@ -122,10 +132,26 @@ class ModelConfig(_Kind):
     has_normalized_routes: bool = True
     """A token's router weights are the softmax over its own experts, and sum to 1. Otherwise they
     are its experts' share of the softmax over all experts."""
+    has_sigmoid_routes: bool = False
+    """Experts are scored by sigmoids in float32, with a bias that counts for the choice alone."""
+    num_expert_groups: int = 1
+    num_active_groups: int = 1
+    """Of the groups of experts, those that a token may choose from."""
+    route_scale: float = 1.0
+    """Factor on a token's router weights."""
+    shared_width: int = 0
+    """MLP width of the experts that every token goes to; 0: there are none."""
+    num_extra_layers: int = 0
+    """Layers behind the last one that predict further tokens. A checkpoint keeps their tensors as
+    they are; they are neither run nor trained."""
     dense_layers: tuple[int, ...] = ()
     """Layers of a mixture of experts that have a dense MLP, in order."""
     dense_intermediate_size: int = 0
     """MLP width of `dense_layers`."""
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.rotary_share)
 
     @property
     def cached_per_token(self) -> int:
@@ -202,7 +228,7 @@ class FallbackConfig(_Kind):
             max_positions=reading.count(
                 "max_position_embeddings", "n_positions", "max_seq_len", default=NO_LIMIT
             ),
-            num_experts=reading.count(*_EXPERT_COUNTS, "n_routed_experts", default=0),
+            num_experts=reading.count(*_EXPERT_COUNTS, default=0),
             num_active_experts=reading.count("num_experts_per_tok", default=0),
         )
         reading.finish(str(path))
@@ -215,7 +241,7 @@ MOST = 1 << 16  # layers, heads, experts and numbers of a head: more is a damage
 
 # -- reading --------------------------------------------------------------------------------------
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _DEFAULTS: dict[Architecture, dict[str, Any]] = {
     "gpt_oss": {"rope_theta": 150000.0, "head_dim": 64, "attention_bias": True},
@@ -241,6 +267,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (None, 1.702),
 }
 """Keys that change the numbers of one of the architectures -> values with which they do not."""
+
+_READ_KEYS = {("glm4_moe", "partial_rotary_factor")}
+"""Keys of _NEUTRAL that an architecture reads."""
 
 _SCALINGS: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,
@@ -302,6 +331,11 @@ class _Reading:
             )
         if fields["head_dim"] % 2:
             self.problems.append(f"head_dim={fields['head_dim']} must be even")
+        num_groups, in_use = fields.get("num_expert_groups", 1), fields.get("num_active_groups", 1)
+        if num_groups > 1 and (fields["num_experts"] % num_groups or in_use > num_groups):
+            self.problems.append(
+                f"n_group={num_groups} with topk_group={in_use} and {fields['num_experts']} experts"
+            )
         experts, active = fields.get("num_experts", 0), fields.get("num_active_experts", 0)
         if active > experts:
             self.problems.append(f"num_experts_per_tok={active} of {experts} experts")
@@ -315,7 +349,8 @@ class _Reading:
 def _read_common(reading: _Reading, defaults: Mapping[str, Any]) -> dict[str, Any]:
     r = reading
     for key, neutral in _NEUTRAL.items():
-        r.expect(key, *neutral)
+        if (r.get("model_type"), key) not in _READ_KEYS:
+            r.expect(key, *neutral)
     quantization = r.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
@@ -389,8 +424,8 @@ def _read_rope(
     settings = fields(scaling) if scaling is not None else ()
     read = {"rope_type", "type", "rope_theta", *(setting.name for setting in settings)}
     unread = {k: v for k, v in rope.items() if k not in read and v is not None}
-    if unread.get("partial_rotary_factor") == 1:
-        unread.pop("partial_rotary_factor")
+    if unread.get("partial_rotary_factor") == 1 or r.get("model_type") == "glm4_moe":
+        unread.pop("partial_rotary_factor", None)
     if scaling is None:
         if unread.keys() & {"partial_rotary_factor", "mrope_section"}:
             r.problems.append(f"rope_parameters={json.dumps(unread)} is not implemented")
@@ -537,6 +572,33 @@ def _read_gemma3(reading: _Reading) -> dict[str, Any]:
     }
 
 
+def _read_glm4_moe(reading: _Reading) -> dict[str, Any]:
+    r = reading
+    width = r.count("moe_intermediate_size")
+    rope = r.get("rope_parameters", default={}) or {}
+    share = rope.get("partial_rotary_factor", r.get("partial_rotary_factor", default=0.5))
+    return {
+        "has_output_bias": False,
+        "has_qk_norm": bool(r.get("use_qk_norm", default=False)),
+        "rotary_share": r.number(share, "partial_rotary_factor"),
+        "intermediate_size": width,
+        "num_experts": r.count(*_EXPERT_COUNTS, most=MOST),
+        "num_active_experts": r.count("num_experts_per_tok"),
+        "has_sigmoid_routes": True,
+        "num_expert_groups": r.count("n_group", default=1),
+        "num_active_groups": r.count("topk_group", default=1),
+        "has_normalized_routes": bool(r.get("norm_topk_prob", default=True)),
+        "route_scale": r.number(
+            r.get("routed_scaling_factor", default=1.0), "routed_scaling_factor"
+        ),
+        "shared_width": width * r.count("n_shared_experts", default=1),
+        "num_extra_layers": r.get("num_nextn_predict_layers", "num_mtp_layers", default=1),
+        "dense_layers": tuple(range(r.get("first_k_dense_replace", default=1))),
+        "dense_intermediate_size": r.count("intermediate_size"),
+        **_same_windows(r, None),
+    }
+
+
 def _read_llama(reading: _Reading) -> dict[str, Any]:
     reading.expect("sliding_window", None)
     return _same_windows(reading, None)
@@ -556,4 +618,5 @@ _READERS: dict[Architecture, Callable[[_Reading], dict[str, Any]]] = {
     "mistral": _read_mistral,
     "olmo3": _read_olmo3,
     "gemma3_text": _read_gemma3,
+    "glm4_moe": _read_glm4_moe,
 }

@@ -15,6 +15,8 @@ from lockstep.models.config import ModelConfig
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
+CHOICE_BIAS = "e_score_correction_bias"
+"""End of the name of a tensor that is float32 beside others of any dtype."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -169,7 +171,7 @@ def _gpt_oss_experts(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
 
 
 def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
-    """Qwen3-MoE: a tensor per expert and projection."""
+    """A tensor per expert and projection, and those of the shared experts."""
     D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
 
     def piece(expert: int, name: str, shape: Shape, first: int) -> Piece:
@@ -180,10 +182,19 @@ def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
 
     halves = (("gate", 0), ("up", F))
     gate_up = (piece(e, name, (F, D), first) for e in range(E) for name, first in halves)
-    return {
-        "mlp.router.weight": _whole(f"{mlp}.gate.weight", E, D),
+    out = {"mlp.router.weight": _whole(f"{mlp}.gate.weight", E, D)}
+    if c.has_sigmoid_routes:
+        out["mlp.router.choice_bias"] = _whole(f"{mlp}.gate.{CHOICE_BIAS}", E)
+    out |= {
         "mlp.gate_up_proj": ParameterLayout((E, 2 * F, D), tuple(gate_up)),
         "mlp.down_proj": ParameterLayout(
             (E, D, F), tuple(piece(e, "down", (D, F), 0) for e in range(E))
         ),
     }
+    if c.shared_width:
+        shared = f"{mlp}.shared_experts"
+        rows = {f"{shared}.{name}_proj": c.shared_width for name in ("gate", "up")}
+        out["mlp.shared.gate_up_proj.weight"] = _rows(rows, "weight", D)
+        down = _whole(f"{shared}.down_proj.weight", D, c.shared_width)
+        out["mlp.shared.down_proj.weight"] = down
+    return out

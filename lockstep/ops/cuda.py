@@ -209,7 +209,8 @@ class CudaOps(GemmOps):
         eps: float = 0.0,
     ) -> Tensor:
         is_wide = norms is not None and norms[0].dtype != qkv.dtype
-        if is_wide or not (_is_fused(qkv) and isinstance(context, PagedContext)):
+        is_part = cos.shape[-1] < qkv.shape[-1]
+        if is_wide or is_part or not (_is_fused(qkv) and isinstance(context, PagedContext)):
             return super().rotary_attention(
                 qkv, cos, sin, spec, context, num_heads=num_heads, norms=norms, eps=eps
             )

@@ -28,6 +28,7 @@ ROPE = {
         "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
     },
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    "half": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "by-layer": {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -53,6 +54,10 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 PACKABLE = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}  # multiples of 32
+GLM = {
+    **WIDE_HEADS, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_mtp_layers": 0,
+}  # fmt: skip
 CASES = {
     "gpt_oss": ("GptOss", "default", True, GPT_OSS),
     "gpt_oss-mxfp4": ("GptOss", "yarn", False, PACKABLE),
@@ -74,6 +79,11 @@ CASES = {
     "gemma3_text": (
         "Gemma3Text", "by-layer", True, {**WINDOWS, **WIDE_HEADS, "query_pre_attn_scalar": 24},
     ),
+    "glm4_moe": ("Glm4Moe", "half", False, {**GLM, "use_qk_norm": True, "n_shared_experts": 2}),
+    "glm4_moe-groups": (
+        "Glm4Moe", "default", True,
+        {**GLM, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "attention_bias": True},
+    ),
     "mistral-full": ("Mistral", "yarn", True, {"sliding_window": None}),
 }  # fmt: skip
 
@@ -91,6 +101,9 @@ def make_hf(case, *, seed=0):
         for name, parameter in model.named_parameters():
             if name.endswith(("sinks", "bias", "norm.weight", "gate.weight")):
                 parameter.add_(torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer))
     return model.float().eval()
 
 
@@ -112,6 +125,9 @@ def as_in_transformers(model, values):
     in memory as ours."""
     out = {}
     for name, layout in decoder_layout(model.config).items():
+        if name.endswith("choice_bias"):  # a buffer there
+            assert values[name] is None
+            continue
         if ".experts.0." in layout.pieces[0].name:
             out["model." + name.replace("mlp.", "mlp.experts.")] = values[name]
         else:
