@@ -328,7 +328,8 @@ def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) ->
         attention += 2 * K * a  # the rotations in the compute dtype
     if layer in c.routed_layers:
         # Routes and the router's outputs; the experts are computed again.
-        return norms + attention + c.num_active_experts * (8 + 2 * a) + c.num_experts * a
+        routes = c.num_active_experts * (8 + 2 * a) + c.num_experts * a
+        return norms + attention + routes + (3 if is_invariant else 4) * c.shared_width * a
     return norms + attention + (3 if is_invariant else 4) * _mlp_width(c) * a
 
 
