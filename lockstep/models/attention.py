@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import overload
 
 import torch
 from torch import nn
 
 from lockstep.models.adapter_rows import AdapterRows
-from lockstep.models.config import (
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    NormWeights,
-    YarnScaling,
-)
+from lockstep.models.config import ModelConfig, NormWeights
 from lockstep.models.lora import Projection
+from lockstep.models.rope_config import LinearScaling, Llama3Scaling, YarnScaling
 from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import AttentionSpec
 
@@ -37,7 +31,8 @@ class Attention(nn.Module):
         self.layer, self.window = layer, c.windows[layer]
         self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.scale = (c.head_dim if c.query_scale is None else c.query_scale) ** -0.5
-        self.eps, self.norm_weights = c.rms_norm_eps, c.norm_weights
+        self.eps = c.rms_norm_eps
+        self.norm_weights: NormWeights = c.norm_weights
         self.has_wide_norm = c.has_wide_qk_norm
         fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         self.qkv_proj = Projection(c.hidden_size, fused, bias=c.has_attention_bias)
@@ -102,13 +97,9 @@ class Attention(nn.Module):
         return self.sinks
 
 
-@overload
-def norm_scale(weight: Tensor, form: NormWeights) -> Tensor: ...
-@overload
-def norm_scale(weight: Tensor | None, form: NormWeights) -> Tensor | None: ...
-def norm_scale(weight: Tensor | None, form: NormWeights) -> Tensor | None:
+def norm_scale(weight: Tensor, form: NormWeights) -> Tensor:
     """A norm's weight as `Ops.rms_norm` takes it; form: `ModelConfig.norm_weights`."""
-    if weight is None or form == "plain":
+    if form == "plain":
         return weight
     return weight.float() + 1 if form == "centered" else weight.float()
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention, RopeTables, norm_scale, rope_tables
-from lockstep.models.config import ModelConfig
+from lockstep.models.config import ModelConfig, NormWeights
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Context, Ops
@@ -30,7 +30,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.eps, self.norm_weights = config.rms_norm_eps, config.norm_weights
+        self.eps = config.rms_norm_eps
+        self.norm_weights: NormWeights = config.norm_weights
         is_before, is_after = config.norms != "after", config.norms != "before"
 
         def norm(is_there: bool) -> nn.Parameter | None:
@@ -70,7 +71,7 @@ class Block(nn.Module):
         adapters: AdapterRows | None,
     ) -> Tensor:
         before, after, before_mlp, after_mlp = (
-            norm_scale(weight, self.norm_weights)
+            None if weight is None else norm_scale(weight, self.norm_weights)
             for weight in (
                 self.input_norm,
                 self.attention_output_norm,
@@ -215,7 +216,7 @@ class Decoder(nn.Module):
 
     @property
     def rope_tables(self) -> RopeTables:
-        """Of `attention.rope_tables`, made once per device."""
+        """Those of `attention.rope_tables`, made once per device."""
         tables = self._rope_tables
         if tables is None or tables[0][0].device != self.embedding.device:
             with torch.inference_mode(False):  # the engine may be first, the trainer reads it too

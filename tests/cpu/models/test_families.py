@@ -6,13 +6,8 @@ import math
 import pytest
 
 from lockstep.errors import CheckpointError
-from lockstep.models.config import (
-    FallbackConfig,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    YarnScaling,
-)
+from lockstep.models.config import FallbackConfig, ModelConfig
+from lockstep.models.rope_config import LinearScaling, Llama3Scaling, YarnScaling
 
 COMMON = {
     "hidden_act": "silu",
@@ -416,7 +411,7 @@ def test_all_problems_of_a_config_are_listed_not_the_first():
 
 
 def test_an_unknown_architecture_names_those_that_are_known_and_the_fallback():
-    with pytest.raises(CheckpointError, match=r"'mamba'.*gpt_oss, qwen2, .*mistral.*fallback=true"):
+    with pytest.raises(CheckpointError, match=r"'mamba'.*gpt_oss, llama, mistral, .*fallback=true"):
         ModelConfig.from_hf({"model_type": "mamba"})
 
 
