@@ -318,7 +318,8 @@ def _training(facts: PlanFacts) -> Parts:
 def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) -> int:
     """Bytes per token that autograd keeps of one block until its backward."""
     D, H, G, K = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
-    norms = 2 * D * (4 + 2 * a)  # each: its input as float32, normed, scaled
+    num_norms = 4 if c.norms == "both" else 2
+    norms = num_norms * D * (4 + 2 * a)  # each: its input as float32, normed, scaled
     # The fused projection, which contains the values; queries and keys as turned; the output.
     attention = (3 * H + 3 * G) * K * a + 4 * H
     if c.has_qk_norm:
@@ -327,7 +328,8 @@ def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) ->
         attention += 2 * K * a  # the rotations in the compute dtype
     if layer in c.routed_layers:
         # Routes and the router's outputs; the experts are computed again.
-        return norms + attention + c.num_active_experts * (8 + 2 * a) + c.num_experts * a
+        routes = c.num_active_experts * (8 + 2 * a) + c.num_experts * a
+        return norms + attention + routes + (3 if is_invariant else 4) * c.shared_width * a
     return norms + attention + (3 if is_invariant else 4) * _mlp_width(c) * a
 
 

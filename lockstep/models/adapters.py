@@ -38,7 +38,7 @@ def decoder_over(base: Decoder) -> Decoder:
     with torch.device("meta"):
         twin = Decoder(base.config)
     sharing(twin, base, has_adapter=False)
-    twin.rope_table = base.rope_table
+    twin.rope_tables = base.rope_tables
     return twin.requires_grad_(False)
 
 

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from lockstep.models.adapter_rows import AdapterRows
-from lockstep.models.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from lockstep.models.config import ModelConfig, NormWeights
 from lockstep.models.lora import Projection
+from lockstep.models.rope_config import LinearScaling, Llama3Scaling, YarnScaling
 from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import AttentionSpec
 
 Tensor = torch.Tensor
+RopeTables = tuple[tuple[Tensor, Tensor], ...]
 
 
 class Attention(nn.Module):
@@ -27,32 +30,45 @@ class Attention(nn.Module):
         c = config
         self.layer, self.window = layer, c.windows[layer]
         self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
-        self.scale = c.head_dim**-0.5
+        self.scale = (c.head_dim if c.query_scale is None else c.query_scale) ** -0.5
         self.eps = c.rms_norm_eps
+        self.norm_weights: NormWeights = c.norm_weights
+        self.has_wide_norm = c.has_wide_qk_norm
         fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         self.qkv_proj = Projection(c.hidden_size, fused, bias=c.has_attention_bias)
         self.o_proj = Projection(
             c.num_heads * c.head_dim, c.hidden_size, bias=c.has_attention_bias and c.has_output_bias
         )
-        self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
-        self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.has_qk_norm else None
+        heads = (c.num_heads, c.num_kv_heads) if c.has_wide_qk_norm else (1, 1)
+        self.q_norm, self.k_norm = (
+            nn.Parameter(torch.ones(n * c.head_dim)) if c.has_qk_norm else None for n in heads
+        )
         self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if c.has_sinks else None
 
     def forward(
         self,
         x_TD: Tensor,
-        norm: Tensor,
+        norm: Tensor | None,
         cos: Tensor,
         sin: Tensor,
         context: Context,
         ops: Ops,
         adapters: AdapterRows | None = None,
+        *,
+        output_norm: Tensor | None = None,
     ) -> Tensor:
-        """x + attention of the normed x."""
+        """x + attention of the normed x; output_norm: of what is added."""
         qkv = self.qkv_proj.of_norm(x_TD, norm, self.eps, ops, adapters)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            norms = self.q_norm, self.k_norm
+            q_norm, k_norm = (norm_scale(w, self.norm_weights) for w in (self.q_norm, self.k_norm))
+            if self.has_wide_norm:
+                sizes = [len(q_norm), len(k_norm), len(k_norm)]
+                q, k, v = (part.contiguous() for part in qkv.split(sizes, -1))
+                q, k = ops.rms_norm(q, q_norm, self.eps), ops.rms_norm(k, k_norm, self.eps)
+                qkv = torch.cat([q, k, v], -1)
+            else:
+                norms = q_norm, k_norm
         out_THK = ops.rotary_attention(
             qkv.view(len(x_TD), self.num_heads + 2 * self.num_kv_heads, self.head_dim),
             cos,
@@ -63,27 +79,50 @@ class Attention(nn.Module):
             norms=norms,
             eps=self.eps,
         )
-        return self.add_output(x_TD, out_THK.flatten(1), ops, adapters)
+        return self.add_output(x_TD, out_THK.flatten(1), ops, adapters, output_norm)
 
     def add_output(
-        self, residual_TD: Tensor, x_TK: Tensor, ops: Ops, adapters: AdapterRows | None
+        self,
+        residual_TD: Tensor,
+        x_TK: Tensor,
+        ops: Ops,
+        adapters: AdapterRows | None,
+        norm: Tensor | None,
     ) -> Tensor:
-        """residual + the output projection of the heads [T, H * K]."""
-        return self.o_proj.added(residual_TD, x_TK, ops, adapters)
+        """residual + the output projection, normed if there is a norm, of the heads [T, H * K]."""
+        return self.o_proj.added(residual_TD, x_TK, ops, adapters, norm=norm, eps=self.eps)
 
     def sink_logits(self) -> Tensor | None:
         """[H] logits of the sinks; None in a model without sinks."""
         return self.sinks
 
 
+def norm_scale(weight: Tensor, form: NormWeights) -> Tensor:
+    """A norm's weight as `Ops.rms_norm` takes it; form: `ModelConfig.norm_weights`."""
+    if form == "plain":
+        return weight
+    return weight.float() + 1 if form == "centered" else weight.float()
+
+
+def rope_tables(config: ModelConfig, device: torch.device | str = "cpu") -> RopeTables:
+    """The table of all layers or, where layers with a window rotate by another base, that of full
+    attention and theirs."""
+    tables = (rope_table(config, device),)
+    if (theta := config.window_rope_theta) is not None:
+        local = replace(config, rope_theta=theta, rope_scaling=None)
+        tables = (*tables, rope_table(local, device))
+    return tables
+
+
 def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """(cos, sin) [max_positions, 1, K] float32, with the first half of sin negated for `Ops.rope`.
+    """(cos, sin) [max_positions, 1, rotary_dim] float32, with the first half of sin negated, as
+    `Ops.rope` takes it.
 
     The same float32 operations as Hugging Face's, so that angles are equal bit for bit: one ulp of
     a frequency is 1e-2 radians at position 100,000. Guard: tests/parity/test_decoder_parity.py
     Source: transformers 5, modeling_rope_utils.
     """
-    K, scaling = config.head_dim, config.rope_scaling
+    K, scaling = config.rotary_dim, config.rope_scaling
     inverse = 1.0 / config.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32) / K)
     factor = 1.0
     if isinstance(scaling, LinearScaling):

@@ -18,11 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.models.attention import rope_table
-from lockstep.models.config import ModelConfig, YarnScaling
+from lockstep.models.attention import rope_tables
+from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import FallbackModel
 from lockstep.models.quantised import SCHEMES, Scheme
+from lockstep.models.rope_config import YarnScaling
 from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor
@@ -154,8 +155,8 @@ def _decoder_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     config: ModelConfig = model.config
 
     def table(**changed: Any) -> Callable[[], list[tuple[Any, str, Any]]]:
-        made = partial(rope_table, replace(config, **changed), model.embedding.device)
-        return lambda: [(model, "rope_table", made())]
+        made = partial(rope_tables, replace(config, **changed), model.embedding.device)
+        return lambda: [(model, "rope_tables", made())]
 
     scaling = config.rope_scaling
     if scaling is not None:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.models.adapter_rows import AdapterRows
-from lockstep.models.attention import Attention, rope_table
-from lockstep.models.config import ModelConfig
+from lockstep.models.attention import Attention, RopeTables, norm_scale, rope_tables
+from lockstep.models.config import ModelConfig, NormWeights
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Context, Ops
@@ -25,19 +25,28 @@ Tensor = torch.Tensor
 
 
 class Block(nn.Module):
-    """Attention and MLP; each adds to the stream what it makes of a normed copy."""
+    """Attention and MLP; each adds to the stream what it makes of a copy, with norms before it or
+    after it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.input_norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.norm_weights: NormWeights = config.norm_weights
+        is_before, is_after = config.norms != "after", config.norms != "before"
+
+        def norm(is_there: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.ones(config.hidden_size)) if is_there else None
+
+        self.input_norm = norm(is_before)
         self.attention = Attention(config, layer)
-        self.post_attention_norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.attention_output_norm = norm(is_after)
+        self.post_attention_norm = norm(is_before)
         self.is_routed = layer in config.routed_layers
         if self.is_routed:
             self.mlp = MoE(config, config.routed_layers.index(layer))
         else:
             self.mlp = MLP(config)
+        self.mlp_output_norm = norm(is_after)
 
     def forward(self, x_TD: Tensor, *inputs: Any, is_recomputed: bool = False) -> Tensor:
         """inputs: those of `_run`. is_recomputed: keep x alone for backward, and run the block
@@ -61,11 +70,21 @@ class Block(nn.Module):
         routing: Routing | None,
         adapters: AdapterRows | None,
     ) -> Tensor:
-        x_TD = self.attention(x_TD, self.input_norm, cos, sin, context, ops, adapters)
+        before, after, before_mlp, after_mlp = (
+            None if weight is None else norm_scale(weight, self.norm_weights)
+            for weight in (
+                self.input_norm,
+                self.attention_output_norm,
+                self.post_attention_norm,
+                self.mlp_output_norm,
+            )
+        )
+        x_TD = self.attention(x_TD, before, cos, sin, context, ops, adapters, output_norm=after)
         if not self.is_routed:
-            return self.mlp(x_TD, self.post_attention_norm, self.eps, ops, adapters)
-        normed = ops.rms_norm(x_TD, self.post_attention_norm, self.eps)
-        return x_TD + self.mlp(normed, ops, routing, adapters)
+            return self.mlp(x_TD, before_mlp, self.eps, ops, adapters, output_norm=after_mlp)
+        out_TD = x_TD if before_mlp is None else ops.rms_norm(x_TD, before_mlp, self.eps)
+        out_TD = self.mlp(out_TD, ops, routing, adapters)
+        return x_TD + (out_TD if after_mlp is None else ops.rms_norm(out_TD, after_mlp, self.eps))
 
 
 class Decoder(nn.Module):
@@ -94,7 +113,7 @@ class Decoder(nn.Module):
         self.recomputes_blocks = False
         """Activation checkpointing: forward keeps only the input of each block, and backward runs
         the block again. The same bits, in less memory."""
-        self._rope_table: tuple[Tensor, Tensor] | None = None
+        self._rope_tables: RopeTables | None = None
         self.init_weights()
 
     @property
@@ -103,7 +122,7 @@ class Decoder(nn.Module):
         return self.embedding if self.untied_head is None else self.untied_head
 
     def init_weights(self, *, std: float = 0.02, seed: int | None = None) -> None:
-        """Draws normal weights; norms are 1, biases and sinks 0. Does nothing on the meta
+        """Draws normal weights; norms scale by 1, biases and sinks are 0. Does nothing on the meta
         device."""
         if self.embedding.is_meta:
             return  # drawing would import torch's compiler: 1.2 s and 100 MB
@@ -111,7 +130,7 @@ class Decoder(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name.endswith("norm"):
-                    parameter.fill_(1.0)
+                    parameter.fill_(float(self.config.norm_weights != "centered"))
                 elif name.endswith(("bias", "sinks")):
                     parameter.zero_()
                 else:
@@ -130,14 +149,22 @@ class Decoder(nn.Module):
         routing: experts to replay; records the experts that were chosen. adapters: of the tokens,
         in place of the decoder's own; for a forward without a gradient.
         """
-        cos, sin = self._rope(positions_T)
+        c = self.config
+        of_kinds = [
+            (cos.index_select(0, positions_T), sin.index_select(0, positions_T))
+            for cos, sin in self.rope_tables
+        ]
         x_TD = torch.nn.functional.embedding(ids_T, self.embedding)
+        if c.embedding_scale != 1:
+            x_TD = x_TD * float(torch.tensor(c.embedding_scale, dtype=x_TD.dtype))
         is_recomputed = self.recomputes_blocks and torch.is_grad_enabled()
-        for block in self.layers:
+        for block, window in zip(self.layers, c.windows, strict=True):
+            cos, sin = of_kinds[0 if window is None else -1]
             x_TD = block(
                 x_TD, cos, sin, context, self.ops, routing, adapters, is_recomputed=is_recomputed
             )
-        return self.ops.rms_norm(x_TD, self.final_norm, self.config.rms_norm_eps)
+        final_norm = norm_scale(self.final_norm, c.norm_weights)
+        return self.ops.rms_norm(x_TD, final_norm, c.rms_norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, V] in the compute dtype; a sampler draws from them."""
@@ -188,19 +215,14 @@ class Decoder(nn.Module):
         return ids, logprobs
 
     @property
-    def rope_table(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of all positions [max_positions, 1, K], made once per device."""
-        table = self._rope_table
-        if table is None or table[0].device != self.embedding.device:
+    def rope_tables(self) -> RopeTables:
+        """Those of `attention.rope_tables`, made once per device."""
+        tables = self._rope_tables
+        if tables is None or tables[0][0].device != self.embedding.device:
             with torch.inference_mode(False):  # the engine may be first, the trainer reads it too
-                table = self._rope_table = rope_table(self.config, self.embedding.device)
-        return table
+                tables = self._rope_tables = rope_tables(self.config, self.embedding.device)
+        return tables
 
-    @rope_table.setter
-    def rope_table(self, table: tuple[Tensor, Tensor]) -> None:
-        self._rope_table = table
-
-    def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, K] at these positions."""
-        cos, sin = self.rope_table
-        return cos.index_select(0, positions_T), sin.index_select(0, positions_T)
+    @rope_tables.setter
+    def rope_tables(self, tables: RopeTables) -> None:
+        self._rope_tables = tables

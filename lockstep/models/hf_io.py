@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial, singledispatch
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,10 +31,11 @@ from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
-from lockstep.models.shapes import EMBEDDING, HEAD, Piece, decoder_layout
+from lockstep.models.shapes import CHOICE_BIAS, EMBEDDING, HEAD, Piece, decoder_layout
 from lockstep.models.sharding import is_sharded, local_part, mesh_of, part_like, shard, whole
 from lockstep.models.tensor_file import (
     DTYPE_NAMES,
+    DTYPES,
     Outgoing,
     StoredTensor,
     blocks_of,
@@ -163,7 +166,9 @@ def check_tensors(
     config = model.config
     if isinstance(tensors, HFTensors):
         tensors = tensors.outlines()
-    known: set[str] = {HEAD} if config.tie_embeddings else set()
+    known = {name for name in tensors if _is_extra(name, config)}
+    if config.tie_embeddings:
+        known.add(HEAD)
     misfits: dict[str, list[str]] = {k: [] for k in ("missing", "misshapen", "unreadable")}
     for parameter in decoder_layout(config).values():
         for piece in parameter.pieces:
@@ -194,6 +199,13 @@ def check_tensors(
         raise CheckpointError(
             f"{where} does not fit its config ({config.architecture}): {'; '.join(texts)}."
         )
+
+
+def _is_extra(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of a layer behind the last, which a checkpoint keeps as it is."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    first = config.num_layers
+    return found is not None and first <= int(found[1]) < first + config.num_extra_layers
 
 
 def decoder_like(
@@ -411,13 +423,20 @@ def save_checkpoint(
     """
     dtype = dtype or model.embedding.dtype
     source = HFTensors(model, num_kept=2)  # in a file, a layer's experts alternate between two
+    before = _tensors_of(like)
     tensors = {
         name: Outgoing(name, tuple(outline.shape), dtype, partial(source.view, name))
         for name, outline in source.outlines().items()
     }
+    for name, stored in before.items():
+        if name.endswith(CHOICE_BIAS) and name in tensors:
+            tensors[name] = replace(tensors[name], dtype=DTYPES[stored.dtype_name])
+        elif _is_extra(name, model.config):
+            kept = DTYPES[stored.dtype_name]
+            tensors[name] = Outgoing(name, stored.shape, kept, stored.read)
     for name, extra in (extra_tensors or {}).items():
         tensors[name] = Outgoing(name, tuple(extra.shape), extra.dtype, lambda extra=extra: extra)
-    placed = _files_like(like, tensors, is_tied=model.config.tie_embeddings)
+    placed = _files_like(before, tensors, is_tied=model.config.tie_embeddings)
     if placed is None:
         placed = split_state_dict_into_shards_factory(
             tensors,  # in the order of the model
@@ -475,13 +494,17 @@ def copy_companions(like: str | Path, directory: Path) -> None:
             shutil.copyfile(Path(like) / name, directory / name)
 
 
-def _files_like(
-    like: str | Path, tensors: Mapping[str, Outgoing], *, is_tied: bool
-) -> dict[str, str] | None:
-    """name -> file as in the checkpoint `like`; None unless it holds the same tensors."""
+def _tensors_of(like: str | Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint; none where the directory has no weights."""
     root = Path(like)
-    if not ((root / WEIGHTS).is_file() or (root / INDEX).is_file()):
-        return None
-    placed = {name: stored.path.name for name, stored in read_tensors(root).items()}
+    has_weights = (root / WEIGHTS).is_file() or (root / INDEX).is_file()
+    return read_tensors(root) if has_weights else {}
+
+
+def _files_like(
+    before: Mapping[str, StoredTensor], tensors: Mapping[str, Outgoing], *, is_tied: bool
+) -> dict[str, str] | None:
+    """name -> file as before; None unless there were the same tensors."""
+    placed = {name: stored.path.name for name, stored in before.items()}
     extra = {HEAD} if is_tied else set[str]()
     return placed if placed.keys() - extra == tensors.keys() else None

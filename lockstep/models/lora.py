@@ -40,17 +40,28 @@ class Projection(nn.Linear):
         return out_TN if self.lora is None else self.lora(x_TK, out_TN, ops)
 
     def of_norm(
-        self, x_TK: Tensor, norm: Tensor, eps: float, ops: Ops, adapters: AdapterRows | None
+        self, x_TK: Tensor, norm: Tensor | None, eps: float, ops: Ops, adapters: AdapterRows | None
     ) -> Tensor:
         """The projection of the normed x."""
+        if norm is None:
+            return self(x_TK, ops, adapters)
         if adapters is None and self.lora is None:
             return ops.norm_linear(x_TK, norm, eps, self.weight, self.bias)
         return self(ops.rms_norm(x_TK, norm, eps), ops, adapters)
 
     def added(
-        self, residual_TN: Tensor, x_TK: Tensor, ops: Ops, adapters: AdapterRows | None
+        self,
+        residual_TN: Tensor,
+        x_TK: Tensor,
+        ops: Ops,
+        adapters: AdapterRows | None,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
-        """residual + the projection of x."""
+        """residual + the projection of x, normed if there is a norm."""
+        if norm is not None:
+            return residual_TN + ops.rms_norm(self(x_TK, ops, adapters), norm, eps)
         if adapters is None and self.lora is None:
             return ops.add_linear(residual_TN, x_TK, self.weight, self.bias)
         return residual_TN + self(x_TK, ops, adapters)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -55,41 +56,81 @@ class Routing:
 class MLP(nn.Module):
     """Dense gated MLP; gate and up come from one fused projection."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+        """width: None is that of a dense layer."""
         super().__init__()
-        width = config.dense_intermediate_size if config.is_moe else config.intermediate_size
+        if width is None:
+            width = config.dense_intermediate_size if config.is_moe else config.intermediate_size
         self.gate_up_proj = Projection(config.hidden_size, 2 * width, bias=False)
         self.down_proj = Projection(width, config.hidden_size, bias=False)
+        self.is_gelu = config.activation == "gelu"
 
     def forward(
-        self, x_TD: Tensor, norm: Tensor, eps: float, ops: Ops, adapters: AdapterRows | None = None
+        self,
+        x_TD: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        ops: Ops,
+        adapters: AdapterRows | None = None,
+        *,
+        output_norm: Tensor | None = None,
+        residual_TD: Tensor | None = None,
     ) -> Tensor:
-        """x + the MLP of the normed x."""
-        if adapters is None and self.gate_up_proj.lora is None:
+        """x, or the residual, + the MLP of the normed x; output_norm: of what is added."""
+        is_plain = adapters is None and self.gate_up_proj.lora is None
+        if is_plain and norm is not None and not self.is_gelu:
             hidden_TF = ops.norm_swiglu(x_TD, norm, eps, self.gate_up_proj.weight)
         else:
-            hidden_TF = ops.swiglu(self.gate_up_proj.of_norm(x_TD, norm, eps, ops, adapters))
-        return self.down_proj.added(x_TD, hidden_TF, ops, adapters)
+            activation = ops.geglu if self.is_gelu else ops.swiglu
+            hidden_TF = activation(self.gate_up_proj.of_norm(x_TD, norm, eps, ops, adapters))
+        residual_TD = x_TD if residual_TD is None else residual_TD
+        return self.down_proj.added(
+            residual_TD, hidden_TF, ops, adapters, norm=output_norm, eps=eps
+        )
+
+
+class Router(nn.Linear):
+    """Logits of the experts and, where they are chosen by sigmoids, the bias of the choice, which
+    no gradient reaches. It is float32 in a model of any dtype, as in its checkpoints."""
+
+    def __init__(self, inputs: int, experts: int, *, bias: bool, has_choice_bias: bool) -> None:
+        super().__init__(inputs, experts, bias=bias)
+        self.choice_bias: nn.Parameter | None = None
+        if has_choice_bias:
+            self.choice_bias = nn.Parameter(torch.zeros(experts), requires_grad=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        bias = self.choice_bias
+        if bias is None:
+            return super()._apply(fn, recurse)
+        self.choice_bias = None
+        super()._apply(fn, recurse)
+        moved = fn(bias)
+        moved = moved if moved.dtype == bias.dtype else bias.detach().to(moved.device)
+        self.choice_bias = nn.Parameter(moved, requires_grad=False)
+        return self
 
 
 class MoE(nn.Module):
-    """Top-k routed experts, computed by `experts.mix_experts`."""
+    """Top-k routed experts, computed by `experts.mix_experts`, and the shared ones."""
 
     def __init__(self, config: ModelConfig, routed_layer: int) -> None:
         super().__init__()
         self.routed_layer = routed_layer
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
-        self.num_active = config.num_active_experts
         self.swiglu_limit = config.swiglu_limit
-        self.has_normalized_routes = config.has_normalized_routes
         has_bias = config.has_expert_bias
-        self.router = nn.Linear(D, E, bias=config.has_router_bias)
+        self.config = config
+        self.router = Router(
+            D, E, bias=config.has_router_bias, has_choice_bias=config.has_sigmoid_routes
+        )
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, D))
         self.gate_up_bias = nn.Parameter(torch.zeros(E, 2 * F)) if has_bias else None
         self.down_proj = nn.Parameter(torch.empty(E, D, F))
         self.down_bias = nn.Parameter(torch.zeros(E, D)) if has_bias else None
         self.gate_up_lora: ExpertLowRank | None = None
         self.down_lora: ExpertLowRank | None = None
+        self.shared = MLP(config, config.shared_width) if config.shared_width else None
 
     def forward(
         self,
@@ -102,7 +143,7 @@ class MoE(nn.Module):
         activation = ops.swiglu
         if self.swiglu_limit:
             activation = partial(ops.swiglu, alpha=GPT_OSS_ALPHA, limit=self.swiglu_limit)
-        return mix_experts(
+        out_TD = mix_experts(
             x_TD,
             weights_TA,
             experts_TA,
@@ -112,6 +153,9 @@ class MoE(nn.Module):
             ops=ops,
             adapters=adapters,
         )
+        if self.shared is None:
+            return out_TD
+        return self.shared(x_TD, None, 0.0, ops, adapters, residual_TD=out_TD)
 
     def _projection(self, name: str, adapters: AdapterRows | None) -> ExpertProjection:
         weight, bias = getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias")
@@ -124,22 +168,43 @@ class MoE(nn.Module):
         logits_TE = self.router_logits(x_TD, ops)
         replayed_TA = None
         if routing is not None and routing.replay_TLA is not None:
-            own_TA = ops.route(logits_TE.detach(), self.num_active)[1]
+            own_TA = self._choose(logits_TE.detach(), ops, None)[1]
             replayed_TA = routing.replay_TLA[:, self.routed_layer].long()
             if routing.is_known_T is not None:
                 replayed_TA = torch.where(routing.is_known_T[:, None], replayed_TA, own_TA)
             is_other_TA = own_TA.sort(-1)[0] != replayed_TA.sort(-1)[0]
             routing.differing[self.routed_layer] = is_other_TA.any(-1)
-        weights_TA, experts_TA = ops.route(
-            logits_TE,
-            self.num_active,
-            experts=replayed_TA,
-            is_normalized=self.has_normalized_routes,
-        )
+        weights_TA, experts_TA = self._choose(logits_TE, ops, replayed_TA)
         if routing is not None:
             routing.chosen[self.routed_layer] = experts_TA
-        return weights_TA, experts_TA
+        return weights_TA.to(x_TD.dtype), experts_TA
+
+    def _choose(
+        self, logits_TE: Tensor, ops: Ops, experts_TA: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        c, bias_E = self.config, self.router.choice_bias
+        if bias_E is None:
+            return ops.route(
+                logits_TE,
+                c.num_active_experts,
+                experts=experts_TA,
+                is_normalized=c.has_normalized_routes,
+            )
+        return ops.route_by_sigmoid(
+            logits_TE,
+            c.num_active_experts,
+            bias=bias_E,
+            num_groups=c.num_expert_groups,
+            num_active_groups=c.num_active_groups,
+            experts=experts_TA,
+            is_normalized=c.has_normalized_routes,
+            scale=c.route_scale,
+        )
 
     def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        """[T, E] in the compute dtype; experts are chosen and weighed by them."""
-        return ops.linear(x_TD, self.router.weight, self.router.bias)
+        """[T, E], by which experts are chosen and weighed: in the compute dtype, or in float32 for
+        sigmoids."""
+        weight, bias = self.router.weight, self.router.bias
+        if self.router.choice_bias is not None:
+            x_TD, weight = x_TD.float(), weight.float()
+        return ops.linear(x_TD, weight, bias)

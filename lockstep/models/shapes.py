@@ -15,6 +15,8 @@ from lockstep.models.config import ModelConfig
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
+CHOICE_BIAS = "e_score_correction_bias"
+"""End of the name of a tensor that is float32 beside others of any dtype."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -53,8 +55,7 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
         heads = {f"{attention}.{x}_proj": n for x, n in zip("qkv", (q, kv, kv), strict=True)}
         layer = {
-            "input_norm": _whole(f"{theirs}.input_layernorm.weight", D),
-            "post_attention_norm": _whole(f"{theirs}.post_attention_layernorm.weight", D),
+            **_norms(c, theirs),
             "attention.qkv_proj.weight": _rows(heads, "weight", D),
             "attention.o_proj.weight": _whole(f"{attention}.o_proj.weight", D, q),
         }
@@ -63,8 +64,9 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
         if c.has_attention_bias and c.has_output_bias:
             layer["attention.o_proj.bias"] = _whole(f"{attention}.o_proj.bias", D)
         if c.has_qk_norm:
-            layer["attention.q_norm"] = _whole(f"{attention}.q_norm.weight", K)
-            layer["attention.k_norm"] = _whole(f"{attention}.k_norm.weight", K)
+            q_width, k_width = (q, kv) if c.has_wide_qk_norm else (K, K)
+            layer["attention.q_norm"] = _whole(f"{attention}.q_norm.weight", q_width)
+            layer["attention.k_norm"] = _whole(f"{attention}.k_norm.weight", k_width)
         if c.has_sinks:
             layer["attention.sinks"] = _whole(f"{attention}.sinks", H)
         if i not in c.routed_layers:
@@ -81,6 +83,22 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
     if not c.tie_embeddings:
         out["untied_head"] = _whole(HEAD, c.vocab_size, D)
     return out
+
+
+def _norms(c: ModelConfig, layer: str) -> dict[str, ParameterLayout]:
+    """Hugging Face calls a norm before the MLP post_attention, where none follows attention."""
+    names = {
+        "before": {"input_norm": "input", "post_attention_norm": "post_attention"},
+        "after": {"attention_output_norm": "post_attention", "mlp_output_norm": "post_feedforward"},
+    }
+    names["both"] = names["after"] | {
+        "input_norm": "input",
+        "post_attention_norm": "pre_feedforward",
+    }
+    return {
+        ours: _whole(f"{layer}.{theirs}_layernorm.weight", c.hidden_size)
+        for ours, theirs in names[c.norms].items()
+    }
 
 
 def decoder_shapes(config: ModelConfig) -> Shapes:
@@ -153,7 +171,7 @@ def _gpt_oss_experts(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
 
 
 def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
-    """Qwen3-MoE: a tensor per expert and projection."""
+    """A tensor per expert and projection, and those of the shared experts."""
     D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
 
     def piece(expert: int, name: str, shape: Shape, first: int) -> Piece:
@@ -164,10 +182,19 @@ def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
 
     halves = (("gate", 0), ("up", F))
     gate_up = (piece(e, name, (F, D), first) for e in range(E) for name, first in halves)
-    return {
-        "mlp.router.weight": _whole(f"{mlp}.gate.weight", E, D),
+    out = {"mlp.router.weight": _whole(f"{mlp}.gate.weight", E, D)}
+    if c.has_sigmoid_routes:
+        out["mlp.router.choice_bias"] = _whole(f"{mlp}.gate.{CHOICE_BIAS}", E)
+    out |= {
         "mlp.gate_up_proj": ParameterLayout((E, 2 * F, D), tuple(gate_up)),
         "mlp.down_proj": ParameterLayout(
             (E, D, F), tuple(piece(e, "down", (D, F), 0) for e in range(E))
         ),
     }
+    if c.shared_width:
+        shared = f"{mlp}.shared_experts"
+        rows = {f"{shared}.{name}_proj": c.shared_width for name in ("gate", "up")}
+        out["mlp.shared.gate_up_proj.weight"] = _rows(rows, "weight", D)
+        down = _whole(f"{shared}.down_proj.weight", D, c.shared_width)
+        out["mlp.shared.down_proj.weight"] = down
+    return out

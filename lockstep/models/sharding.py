@@ -31,10 +31,15 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy()
     if next(model.parameters()).dtype.itemsize < 4:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    # Of one dtype each: the few numbers of another stay whole on all ranks.
+    dtype = model.get_parameter("embedding").dtype
+    ignored = {parameter for parameter in model.parameters() if parameter.dtype != dtype}
     for block in model.get_submodule("layers").children():
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     # The head is read after the forward that gathers it: kept until backward, or `let_go`.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(
+        model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored
+    )
     register_forward(model, "score")
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
-from lockstep.models.config import Architecture, ModelConfig
+from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import save_checkpoint
 from lockstep.renderers.base import dialogue_pieces
@@ -31,11 +31,11 @@ from lockstep.types import Message
 
 VOCAB_SIZE = 640  # an upper bound: the demonstrations yield fewer merges
 
-CONTROL_TOKENS: dict[Architecture, tuple[str, ...]] = {
+CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
     "gpt_oss": ("<|endoftext|>", *HARMONY_TOKENS),
     "qwen3": ("<|endoftext|>", *CHATML_TOKENS, *THINKING_TOKENS),
 }
-END_TOKEN: dict[Architecture, str] = {"gpt_oss": "<|return|>", "qwen3": "<|im_end|>"}
+END_TOKEN: dict[str, str] = {"gpt_oss": "<|return|>", "qwen3": "<|im_end|>"}
 
 SINK_LOGIT = 2.0  # exp(2) = 7 keys' worth: training then leaves the sinks a share that matters
 
@@ -48,7 +48,7 @@ header, and the opening of arguments whose first is a text or a list of texts.""
 
 
 def create_tiny_model(
-    architecture: Architecture,
+    architecture: str,
     directory: Path,
     dialogues: Iterable[Sequence[Message]],
     *,
@@ -75,9 +75,7 @@ def create_tiny_model(
         save_checkpoint(model, directory, like=like)
 
 
-def hf_config(
-    architecture: Architecture, vocab_size: int, eos_token_id: int | None
-) -> dict[str, Any]:
+def hf_config(architecture: str, vocab_size: int, eos_token_id: int | None) -> dict[str, Any]:
     """The Hugging Face config of the tiny model: two layers of width 64."""
     common = {
         "vocab_size": vocab_size,
@@ -118,7 +116,7 @@ def hf_config(
 
 
 def train_tokenizer(
-    architecture: Architecture,
+    architecture: str,
     dialogues: Iterable[Sequence[Message]],
     renderer: RendererConfig,
 ) -> FastTokenizer:

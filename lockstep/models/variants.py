@@ -92,9 +92,15 @@ class DroppingAttention(Attention):
         self._share, self._generator = share, generator
 
     def add_output(
-        self, residual_TD: Tensor, x_TK: Tensor, ops: Ops, adapters: AdapterRows | None
+        self,
+        residual_TD: Tensor,
+        x_TK: Tensor,
+        ops: Ops,
+        adapters: AdapterRows | None,
+        norm: Tensor | None,
     ) -> Tensor:
         out_TD = self.o_proj(x_TK, ops, adapters)
+        out_TD = out_TD if norm is None else ops.rms_norm(out_TD, norm, self.eps)
         kept_TD = torch.rand(out_TD.shape, generator=self._generator) >= self._share
         kept_TD = (kept_TD / (1 - self._share)).to(out_TD.device, out_TD.dtype)
         return residual_TD + out_TD * kept_TD

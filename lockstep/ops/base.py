@@ -39,6 +39,8 @@ inputs on the device (`Ops.reads_work`) an int32 tensor there, for which the hos
 
 ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds the size of temporaries
 GPU_ACTIVATION_CHUNK = 1 << 25  # where a launch must be worth its while
+GELU_SLOPE, GELU_CUBIC = 1.5957691216057308, 0.044715
+"""gelu in its tanh form is x * sigmoid(slope * (x + cubic * x^3)): the slope is 2 sqrt(2 / pi)."""
 KEY_QUANTUM = 16  # attention reads a multiple of this many keys: it fills a vector register
 
 
@@ -177,6 +179,44 @@ class Ops:
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         return wide.softmax(-1).gather(-1, experts).to(logits.dtype), experts
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+    def route_by_sigmoid(
+        self,
+        logits: Tensor,
+        num_active: int,
+        *,
+        bias: Tensor,
+        num_groups: int = 1,
+        num_active_groups: int = 1,
+        experts: Tensor | None = None,
+        is_normalized: bool = True,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """`route` by sigmoid scores of logits [T, E]: the bias [E] is added for the choice alone.
+
+        Of `num_groups` groups of experts, those `num_active_groups` are left whose two best scores
+        sum to the most. is_normalized: a token's weights are divided by their sum. scale: factor on
+        them. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2, and transformers'
+        `Glm4MoeTopkRouter`.
+        """
+        scores = self.sigmoid(logits)
+        if experts is None:
+            wanted = scores + bias
+            if num_groups > 1:
+                groups = wanted.unflatten(-1, (num_groups, -1))
+                best = groups.topk(2, -1)[0].sum(-1).topk(num_active_groups, -1)[1]
+                is_left = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(
+                    -1, best, True
+                )
+                wanted = groups.masked_fill(~is_left[..., None], float("-inf")).flatten(-2)
+            experts = wanted.topk(num_active, -1)[1]
+        weights = scores.gather(-1, experts)
+        if is_normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * scale, experts
+
     def sort_pairs(self, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Pairs of token and slot, sorted by expert, of experts [T, A] int64, where the ops have a
         kernel for it: (order [T * A] int64, place of each pair [T, A] int64, rows of each expert
@@ -190,8 +230,11 @@ class Ops:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) over the last dim, times weight; computed in float32, returned in x's dtype.
 
-        weight: [D], or [heads, D] for x [T, heads, D].
+        weight: [D], or [heads, D] for x [T, heads, D]. One in float32 scales before the result is
+        rounded to x's dtype, any other after it.
         """
+        if weight.dtype != x.dtype:
+            return self.rms_norm(x.float(), weight, eps).to(x.dtype)
         if x.dtype == torch.float32 and weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight, eps)
         # Hugging Face's order of roundings: normalise in float32, round, then scale.
@@ -210,6 +253,11 @@ class Ops:
         if torch.is_grad_enabled():
             return Activation.apply(gate_up, alpha, limit, _swiglu_clamped)
         return _swiglu_clamped(gate_up, alpha, limit)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) * up of gate_up [..., 2F] = [gate, up] -> [..., F], gelu in its tanh form."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates x [T, H, D] by position; cos and sin [T, 1, D] float32, with the first half of
@@ -296,13 +344,18 @@ class Ops:
         eps: float = 0.0,
     ) -> Tensor:
         """`attention` of qkv [T, H + 2 G, D], whose queries and keys are normed, if there are norms
-        (of queries [D], of keys [D]), and rotated: [T, H, D]. num_heads: H."""
-        H, G = num_heads, (qkv.shape[1] - num_heads) // 2
+        (of queries [D], of keys [D]), and rotated in as many dims as cos and sin have: [T, H, D].
+        num_heads: H."""
+        H, G, R = num_heads, (qkv.shape[1] - num_heads) // 2, cos.shape[-1]
         qk = qkv[:, : H + G]
         if norms is not None:
             weight = torch.cat([norms[0].expand(H, -1), norms[1].expand(G, -1)])
             qk = self.rms_norm(qk, weight, eps)
-        q, k = self.rope(qk, cos, sin).split([H, G], 1)
+        if qk.shape[-1] > R:
+            qk = torch.cat([self.rope(qk[..., :R].contiguous(), cos, sin), qk[..., R:]], -1)
+        else:
+            qk = self.rope(qk, cos, sin)
+        q, k = qk.split([H, G], 1)
         return self.attention(q, k, qkv[:, H + G :], spec, context)
 
     # -- log-prob head ------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_draws
 from lockstep.ops import cuda_kernels as kernels
-from lockstep.ops.base import Context, Counts, GemmOps, on_device
+from lockstep.ops.base import GELU_CUBIC, GELU_SLOPE, Context, Counts, GemmOps, on_device
 from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext
 
 Tensor = torch.Tensor
@@ -149,6 +149,8 @@ class CudaOps(GemmOps):
         return _run(kernels.combine, super().combine, out, weights)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return super().rms_norm(x, weight, eps)
         stock = partial(super().rms_norm, eps=eps)
         return _run(partial(kernels.rms_norm, eps=eps), stock, x, weight)
 
@@ -156,6 +158,10 @@ class CudaOps(GemmOps):
         kernel = partial(kernels.swiglu, alpha=alpha, limit=limit)
         stock = partial(super().swiglu, alpha=alpha, limit=limit)
         return _run(kernel, stock, gate_up)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        kernel = partial(kernels.swiglu, alpha=GELU_SLOPE, limit=None, cubic=GELU_CUBIC)
+        return _run(kernel, super().geglu, gate_up)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _run(kernels.rope, super().rope, x, cos, sin)
@@ -165,12 +171,12 @@ class CudaOps(GemmOps):
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        if not _is_fused(x):
+        if not _is_fused(x) or norm.dtype != x.dtype:
             return super().norm_linear(x, norm, eps, weight, bias)
         return kernels.gemm(x, weight, bias, self.tiles, norm=(self._squares_of(x), norm, eps))
 
     def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        if not _is_fused(x):
+        if not _is_fused(x) or norm.dtype != x.dtype:
             return super().norm_swiglu(x, norm, eps, weight)
         norms = (self._squares_of(x), norm, eps)
         return kernels.gemm(x, weight, None, self.tiles, norm=norms, is_gated=True)
@@ -202,7 +208,9 @@ class CudaOps(GemmOps):
         norms: tuple[Tensor, Tensor] | None = None,
         eps: float = 0.0,
     ) -> Tensor:
-        if not (_is_fused(qkv) and isinstance(context, PagedContext)):
+        is_wide = norms is not None and norms[0].dtype != qkv.dtype
+        is_part = cos.shape[-1] < qkv.shape[-1]
+        if is_wide or is_part or not (_is_fused(qkv) and isinstance(context, PagedContext)):
             return super().rotary_attention(
                 qkv, cos, sin, spec, context, num_heads=num_heads, norms=norms, eps=eps
             )

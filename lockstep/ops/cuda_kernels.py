@@ -500,8 +500,9 @@ def _load_logits(logits, kept, temperature, row, column, V: tl.constexpr):
 # -- elementwise ---------------------------------------------------------------------------------
 
 
-def swiglu(gate_up: Tensor, *, alpha: float, limit: float | None) -> Tensor:
-    """See `Ops.swiglu`. Computed in float32 and rounded once."""
+def swiglu(gate_up: Tensor, *, alpha: float, limit: float | None, cubic: float = 0.0) -> Tensor:
+    """See `Ops.swiglu`. cubic: the sigmoid is of alpha * (gate + cubic * gate^3). Computed in
+    float32 and rounded once."""
     is_clamped = limit is not None
     F = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], F)
@@ -514,7 +515,9 @@ def swiglu(gate_up: Tensor, *, alpha: float, limit: float | None) -> Tensor:
             out.numel(),
             alpha,
             limit or 0.0,
+            cubic,
             is_clamped,
+            cubic != 0,
             F,
             ELEMENTS,
         )
@@ -528,7 +531,9 @@ def _swiglu_kernel(
     size,
     alpha,
     limit,
+    cubic,
     IS_CLAMPED: tl.constexpr,
+    IS_CUBIC: tl.constexpr,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -539,6 +544,8 @@ def _swiglu_kernel(
     if IS_CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+    if IS_CUBIC:
+        alpha = alpha * (1 + gate * gate * cubic)
     tl.store(out + at, _gate(gate, up, alpha).to(out.dtype.element_ty), mask=at < size)
 
 

@@ -33,6 +33,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.ops import packed
 from lockstep.ops.base import (
     ACTIVATION_CHUNK,
+    GELU_CUBIC,
+    GELU_SLOPE,
     Activation,
     Counts,
     GemmOps,
@@ -209,6 +211,8 @@ class InvariantOps(GemmOps):
         return total
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return super().rms_norm(x, weight, eps)
         normed = F.rms_norm(x.float(), weight.shape[-1:], None, eps)
         return weight * normed.to(x.dtype)
 
@@ -216,6 +220,12 @@ class InvariantOps(GemmOps):
         if torch.is_grad_enabled():
             return Activation.apply(gate_up, alpha, limit, _activate)
         return _activate(gate_up, alpha, limit)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return 1.0 / ((-x).exp() + 1.0)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        return _Geglu.apply(gate_up)  # pyright: ignore[reportReturnType]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # One rounding per operation, where a fused multiply-add has one for both or not, by place.
@@ -288,6 +298,26 @@ def _gate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
     wide = gate.float()
     below = (wide * -alpha).exp_().add_(1.0)
     return torch.div(wide, below, out=below).to(gate.dtype).mul_(up)
+
+
+class _Geglu(torch.autograd.Function):
+    """tanh(u) is 2 sigmoid(2 u) - 1, whose exp and quotient round alike in vectors and in their
+    tails. Backward is stock: the derivative of this form overflows."""
+
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        wide = gate.float()
+        below = (wide * -GELU_SLOPE * (wide * wide * GELU_CUBIC + 1)).exp_().add_(1.0)
+        return torch.div(wide, below, out=below).to(gate.dtype).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        through_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return torch.cat([through_gate, grad * F.gelu(gate, approximate="tanh")], -1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:

@@ -53,7 +53,9 @@ ROWWISE = {
     "rms_norm": (0,),
     "swiglu": (0,),
     "rope": (0, 1, 2),
+    "geglu": (0,),
     "route": (0,),
+    "route_by_sigmoid": (0,),
     "combine": (0, 1),
     "log_softmax": (0,),
 }

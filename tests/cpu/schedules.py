@@ -16,10 +16,11 @@ import torch
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.models.config import Llama3Scaling, ModelConfig, YarnScaling
+from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
+from lockstep.models.rope_config import Llama3Scaling, YarnScaling
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops import selftest
@@ -59,6 +60,44 @@ FAMILIES = {
         "has_output_bias": False,
         "windows": (None, 40),
         "tie_embeddings": False,
+    },
+    "glm4_moe": {
+        **_NARROW,
+        "architecture": "glm4_moe",
+        "rotary_share": 0.5,
+        "num_experts": 8,
+        "num_active_experts": 2,
+        "intermediate_size": 48,
+        "shared_width": 48,
+        "has_sigmoid_routes": True,
+        "num_expert_groups": 4,
+        "num_active_groups": 2,
+        "route_scale": 1.5,
+        "dense_layers": (0,),
+        "dense_intermediate_size": 96,
+        "windows": (None, None),
+    },
+    "olmo3": {
+        **_NARROW,
+        "architecture": "olmo3",
+        "has_qk_norm": True,
+        "has_wide_qk_norm": True,
+        "norms": "after",
+        "norm_weights": "wide",
+        "window_rope_theta": 5e5,
+        "windows": (40, None),
+    },
+    "gemma3_text": {
+        **_NARROW,
+        "architecture": "gemma3_text",
+        "has_qk_norm": True,
+        "norms": "both",
+        "norm_weights": "centered",
+        "activation": "gelu",
+        "embedding_scale": 8.0,
+        "query_scale": 24.0,
+        "window_rope_theta": 1e3,
+        "windows": (40, None),
     },
     "qwen3_moe": {
         **_NARROW,

@@ -28,6 +28,18 @@ ROPE = {
         "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
     },
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    "half": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "by-layer": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "yarn-by-layer": {
+        "full_attention": {
+            "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "attention_factor": 1.2, "original_max_position_embeddings": 32,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    },
 }  # fmt: skip
 GPT_OSS = {
     **WIDE_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
@@ -37,7 +49,15 @@ MOE = {
     **WIDE_HEADS, "moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2,
 }  # fmt: skip
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+WINDOWS = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 PACKABLE = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}  # multiples of 32
+GLM = {
+    **WIDE_HEADS, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_mtp_layers": 0,
+}  # fmt: skip
 CASES = {
     "gpt_oss": ("GptOss", "default", True, GPT_OSS),
     "gpt_oss-mxfp4": ("GptOss", "yarn", False, PACKABLE),
@@ -54,6 +74,16 @@ CASES = {
     "llama": ("Llama", "llama3", False, {}),
     "llama-biases": ("Llama", "default", True, {**WIDE_HEADS, "attention_bias": True}),
     "mistral": ("Mistral", "default", False, {**WIDE_HEADS, "sliding_window": 8}),
+    "olmo3": ("Olmo3", "yarn-by-layer", False, WINDOWS),
+    "olmo3-tied": ("Olmo3", "by-layer", True, WINDOWS),
+    "gemma3_text": (
+        "Gemma3Text", "by-layer", True, {**WINDOWS, **WIDE_HEADS, "query_pre_attn_scalar": 24},
+    ),
+    "glm4_moe": ("Glm4Moe", "half", False, {**GLM, "use_qk_norm": True, "n_shared_experts": 2}),
+    "glm4_moe-groups": (
+        "Glm4Moe", "default", True,
+        {**GLM, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "attention_bias": True},
+    ),
     "mistral-full": ("Mistral", "yarn", True, {"sliding_window": None}),
 }  # fmt: skip
 
@@ -65,12 +95,15 @@ def make_hf(case, *, seed=0):
     config = getattr(transformers, f"{name}Config")(
         **{**SHAPE, **extra}, rope_parameters=dict(ROPE[rope]), tie_word_embeddings=is_tied
     )
-    cls = getattr(transformers, f"{name}ForCausalLM")
+    cls = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     model = cls._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("sinks", "bias", "norm.weight", "gate.weight")):
                 parameter.add_(torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer))
     return model.float().eval()
 
 
@@ -92,6 +125,9 @@ def as_in_transformers(model, values):
     in memory as ours."""
     out = {}
     for name, layout in decoder_layout(model.config).items():
+        if name.endswith("choice_bias"):  # a buffer there
+            assert values[name] is None
+            continue
         if ".experts.0." in layout.pieces[0].name:
             out["model." + name.replace("mlp.", "mlp.experts.")] = values[name]
         else:

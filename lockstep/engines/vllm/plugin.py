@@ -17,7 +17,8 @@ from lockstep.config import read_json
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import DecoderChoice, VllmConfig
 from lockstep.errors import CapabilityError, CheckpointError
-from lockstep.models.config import ARCHITECTURES, ModelConfig
+from lockstep.models.config import ModelConfig
+from lockstep.models.reading import FAMILIES
 from lockstep.ops.contract import TRUE_ON_POLICY
 
 ARCHITECTURE = "LockstepForCausalLM"
@@ -127,11 +128,11 @@ def runs_decoder(config: VllmConfig, context: EngineContext) -> bool:
     """
     path = context.directory / "config.json"
     architecture = read_json(path, CheckpointError).get("model_type")
-    is_known = architecture in ARCHITECTURES
+    is_known = architecture in FAMILIES
     if config.decoder == "lockstep" and not is_known:
         raise CapabilityError(
             f"engine.decoder=lockstep: there is no decoder of a {architecture}, only of "
-            f"{', '.join(ARCHITECTURES)}. vLLM may have one: set engine.decoder=vllm."
+            f"{', '.join(FAMILIES)}. vLLM may have one: set engine.decoder=vllm."
         )
     is_default = is_known and context.contract == TRUE_ON_POLICY and not config.why_no_decoder
     if config.decoder == "vllm" or (config.decoder == "auto" and not is_default):

@@ -70,7 +70,7 @@ def test_a_decoder_over_a_base_has_its_very_parameters_and_they_are_frozen():
         assert one.get_parameter(name) is parameter is other.get_parameter(name)
     own = num_elements(adapter_shapes(one.lora))
     assert sum(p.numel() for p in trained(one)) == own
-    assert one.rope_table is base.rope_table and one.ops is base.ops
+    assert one.rope_tables is base.rope_tables and one.ops is base.ops
     assert base.lora is None and not torch.equal(run(one, [9]), run(other, [9]))
     assert torch.equal(run(decoder_over(one), [9]), run(base, [9])), "without its adapter"
 

@@ -13,6 +13,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import (
     INDEX,
     WEIGHTS,
+    copy_decoder,
     hf_tensors,
     load_checkpoint,
     load_weights,
@@ -141,3 +142,45 @@ def test_a_config_that_says_torch_dtype_keeps_that_key(checkpoint):
     save_checkpoint(load_checkpoint(checkpoint), again, like=checkpoint)
     assert json.loads((again / "config.json").read_text()) == config
     assert [p.read_bytes() for p in shards(again)] == [p.read_bytes() for p in shards(checkpoint)]
+
+
+GLM = {
+    "model_type": "glm4_moe", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 99,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "moe_intermediate_size": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False, "attention_bias": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """bfloat16, with a float32 bias of the router, and a layer behind the last."""
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like" / "config.json").write_text(json.dumps(GLM))
+    model = Decoder(ModelConfig.from_hf(GLM)).bfloat16()
+    save_checkpoint(model, tmp_path / "it", like=tmp_path / "like")
+
+    def change(tensors):
+        bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+        tensors[bias] = 5 + torch.arange(4) * 1e-4
+        tensors["model.layers.2.eh_proj.weight"] = torch.randn(32, 64, dtype=torch.bfloat16)
+        tensors["model.layers.2.shared_head.norm.weight"] = torch.ones(32)
+
+    rewrite(tmp_path / "it" / WEIGHTS, change)
+    return tmp_path / "it"
+
+
+def test_layers_that_are_not_run_and_float32_beside_bfloat16_are_saved_as_they_were(
+    mixture, tmp_path
+):
+    model = load_checkpoint(mixture, dtype=torch.bfloat16)
+    bias = model.layers[1].mlp.router.choice_bias
+    assert bias.dtype == torch.float32 and len(set(bias.tolist())) == 4 and not bias.requires_grad
+    save_checkpoint(model, tmp_path / "again", like=mixture)
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (mixture / WEIGHTS).read_bytes()
+    copied = copy_decoder(model, dtype=torch.float16)
+    assert torch.equal(copied.layers[1].mlp.router.choice_bias, bias)
+
+    rewrite(mixture / WEIGHTS, lambda t: t.update({"model.layers.3.x": torch.ones(1)}))
+    assert "unexpected (1): model.layers.3.x" in error_of(mixture)

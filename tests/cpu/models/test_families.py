@@ -6,13 +6,8 @@ import math
 import pytest
 
 from lockstep.errors import CheckpointError
-from lockstep.models.config import (
-    FallbackConfig,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    YarnScaling,
-)
+from lockstep.models.config import FallbackConfig, ModelConfig
+from lockstep.models.rope_config import LinearScaling, Llama3Scaling, YarnScaling
 
 COMMON = {
     "hidden_act": "silu",
@@ -162,7 +157,78 @@ HUB = {
         "vocab_size": 32000,
     },
 }
+HUB |= {
+    "Olmo-3-7B": {
+        **COMMON,
+        "model_type": "olmo3",
+        "attention_bias": False,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 100278,
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+}
 READ = {
+    "Olmo-3-7B": {
+        "windows": (4096, 4096, 4096, None) * 8,
+        "norms": "after",
+        "window_rope_theta": 500000.0,
+        "rope_theta": 500000.0,
+        "tie_embeddings": False,
+        "rope_scaling": YarnScaling(
+            factor=8.0, original_max_position_embeddings=8192, attention_factor=1.2079441541679836
+        ),
+    },
+    "gemma-3-1b": {
+        "windows": ((512,) * 5 + (None,)) * 4 + (512, 512),
+        "norms": "both",
+        "norm_weights": "centered",
+        "embedding_scale": 1152**0.5,
+        "query_scale": 256.0,
+        "tie_embeddings": True,
+        "window_rope_theta": 10000.0,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+    },
     "gpt-oss-20b": {
         "windows": (128, None) * 12,
         "has_sinks": True,
@@ -256,6 +322,17 @@ def test_both_spellings_of_rope_read_alike():
     assert new == old and new.rope_scaling == LinearScaling(factor=2.0)
 
 
+def test_a_rope_for_each_kind_of_layer_reads_like_the_older_spelling():
+    old = changed("gemma-3-1b", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    }
+    gone = dict.fromkeys(("rope_scaling", "rope_theta", "rope_local_base_freq"), ...)
+    new = changed("gemma-3-1b", rope_parameters=rope, **gone)
+    assert ModelConfig.from_hf(new) == ModelConfig.from_hf(old)
+
+
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
@@ -264,6 +341,13 @@ def test_both_spellings_of_rope_read_alike():
         ("Llama-3.1-8B", {"sliding_window": 512}, "sliding_window=512"),
         ("Qwen2.5-0.5B", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ("gpt-oss-20b", {"swiglu_alpha": 2.0}, r"swiglu_alpha=2\.0"),
+        ("gemma-3-1b", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0"),
+        ("gemma-3-1b", {"hidden_activation": "gelu"}, 'expected "gelu_pytorch_tanh"'),
+        (
+            "Olmo-3-7B",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}, "rope_scaling": ...},
+            "rope_type='yarn' of sliding_attention is not implemented",
+        ),
         ("gpt-oss-20b", {"rope_scaling": ..., "rope_theta": ...}, r"rope_parameters \(or"),
         (
             "Qwen3-8B",
@@ -327,7 +411,7 @@ def test_all_problems_of_a_config_are_listed_not_the_first():
 
 
 def test_an_unknown_architecture_names_those_that_are_known_and_the_fallback():
-    with pytest.raises(CheckpointError, match=r"'mamba'.*gpt_oss, qwen2, .*mistral.*fallback=true"):
+    with pytest.raises(CheckpointError, match=r"'mamba'.*gpt_oss, llama, mistral, .*fallback=true"):
         ModelConfig.from_hf({"model_type": "mamba"})
 
 

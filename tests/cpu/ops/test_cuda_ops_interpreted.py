@@ -52,6 +52,7 @@ ROW_OPS = {
     "rms_norm by head": lambda x: OPS.rms_norm(x.view(-1, 7, 10), rand(7, 10, seed=1), 1e-5),
     "swiglu": OPS.swiglu,
     "swiglu_clamped": lambda x: OPS.swiglu(x, alpha=1.702, limit=1.0),
+    "geglu": OPS.geglu,
     "rope": lambda x: OPS.rope(x.view(-1, 7, 10), x[:, None, :10], x[:, None, 10:20]),
     "route": lambda x: torch.cat(OPS.route(x.round(), 4), -1),  # rounded: with ties
     "route, shares of all": lambda x: OPS.route(x, 4, is_normalized=False)[0],
@@ -65,6 +66,7 @@ PLAIN_ROW_OPS = {
     "rms_norm by head": lambda x: plain.rms_norm(x.view(-1, 7, 10), rand(7, 10, seed=1), 1e-5),
     "swiglu": plain.swiglu,
     "swiglu_clamped": lambda x: plain.swiglu(x, alpha=1.702, limit=1.0),
+    "geglu": plain.geglu,
     "rope": lambda x: plain.rope(x.view(-1, 7, 10), x[:, None, :10], x[:, None, 10:20]),
     "combine": lambda x: plain.combine(x.view(-1, 7, 10), x[:, :7]),
     "log_softmax": lambda x: plain.log_softmax(x, temperature=0.7),
@@ -104,6 +106,7 @@ ELEMENTWISE = {
     "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w, 1e-5), [(5, 70), (70,)]),
     "swiglu": (lambda ops, x: ops.swiglu(x), [(5, 70)]),
     "swiglu_clamped": (lambda ops, x: ops.swiglu(x, alpha=1.7, limit=1.0), [(5, 70)]),
+    "geglu": (lambda ops, x: ops.geglu(x), [(5, 70)]),
     "rope": (lambda ops, x: ops.rope(x, rand(5, 1, 10), rand(5, 1, 10)), [(5, 7, 10)]),
     "combine": (lambda ops, x, w: ops.combine(x, w), [(5, 4, 10), (5, 4)]),
     "route": (lambda ops, x: ops.route(x, 3)[0], [(5, 8)]),

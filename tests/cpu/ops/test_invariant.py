@@ -110,6 +110,11 @@ CASES = {
     "swiglu_clamped": lambda: case(
         [(86,)], [], lambda b, rows, w: b.swiglu(*rows, alpha=1.702, limit=1.5)
     ),
+    "geglu": lambda: case([(86,)], [], lambda b, rows, w: b.geglu(*rows)),
+    "geglu wide": lambda: case([(1030,)], [], lambda b, rows, w: b.geglu(*rows)),
+    "rms_norm, scaled before it rounds": lambda: case(
+        [(72,)], [normal(72, seed=1)], lambda b, rows, w: b.rms_norm(*rows, w[0].float() + 1, 1e-6)
+    ),
     "rope": lambda: rope_case(6, 16),
     "route": lambda: case([(8,)], [], lambda b, rows, w: b.route(*rows, 2)),
     "route of 32": lambda: case([(32,)], [], lambda b, rows, w: b.route(*rows, 4)),
@@ -223,6 +228,28 @@ def test_gradients_are_those_of_the_plain_backend(name):
     for a, b in zip(found, wanted, strict=True):
         # Sums of at most 4096 terms: sqrt(4096) * 2^-24 = 4e-6 of their norm.
         assert relative_error(a, b) < 2e-5
+
+
+@pytest.mark.parametrize("ops", [plain, InvariantOps()])
+def test_gelu_is_that_of_torch_in_its_tanh_form(ops):
+    x = normal(200, 74, scale=6.0)
+
+    def formula(x):
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+    wanted = formula(x.double()).float()
+    # exp of up to 1e3 has an error of a few roundings of its argument, where the result is small.
+    torch.testing.assert_close(ops.geglu(x), wanted, rtol=1e-5, atol=2e-5)
+    (found,), (wanted,) = gradients(ops.geglu, [x]), gradients(formula, [x.double()])
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=5e-5)
+
+
+def test_a_norm_in_float32_scales_before_it_rounds():
+    x, weight = normal(50, 72).bfloat16(), normal(72, seed=1)
+    wanted = torch.nn.functional.rms_norm(x.float(), (72,), weight, 1e-6).bfloat16()
+    for ops in (plain, InvariantOps()):
+        assert torch.equal(ops.rms_norm(x, weight, 1e-6), wanted)
 
 
 def test_the_clamped_activation_has_the_gradient_of_its_formula():

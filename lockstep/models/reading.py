@@ -1,0 +1,290 @@
+"""A config.json while it is read, and what the families of models have in common.
+
+A family is a function that reads what is particular to it, in a file of `models/families` or in one
+that is given with --plugin:
+
+    @family("olmo2", rope_theta=500000.0)
+    def olmo2(reading: Reading) -> dict[str, Any]:
+        return {"norms": "after", ..., **same_windows(reading, None)}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from lockstep.errors import CheckpointError
+from lockstep.models.rope_config import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+NO_LIMIT = 1 << 31  # positions of a model without a table of them (ALiBi, state space)
+MOST = 1 << 16  # layers, heads, experts and numbers of a head: more is a damaged file
+
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu", "swish"),
+    "hidden_activation": (None, "gelu_pytorch_tanh"),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1),
+    "swiglu_alpha": (None, 1.702),
+}
+"""Keys that change the numbers of one of the architectures -> values with which they do not."""
+
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+
+_SCALINGS: dict[str, type[RopeScaling]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """How configs of one model_type are read."""
+
+    read: Callable[[Reading], dict[str, Any]]
+    """Returns the fields of `ModelConfig` that are particular to the family."""
+    defaults: Mapping[str, Any]
+    reads: tuple[str, ...]
+
+
+FAMILIES: dict[str, Family] = {}
+"""model_type -> family."""
+
+
+def family(
+    model_type: str, *, reads: tuple[str, ...] = (), **defaults: Any
+) -> Callable[[Callable[[Reading], dict[str, Any]]], Callable[[Reading], dict[str, Any]]]:
+    """Adds a family, as a decorator of the function that reads it.
+
+    defaults: the values that transformers assumes for absent keys, where they differ from those of
+    `read_common`; `window_rope_theta` says that layers with a window rotate by a base of their own.
+    reads: keys that change the numbers of this family alone, and are refused of others. Raises
+    CheckpointError for a model_type that is there already.
+    """
+
+    def add(read: Callable[[Reading], dict[str, Any]]) -> Callable[[Reading], dict[str, Any]]:
+        if model_type in FAMILIES:
+            raise CheckpointError(f"there is a family {model_type} already.")
+        FAMILIES[model_type] = Family(read, defaults, reads)
+        return read
+
+    return add
+
+
+@dataclass(slots=True)
+class Reading:
+    """A config.json while it is read. Collects problems, which `finish` raises together."""
+
+    source: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Those of its family."""
+    reads: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list[str])
+
+    def get(self, *keys: str, default: Any = None) -> Any:
+        """Value of the first of `keys` that is present and not null."""
+        return next((v for k in keys if (v := self.source.get(k)) is not None), default)
+
+    def need(self, *keys: str) -> Any:
+        """Like `get`; a missing value is a problem, and 1 is returned so that reading goes on."""
+        found = self.get(*keys)
+        if found is None:
+            self.problems.append(f"{' or '.join(keys)} is missing")
+        return 1 if found is None else found
+
+    def count(self, *keys: str, default: int | None = None, most: int = NO_LIMIT) -> int:
+        """Like `need` (or `get`, with a default); a problem unless it is a whole number up to
+        `most`."""
+        found = self.need(*keys) if default is None else self.get(*keys, default=default)
+        least = 0 if default == 0 else 1
+        if type(found) is int and least <= found <= most:
+            return found
+        bound = f"at most {most}" if type(found) is int and found > most else f"at least {least}"
+        self.problems.append(f"{keys[0]}={json.dumps(found)} must be a whole number of {bound}")
+        return 1
+
+    def number(self, value: Any, key: str) -> float:
+        """A problem unless the value is a finite number above 0."""
+        if isinstance(value, int | float) and 0 < value < math.inf:
+            return float(value)
+        self.problems.append(f"{key}={json.dumps(value)} must be a finite number above 0")
+        return 1.0
+
+    def expect(self, key: str, *neutral: Any) -> None:
+        """A problem unless `key` is absent or one of the values."""
+        value = self.source.get(key)
+        if value not in neutral:
+            expected = " or ".join(json.dumps(v) for v in neutral if v is not None) or "none"
+            self.problems.append(
+                f"{key}={json.dumps(value)} is not implemented (expected {expected})"
+            )
+
+    def check_shapes(self, fields: Mapping[str, Any]) -> None:
+        heads, groups = fields["num_heads"], fields["num_kv_heads"]
+        if heads % groups:
+            self.problems.append(
+                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}"
+            )
+        if fields["head_dim"] % 2:
+            self.problems.append(f"head_dim={fields['head_dim']} must be even")
+        num_groups, in_use = fields.get("num_expert_groups", 1), fields.get("num_active_groups", 1)
+        if num_groups > 1 and (fields["num_experts"] % num_groups or in_use > num_groups):
+            self.problems.append(
+                f"n_group={num_groups} with topk_group={in_use} and {fields['num_experts']} experts"
+            )
+        experts, active = fields.get("num_experts", 0), fields.get("num_active_experts", 0)
+        if active > experts:
+            self.problems.append(f"num_experts_per_tok={active} of {experts} experts")
+
+    def finish(self, where: str) -> None:
+        """Raises CheckpointError that lists all problems, if there are any."""
+        if self.problems:
+            raise CheckpointError(f"{where}: {'; '.join(self.problems)}.")
+
+
+def read_common(reading: Reading) -> dict[str, Any]:
+    """The fields of `ModelConfig` that every family has."""
+    r, defaults = reading, reading.defaults
+    for key, neutral in _NEUTRAL.items():
+        if key not in r.reads:
+            r.expect(key, *neutral)
+    quantization = r.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        if (r.get("model_type"), method) != ("gpt_oss", "mxfp4"):
+            r.problems.append(
+                f"quantization_config: weights quantised by {method or quantization!r} cannot be "
+                "read, only mxfp4 of gpt_oss. Use the checkpoint that they were quantised from"
+            )
+    hidden, heads = r.count("hidden_size"), r.count("num_attention_heads", most=MOST)
+    head_dim = r.source.get("head_dim", defaults.get("head_dim"))
+    if head_dim is not None:
+        head_dim = r.count("head_dim", default=head_dim, most=MOST)
+    else:
+        head_dim = hidden // heads
+        if hidden % heads:
+            r.problems.append(
+                f"head_dim is missing, and hidden_size={hidden} is no multiple of "
+                f"num_attention_heads={heads}"
+            )
+    max_positions = r.count("max_position_embeddings")
+    theta, scaling = read_rope(r, max_positions, defaults.get("rope_theta", 10000.0))
+    return {
+        "vocab_size": r.count("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": r.count("intermediate_size"),
+        "num_layers": r.count("num_hidden_layers", most=MOST),
+        "num_heads": heads,
+        "num_kv_heads": r.count("num_key_value_heads", default=heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": r.number(r.need("rms_norm_eps"), "rms_norm_eps"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_positions": max_positions,
+        "tie_embeddings": bool(
+            r.get("tie_word_embeddings", default=defaults.get("tie_word_embeddings", False))
+        ),
+        "has_attention_bias": bool(
+            r.get("attention_bias", default=defaults.get("attention_bias", False))
+        ),
+    }
+
+
+def read_rope(
+    reading: Reading, max_positions: int, theta: float
+) -> tuple[float, RopeScaling | None]:
+    """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` before."""
+    r = reading
+    old, new = r.get("rope_scaling", default={}), r.get("rope_parameters", default={})
+    if old and new and old != new:
+        r.problems.append(
+            f"rope_parameters={json.dumps(new)} and rope_scaling={json.dumps(old)} differ"
+        )
+    rope: Mapping[str, Any] = new or old
+    if not isinstance(rope, Mapping):
+        r.problems.append(f"rope_parameters={json.dumps(rope)} must be an object")
+        return theta, None
+    if "window_rope_theta" in r.defaults and not rope.keys() - {*_LAYER_KINDS}:
+        rope = rope.get("full_attention") or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        r.problems.append(f"rope_parameters by layer type ({', '.join(rope)}) are not implemented")
+        return theta, None
+    given = rope.get("rope_theta")
+    theta = r.number(r.get("rope_theta", default=theta) if given is None else given, "rope_theta")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", *_SCALINGS):
+        r.problems.append(
+            f"rope_type={kind!r} is not implemented (expected default, {', '.join(_SCALINGS)})"
+        )
+        return theta, None
+    scaling = _SCALINGS.get(kind)
+    settings = fields(scaling) if scaling is not None else ()
+    read = {"rope_type", "type", "rope_theta", *(setting.name for setting in settings)}
+    unread = {k: v for k, v in rope.items() if k not in read and v is not None}
+    if unread.get("partial_rotary_factor") == 1 or "partial_rotary_factor" in r.reads:
+        unread.pop("partial_rotary_factor", None)
+    if scaling is None:
+        if unread.keys() & {"partial_rotary_factor", "mrope_section"}:
+            r.problems.append(f"rope_parameters={json.dumps(unread)} is not implemented")
+        return theta, None
+    r.problems += [f"{k}={v!r} of rope_type={kind!r} is not implemented" for k, v in unread.items()]
+    original = "original_max_position_embeddings"
+    values = {original: max_positions, **rope}
+    if r.get(original):
+        values[original] = r.get(original)
+    if kind == "yarn":
+        values.setdefault("factor", max_positions / values[original])
+    given = {s.name: values[s.name] for s in settings if values.get(s.name) is not None}
+    missing = [s.name for s in settings if s.default is MISSING and s.name not in given]
+    r.problems += [f"{name} is missing" for name in missing]
+    return theta, None if missing else scaling(**given)
+
+
+def num_layers(reading: Reading) -> int:
+    found = reading.get("num_hidden_layers")
+    is_known = type(found) is int and found <= MOST
+    return found if is_known else 0  # `read_common` reports it
+
+
+def windows_of(
+    reading: Reading, kinds: list[str], window: int | None
+) -> dict[str, tuple[int | None, ...]]:
+    """layer_types of the config, or `kinds` where it has none, as one window per layer."""
+    count = num_layers(reading)
+    kinds = reading.get("layer_types", default=kinds)
+    known = {"full_attention": None, "sliding_attention": window}
+    if len(kinds) != count or not set(kinds) <= set(known):
+        reading.problems.append(
+            f"layer_types must name {count} of {', '.join(known)}; found {len(kinds)}: "
+            f"{', '.join(sorted(set(kinds)))}"
+        )
+        return {"windows": ()}
+    if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
+        reading.problems.append(
+            f"layer_types has sliding_attention, and sliding_window is {json.dumps(window)}"
+        )
+    return {"windows": tuple(known[kind] for kind in kinds)}
+
+
+def same_windows(reading: Reading, window: int | None) -> dict[str, tuple[int | None, ...]]:
+    """One window for all layers, in an architecture that does not read layer_types."""
+    return {"windows": (window,) * num_layers(reading)}
+
+
+def window_rope(reading: Reading) -> dict[str, float]:
+    """The rotation of windowed layers, where `rope_parameters` has one for each kind of layer."""
+    r, key = reading, "rope_local_base_freq"
+    rope = (r.get("rope_parameters", default={}) or {}).get("sliding_attention") or {}
+    if (kind := rope.get("rope_type", "default")) != "default":
+        r.problems.append(f"rope_type={kind!r} of sliding_attention is not implemented")
+    theta = rope.get("rope_theta", r.get(key, default=r.defaults["window_rope_theta"]))
+    return {"window_rope_theta": r.number(theta, key)}
