@@ -157,9 +157,6 @@ def _yarn(y: YarnScaling, width: int, theta: float) -> tuple[Tensor, float]:
         length = y.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(length) / (2 * math.log(theta))
 
-    def magnitude(share: float) -> float:
-        return 0.1 * share * math.log(y.factor) + 1.0 if y.factor > 1 else 1.0
-
     low, high = dim_of(y.beta_fast), dim_of(y.beta_slow)
     if y.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -173,5 +170,11 @@ def _yarn(y: YarnScaling, width: int, theta: float) -> tuple[Tensor, float]:
     if y.attention_factor is not None:
         return inverse, y.attention_factor
     if y.mscale and y.mscale_all_dim:
-        return inverse, magnitude(y.mscale) / magnitude(y.mscale_all_dim)
-    return inverse, magnitude(1.0)
+        above, below = (yarn_magnitude(y.factor, x) for x in (y.mscale, y.mscale_all_dim))
+        return inverse, above / below
+    return inverse, yarn_magnitude(y.factor, 1.0)
+
+
+def yarn_magnitude(factor: float, share: float) -> float:
+    """YaRN's factor on the length of queries and keys: equation 22 of arXiv 2309.00071."""
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0

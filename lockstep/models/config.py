@@ -11,7 +11,7 @@ from lockstep.config import read_json
 from lockstep.errors import CheckpointError
 from lockstep.models import families as families  # they register themselves
 from lockstep.models.reading import EXPERT_COUNTS, FAMILIES, NO_LIMIT, Reading, read_common
-from lockstep.models.rope_config import RopeScaling
+from lockstep.models.rope_config import LatentShape, RopeScaling
 
 NormWeights = Literal["plain", "wide", "centered"]
 
@@ -50,6 +50,8 @@ class ModelConfig(_Kind):
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None is full attention."""
     rope_scaling: RopeScaling | None = None
+    latent: LatentShape | None = None
+    """Latent attention; keys and values are cached unfolded, a key for each query head."""
     tie_embeddings: bool = False
     has_attention_bias: bool = False
     """Biases on the projections to queries, keys and values."""
@@ -104,6 +106,8 @@ class ModelConfig(_Kind):
 
     @property
     def rotary_dim(self) -> int:
+        if self.latent is not None:
+            return self.latent.rope_dim
         return int(self.head_dim * self.rotary_share)
 
     @property

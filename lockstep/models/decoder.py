@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention, RopeTables, norm_scale, rope_tables
 from lockstep.models.config import ModelConfig, NormWeights
+from lockstep.models.latent_attention import LatentAttention
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Context, Ops
@@ -38,7 +39,10 @@ class Block(nn.Module):
             return nn.Parameter(torch.ones(config.hidden_size)) if is_there else None
 
         self.input_norm = norm(is_before)
-        self.attention = Attention(config, layer)
+        latent = config.latent
+        self.attention: Attention | LatentAttention = (
+            Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
+        )
         self.attention_output_norm = norm(is_after)
         self.post_attention_norm = norm(is_before)
         self.is_routed = layer in config.routed_layers

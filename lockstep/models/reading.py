@@ -280,6 +280,29 @@ def same_windows(reading: Reading, window: int | None) -> dict[str, tuple[int | 
     return {"windows": (window,) * num_layers(reading)}
 
 
+def sigmoid_routes(reading: Reading) -> dict[str, Any]:
+    """Experts in the manner of DeepSeek V3: chosen by sigmoids, in groups, beside shared ones.
+    Where transformers' defaults differ by model, those of GLM 4.5 and DeepSeek V3 are the family's:
+    n_group, topk_group, routed_scaling_factor, first_k_dense_replace."""
+    r, width = reading, reading.count("moe_intermediate_size")
+    scale = r.get("routed_scaling_factor", default=r.defaults["routed_scaling_factor"])
+    num_dense = r.count("first_k_dense_replace", default=r.defaults["first_k_dense_replace"])
+    return {
+        "intermediate_size": width,
+        "num_experts": r.count(*EXPERT_COUNTS, most=MOST),
+        "num_active_experts": r.count("num_experts_per_tok"),
+        "has_sigmoid_routes": True,
+        "num_expert_groups": r.count("n_group", default=r.defaults["n_group"]),
+        "num_active_groups": r.count("topk_group", default=r.defaults["topk_group"]),
+        "has_normalized_routes": bool(r.get("norm_topk_prob", default=True)),
+        "route_scale": r.number(scale, "routed_scaling_factor"),
+        "shared_width": width * r.count("n_shared_experts", default=1),
+        "num_extra_layers": r.get("num_nextn_predict_layers", "num_mtp_layers", default=1),
+        "dense_layers": tuple(range(num_dense)),
+        "dense_intermediate_size": r.count("intermediate_size"),
+    }
+
+
 def window_rope(reading: Reading) -> dict[str, float]:
     """The rotation of windowed layers, where `rope_parameters` has one for each kind of layer."""
     r, key = reading, "rope_local_base_freq"

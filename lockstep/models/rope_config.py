@@ -1,4 +1,4 @@
-"""Scalings of rotary positions, with the names of Hugging Face's config."""
+"""Scalings of rotary positions, with the names of Hugging Face's config, and latent shapes."""
 
 from __future__ import annotations
 
@@ -38,3 +38,18 @@ class YarnScaling:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Widths of latent attention: `models.latent_attention`."""
+
+    query_rank: int
+    """Width of the latent of queries; 0: they have none."""
+    kv_rank: int
+    nope_dim: int
+    """Dims of a query or key that are not rotated, before the rotated ones."""
+    rope_dim: int
+    value_dim: int
+    is_interleaved: bool
+    """Whether neighbours are rotated together; else the halves of the rotated dims."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lockstep.models.config import ModelConfig
+from lockstep.models.rope_config import LatentShape
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -46,29 +48,13 @@ class ParameterLayout:
 
 def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
     """name -> layout of each parameter of `Decoder(config)`, in the order of the forward."""
-    c = config
-    D, H, K = c.hidden_size, c.num_heads, c.head_dim
-    q, kv = H * K, c.num_kv_heads * K
+    c, D = config, config.hidden_size
     out = {"embedding": _whole(EMBEDDING, c.vocab_size, D)}
     for i in range(c.num_layers):
         theirs = f"model.layers.{i}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        heads = {f"{attention}.{x}_proj": n for x, n in zip("qkv", (q, kv, kv), strict=True)}
-        layer = {
-            **_norms(c, theirs),
-            "attention.qkv_proj.weight": _rows(heads, "weight", D),
-            "attention.o_proj.weight": _whole(f"{attention}.o_proj.weight", D, q),
-        }
-        if c.has_attention_bias:
-            layer["attention.qkv_proj.bias"] = _rows(heads, "bias")
-        if c.has_attention_bias and c.has_output_bias:
-            layer["attention.o_proj.bias"] = _whole(f"{attention}.o_proj.bias", D)
-        if c.has_qk_norm:
-            q_width, k_width = (q, kv) if c.has_wide_qk_norm else (K, K)
-            layer["attention.q_norm"] = _whole(f"{attention}.q_norm.weight", q_width)
-            layer["attention.k_norm"] = _whole(f"{attention}.k_norm.weight", k_width)
-        if c.has_sinks:
-            layer["attention.sinks"] = _whole(f"{attention}.sinks", H)
+        mlp = f"{theirs}.mlp"
+        attention = _attention if c.latent is None else partial(_latent_attention, latent=c.latent)
+        layer = {**_norms(c, theirs), **attention(c, f"{theirs}.self_attn")}
         if i not in c.routed_layers:
             width = c.dense_intermediate_size if c.is_moe else c.intermediate_size
             halves = {f"{mlp}.gate_proj": width, f"{mlp}.up_proj": width}
@@ -82,6 +68,54 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
     out["final_norm"] = _whole("model.norm.weight", D)
     if not c.tie_embeddings:
         out["untied_head"] = _whole(HEAD, c.vocab_size, D)
+    return out
+
+
+def _attention(c: ModelConfig, theirs: str) -> dict[str, ParameterLayout]:
+    D, H, K = c.hidden_size, c.num_heads, c.head_dim
+    q, kv = H * K, c.num_kv_heads * K
+    heads = {f"{theirs}.{x}_proj": n for x, n in zip("qkv", (q, kv, kv), strict=True)}
+    out = {
+        "attention.qkv_proj.weight": _rows(heads, "weight", D),
+        "attention.o_proj.weight": _whole(f"{theirs}.o_proj.weight", D, q),
+    }
+    if c.has_attention_bias:
+        out["attention.qkv_proj.bias"] = _rows(heads, "bias")
+    if c.has_attention_bias and c.has_output_bias:
+        out["attention.o_proj.bias"] = _whole(f"{theirs}.o_proj.bias", D)
+    if c.has_qk_norm:
+        q_width, k_width = (q, kv) if c.has_wide_qk_norm else (K, K)
+        out["attention.q_norm"] = _whole(f"{theirs}.q_norm.weight", q_width)
+        out["attention.k_norm"] = _whole(f"{theirs}.k_norm.weight", k_width)
+    if c.has_sinks:
+        out["attention.sinks"] = _whole(f"{theirs}.sinks", H)
+    return out
+
+
+def _latent_attention(
+    c: ModelConfig, theirs: str, *, latent: LatentShape
+) -> dict[str, ParameterLayout]:
+    D, H, at = c.hidden_size, c.num_heads, latent
+    unfolded, folded = H * (at.nope_dim + at.value_dim), at.kv_rank + at.rope_dim
+    kv_a = f"{theirs}.kv_a_proj_with_mqa"
+    out = {
+        "attention.kv_a_proj.weight": _whole(f"{kv_a}.weight", folded, D),
+        "attention.kv_a_norm": _whole(f"{theirs}.kv_a_layernorm.weight", at.kv_rank),
+        "attention.kv_b_proj.weight": _whole(f"{theirs}.kv_b_proj.weight", unfolded, at.kv_rank),
+        "attention.o_proj.weight": _whole(f"{theirs}.o_proj.weight", D, H * at.value_dim),
+    }
+    q, narrow = H * c.head_dim, at.query_rank
+    if narrow:
+        out["attention.q_a_proj.weight"] = _whole(f"{theirs}.q_a_proj.weight", narrow, D)
+        out["attention.q_a_norm"] = _whole(f"{theirs}.q_a_layernorm.weight", narrow)
+        out["attention.q_b_proj.weight"] = _whole(f"{theirs}.q_b_proj.weight", q, narrow)
+    else:
+        out["attention.q_proj.weight"] = _whole(f"{theirs}.q_proj.weight", q, D)
+    if c.has_attention_bias:
+        out["attention.kv_a_proj.bias"] = _whole(f"{kv_a}.bias", folded)
+        out["attention.o_proj.bias"] = _whole(f"{theirs}.o_proj.bias", D)
+        if narrow:
+            out["attention.q_a_proj.bias"] = _whole(f"{theirs}.q_a_proj.bias", narrow)
     return out
 
 

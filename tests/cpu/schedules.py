@@ -20,7 +20,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
-from lockstep.models.rope_config import Llama3Scaling, YarnScaling
+from lockstep.models.rope_config import LatentShape, Llama3Scaling, YarnScaling
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops import selftest
@@ -73,6 +73,23 @@ FAMILIES = {
         "num_expert_groups": 4,
         "num_active_groups": 2,
         "route_scale": 1.5,
+        "dense_layers": (0,),
+        "dense_intermediate_size": 96,
+        "windows": (None, None),
+    },
+    "deepseek_v3": {
+        **_NARROW,
+        "architecture": "deepseek_v3",
+        "num_kv_heads": 4,
+        "head_dim": 24,
+        "latent": LatentShape(
+            query_rank=40, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=20, is_interleaved=True
+        ),
+        "num_experts": 6,
+        "num_active_experts": 2,
+        "intermediate_size": 48,
+        "shared_width": 48,
+        "has_sigmoid_routes": True,
         "dense_layers": (0,),
         "dense_intermediate_size": 96,
         "windows": (None, None),

@@ -28,6 +28,11 @@ ROPE = {
         "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
     },
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    "latent-yarn": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 32,
+    },
     "half": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "by-layer": {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -58,6 +63,11 @@ GLM = {
     **WIDE_HEADS, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_mtp_layers": 0,
 }  # fmt: skip
+LATENT = {
+    **GLM, "head_dim": 8, "kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 14, "n_group": 4, "topk_group": 2,
+    "num_key_value_heads": 6,
+}  # fmt: skip
 CASES = {
     "gpt_oss": ("GptOss", "default", True, GPT_OSS),
     "gpt_oss-mxfp4": ("GptOss", "yarn", False, PACKABLE),
@@ -83,6 +93,10 @@ CASES = {
     "glm4_moe-groups": (
         "Glm4Moe", "default", True,
         {**GLM, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "deepseek_v3": ("DeepseekV3", "latent-yarn", False, {**LATENT, "attention_bias": True}),
+    "deepseek_v3-plain": (
+        "DeepseekV3", "default", True, {**LATENT, "q_lora_rank": None, "rope_interleave": False},
     ),
     "mistral-full": ("Mistral", "yarn", True, {"sliding_window": None}),
 }  # fmt: skip

@@ -41,6 +41,8 @@ SETTINGS: dict[str, str] = {
 }
 """Arguments of vLLM by which it runs Lockstep's decoder."""
 
+FOLDED = {"deepseek_v3"}
+"""Architectures for which vLLM lays out a cache of latents, where the decoder's has keys."""
 FLAGS = ("enforce-eager", "no-async-scheduling")
 """No compiler, which would order sums anew; and a step's draws know the tokens of the last one."""
 
@@ -128,11 +130,12 @@ def runs_decoder(config: VllmConfig, context: EngineContext) -> bool:
     """
     path = context.directory / "config.json"
     architecture = read_json(path, CheckpointError).get("model_type")
-    is_known = architecture in FAMILIES
+    is_known = architecture in FAMILIES and architecture not in FOLDED
     if config.decoder == "lockstep" and not is_known:
+        known = ", ".join(sorted(FAMILIES.keys() - FOLDED))
         raise CapabilityError(
-            f"engine.decoder=lockstep: there is no decoder of a {architecture}, only of "
-            f"{', '.join(FAMILIES)}. vLLM may have one: set engine.decoder=vllm."
+            f"engine.decoder=lockstep: there is no decoder of a {architecture} for vLLM, only of "
+            f"{known}. vLLM may have one of its own: set engine.decoder=vllm."
         )
     is_default = is_known and context.contract == TRUE_ON_POLICY and not config.why_no_decoder
     if config.decoder == "vllm" or (config.decoder == "auto" and not is_default):

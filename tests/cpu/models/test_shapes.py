@@ -9,6 +9,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape
+from lockstep.models.rope_config import LatentShape
 from lockstep.models.shapes import decoder_shapes, num_elements
 
 DENSE = ModelConfig(
@@ -29,11 +30,25 @@ DENSE = ModelConfig(
 MOE = replace(
     DENSE, num_experts=4, num_active_experts=2, dense_layers=(1,), dense_intermediate_size=7
 )
+LATENT = LatentShape(
+    query_rank=5, kv_rank=7, nope_dim=4, rope_dim=2, value_dim=3, is_interleaved=True
+)
 CONFIGS = {
     "dense": DENSE,
     "tied, biases": replace(DENSE, tie_embeddings=True, has_attention_bias=True, has_qk_norm=False),
     "experts, one dense layer": MOE,
     "biases, but on the output": replace(DENSE, has_attention_bias=True, has_output_bias=False),
+    "norms on both sides": replace(DENSE, norms="both", norm_weights="centered"),
+    "norms behind, over all heads": replace(DENSE, norms="after", has_wide_qk_norm=True),
+    "sigmoid routes, shared experts": replace(MOE, has_sigmoid_routes=True, shared_width=9),
+    "latent attention": replace(MOE, has_qk_norm=False, num_kv_heads=4, latent=LATENT),
+    "latent attention, biases": replace(
+        DENSE,
+        has_qk_norm=False,
+        has_attention_bias=True,
+        num_kv_heads=4,
+        latent=replace(LATENT, query_rank=0),
+    ),
     "gpt-oss": replace(
         MOE,
         architecture="gpt_oss",
