@@ -36,7 +36,7 @@ from lockstep.memory import DTYPE_BYTES, GIB, MemoryPlan, PlanFacts, available_b
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import HUB_FILES, locate_model
-from lockstep.models.lora_config import LoraShape, adapter_shapes
+from lockstep.models.lora_config import LoraShape
 from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint
 from lockstep.renderers.base import Renderer
@@ -727,15 +727,22 @@ def _trained(config: Config, model_files: ModelFiles) -> str:
     if lora is None and not frozen:
         return ""
     said = "the whole model" if lora is None else f"LoRA, {lora.describe()}"
+    if config.own_seats:
+        said += f"; {1 + len(config.own_seats)} policies"
     if frozen:
         said += f"; frozen: {', '.join(frozen)}"
     if isinstance(model, FallbackConfig):
         return said
     facts = PlanFacts(
-        model=model, dtype=config.compute_dtype, device="cpu", trainer=config.trainer, lora=lora
+        model=model,
+        dtype=config.compute_dtype,
+        device="cpu",
+        trainer=config.trainer,
+        lora=lora,
+        num_adapters=1 + len(config.own_seats),
     )
     trained = num_elements(facts.trained())
-    total = num_elements(decoder_shapes(model) | (adapter_shapes(lora) if lora else {}))
+    total = num_elements(decoder_shapes(model) | facts.adapters())
     return f"{said}; {trained:,} of {total:,} parameters ({trained / total:.2%})"
 
 
