@@ -14,9 +14,20 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 from full_counts import LEFT_TO_PROOF, PROOF
 
+from lockstep.models import families as families_of_ours  # noqa: F401  they register themselves
+from lockstep.models.reading import FAMILIES
 from lockstep.ops.invariant import ask_for_reproducible_gemm
 
 ask_for_reproducible_gemm()  # read at the first GEMM of the process, whichever test that is in
+
+
+@pytest.fixture(autouse=True)
+def families():
+    """A family of models that a test adds is gone behind it."""
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k takes tests away

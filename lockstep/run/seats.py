@@ -19,7 +19,6 @@ from lockstep.run.preflight import ModelFiles, check_shared_base, read_model_fil
 from lockstep.run.served import Served, find_served, open_served
 from lockstep.run_config import Config
 from lockstep.store.run import load_run
-from lockstep.training.checkpoint import SEATS
 
 
 def find_seats(config: Config) -> dict[str, Served]:
@@ -94,6 +93,8 @@ def build_policies(
 ) -> Parts:
     """The parts of a run with the policies of all its seats. checkpoint: the one whose weights they
     begin with; None takes the config's. Other arguments: those of `build`."""
+    from lockstep.training.checkpoint import SEATS
+
     own_seats, is_made = config.own_seats, base is None
     if own_seats and base is None:
         base = SharedBase(load_model(replace(config, lora=None), model_files))

@@ -130,9 +130,9 @@ class OtherExperts(MoE):
 
     def _route(self, x_TD, ops, routing):
         logits_TE = self.router_logits(x_TD, ops)
-        own_TA = ops.route(logits_TE, self.num_active)[1]
+        own_TA = ops.route(logits_TE, self.config.num_active_experts)[1]
         weights_TA, experts_TA = ops.route(
-            logits_TE, self.num_active, experts=(own_TA + 1) % logits_TE.shape[1]
+            logits_TE, self.config.num_active_experts, experts=(own_TA + 1) % logits_TE.shape[1]
         )
         if routing is not None:
             routing.chosen[self.routed_layer] = experts_TA

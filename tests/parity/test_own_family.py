@@ -26,11 +26,8 @@ FILE, MODEL = re.findall(
 
 @pytest.fixture
 def family():
-    before = dict(FAMILIES)
     exec(FILE, {"__name__": "olmo2"})
-    yield FAMILIES["olmo2"]
-    FAMILIES.clear()
-    FAMILIES.update(before)
+    return FAMILIES["olmo2"]
 
 
 @pytest.fixture

@@ -44,8 +44,8 @@ class Then(torch.nn.Module):
         super().__init__()
         self.inner, self.compute = inner, compute
 
-    def forward(self, x, *rest):
-        return self.compute(self.inner(x, *rest))
+    def forward(self, x, *rest, **named):
+        return self.compute(self.inner(x, *rest, **named))
 
 
 SQUARE = torch.eye(64)

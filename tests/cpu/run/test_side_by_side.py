@@ -144,9 +144,12 @@ def test_runs_that_cannot_share_a_model_are_refused_before_one_is_loaded(
     ("settings", "message"),
     [
         (("engine.replicas=1",), "Set engine=embedded, and leave engine.replicas"),
-        (("max_staleness=1", "contract=auto"), "each run samples while another trains"),
+        (
+            ("max_staleness=1", "contract=auto"),
+            "engine.dtype and max_staleness out",
+        ),
         (("engine.share_device=true",), "the engine cannot sleep while others sample"),
-        (("parallel.processes=2",), "they run in one process"),
+        (("parallel.processes=2",), "they train in one process"),
     ],
 )
 def test_settings_of_a_run_that_needs_the_process_for_itself_are_refused(
