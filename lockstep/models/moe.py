@@ -118,7 +118,6 @@ class MoE(nn.Module):
         super().__init__()
         self.routed_layer = routed_layer
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
-        self.swiglu_limit = config.swiglu_limit
         has_bias = config.has_expert_bias
         self.config = config
         self.router = Router(
@@ -141,8 +140,8 @@ class MoE(nn.Module):
     ) -> Tensor:
         weights_TA, experts_TA = self._route(x_TD, ops, routing)
         activation = ops.swiglu
-        if self.swiglu_limit:
-            activation = partial(ops.swiglu, alpha=GPT_OSS_ALPHA, limit=self.swiglu_limit)
+        if limit := self.config.swiglu_limit:
+            activation = partial(ops.swiglu, alpha=GPT_OSS_ALPHA, limit=limit)
         out_TD = mix_experts(
             x_TD,
             weights_TA,

@@ -101,12 +101,13 @@ class Reading:
             self.problems.append(f"{' or '.join(keys)} is missing")
         return 1 if found is None else found
 
-    def count(self, *keys: str, default: int | None = None, most: int = NO_LIMIT) -> int:
-        """Like `need` (or `get`, with a default); a problem unless it is a whole number up to
-        `most`."""
+    def count(
+        self, *keys: str, default: int | None = None, least: int = 1, most: int = NO_LIMIT
+    ) -> int:
+        """Like `need` (or `get`, with a default); a problem unless it is the default, or a whole
+        number from `least` to `most`."""
         found = self.need(*keys) if default is None else self.get(*keys, default=default)
-        least = 0 if default == 0 else 1
-        if type(found) is int and least <= found <= most:
+        if type(found) is int and (found == default or least <= found <= most):
             return found
         bound = f"at most {most}" if type(found) is int and found > most else f"at least {least}"
         self.problems.append(f"{keys[0]}={json.dumps(found)} must be a whole number of {bound}")
@@ -286,7 +287,8 @@ def sigmoid_routes(reading: Reading) -> dict[str, Any]:
     n_group, topk_group, routed_scaling_factor, first_k_dense_replace."""
     r, width = reading, reading.count("moe_intermediate_size")
     scale = r.get("routed_scaling_factor", default=r.defaults["routed_scaling_factor"])
-    num_dense = r.count("first_k_dense_replace", default=r.defaults["first_k_dense_replace"])
+    key, extra = "first_k_dense_replace", ("num_nextn_predict_layers", "num_mtp_layers")
+    num_dense = r.count(key, default=r.defaults[key], least=0, most=MOST)
     return {
         "intermediate_size": width,
         "num_experts": r.count(*EXPERT_COUNTS, most=MOST),
@@ -297,7 +299,7 @@ def sigmoid_routes(reading: Reading) -> dict[str, Any]:
         "has_normalized_routes": bool(r.get("norm_topk_prob", default=True)),
         "route_scale": r.number(scale, "routed_scaling_factor"),
         "shared_width": width * r.count("n_shared_experts", default=1),
-        "num_extra_layers": r.get("num_nextn_predict_layers", "num_mtp_layers", default=1),
+        "num_extra_layers": r.count(*extra, default=1, least=0),
         "dense_layers": tuple(range(num_dense)),
         "dense_intermediate_size": r.count("intermediate_size"),
     }

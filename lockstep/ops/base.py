@@ -179,7 +179,7 @@ class Ops:
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         return wide.softmax(-1).gather(-1, experts).to(logits.dtype), experts
 
-    def sigmoid(self, x: Tensor) -> Tensor:
+    def _sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
     def route_by_sigmoid(
@@ -201,7 +201,7 @@ class Ops:
         them. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2, and transformers'
         `Glm4MoeTopkRouter`.
         """
-        scores = self.sigmoid(logits)
+        scores = self._sigmoid(logits)
         if experts is None:
             wanted = scores + bias
             if num_groups > 1:

@@ -221,8 +221,9 @@ class InvariantOps(GemmOps):
             return Activation.apply(gate_up, alpha, limit, _activate)
         return _activate(gate_up, alpha, limit)
 
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return 1.0 / ((-x).exp() + 1.0)
+    def _sigmoid(self, x: Tensor) -> Tensor:
+        # Further down, where it is below 1e-34, the derivative would be infinity over infinity.
+        return 1.0 / ((-x.clamp(min=-80.0)).exp() + 1.0)
 
     def geglu(self, gate_up: Tensor) -> Tensor:
         return _Geglu.apply(gate_up)  # pyright: ignore[reportReturnType]

@@ -153,7 +153,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     except UnequalTokenError as broken:
         run.save_if_whole()  # the state that samples this step again
         raise ContractError(
-            f"{broken} Nothing was updated; {run.path} holds the trajectory: "
+            f"{broken} {run.undone}; {run.path} holds the trajectory: "
             f"`lockstep replay '{run.path}#{broken.sample.id}'` shows it, and "
             f"`lockstep doctor {run.path} --model own` scores all rows of the step again."
         ) from broken
@@ -162,8 +162,8 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             raise
         budget, least = config.trainer.max_tokens_per_microbatch, config.max_tokens
         raise OutOfMemoryError(
-            f"step {step} needs more memory than there is ({named(error)}). Nothing of it was "
-            f"updated; the steps before it are in {run.path}. Go on from there with a smaller "
+            f"step {step} needs more memory than there is ({named(error)}). {run.undone}; "
+            f"the steps before it are in {run.path}. Go on from there with a smaller "
             f"trainer.max_tokens_per_microbatch (it is {budget}; max_tokens={least} is the least), "
             f"or with trainer.recompute=blocks: lockstep train from={run.path}@{step} ..."
         ) from error

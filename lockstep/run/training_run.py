@@ -255,7 +255,8 @@ class TrainingRun:
                 "sampler and trainer differ (doctor.on_critical=stop)",
             ),
             (
-                row.get("sync/alarm", 0) > 0 and config.sync.on_alarm == "stop",
+                any(one.get("sync/alarm", 0) > 0 for one in rows)
+                and config.sync.on_alarm == "stop",
                 "the engine does not run the trainer's weights (sync.on_alarm=warn goes on)",
             ),
             (
@@ -307,6 +308,13 @@ class TrainingRun:
             seats=self.own_trainers,
         )
         self.saved_at = self.step
+
+    @property
+    def undone(self) -> str:
+        """What a step that ends in an error has updated."""
+        if self._num_updates() == self._counts:
+            return "Nothing was updated"
+        return "A part of the step was updated, which is not saved"
 
     def save_if_whole(self) -> None:
         """Saves, unless the step's update was cut off between two of its parts: the model would be

@@ -182,6 +182,34 @@ HUB |= {
         "tie_word_embeddings": False,
         "vocab_size": 100278,
     },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
     "gemma-3-1b": {
         "model_type": "gemma3_text",
         "attention_bias": False,
@@ -217,6 +245,13 @@ READ = {
         "rope_scaling": YarnScaling(
             factor=8.0, original_max_position_embeddings=8192, attention_factor=1.2079441541679836
         ),
+    },
+    "glm-4.5-air": {
+        "rotary_dim": 64,
+        "num_experts": 128,
+        "shared_width": 1408,
+        "num_extra_layers": 1,
+        "has_output_bias": False,
     },
     "gemma-3-1b": {
         "windows": ((512,) * 5 + (None,)) * 4 + (512, 512),
@@ -309,6 +344,15 @@ def test_a_mixture_may_have_dense_layers():
         changed("Qwen3-30B-A3B", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     )
     assert found.dense_layers == (0, 2, 3, 4) and found.dense_intermediate_size == 6144
+
+
+def test_a_mixture_of_glm_may_have_no_dense_layer_and_none_for_further_tokens():
+    source = changed("glm-4.5-air", first_k_dense_replace=0, num_nextn_predict_layers=0)
+    found = ModelConfig.from_hf(source)
+    assert found.dense_layers == () and found.num_extra_layers == 0
+    assert ModelConfig.from_hf(HUB["glm-4.5-air"]).dense_layers == (0,)
+    with pytest.raises(CheckpointError, match='num_nextn_predict_layers="x" must be a whole'):
+        ModelConfig.from_hf(changed("glm-4.5-air", num_nextn_predict_layers="x"))
 
 
 def test_both_spellings_of_rope_read_alike():

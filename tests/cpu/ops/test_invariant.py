@@ -245,6 +245,20 @@ def test_gelu_is_that_of_torch_in_its_tanh_form(ops):
     torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=5e-5)
 
 
+@pytest.mark.parametrize("ops", [plain, InvariantOps()])
+def test_routes_by_sigmoids_are_finite_with_their_gradients_at_any_logit(ops):
+    logits = torch.tensor([[-200.0, -50.0, 0.0, 3.0, 90.0]])
+    chosen = torch.tensor([[0, 2, 3]])
+
+    def weights(x):
+        return ops.route_by_sigmoid(x, 3, bias=torch.zeros(5), experts=chosen)[0]
+
+    wanted = logits.gather(1, chosen).sigmoid()
+    torch.testing.assert_close(weights(logits), wanted / wanted.sum())
+    (found,) = gradients(weights, [logits])
+    assert found.isfinite().all() and found[0, 2] != 0
+
+
 def test_a_norm_in_float32_scales_before_it_rounds():
     x, weight = normal(50, 72).bfloat16(), normal(72, seed=1)
     wanted = torch.nn.functional.rms_norm(x.float(), (72,), weight, 1e-6).bfloat16()
