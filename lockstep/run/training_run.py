@@ -311,7 +311,7 @@ class TrainingRun:
 
     @property
     def undone(self) -> str:
-        """What a step that ends in an error has updated."""
+        """Says how much a step that ends in an error has updated."""
         if self._num_updates() == self._counts:
             return "Nothing was updated"
         return "A part of the step was updated, which is not saved"
