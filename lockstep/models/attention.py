@@ -14,9 +14,9 @@ from torch import nn
 from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.config import ModelConfig, NormWeights
 from lockstep.models.lora import Projection
-from lockstep.models.rope_config import LinearScaling, Llama3Scaling, YarnScaling
+from lockstep.models.attention_config import LinearScaling, Llama3Scaling, YarnScaling
 from lockstep.ops.base import Context, Ops
-from lockstep.ops.context import AttentionSpec
+from lockstep.ops.context import AttentionSpec, sum_dtype
 
 Tensor = torch.Tensor
 RopeTables = tuple[tuple[Tensor, Tensor], ...]
@@ -28,13 +28,14 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         c = config
-        self.layer, self.window = layer, c.windows[layer]
+        self.layer, self.window = c.attention_layers.index(layer), c.windows[layer]
         self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.scale = (c.head_dim if c.query_scale is None else c.query_scale) ** -0.5
         self.eps = c.rms_norm_eps
         self.norm_weights: NormWeights = c.norm_weights
         self.has_wide_norm = c.has_wide_qk_norm
-        fused = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.has_gate = c.has_output_gate
+        fused = (c.num_heads * (1 + self.has_gate) + 2 * c.num_kv_heads) * c.head_dim
         self.qkv_proj = Projection(c.hidden_size, fused, bias=c.has_attention_bias)
         self.o_proj = Projection(
             c.num_heads * c.head_dim, c.hidden_size, bias=c.has_attention_bias and c.has_output_bias
@@ -59,7 +60,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x + attention of the normed x; output_norm: of what is added."""
         qkv = self.qkv_proj.of_norm(x_TD, norm, self.eps, ops, adapters)
-        norms = None
+        gate = norms = None
+        if self.has_gate:
+            width = self.num_heads * self.head_dim
+            q, kv = qkv.split([2 * width, qkv.shape[1] - 2 * width], -1)
+            q, gate = (x.flatten(1) for x in q.unflatten(1, (self.num_heads, 2, -1)).unbind(2))
+            qkv = torch.cat([q, kv], -1)
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm = (norm_scale(w, self.norm_weights) for w in (self.q_norm, self.k_norm))
             if self.has_wide_norm:
@@ -79,7 +85,10 @@ class Attention(nn.Module):
             norms=norms,
             eps=self.eps,
         )
-        return self.add_output(x_TD, out_THK.flatten(1), ops, adapters, output_norm)
+        out_TK = out_THK.flatten(1)
+        if gate is not None:
+            out_TK = out_TK * ops.sigmoid(gate).to(out_TK.dtype)
+        return self.add_output(x_TD, out_TK, ops, adapters, output_norm)
 
     def add_output(
         self,
@@ -101,7 +110,8 @@ def norm_scale(weight: Tensor, form: NormWeights) -> Tensor:
     """A norm's weight as `Ops.rms_norm` takes it; form: `ModelConfig.norm_weights`."""
     if form == "plain":
         return weight
-    return weight.float() + 1 if form == "centered" else weight.float()
+    wide = weight.to(sum_dtype(weight.dtype))
+    return wide + 1 if form == "centered" else wide
 
 
 def rope_tables(config: ModelConfig, device: torch.device | str = "cpu") -> RopeTables:

@@ -23,7 +23,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import FallbackModel
 from lockstep.models.quantised import SCHEMES, Scheme
-from lockstep.models.rope_config import YarnScaling
+from lockstep.models.attention_config import YarnScaling
 from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor

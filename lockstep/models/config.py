@@ -11,7 +11,7 @@ from lockstep.config import read_json
 from lockstep.errors import CheckpointError
 from lockstep.models import families as families  # they register themselves
 from lockstep.models.reading import EXPERT_COUNTS, FAMILIES, NO_LIMIT, Reading, read_common
-from lockstep.models.rope_config import LatentShape, RopeScaling
+from lockstep.models.attention_config import LatentShape, LinearShape, RopeScaling
 
 NormWeights = Literal["plain", "wide", "centered"]
 
@@ -52,6 +52,10 @@ class ModelConfig(_Kind):
     rope_scaling: RopeScaling | None = None
     latent: LatentShape | None = None
     """Latent attention; keys and values are cached unfolded, a key for each query head."""
+    linear: LinearShape | None = None
+    """Layers of linear attention; None: there are none."""
+    has_output_gate: bool = False
+    """The query projection gives each head a gate too; its sigmoid scales the attention's output."""
     tie_embeddings: bool = False
     has_attention_bias: bool = False
     """Biases on the projections to queries, keys and values."""
@@ -96,9 +100,13 @@ class ModelConfig(_Kind):
     """Factor on a token's router weights."""
     shared_width: int = 0
     """MLP width of the experts that every token goes to; 0: there are none."""
+    has_shared_gate: bool = False
+    """A sigmoid scales what the shared expert adds."""
     num_extra_layers: int = 0
     """Layers behind the last one that predict further tokens. A checkpoint keeps their tensors as
     they are; they are neither run nor trained."""
+    extra_tensors: str = ""
+    """Beginning of the names of such tensors where they are no numbered layers."""
     dense_layers: tuple[int, ...] = ()
     """Layers of a mixture of experts that have a dense MLP, in order."""
     dense_intermediate_size: int = 0
@@ -111,9 +119,15 @@ class ModelConfig(_Kind):
         return int(self.head_dim * self.rotary_share)
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers whose keys and values are cached, in order."""
+        linear = () if self.linear is None else self.linear.layers
+        return tuple(i for i in range(self.num_layers) if i not in linear)
+
+    @property
     def cached_per_token(self) -> int:
-        """Numbers that a cache holds per token: keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        """Numbers that a cache holds per token: keys and values of all layers that have them."""
+        return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim
 
     @property
     def routed_layers(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention, RopeTables, norm_scale, rope_tables
 from lockstep.models.config import ModelConfig, NormWeights
 from lockstep.models.latent_attention import LatentAttention
+from lockstep.models.linear_attention import LinearAttention
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Context, Ops
@@ -39,10 +40,13 @@ class Block(nn.Module):
             return nn.Parameter(torch.ones(config.hidden_size)) if is_there else None
 
         self.input_norm = norm(is_before)
-        latent = config.latent
-        self.attention: Attention | LatentAttention = (
-            Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
-        )
+        self.attention: Attention | LatentAttention | LinearAttention
+        if layer not in config.attention_layers:
+            self.attention = LinearAttention(config, layer)
+        elif config.latent is not None:
+            self.attention = LatentAttention(config, config.latent, layer)
+        else:
+            self.attention = Attention(config, layer)
         self.attention_output_norm = norm(is_after)
         self.post_attention_norm = norm(is_before)
         self.is_routed = layer in config.routed_layers
@@ -133,7 +137,11 @@ class Decoder(nn.Module):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if name.endswith("norm"):
+                if name.endswith(("dt_bias", "value_norm")):
+                    parameter.fill_(1.0)
+                elif name.endswith("A_log"):
+                    parameter.uniform_(1.0, 16.0, generator=generator).log_()
+                elif name.endswith("norm"):
                     parameter.fill_(float(self.config.norm_weights != "centered"))
                 elif name.endswith(("bias", "sinks")):
                     parameter.zero_()

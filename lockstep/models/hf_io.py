@@ -203,6 +203,8 @@ def check_tensors(
 
 def _is_extra(name: str, config: ModelConfig) -> bool:
     """Whether a tensor is of a layer behind the last, which a checkpoint keeps as it is."""
+    if config.extra_tensors and name.startswith(config.extra_tensors):
+        return True
     found = re.match(r"model\.layers\.(\d+)\.", name)
     first = config.num_layers
     return found is not None and first <= int(found[1]) < first + config.num_extra_layers

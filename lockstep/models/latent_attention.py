@@ -17,7 +17,7 @@ from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import yarn_magnitude
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora import Projection
-from lockstep.models.rope_config import LatentShape, YarnScaling
+from lockstep.models.attention_config import LatentShape, YarnScaling
 from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import AttentionSpec
 

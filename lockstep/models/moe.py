@@ -130,6 +130,7 @@ class MoE(nn.Module):
         self.gate_up_lora: ExpertLowRank | None = None
         self.down_lora: ExpertLowRank | None = None
         self.shared = MLP(config, config.shared_width) if config.shared_width else None
+        self.shared_gate = nn.Linear(D, 1, bias=False) if config.has_shared_gate else None
 
     def forward(
         self,
@@ -154,7 +155,11 @@ class MoE(nn.Module):
         )
         if self.shared is None:
             return out_TD
-        return self.shared(x_TD, None, 0.0, ops, adapters, residual_TD=out_TD)
+        if self.shared_gate is None:
+            return self.shared(x_TD, None, 0.0, ops, adapters, residual_TD=out_TD)
+        shared_TD = self.shared(x_TD, None, 0.0, ops, adapters, residual_TD=torch.zeros_like(out_TD))
+        gate_T1 = ops.sigmoid(ops.linear(x_TD, self.shared_gate.weight)).to(x_TD.dtype)
+        return out_TD + gate_T1 * shared_TD
 
     def _projection(self, name: str, adapters: AdapterRows | None) -> ExpertProjection:
         weight, bias = getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias")

@@ -17,7 +17,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from lockstep.errors import CheckpointError
-from lockstep.models.rope_config import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from lockstep.models.attention_config import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 NO_LIMIT = 1 << 31  # positions of a model without a table of them (ALiBi, state space)
 MOST = 1 << 16  # layers, heads, experts and numbers of a head: more is a damaged file

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from lockstep.models.config import ModelConfig
-from lockstep.models.rope_config import LatentShape
+from lockstep.models.attention_config import LatentShape, LinearShape
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -53,8 +52,13 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
     for i in range(c.num_layers):
         theirs = f"model.layers.{i}"
         mlp = f"{theirs}.mlp"
-        attention = _attention if c.latent is None else partial(_latent_attention, latent=c.latent)
-        layer = {**_norms(c, theirs), **attention(c, f"{theirs}.self_attn")}
+        layer = _norms(c, theirs)
+        if c.linear is not None and i in c.linear.layers:
+            layer |= _linear_attention(c, c.linear, f"{theirs}.linear_attn")
+        elif c.latent is not None:
+            layer |= _latent_attention(c, c.latent, f"{theirs}.self_attn")
+        else:
+            layer |= _attention(c, f"{theirs}.self_attn")
         if i not in c.routed_layers:
             width = c.dense_intermediate_size if c.is_moe else c.intermediate_size
             halves = {f"{mlp}.gate_proj": width, f"{mlp}.up_proj": width}
@@ -74,7 +78,8 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
 def _attention(c: ModelConfig, theirs: str) -> dict[str, ParameterLayout]:
     D, H, K = c.hidden_size, c.num_heads, c.head_dim
     q, kv = H * K, c.num_kv_heads * K
-    heads = {f"{theirs}.{x}_proj": n for x, n in zip("qkv", (q, kv, kv), strict=True)}
+    sizes = (2 * q if c.has_output_gate else q, kv, kv)
+    heads = {f"{theirs}.{x}_proj": n for x, n in zip("qkv", sizes, strict=True)}
     out = {
         "attention.qkv_proj.weight": _rows(heads, "weight", D),
         "attention.o_proj.weight": _whole(f"{theirs}.o_proj.weight", D, q),
@@ -92,10 +97,26 @@ def _attention(c: ModelConfig, theirs: str) -> dict[str, ParameterLayout]:
     return out
 
 
-def _latent_attention(
-    c: ModelConfig, theirs: str, *, latent: LatentShape
-) -> dict[str, ParameterLayout]:
-    D, H, at = c.hidden_size, c.num_heads, latent
+def _linear_attention(c: ModelConfig, at: LinearShape, theirs: str) -> dict[str, ParameterLayout]:
+    D, H, gates = c.hidden_size, at.value_heads, at.channels + at.value_width
+    if at.is_grouped:
+        parts = {f"{theirs}.in_proj_qkvz": gates, f"{theirs}.in_proj_ba": 2 * H}
+    else:
+        sizes = {"qkv": at.channels, "z": at.value_width, "b": H, "a": H}
+        parts = {f"{theirs}.in_proj_{part}": size for part, size in sizes.items()}
+    conv = (at.channels, 1, at.conv_width)
+    return {
+        "attention.in_proj.weight": _rows(parts, "weight", D),
+        "attention.conv_weight": _whole(f"{theirs}.conv1d.weight", *conv),
+        "attention.A_log": _whole(f"{theirs}.A_log", H),
+        "attention.dt_bias": _whole(f"{theirs}.dt_bias", H),
+        "attention.value_norm": _whole(f"{theirs}.norm.weight", at.value_dim),
+        "attention.out_proj.weight": _whole(f"{theirs}.out_proj.weight", D, at.value_width),
+    }
+
+
+def _latent_attention(c: ModelConfig, at: LatentShape, theirs: str) -> dict[str, ParameterLayout]:
+    D, H = c.hidden_size, c.num_heads
     unfolded, folded = H * (at.nope_dim + at.value_dim), at.kv_rank + at.rope_dim
     kv_a = f"{theirs}.kv_a_proj_with_mqa"
     out = {
@@ -226,9 +247,11 @@ def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
         ),
     }
     if c.shared_width:
-        shared = f"{mlp}.shared_experts"
+        shared = f"{mlp}.shared_expert" if c.has_shared_gate else f"{mlp}.shared_experts"
         rows = {f"{shared}.{name}_proj": c.shared_width for name in ("gate", "up")}
         out["mlp.shared.gate_up_proj.weight"] = _rows(rows, "weight", D)
         down = _whole(f"{shared}.down_proj.weight", D, c.shared_width)
         out["mlp.shared.down_proj.weight"] = down
+        if c.has_shared_gate:
+            out["mlp.shared_gate.weight"] = _whole(f"{shared}_gate.weight", 1, D)
     return out

@@ -18,13 +18,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lockstep.errors import AlignmentError
-from lockstep.ops import head
+from lockstep.errors import AlignmentError, CapabilityError
+from lockstep.ops import delta, head
+from lockstep.ops.chunks import StateStep
 from lockstep.ops.context import (
     AttentionSpec,
     PackedContext,
     PagedContext,
     Support,
+    sum_dtype,
+    take_rows,
     to_device,
 )
 from lockstep.ops.packed import SinkAttention
@@ -94,6 +97,10 @@ class Ops:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N]."""
         return F.linear(x, weight, bias)
+
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        """x [N, R, K] @ y [N, K, L] -> [N, R, L], of numbers that are no parameters."""
+        return torch.bmm(x, y)
 
     def expert_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
@@ -179,8 +186,13 @@ class Ops:
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         return wide.softmax(-1).gather(-1, experts).to(logits.dtype), experts
 
-    def _sigmoid(self, x: Tensor) -> Tensor:
-        return x.sigmoid()
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """In float32, or x's dtype if that is wider."""
+        return x.to(sum_dtype(x.dtype)).sigmoid()
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """log(1 + exp(x)), for any x; in x's dtype."""
+        return x.clamp(min=0) + torch.log1p((-x.abs()).exp())
 
     def route_by_sigmoid(
         self,
@@ -201,7 +213,7 @@ class Ops:
         them. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2, and transformers'
         `Glm4MoeTopkRouter`.
         """
-        scores = self._sigmoid(logits)
+        scores = self.sigmoid(logits)
         if experts is None:
             wanted = scores + bias
             if num_groups > 1:
@@ -238,7 +250,7 @@ class Ops:
         if x.dtype == torch.float32 and weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight, eps)
         # Hugging Face's order of roundings: normalise in float32, round, then scale.
-        normed = F.rms_norm(x.float(), weight.shape[-1:], None, eps)
+        normed = F.rms_norm(x.to(sum_dtype(x.dtype)), weight.shape[-1:], None, eps)
         return weight * normed.to(x.dtype)
 
     def swiglu(self, gate_up: Tensor, *, alpha: float = 1.0, limit: float | None = None) -> Tensor:
@@ -311,6 +323,59 @@ class Ops:
             key_block=KEY_QUANTUM,
             key_quantum=KEY_QUANTUM,
         )
+
+    # -- linear attention ---------------------------------------------------------------------
+
+    def short_conv(self, x: Tensor, weight: Tensor, layer: int, context: Context) -> Tensor:
+        """silu of a causal convolution of each channel with itself: x [T, channels], weight
+        [channels, W], the newest input last -> [T, channels]. layer: number of the linear layer."""
+        width, wide = weight.shape[1], sum_dtype(x.dtype)
+        taps: list[Tensor]
+        if isinstance(context, PackedContext):
+            before, is_there = context.previous(width)
+            taps = [
+                take_rows(x, token) * seen[:, None]
+                for token, seen in zip(before.flip(0), is_there.flip(0).to(x.dtype), strict=True)
+            ]
+            taps.append(x)
+        else:
+            step = _states_of(context)
+            tails = step.states.tails[layer].index_select(0, step.slots).flatten(0, 1)
+            inputs = torch.cat([tails, x])
+            taps = [inputs.index_select(0, place) for place in step.taps]
+            step.states.tails[layer, step.slots] = inputs[step.tails]
+            step.states.border_tails[layer, step.bordering] = inputs[step.borders]
+        out = taps[0].to(wide) * weight[:, 0].to(wide)
+        for place in range(1, width):
+            out = out + taps[place].to(wide) * weight[:, place].to(wide)
+        return (out * self.sigmoid(out)).to(x.dtype)
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layer: int,
+        context: Context,
+    ) -> Tensor:
+        """Gated delta rule (`ops.delta`) of q, k [T, G, K], which it brings to unit length, v [T,
+        H, V], log-decays g and strengths beta, each [T, H] -> [T, H, V] in v's dtype. Computed in
+        float32. layer: number of the linear layer."""
+        wide, dtype = sum_dtype(v.dtype), v.dtype
+        q, k = (delta.unit_length(x.to(wide)) for x in (q, k))
+        parts = q * q.shape[-1] ** -0.5, k, v.to(wide), g.to(wide), beta.to(wide)
+        if isinstance(context, PackedContext):
+            return delta.over_chunks(parts, context.chunks, self).to(dtype)
+        step = _states_of(context)
+        n, out = step.num_rows, []
+        if n:
+            out.append(delta.decode(*(x[:n] for x in parts), layer, step, self))
+        if step.chunks is not None:
+            run = partial(delta.prefill, layer=layer, step=step)
+            out.append(delta.over_chunks(tuple(x[n:] for x in parts), step.chunks, self, run))
+        return torch.cat(out).to(dtype)
 
     # -- composed -----------------------------------------------------------------------------
     # The parts of a layer, for ops that compute several at once. The bits are those of the parts.
@@ -417,6 +482,16 @@ class Ops:
 
 
 # -- mechanism ------------------------------------------------------------------------------------
+
+
+def _states_of(context: PagedContext | SplitContext) -> StateStep:
+    step = context.states if isinstance(context, PagedContext) else None
+    if step is None:
+        raise CapabilityError(
+            "linear attention runs over packed rows, or over a sampler's states; found "
+            f"{type(context).__name__} without them."
+        )
+    return step
 
 
 class GemmOps(Ops):

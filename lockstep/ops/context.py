@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from lockstep.ops.chunks import Chunks, StateStep, previous_tokens
 from lockstep.types import Ragged, packed_tokens
 
 Tensor = torch.Tensor
@@ -353,6 +354,19 @@ class PackedContext:
     def _padded(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
         return _pad_rows(self.lengths, self.index, self.device)
 
+    @cached_property
+    def chunks(self) -> Chunks:
+        """The rows as linear attention reads them."""
+        return Chunks.of(self.rows, int(self.index.max()) + 1, device=self.device)
+
+    def previous(self, width: int) -> tuple[Tensor, Tensor]:
+        """`chunks.previous_tokens`, on the device."""
+        if ("previous", width) not in self.memo:
+            found = previous_tokens(self.index, self.lengths, width, int(self.index.max()) + 1)
+            before, is_there = (to_device(array, self.device) for array in found)
+            self.memo["previous", width] = before, is_there
+        return self.memo["previous", width]
+
     def work(self, heads: tuple[int, int]) -> AttentionWork:
         """The rows as attention on a GPU reads them. heads: (of the queries, of the keys). Each
         token asks in the first row that has it; rows with nothing to ask are left out."""
@@ -461,6 +475,8 @@ class PagedContext:
     they are in order already."""
     work: AttentionWork | None = None
     """For ops that read it (`Ops.reads_work`)."""
+    states: StateStep | None = None
+    """For layers of linear attention."""
 
     @classmethod
     def of(

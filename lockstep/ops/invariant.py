@@ -42,7 +42,7 @@ from lockstep.ops.base import (
     on_host,
     rows_by_expert,
 )
-from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext
+from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext, sum_dtype
 from lockstep.ops.paged import causal_mask, paged_attention
 
 Tensor = torch.Tensor
@@ -158,6 +158,12 @@ class InvariantOps(GemmOps):
             and torch.is_inference_mode_enabled()
         )
 
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = x.shape[1]
+        if extra := -rows % self.rules.head_quantum:
+            return torch.bmm(F.pad(x, (0, 0, 0, extra)), y)[:, :rows]
+        return torch.bmm(x, y)
+
     def expert_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
     ) -> Tensor:
@@ -221,9 +227,9 @@ class InvariantOps(GemmOps):
             return Activation.apply(gate_up, alpha, limit, _activate)
         return _activate(gate_up, alpha, limit)
 
-    def _sigmoid(self, x: Tensor) -> Tensor:
+    def sigmoid(self, x: Tensor) -> Tensor:
         # Further down, where it is below 1e-34, the derivative would be infinity over infinity.
-        return 1.0 / ((-x.clamp(min=-80.0)).exp() + 1.0)
+        return 1.0 / ((-x.to(sum_dtype(x.dtype)).clamp(min=-80.0)).exp() + 1.0)
 
     def geglu(self, gate_up: Tensor) -> Tensor:
         return _Geglu.apply(gate_up)  # pyright: ignore[reportReturnType]

@@ -20,7 +20,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
-from lockstep.models.rope_config import LatentShape, Llama3Scaling, YarnScaling
+from lockstep.models.attention_config import LatentShape, Llama3Scaling, YarnScaling
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops import selftest

@@ -68,6 +68,15 @@ LATENT = {
     "qk_rope_head_dim": 8, "v_head_dim": 14, "n_group": 4, "topk_group": 2,
     "num_key_value_heads": 6,
 }  # fmt: skip
+HYBRID = {
+    **WIDE_HEADS, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 3,
+}  # fmt: skip
+SHARED = {
+    **HYBRID, "moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 20,
+}  # fmt: skip
 CASES = {
     "gpt_oss": ("GptOss", "default", True, GPT_OSS),
     "gpt_oss-mxfp4": ("GptOss", "yarn", False, PACKABLE),
@@ -98,6 +107,10 @@ CASES = {
     "deepseek_v3-plain": (
         "DeepseekV3", "default", True, {**LATENT, "q_lora_rank": None, "rope_interleave": False},
     ),
+    "qwen3_next": ("Qwen3Next", "half", False, {**SHARED, "mlp_only_layers": [1]}),
+    "qwen3_next-dense": ("Qwen3Next", "default", True, {**HYBRID, "num_experts": 0}),
+    "qwen3_5_text": ("Qwen3_5Text", "half", True, HYBRID),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", "half", False, SHARED),
     "mistral-full": ("Mistral", "yarn", True, {"sliding_window": None}),
 }  # fmt: skip
 
@@ -113,7 +126,7 @@ def make_hf(case, *, seed=0):
     model = cls._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("sinks", "bias", "norm.weight", "gate.weight")):
+            if name.endswith(("sinks", "bias", "norm.weight", "gate.weight", "A_log")):
                 parameter.add_(torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

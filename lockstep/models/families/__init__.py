@@ -7,3 +7,4 @@ from lockstep.models.families import gpt_oss as gpt_oss
 from lockstep.models.families import llama as llama
 from lockstep.models.families import olmo3 as olmo3
 from lockstep.models.families import qwen as qwen
+from lockstep.models.families import qwen_hybrid as qwen_hybrid

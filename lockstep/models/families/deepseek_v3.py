@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.models.reading import Reading, family, same_windows, sigmoid_routes
-from lockstep.models.rope_config import LatentShape
+from lockstep.models.attention_config import LatentShape
 
 
 @family(

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import CheckpointError
 from lockstep.models.config import FallbackConfig, ModelConfig
-from lockstep.models.rope_config import LinearScaling, Llama3Scaling, YarnScaling
+from lockstep.models.attention_config import LinearScaling, Llama3Scaling, YarnScaling
 
 COMMON = {
     "hidden_act": "silu",

@@ -53,3 +53,30 @@ class LatentShape:
     value_dim: int
     is_interleaved: bool
     """Whether neighbours are rotated together; else the halves of the rotated dims."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """Layers of linear attention by the gated delta rule."""
+
+    layers: tuple[int, ...]
+    """In order; the others have attention. Linear layer 0 is the first entry."""
+    key_heads: int
+    value_heads: int
+    """A multiple of the key heads."""
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Tokens that the convolution over each channel of queries, keys and values reads."""
+    is_grouped: bool
+    """Projections hold the parts of one key head after another, and not all queries, then all keys,
+    values and gates."""
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of a token."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim

@@ -1,0 +1,256 @@
+"""How the gated delta rule cuts rows into chunks, and where a sampler keeps its states.
+
+A layer of linear attention has one state per sequence in place of keys and values. It is updated
+once per chunk of CHUNK tokens, counted from the start of the sequence, in sampler and trainer alike:
+a token of the chunk that runs reads the state before it, and the chunk's own tokens.
+
+# T tokens  N chunks  C = CHUNK  S sequences  W width of the convolution
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Tensor = torch.Tensor
+Indices = npt.NDArray[np.int64]
+
+CHUNK = 64
+"""Tokens between two states, counted from the start of each sequence. Part of the numerics."""
+BLOCK = 16
+"""Tokens of a chunk that are solved at once. Part of the numerics."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """The chunks that are computed together: the first of every row, the second, and so on."""
+
+    part: slice
+    """Its chunks among the N."""
+    parents: Tensor | None
+    """[n] int64: number in the previous level of the chunk before each; None: the same number."""
+    num_parents: int
+    """Chunks of the previous level; 0 at the first level."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """Rows cut into chunks, level by level. A chunk whose tokens several rows share is there once;
+    where rows part inside a chunk, each has one of its own, which computes their common tokens
+    again.
+
+    >>> rows = [np.arange(70), np.concatenate([np.arange(66), [70, 71]])]
+    >>> chunks = Chunks.of(rows, 72)
+    >>> [level.part for level in chunks.levels], chunks.places[[0, 64, 69, 70, 71]].tolist()
+    ([slice(0, 1, None), slice(1, 3, None)], [0, 64, 69, 130, 131])
+    """
+
+    tokens: Tensor
+    """[N * C] int64: the token at each place. Places past a row's end repeat its last token."""
+    is_real: Tensor
+    """[N, C] bool: whether a place holds a token."""
+    places: Tensor
+    """[T] int64: a place of each token, where its output is read."""
+    levels: tuple[Level, ...]
+    ends: Indices
+    """[B], on the host: last chunk of each row."""
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Indices], num_tokens: int, *, device: torch.device | str = "cpu"
+    ) -> Chunks:
+        """rows: the tokens of each row, in its order. Every token is in one of them."""
+        known: dict[tuple[int, int], int] = {}
+        chunks: list[tuple[Indices, int]] = []
+        """(tokens, number of the chunk before)."""
+        by_level: list[list[int]] = []
+        ends: list[int] = []
+        for row in rows:
+            before = -1
+            for level, at in enumerate(range(0, len(row), CHUNK)):
+                tokens = row[at : at + CHUNK]
+                key = level, int(tokens[-1])
+                found = known.get(key)
+                # A token is in one place of the tree of rows: its last token tells a chunk.
+                if found is None or len(chunks[found][0]) != len(tokens):
+                    found = known[key] = len(chunks)
+                    chunks.append((tokens, before))
+                    if level == len(by_level):
+                        by_level.append([])
+                    by_level[level].append(found)
+                before = found
+            ends.append(before)
+        order = [chunk for level in by_level for chunk in level]
+        number = np.empty(len(order), np.int64)
+        number[order] = np.arange(len(order))
+        tokens = np.empty((len(order), CHUNK), np.int64)
+        is_real = np.zeros((len(order), CHUNK), bool)
+        for at, chunk in enumerate(order):
+            own = chunks[chunk][0]
+            tokens[at, : len(own)], tokens[at, len(own) :] = own, own[-1]
+            is_real[at, : len(own)] = True
+        places = np.zeros(num_tokens, np.int64)
+        real = np.flatnonzero(is_real.reshape(-1))[::-1]  # the first place of a token stands
+        places[tokens.reshape(-1)[real]] = real
+        levels: list[Level] = []
+        first = num_before = 0
+        for level in by_level:
+            parents = None
+            if num_before:
+                start = first - num_before
+                found = np.array([number[chunks[chunk][1]] - start for chunk in level])
+                is_same = len(found) == num_before and (found == np.arange(num_before)).all()
+                parents = None if is_same else torch.from_numpy(found).to(device)
+            levels.append(Level(slice(first, first + len(level)), parents, num_before))
+            first, num_before = first + len(level), len(level)
+        return cls(
+            torch.from_numpy(tokens.reshape(-1)).to(device),
+            torch.from_numpy(is_real).to(device),
+            torch.from_numpy(places).to(device),
+            tuple(levels),
+            number[ends],
+        )
+
+
+def previous_tokens(
+    index: Indices, lengths: Indices, width: int, num_tokens: int
+) -> tuple[Indices, npt.NDArray[np.bool_]]:
+    """([width - 1, T] token that is 1, 2, ... before each of T in its row, whether it is there).
+
+    index, lengths: the tokens of rows, laid end to end, and how many each has.
+
+    >>> before, is_there = previous_tokens(np.arange(5), np.array([2, 3]), 3, 5)
+    >>> before[0].tolist(), is_there.astype(int).tolist()
+    ([0, 0, 2, 2, 3], [[0, 1, 0, 1, 1], [0, 0, 0, 0, 1]])
+    """
+    at = np.arange(len(index)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    before = np.zeros((width - 1, num_tokens), np.int64)
+    is_there = np.zeros((width - 1, num_tokens), bool)
+    for back in range(1, width):
+        has = at >= back
+        source = np.where(has, np.roll(index, back), index)
+        before[back - 1, index], is_there[back - 1, index] = source, has
+    return before, is_there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """What a sampler keeps of the sequences that run: a slot for each, in every linear layer.
+
+    # L linear layers  R slots  G key heads  H value heads  K key width  V value width
+    """
+
+    state: Tensor
+    """[L, R, H, K, V] float32: that before the chunk that runs."""
+    keys: Tensor
+    """[L, R, G, C, K] float32: keys of the chunk's tokens."""
+    values: Tensor
+    """[L, R, H, C, V] float32: what its tokens write."""
+    decays: Tensor
+    """[L, R, H, C] float32: log of each token's decay."""
+    inverse: Tensor
+    """[L, R, H, BLOCK, BLOCK] float32: rows of the inverse of the block that runs."""
+    wanted: Tensor
+    """[L, R, H, BLOCK, V] float32: its right-hand sides."""
+    tails: Tensor
+    """[L, R, W - 1, channels] in the compute dtype: last inputs of the convolution."""
+    border_tails: Tensor
+    """The same, at the border before the chunk that runs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateStep:
+    """One step of a sampler, as linear layers read it: rows that feed one token each, then parts of
+    prompts that begin at a border of chunks."""
+
+    states: States
+    slots: Tensor
+    """[S] int64: slot of each sequence, those of the rows first."""
+    offsets: Tensor
+    """[rows] int64: place of each row's token in its chunk."""
+    full: Tensor | None
+    """Rows whose token ends their chunk; None: no row's."""
+    chunks: Chunks | None
+    """Of the parts of prompts, whose tokens follow those of the rows."""
+    last_places: Tensor
+    """[S - rows] int64: place in its chunk of each part's last token."""
+    taps: Tensor
+    """[W, T] int64: inputs of each token's convolution, the oldest first, among the tails of all
+    sequences, laid end to end, and the T tokens behind them."""
+    tails: Tensor
+    """[S, W - 1] int64: each sequence's tail after the step, among the same."""
+    borders: Tensor
+    """[S', W - 1] int64: its tail at the last border that the step comes to, of the sequences in
+    `bordering`."""
+    bordering: Tensor
+    """[S'] int64: slots of the sequences that come to a border."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.offsets)
+
+    @classmethod
+    def of(
+        cls,
+        states: States,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        stops: Sequence[int],
+        *,
+        num_rows: int,
+    ) -> StateStep:
+        """slots, starts, stops: of each sequence and the positions that it feeds; of the first
+        `num_rows` one each."""
+        device, width = states.tails.device, states.tails.shape[2] + 1
+        begin, end = np.array(starts, np.int64), np.array(stops, np.int64)
+        lengths = end - begin
+        first = np.cumsum(lengths) - lengths
+        num_tokens, base = int(lengths.sum()), len(lengths) * (width - 1)
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        at = np.arange(num_tokens) - first[sequence]
+        taps = np.stack(
+            [_place(sequence, at - back, first, base, width) for back in range(width - 1, -1, -1)]
+        )
+        of = np.arange(len(lengths))
+
+        def tail_at(chosen: Indices, fed: Indices) -> Indices:
+            """The tail of sequences `chosen` after `fed` tokens."""
+            backs = range(width - 1, 0, -1)
+            places = [_place(chosen, fed - back, first, base, width) for back in backs]
+            return np.stack(places, 1)
+
+        border = end // CHUNK * CHUNK
+        comes = np.flatnonzero(border > begin)
+        full = np.flatnonzero(border[:num_rows] > begin[:num_rows])
+        chunks = None
+        if num_rows < len(lengths):
+            rows = [
+                np.arange(f, f + n) - num_rows
+                for f, n in zip(first[num_rows:], lengths[num_rows:], strict=True)
+            ]
+            chunks = Chunks.of(rows, num_tokens - num_rows, device=device)
+
+        def on(array: Indices) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        return cls(
+            states,
+            on(np.array(slots, np.int64)),
+            on(begin[:num_rows] % CHUNK),
+            on(full) if len(full) else None,
+            chunks,
+            on((end[num_rows:] - 1) % CHUNK),
+            on(taps),
+            on(tail_at(of, lengths)),
+            on(tail_at(comes, (border - begin)[comes])),
+            on(np.array(slots, np.int64)[comes]),
+        )
+
+
+def _place(sequence: Indices, at: Indices, first: Indices, base: int, width: int) -> Indices:
+    """Place of a sequence's token `at` (below 0: in its tail) among tails and tokens."""
+    return np.where(at >= 0, base + first[sequence] + at, sequence * (width - 1) + width - 1 + at)

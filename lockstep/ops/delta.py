@@ -1,0 +1,366 @@
+"""The gated delta rule, one definition for sampler and trainer, and its exact gradient.
+
+A head has a state S [K, V]. A token with key k, value v, log-decay g and strength beta changes it to
+
+    S <- exp(g) S + k (beta (v - exp(g) S^T k))^T,    and reads S^T q.
+
+Within a chunk, with c the running sum of g and S the state before the chunk, what token i writes is
+
+    w_i = beta_i (v_i - exp(c_i) S^T k_i) - sum_{j < i} A_ij w_j,    A_ij = beta_i exp(c_i - c_j) k_i.k_j
+
+a triangular system, solved block by block: the sums over earlier blocks first, then the block by
+its inverse, whose row i needs rows before i alone. So a token is computed alike whether its chunk is
+there at once (training, prefill) or token by token (decode, which keeps keys, w, and the block's
+inverse): the same products, whose rows do not depend on each other under invariant ops. Decode
+reads the state once and writes it once per chunk, where the recurrent form does both per token.
+
+Source: Gated DeltaNet (arXiv 2412.06464), equation 10, and the chunked form of section 3.3.
+Guard: tests/cpu/ops/test_delta.py
+
+# N chunks  C tokens of a chunk  G key heads  H value heads  K key width  V value width  B rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from lockstep.ops.chunks import BLOCK, CHUNK, Chunks, Level, StateStep
+from lockstep.ops.context import take_rows
+
+if TYPE_CHECKING:
+    from lockstep.ops.base import Ops
+
+Tensor = torch.Tensor
+
+L2_EPS = 1e-6
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x / |x| over the last dim; as a norm, whose rows do not depend on each other."""
+    width = x.shape[-1]
+    return F.rms_norm(x, (width,), None, L2_EPS / width) * width**-0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solved:
+    """Chunks [n] after the solve."""
+
+    out: Tensor
+    """[n, H, C, V]."""
+    writes: Tensor
+    """[n, H, C, V]: w."""
+    wanted: Tensor
+    """[n, H, C / BLOCK, BLOCK, V]: right-hand sides of the blocks."""
+    inverse: Tensor
+    """[n, H, C / BLOCK, BLOCK, BLOCK]."""
+
+
+def _lower(of: Tensor, diagonal: int) -> Tensor:
+    return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=of.device).tril(diagonal)
+
+
+def _pairs(q: Tensor, k: Tensor, ops: Ops) -> Tensor:
+    """[n, G, 1, 2, C, C]: products of queries, and of keys, with keys."""
+    n, G, C, _ = k.shape
+    both = torch.cat([q, k], 2).flatten(0, 1)
+    return ops.matmul(both, k.flatten(0, 1).transpose(1, 2)).view(n, G, 1, 2, C, C)
+
+
+def _decay(c: Tensor) -> Tensor:
+    """[n, H, C, C]: exp(c_i - c_j), 0 above the diagonal."""
+    gaps = c[..., :, None] - c[..., None, :]
+    return gaps.masked_fill_(~_lower(c, 0), float("-inf")).exp_()
+
+
+def _by_head(pairs: Tensor, num_heads: int) -> Tensor:
+    """[n, G, 1, C, C] -> [n, H, C, C]: those of the key head of each value head."""
+    n, G, _, C, _ = pairs.shape
+    return pairs.expand(n, G, num_heads // G, C, C).reshape(n, num_heads, C, C)
+
+
+def _read(q: Tensor, k: Tensor, state: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+    """(S^T q, S^T k), each [n, H, rows, V], of q and k [n, G, rows, K]."""
+    n, G, rows, K = k.shape
+    H, V = state.shape[1], state.shape[3]
+    both = torch.cat([q, k], 2).repeat_interleave(H // G, 1)
+    read = ops.matmul(both.flatten(0, 1), state.flatten(0, 1)).view(n, H, 2 * rows, V)
+    return read[:, :, :rows], read[:, :, rows:]
+
+
+def solve(
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, beta: Tensor, state: Tensor | None, ops: Ops
+) -> Solved:
+    """q, k [n, G, C, K] of unit length, the queries scaled; v [n, H, C, V]; c, beta [n, H, C]; state
+    [n, H, K, V], None is 0. All of one dtype."""
+    n, H, C, V = v.shape
+    pairs, decay, grow = _pairs(q, k, ops), _decay(c), c.exp()[..., None]
+    scores = _by_head(pairs[:, :, :, 0], H) * decay
+    system = (_by_head(pairs[:, :, :, 1], H) * decay * beta[..., None]).tril_(-1)
+    base, out = beta[..., None] * v, None
+    if state is not None:
+        read_q, read_k = _read(q, k, state, ops)
+        base, out = beta[..., None] * (v - grow * read_k), grow * read_q
+    blocks = C // BLOCK
+    diagonal = torch.stack(
+        [system[..., b : b + BLOCK, b : b + BLOCK] for b in range(0, C, BLOCK)], 2
+    ).reshape(-1, BLOCK, BLOCK)
+    inverse = torch.eye(BLOCK, dtype=c.dtype, device=c.device).repeat(len(diagonal), 1, 1)
+    for row in range(1, BLOCK):
+        inverse[:, row : row + 1] -= torch.bmm(diagonal[:, row : row + 1], inverse)
+    inverse = inverse.view(n, H, blocks, BLOCK, BLOCK)
+    writes, wanted = torch.empty_like(v), v.new_empty(n, H, blocks, BLOCK, V)
+    for block in range(blocks):
+        here = slice(block * BLOCK, (block + 1) * BLOCK)
+        rest = base[:, :, here]
+        if block:
+            before = slice(here.start)
+            known = system[:, :, here, before].flatten(0, 1)
+            sums = ops.matmul(known, writes[:, :, before].flatten(0, 1))
+            rest = rest - sums.view(n, H, BLOCK, V)
+        wanted[:, :, block] = rest
+        found = ops.matmul(inverse[:, :, block].flatten(0, 1), rest.reshape(n * H, BLOCK, V))
+        writes[:, :, here] = found.view(n, H, BLOCK, V)
+    own = ops.matmul(scores.flatten(0, 1), writes.flatten(0, 1)).view(n, H, C, V)
+    return Solved(own if out is None else out + own, writes, wanted, inverse)
+
+
+def advance(k: Tensor, writes: Tensor, c: Tensor, state: Tensor | None, ops: Ops) -> Tensor:
+    """[n, H, K, V]: the state after a chunk."""
+    n, H, C, V = writes.shape
+    kept = (c[..., -1:] - c).exp()[..., None]
+    keys = kept * k.repeat_interleave(H // k.shape[1], 1)
+    added = ops.matmul(keys.flatten(0, 1).transpose(1, 2), writes.flatten(0, 1))
+    added = added.view(n, H, -1, V)
+    return added if state is None else c[..., -1].exp()[..., None, None] * state + added
+
+
+def _parent_states(after: Tensor | None, level: Level) -> Tensor | None:
+    if after is None or level.parents is None:
+        return after
+    return after.index_select(0, level.parents)
+
+
+class DeltaRule(torch.autograd.Function):
+    """The rule over chunks of rows that begin with the state 0. Keeps its inputs, the writes and
+    the states at borders: memory grows with the tokens."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, chunks: Chunks, ops: Ops):
+        """q, k [N, G, C, K], v [N, H, C, V], g, beta [N, H, C] -> [N, H, C, V]."""
+        c = g.cumsum(-1)
+        out, writes = torch.empty_like(v), torch.empty_like(v)
+        states: list[Tensor | None] = []
+        after: Tensor | None = None
+        for number, level in enumerate(chunks.levels):
+            at, state = level.part, _parent_states(after, level)
+            solved = solve(q[at], k[at], v[at], c[at], beta[at], state, ops)
+            out[at], writes[at] = solved.out, solved.writes
+            states.append(state)
+            if number + 1 < len(chunks.levels):
+                after = advance(k[at], solved.writes, c[at], state, ops)
+        ctx.save_for_backward(q, k, v, c, beta, writes, *states)
+        ctx.chunks = chunks
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, k, v, c, beta, writes, *states = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v, c, beta)]
+        after: Tensor | None = None
+        levels: tuple[Level, ...] = ctx.chunks.levels
+        for number in range(len(levels) - 1, -1, -1):
+            level, state = levels[number], states[number]
+            at = level.part
+            parts = (q[at], k[at], v[at], c[at], beta[at], writes[at])
+            *found, before = _solve_backward(grad_out[at], after, *parts, state)
+            for grad, part in zip(grads, found, strict=True):
+                grad[at] = part
+            after = before
+            if before is not None and level.parents is not None:
+                after = before.new_zeros(level.num_parents, *before.shape[1:])
+                after.index_add_(0, level.parents, before)
+        # The gradient of a running sum is the running sum from the end.
+        grads[3] = grads[3].flip(-1).cumsum(-1).flip(-1)
+        return *grads, None, None
+
+
+def _solve_backward(
+    grad: Tensor,
+    grad_after: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    beta: Tensor,
+    writes: Tensor,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, c, beta and the state of `solve` and `advance`, by their formulas.
+    grad [n, H, C, V] of the output, grad_after [n, H, K, V] of the state after the chunks."""
+    (n, H, C, V), (G, K) = v.shape, (k.shape[1], k.shape[3])
+    qh, kh = (x.repeat_interleave(H // G, 1) for x in (q, k))
+    decay, grow, strength = _decay(c), c.exp()[..., None], beta[..., None]
+    of_queries = _by_head((q @ k.transpose(-1, -2))[:, :, None], H)
+    of_keys = _by_head((k @ k.transpose(-1, -2))[:, :, None], H)
+    scores, system = of_queries * decay, (of_keys * decay * strength).tril_(-1)
+    grad_writes = scores.transpose(-1, -2) @ grad
+    grad_k = torch.zeros_like(kh)
+    grad_c = torch.zeros_like(c)
+    if grad_after is not None:
+        kept = (c[..., -1:] - c).exp()[..., None]
+        grad_writes = grad_writes + (kept * kh) @ grad_after
+        through = kept * (writes @ grad_after.transpose(-1, -2))
+        grad_k += through
+        of_kept = (through * kh).sum(-1)
+        grad_c -= of_kept
+        grad_c[..., -1] += of_kept.sum(-1)
+    grad_base = torch.linalg.solve_triangular(
+        system.transpose(-1, -2), grad_writes, upper=True, unitriangular=True
+    )
+    grad_scores = (grad @ writes.transpose(-1, -2)).tril_()
+    grad_system = (grad_base @ writes.transpose(-1, -2)).tril_(-1).neg_()
+    grad_v = strength * grad_base
+    grad_beta = (grad_system * of_keys * decay).sum(-1)
+    grad_of_keys = grad_system * decay * strength
+    grad_of_queries = grad_scores * decay
+    weighed = grad_scores * scores + grad_system * system
+    grad_c += weighed.sum(-1) - weighed.sum(-2)
+    grad_q = grad_of_queries @ kh
+    grad_k += grad_of_queries.transpose(-1, -2) @ qh
+    grad_k += (grad_of_keys + grad_of_keys.transpose(-1, -2)) @ kh
+    grad_state = None
+    if state is None:
+        grad_beta += (grad_base * v).sum(-1)
+    else:
+        read_q, read_k = qh @ state, kh @ state
+        grad_beta += (grad_base * (v - grow * read_k)).sum(-1)
+        grad_read_q, grad_read_k = grow * grad, -grow * grad_v
+        grad_c += (grad_read_q * read_q + grad_read_k * read_k).sum(-1)
+        grad_q = grad_q + grad_read_q @ state.transpose(-1, -2)
+        grad_k += grad_read_k @ state.transpose(-1, -2)
+        grad_state = qh.transpose(-1, -2) @ grad_read_q + kh.transpose(-1, -2) @ grad_read_k
+        if grad_after is not None:
+            last = c[..., -1].exp()[..., None, None]
+            grad_state += last * grad_after
+            grad_c[..., -1] += (last * grad_after * state).sum((-1, -2))
+    if H > G:
+        grad_q, grad_k = (x.unflatten(1, (G, H // G)).sum(2) for x in (grad_q, grad_k))
+    return grad_q, grad_k, grad_v, grad_c, grad_beta, grad_state
+
+
+def over_chunks(
+    parts: tuple[Tensor, ...],
+    chunks: Chunks,
+    ops: Ops,
+    run: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """The rule for tokens: (q, k, v, g, beta) as `Ops.delta_rule` has them, the queries scaled and
+    all in one dtype -> [T, H, V]. run: None is `DeltaRule`."""
+    cut = [
+        take_rows(x, chunks.tokens).unflatten(0, chunks.is_real.shape).transpose(1, 2).contiguous()
+        for x in parts
+    ]
+    # A place past the end of a row neither decays nor writes.
+    real = chunks.is_real[:, None].to(parts[0].dtype)
+    cut[3], cut[4] = cut[3] * real, cut[4] * real
+    out = DeltaRule.apply(*cut, chunks, ops) if run is None else run(*cut, ops=ops)
+    assert isinstance(out, Tensor)
+    return take_rows(out.transpose(1, 2).flatten(0, 1), chunks.places)
+
+
+# -- the sampler ----------------------------------------------------------------------------------
+
+
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, step: StateStep, ops: Ops
+) -> Tensor:
+    """The rule over the parts of prompts, chunk by chunk from each sequence's state; what their
+    sequences go on from is kept. Shapes as in `DeltaRule.forward`."""
+    chunks, states = step.chunks, step.states
+    assert chunks is not None, "a step without prompts has no chunks"
+    slots = step.slots[step.num_rows :]
+    c = g.cumsum(-1)
+    out = torch.empty_like(v)
+    solved: list[Solved] = []
+    befores: list[Tensor] = []
+    afters: list[Tensor] = []
+    after = states.state[layer].index_select(0, slots)
+    for level in chunks.levels:
+        at, state = level.part, after
+        if level.num_parents:
+            state = _parent_states(after, level)
+        assert state is not None, "a sampler's sequence has a state"
+        found = solve(q[at], k[at], v[at], c[at], beta[at], state, ops)
+        after = advance(k[at], found.writes, c[at], state, ops)
+        out[at] = found.out
+        solved.append(found)
+        befores.append(state)
+        afters.append(after)
+    ends = torch.from_numpy(chunks.ends).to(v.device)
+    is_full = (step.last_places == CHUNK - 1)[:, None, None, None]
+    block = step.last_places // BLOCK
+    rows = torch.arange(len(ends), device=v.device)
+
+    def last(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts).index_select(0, ends)
+
+    states.state[layer, slots] = torch.where(is_full, last(afters), last(befores))
+    states.keys[layer, slots] = k.index_select(0, ends)
+    states.decays[layer, slots] = g.index_select(0, ends)
+    states.values[layer, slots] = last([s.writes for s in solved])
+    states.inverse[layer, slots] = last([s.inverse for s in solved])[rows, :, block]
+    states.wanted[layer, slots] = last([s.wanted for s in solved])[rows, :, block]
+    return out
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, step: StateStep, ops: Ops
+) -> Tensor:
+    """The rule for one token of each row: q, k [B, G, K], v [B, H, V], g, beta [B, H] -> [B, H,
+    V]."""
+    (B, H, V), states, at = v.shape, step.states, step.offsets
+    slots, rows = step.slots[:B], torch.arange(B, device=v.device)
+    place, row = at % CHUNK, at % BLOCK
+    states.keys[layer][slots, :, place] = k
+    states.decays[layer][slots, :, place] = g
+    keys, decays, state = (
+        of[layer].index_select(0, slots) for of in (states.keys, states.decays, states.state)
+    )
+    c = decays.cumsum(-1)
+    here = c[rows, :, place]
+    columns = torch.arange(CHUNK, device=v.device)
+    gaps = (here[..., None] - c).masked_fill_((columns > at[:, None])[:, None], float("-inf"))
+    decay, grow = gaps.exp_(), here.exp()[..., None]
+    pairs = ops.matmul(torch.stack([q, k], 2).flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
+    pairs = pairs.view(B, -1, 2, CHUNK).repeat_interleave(H // k.shape[1], 1)
+    scores = pairs[:, :, 0] * decay
+    system = pairs[:, :, 1] * decay * beta[..., None]
+    system = system.masked_fill_((columns >= at[:, None])[:, None], 0.0)
+    read_q, read_k = (x[:, :, 0] for x in _read(q[:, :, None], k[:, :, None], state, ops))
+    rest = beta[..., None] * (v - grow * read_k)
+    first = at - row
+    is_before = (columns < first[:, None])[:, None]
+    writes = states.values[layer].index_select(0, slots)
+    known = system.masked_fill(~is_before, 0.0).view(B * H, 1, CHUNK)
+    rest = rest - ops.matmul(known, writes.flatten(0, 1)).view(B, H, V)
+    inside = (first[:, None] + torch.arange(BLOCK, device=v.device))[:, None].expand(-1, H, -1)
+    diagonal = system.gather(-1, inside).reshape(B * H, 1, BLOCK)
+    inverse = states.inverse[layer].index_select(0, slots).flatten(0, 1)
+    unit = F.one_hot(row, BLOCK).to(v.dtype)[:, None]
+    of_row = unit - torch.bmm(diagonal, inverse).view(B, H, BLOCK)
+    states.inverse[layer][slots, :, row] = of_row
+    states.wanted[layer][slots, :, row] = rest
+    wanted = states.wanted[layer].index_select(0, slots).flatten(0, 1)
+    written = ops.matmul(of_row.reshape(B * H, 1, BLOCK), wanted).view(B, H, V)
+    states.values[layer][slots, :, place] = written
+    writes[rows, :, place] = written
+    own = ops.matmul(scores.reshape(B * H, 1, CHUNK), writes.flatten(0, 1)).view(B, H, V)
+    if (full := step.full) is not None:
+        parts = (x.index_select(0, full) for x in (keys, writes, c, state))
+        states.state[layer, slots[full]] = advance(*parts, ops)
+    return grow * read_q + own
