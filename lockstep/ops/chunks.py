@@ -161,6 +161,35 @@ class States:
     border_tails: Tensor
     """The same, at the border before the chunk that runs."""
 
+    @classmethod
+    def zeros(
+        cls,
+        num_layers: int,
+        num_slots: int,
+        *,
+        heads: tuple[int, int],
+        widths: tuple[int, int],
+        tail: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> States:
+        """heads: (G, H); widths: (K, V); tail: (W - 1, channels); dtype: that of the tails."""
+        (G, H), (K, V), of = heads, widths, (num_layers, num_slots)
+
+        def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(*of, *sizes, dtype=dtype, device=device)
+
+        return cls(
+            state=zeros(H, K, V),
+            keys=zeros(G, CHUNK, K),
+            values=zeros(H, CHUNK, V),
+            decays=zeros(H, CHUNK),
+            inverse=zeros(H, BLOCK, BLOCK),
+            wanted=zeros(H, BLOCK, V),
+            tails=zeros(*tail, dtype=dtype),
+            border_tails=zeros(*tail, dtype=dtype),
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateStep:
@@ -197,16 +226,16 @@ class StateStep:
     def of(
         cls,
         states: States,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        stops: Sequence[int],
+        slots: Indices,
+        starts: Indices,
+        stops: Indices,
         *,
         num_rows: int,
     ) -> StateStep:
         """slots, starts, stops: of each sequence and the positions that it feeds; of the first
         `num_rows` one each."""
         device, width = states.tails.device, states.tails.shape[2] + 1
-        begin, end = np.array(starts, np.int64), np.array(stops, np.int64)
+        slots, begin, end = (array.astype(np.int64) for array in (slots, starts, stops))
         lengths = end - begin
         first = np.cumsum(lengths) - lengths
         num_tokens, base = int(lengths.sum()), len(lengths) * (width - 1)
@@ -239,7 +268,7 @@ class StateStep:
 
         return cls(
             states,
-            on(np.array(slots, np.int64)),
+            on(slots),
             on(begin[:num_rows] % CHUNK),
             on(full) if len(full) else None,
             chunks,
@@ -247,7 +276,7 @@ class StateStep:
             on(taps),
             on(tail_at(of, lengths)),
             on(tail_at(comes, (border - begin)[comes])),
-            on(np.array(slots, np.int64)[comes]),
+            on(slots[comes]),
         )
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from lockstep.ops.base import Ops
+from lockstep.ops.chunks import CHUNK, States, StateStep
 from lockstep.ops.context import (
     KEY_BLOCK,
     SPLIT_KEYS,
@@ -63,7 +64,9 @@ ROWWISE = {
 COMPOSED = {"norm_linear": (0,), "norm_swiglu": (0,), "add_linear": (0, 1), "rotary_attention": ()}
 """Like ROWWISE, of ops that a backend may compute at once; each is `Ops`' own composition."""
 PRODUCTS = {"linear", "expert_linear", "norm_linear", "norm_swiglu", "add_linear"}
-WATCHED = {*ROWWISE, *COMPOSED, "expert_linear", "attention"}
+STATEFUL = {"delta_rule": range(5), "short_conv": range(1)}
+"""op -> the arguments that have a row per token, of those that read a sampler's states."""
+WATCHED = {*ROWWISE, *COMPOSED, *STATEFUL, "expert_linear", "attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,7 @@ def _change_rules(ops: Ops, failed: str) -> bool:
         rules = replace(rules, is_packing=False)
     elif failed == "attention" and rules.key_quantum < KEY_BLOCK:
         rules = replace(rules, key_quantum=KEY_BLOCK)
-    elif failed == "attention":
+    elif failed in ("attention", "delta_rule"):
         rules = replace(rules, head_quantum=2 * rules.head_quantum)
     else:
         rules = replace(rules, row_quantum=2 * rules.row_quantum)
@@ -266,6 +269,7 @@ def _first_failure(ops: Ops, calls: Sequence[_Call]) -> tuple[str, str, int]:
         "expert_linear": _expert_checks,
         "grouped": _group_checks,
         "rotary_attention": _rotary_checks,
+        **dict.fromkeys(STATEFUL, _state_checks),
         **dict.fromkeys(("norm_linear", "norm_swiglu", "add_linear"), _composed_checks),
     }
     count = 0
@@ -424,6 +428,42 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
             with torch.inference_mode():
                 out = ops.attention(q[places], k[places], v[places], spec, context)
             yield "" if torch.equal(out, full[places]) else call.op
+
+
+def _state_checks(ops: Ops, call: _Call) -> Iterator[str]:
+    """The first row's positions through a sampler's states: three parts of a prompt that end at
+    different borders, then a token of each at a time."""
+    rowwise, length = STATEFUL[call.op], int(call.args[-1].lengths[0])
+    rows, (layer, packed) = [call.args[i] for i in rowwise], call.args[-2:]
+    rest = [a for i, a in enumerate(call.args[:-2]) if i not in rowwise]
+    k, v = (rows[i if len(rows) > 2 else 0] for i in (1, 2))
+    states = States.zeros(
+        layer + 1,
+        3,
+        heads=(k.shape[1], v.shape[1]),
+        widths=(k.shape[-1], v.shape[-1]),
+        tail=(rest[0].shape[1] - 1, rest[0].shape[0]) if rest else (1, 1),
+        dtype=v.dtype,
+        device=v.device,
+    )
+    op, keys = getattr(ops, call.op), v.new_empty(0)
+    with torch.no_grad():
+        full = op(*call.args)[:length]
+        ends = [min(n * CHUNK, (length - 1) // CHUNK * CHUNK) for n in (1, 2, 3)]
+        starts = np.zeros(3, np.int64)
+        for stops in (np.array(ends), *(np.array(ends) + i for i in range(1, CHUNK + 2))):
+            fed = stops - starts
+            if not fed.all() or stops.max() > length:
+                break
+            step = StateStep.of(
+                states, np.arange(3), starts, stops, num_rows=3 if starts.any() else 0
+            )
+            places = np.concatenate([np.arange(*ends) for ends in zip(starts, stops, strict=True)])
+            context = PagedContext(keys, keys, keys, states=step)
+            with torch.inference_mode():
+                out = op(*(row[places] for row in rows), *rest, layer, context)
+            yield "" if torch.equal(out, full[places]) else call.op
+            starts = stops
 
 
 def _same(left: list[Tensor], right: list[Tensor]) -> bool:

@@ -20,7 +20,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
-from lockstep.models.attention_config import LatentShape, Llama3Scaling, YarnScaling
+from lockstep.models.attention_config import LatentShape, LinearShape, Llama3Scaling, YarnScaling
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops import selftest
@@ -75,6 +75,38 @@ FAMILIES = {
         "route_scale": 1.5,
         "dense_layers": (0,),
         "dense_intermediate_size": 96,
+        "windows": (None, None),
+    },
+    "qwen3_next": {
+        **_NARROW,
+        "architecture": "qwen3_next",
+        "num_layers": 3,
+        "has_qk_norm": True,
+        "has_output_gate": True,
+        "norm_weights": "centered",
+        "rotary_share": 0.25,
+        "linear": LinearShape(
+            layers=(0, 2), key_heads=2, value_heads=4, key_dim=16, value_dim=12, conv_width=4,
+            is_grouped=True,
+        ),
+        "num_experts": 6,
+        "num_active_experts": 2,
+        "intermediate_size": 48,
+        "shared_width": 48,
+        "has_shared_gate": True,
+        "windows": (None, None, None),
+    },
+    "qwen3_5_text": {
+        **_NARROW,
+        "architecture": "qwen3_5_text",
+        "has_qk_norm": True,
+        "has_output_gate": True,
+        "norm_weights": "centered",
+        "rotary_share": 0.25,
+        "linear": LinearShape(
+            layers=(0,), key_heads=4, value_heads=4, key_dim=8, value_dim=24, conv_width=4,
+            is_grouped=False,
+        ),
         "windows": (None, None),
     },
     "deepseek_v3": {

@@ -25,6 +25,7 @@ from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, Res
 from lockstep.engines.grammar import GrammarState
 from lockstep.engines.ledger import Entry
 from lockstep.ops.base import Ops
+from lockstep.ops.chunks import StateStep
 from lockstep.ops.context import AttentionWork, PagedBlock, PagedContext, ResidentRows, to_device
 from lockstep.types import Distribution, Float32Array, Int32Array, Routes, pack_support
 
@@ -269,6 +270,8 @@ class Rows:
         self.rule_of = np.zeros(capacity, np.int64)
         self.adapters = np.zeros(capacity, np.int64)
         """Number of each row's `Weights`."""
+        self.slots = np.zeros(capacity, np.int64)
+        """Slot of each row's states of linear attention."""
         self.places = np.zeros(capacity, np.int64)
         """Place of each row in the batch that was fed last."""
         self.is_loaded = np.zeros(capacity, np.bool_)
@@ -310,6 +313,7 @@ class Rows:
         self.rule_of[row] = self._rules.index(rule)
         self.counts[row] = 0
         self.adapters[row] = sequence.weights.number
+        self.slots[row] = sequence.held.slot
         self.is_loaded[row] = False
         if sequence.sampled_ids is not None and sequence.sampled_logprobs is not None:
             count = len(sequence.sampled_ids)
@@ -345,6 +349,7 @@ class Rows:
                 self.stop_ids,
                 self.rule_of,
                 self.adapters,
+                self.slots,
                 self.places,
             ):
                 array[row] = array[last]
@@ -527,8 +532,18 @@ def build_inputs(
             heads=(num_heads, cache.keys.shape[1]),
             device=device,
         )
+    states = None
+    if cache.states is not None:
+        fed = rows.positions[:n]
+        states = StateStep.of(
+            cache.states.states,
+            np.concatenate([rows.slots[:n], [c.sequence.held.slot for c in ordered]]),
+            np.concatenate([fed, starts]),
+            np.concatenate([fed + 1, stops]),
+            num_rows=n,
+        )
     context = PagedContext(
-        cache.keys, cache.values, to_device(write_index, device), blocks, place_index, work
+        cache.keys, cache.values, to_device(write_index, device), blocks, place_index, work, states
     )
     ids = to_device(ids.astype(np.int64, copy=False), device)
     return ids, to_device(positions, device), context, ordered

@@ -39,6 +39,7 @@ from lockstep.engines.embedded.batch import (
 from lockstep.engines.embedded.decode_graph import Capture, CudaGraphs, DecodeGraphs
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.scheduler import Scheduler
+from lockstep.engines.embedded.state_cache import StateCache
 from lockstep.engines.grammar import Vocabulary
 from lockstep.engines.ledger import (
     Ledger,
@@ -116,8 +117,17 @@ class EmbeddedEngine(Engine):
         """Shapes of adapters that the ops were tested with."""
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_tokens = min(shape.max_positions, num_pages * config.page_size)
+        states = None
+        if shape.linear is not None:
+            states = StateCache(
+                shape.linear,
+                num_running=config.max_num_sequences,
+                num_kept=config.max_num_sequences if config.prefix_cache else 0,
+                dtype=model.embedding.dtype,
+                device=device,
+            )
         self._cache = PagedCache(
-            num_layers=shape.num_layers,
+            num_layers=len(shape.attention_layers),
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             num_pages=num_pages,
@@ -125,6 +135,7 @@ class EmbeddedEngine(Engine):
             is_caching=config.prefix_cache,
             dtype=model.embedding.dtype,
             device=device,
+            states=states,
         )
         self._resident = None
         dtype = model.ops.resident_dtype(model.embedding.dtype)
@@ -136,7 +147,7 @@ class EmbeddedEngine(Engine):
         self._graphs = None
         if make_capture is None and device.type == "cuda" and config.cuda_graphs:
             make_capture = CudaGraphs
-        if make_capture is not None and model.ops.reads_work(device):
+        if make_capture is not None and model.ops.reads_work(device) and states is None:
             self._graphs = DecodeGraphs(self._rows, self._cache, make_capture)
         self._ledger: Ledger[Sequence] = Ledger()
         self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.engines.embedded.state_cache import StateCache
+from lockstep.ops.chunks import CHUNK
 from lockstep.ops.context import KEY_BLOCK, to_device
 from lockstep.types import Routes, route_dtype
 
@@ -42,6 +44,8 @@ class PageNode:
     epoch: int
     length: int = 0
     """Computed positions of the page."""
+    borders: tuple[int, ...] = ()
+    """Offsets in the page at which a state of linear attention may be kept."""
     num_users: int = 0
     """Leases that hold this page or a page below it."""
 
@@ -60,6 +64,8 @@ class Lease:
     """Positions that were computed before."""
     num_committed: int = 0
     """Positions entered into the trie."""
+    slot: int = 0
+    """Slot of its states, in a model with linear attention."""
 
 
 class ResidentCache:
@@ -135,7 +141,11 @@ class PagedCache:
         is_caching: bool,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateCache | None = None,
     ) -> None:
+        """states: of a model with linear attention; then only prefixes up to a kept state are
+        reused."""
+        self.states = states
         self.page_size, self.num_pages, self.is_caching = page_size, num_pages, is_caching
         self._shape = (num_layers, num_kv_heads, num_pages + 1, page_size, head_dim)
         self._dtype, self._device = dtype, device
@@ -158,6 +168,8 @@ class PagedCache:
         self.keys = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         self.values = torch.zeros_like(self.keys)
         self._allocate_routes()
+        if self.states is not None:
+            self.states.allocate()
         self._free = list(range(self.num_pages, 0, -1))
 
     def keep_routes(self, *, num_layers: int, num_active: int, num_experts: int) -> None:
@@ -179,6 +191,8 @@ class PagedCache:
         assert len(self._free) == self.num_pages, "a lease is open while the cache is put to sleep"
         self.keys = self.values = torch.empty(0)
         self.routes = None
+        if self.states is not None:
+            self.states.deallocate()
 
     @property
     def num_available(self) -> int:
@@ -204,7 +218,7 @@ class PagedCache:
         None, without any change, if there are not enough pages.
         """
         lease = Lease(self.epoch, root)
-        path, partial, length = self._walk(ids, reuse, root)
+        path, partial, length, border = self._find(ids, reuse, root)
         for node in path:
             self._use(node)
         lease.nodes = path
@@ -230,6 +244,8 @@ class PagedCache:
             lease.num_cached += length
             needed -= 1
         lease.pages += [self._take() for _ in range(needed)]
+        if self.states is not None:
+            lease.slot = self.states.begin(border)
         return lease
 
     def grow(self, lease: Lease) -> int | None:
@@ -264,6 +280,11 @@ class PagedCache:
             self._tokens[own.page, own.length : len(part)] = part[own.length :]
             own.length = len(part)
         lease.num_committed = len(ids)
+        if self.states is not None and (border := len(ids) // CHUNK * CHUNK):
+            node, offset = lease.nodes[(border - 1) // size], (border - 1) % size + 1
+            if offset not in node.borders:
+                node.borders += (offset,)
+            self.states.keep(lease.slot, (node, offset))
 
     def close(self, lease: Lease, ids: Ids, *, keep: bool = True) -> None:
         """Ends a lease whose computed positions hold `ids`; keeps them cached if `keep`."""
@@ -274,6 +295,8 @@ class PagedCache:
             page for i, page in enumerate(lease.pages) if i >= len(nodes) or nodes[i].page != page
         ]
         self._unuse(lease)
+        if self.states is not None:
+            self.states.end(lease.slot)
 
     def forget(self) -> None:
         """Drops every cached prefix. Open leases keep their pages, which are no longer shared."""
@@ -281,6 +304,8 @@ class PagedCache:
         self._idle.clear()
         self._below.clear()
         self.epoch += 1
+        if self.states is not None:
+            self.states.forget()
 
     def forget_root(self, root: int) -> None:
         """Drops the cached prefixes of a root that is not used any more. Pages of open leases
@@ -299,6 +324,8 @@ class PagedCache:
         free = to_device(np.array(self._free, np.int64), self._device)
         self.keys.index_fill_(2, free, 0)
         self.values.index_fill_(2, free, 0)
+        if self.states is not None:
+            self.states.clear_free_slots()
 
     def run_copies(self) -> None:
         """Runs the copies of all leases opened since the last call."""
@@ -328,10 +355,27 @@ class PagedCache:
 
     def num_known(self, ids: Ids, *, root: int = 0) -> int:
         """Number of leading positions of `ids` that are cached."""
-        path, _, length = self._walk(ids, len(ids), root)
+        path, _, length, _ = self._find(ids, len(ids), root)
         return len(path) * self.page_size + length
 
     # -- the trie -----------------------------------------------------------------------------
+
+    def _find(
+        self, ids: Ids, limit: int, root: int
+    ) -> tuple[list[PageNode], PageNode | None, int, tuple[PageNode, int] | None]:
+        """What `_walk` finds, up to the deepest kept state in a model with linear attention; and
+        the key of that state."""
+        path, partial, length = self._walk(ids, limit, root)
+        if self.states is None:
+            return path, partial, length, None
+        size, nodes = self.page_size, path if partial is None else [*path, partial]
+        known = len(path) * size + length
+        for border in range(known // CHUNK * CHUNK, 0, -CHUNK):
+            key = nodes[(border - 1) // size], (border - 1) % size + 1
+            if key in self.states:
+                whole, rest = divmod(border, size)
+                return nodes[:whole], nodes[whole] if rest else None, rest, key
+        return [], None, 0, None
 
     def _walk(self, ids: Ids, limit: int, root: int) -> tuple[list[PageNode], PageNode | None, int]:
         """(full pages, the page that continues them furthest, its number of matching positions)."""
@@ -360,6 +404,9 @@ class PagedCache:
         return (nodes[best], int(lengths[best])) if lengths[best] else (None, 0)
 
     def _forget(self, node: PageNode) -> None:
+        if self.states is not None:
+            for offset in node.borders:
+                self.states.drop((node, offset))
         siblings = self._below[node.parent]
         del siblings[node]
         if not siblings:

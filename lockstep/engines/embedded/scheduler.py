@@ -15,6 +15,7 @@ import numpy as np
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence
 from lockstep.engines.embedded.kv_cache import PagedCache
+from lockstep.ops.chunks import CHUNK
 from lockstep.ops.packed import num_equal
 
 
@@ -105,7 +106,12 @@ class Scheduler:
         for sequence in self.prefilling:
             if budget <= 0:
                 break
-            stop = min(sequence.num_to_compute, sequence.num_computed + budget)
+            begin, whole = sequence.num_computed, sequence.num_to_compute
+            stop = begin + budget
+            if self.cache.states is not None and stop < whole:
+                # States are known at borders alone, where the next part begins.
+                stop = max(stop // CHUNK * CHUNK, begin + CHUNK)
+            stop = min(stop, whole)
             chunks.append(Chunk(sequence, sequence.num_computed, stop))
             budget -= stop - sequence.num_computed
         self._is_settled = True
