@@ -17,6 +17,7 @@ from pathlib import Path
 from lockstep.engines.config import GPU_SHARE, EmbeddedConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.gpu import Device
+from lockstep.models.attention_config import CHUNK
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
@@ -272,6 +273,10 @@ def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:
     cache = per_token * num_pages * engine.page_size * facts.a
     if engine.resident_rows and facts.device == "cpu":
         cache += per_token * engine.kv_cache_tokens * (4 if facts.is_invariant else facts.a)
+    if c.linear is not None:
+        count = engine.max_num_sequences
+        kept = count if engine.prefix_cache else 0
+        cache += c.linear.cache_bytes(num_running=count, num_kept=kept, item=facts.a)
     packed = 0
     if facts.is_invariant and facts.device == "cpu":
         # In MKL's layout; a bfloat16 weight is also held in float32, which MKL reads beside it.
@@ -319,18 +324,36 @@ def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) ->
     """Bytes per token that autograd keeps of one block until its backward."""
     D, H, G, K = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
     num_norms = 4 if c.norms == "both" else 2
-    norms = num_norms * D * (4 + 2 * a)  # each: its input as float32, normed, scaled
+    # Each: its input as float32, normed, scaled.
+    norms = num_norms * D * (4 + a + (a if c.norm_weights == "plain" else 4))
     # The fused projection, which contains the values; queries and keys as turned; the output.
     attention = (3 * H + 3 * G) * K * a + 4 * H
     if c.has_qk_norm:
-        attention += (H + G) * K * (a if a == 4 else a + 4)
+        attention += (H + G) * K * (a if a == 4 else a + 4 if c.norm_weights == "plain" else 8)
     if a < 4:
         attention += 2 * K * a  # the rotations in the compute dtype
+    if c.has_output_gate:
+        attention += 8 * H * K  # the gate's sigmoid, and what it has scaled
+    if layer not in c.attention_layers:
+        attention = _linear_kept(c, a, is_invariant=is_invariant)
     if layer in c.routed_layers:
         # Routes and the router's outputs; the experts are computed again.
         routes = c.num_active_experts * (8 + 2 * a) + c.num_experts * a
         return norms + attention + routes + (3 if is_invariant else 4) * c.shared_width * a
     return norms + attention + (3 if is_invariant else 4) * _mlp_width(c) * a
+
+
+def _linear_kept(c: ModelConfig, a: int, *, is_invariant: bool) -> int:
+    """Bytes per token that a layer of linear attention keeps."""
+    at = c.linear
+    assert at is not None, "the layer has one"
+    keys, values = 2 * at.key_heads * at.key_dim, at.value_width
+    # Inputs of the convolution and its output before and in silu, all as float32.
+    conv = at.channels * (24 + (4 if a == 4 else 0))
+    # Queries and keys of unit length, cut into chunks; values, writes and states.
+    rule = keys * (4 if a == 4 else 8) + 8 * values + 4 * at.state_size // CHUNK
+    gated = values * (3 if a == 4 else 4) * 4 + (0 if is_invariant else 4 * values)
+    return conv + rule + gated + values * a + 40 * at.value_heads
 
 
 def _work_bytes(facts: PlanFacts, layer: int) -> int:

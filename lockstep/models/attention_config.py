@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CHUNK = 64
+"""Tokens between two states of linear attention, counted from the start of each sequence. Part of
+the numerics."""
+BLOCK = 16
+"""Tokens of a chunk that are solved at once. Part of the numerics."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
@@ -80,3 +86,18 @@ class LinearShape:
     @property
     def value_width(self) -> int:
         return self.value_heads * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a layer's state."""
+        return self.value_width * self.key_dim
+
+    def cache_bytes(self, *, num_running: int, num_kept: int, item: int) -> int:
+        """What a sampler holds for this many sequences and kept states, of `item` bytes a number in
+        the compute dtype. See `ops.chunks.States`."""
+        tail = (self.conv_width - 1) * self.channels * item
+        tokens = self.key_heads * self.key_dim + self.value_width + self.value_heads
+        block = BLOCK * (BLOCK * self.value_heads + self.value_width)
+        running = 4 * (self.state_size + CHUNK * tokens + block) + 2 * tail
+        kept = 4 * self.state_size + tail
+        return len(self.layers) * (num_running * running + num_kept * kept)

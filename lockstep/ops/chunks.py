@@ -16,13 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.models.attention_config import BLOCK as BLOCK
+from lockstep.models.attention_config import CHUNK as CHUNK
+
 Tensor = torch.Tensor
 Indices = npt.NDArray[np.int64]
-
-CHUNK = 64
-"""Tokens between two states, counted from the start of each sequence. Part of the numerics."""
-BLOCK = 16
-"""Tokens of a chunk that are solved at once. Part of the numerics."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

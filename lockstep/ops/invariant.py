@@ -228,8 +228,7 @@ class InvariantOps(GemmOps):
         return _activate(gate_up, alpha, limit)
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        # Further down, where it is below 1e-34, the derivative would be infinity over infinity.
-        return 1.0 / ((-x.to(sum_dtype(x.dtype)).clamp(min=-80.0)).exp() + 1.0)
+        return _Sigmoid.apply(x.to(sum_dtype(x.dtype)))  # pyright: ignore[reportReturnType]
 
     def geglu(self, gate_up: Tensor) -> Tensor:
         return _Geglu.apply(gate_up)  # pyright: ignore[reportReturnType]
@@ -305,6 +304,20 @@ def _gate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
     wide = gate.float()
     below = (wide * -alpha).exp_().add_(1.0)
     return torch.div(wide, below, out=below).to(gate.dtype).mul_(up)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """exp, sum and quotient round alike in vectors and in their tails. Keeps only its result."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.reciprocal(x.neg().exp_().add_(1.0))
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ops.aten.sigmoid_backward(grad, *ctx.saved_tensors)
 
 
 class _Geglu(torch.autograd.Function):

@@ -201,6 +201,12 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
     world = config.parallel.num_processes(os.environ)
     if isinstance(model, ModelConfig):
         config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
+        if model.linear is not None and config.parallel.sequence > 1:
+            raise ConfigError(
+                f"parallel.sequence={config.parallel.sequence} divides attention's heads, and "
+                f"{len(model.linear.layers)} of {model.num_layers} layers of {model.architecture} "
+                "have states in place of keys. Set parallel.sequence=1."
+            )
     if isinstance(config, Config):
         config.engine.for_rank(0, world)
         config.placement.check(

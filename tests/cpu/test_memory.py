@@ -27,6 +27,7 @@ from lockstep.memory import (
     plan_memory,
 )
 from lockstep.models import experts
+from lockstep.models.attention_config import LinearShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape
@@ -61,6 +62,16 @@ GPT_OSS = replace(
     swiglu_limit=7.0, windows=(None, 32),
 )  # fmt: skip
 MODELS = {"qwen3": QWEN3, "gpt_oss": GPT_OSS}
+HYBRID = ModelConfig(
+    architecture="qwen3_5_text", vocab_size=64, hidden_size=64, intermediate_size=160,
+    num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4,
+    max_positions=512, has_qk_norm=True, has_output_gate=True, norm_weights="centered",
+    windows=(None, None),
+    linear=LinearShape(
+        layers=(0,), key_heads=2, value_heads=4, key_dim=16, value_dim=24, conv_width=4,
+        is_grouped=False,
+    ),
+)  # fmt: skip
 
 GPT_OSS_20B = {
     "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
@@ -122,6 +133,24 @@ def test_a_block_keeps_what_is_planned_for_it(kind, dtype, backend):
         config = replace(MODELS[kind], num_layers=layers, windows=(32,) * layers)
         kept.append(kept_bytes(Decoder(config, ops=ops).to(getattr(torch, dtype)), 256))
     planned = kept_per_token(config, 0, DTYPE_BYTES[dtype], is_invariant=is_invariant)
+    assert planned == pytest.approx((kept[1] - kept[0]) / 256, rel=0.05)
+
+
+@pytest.mark.parametrize("backend", ["plain", "invariant"])
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("kind", ["linear", "attention"])
+def test_a_block_of_a_hybrid_keeps_what_is_planned_for_it(kind, dtype, backend):
+    ops = InvariantOps() if backend == "invariant" else Ops()
+    kept, settings = [], {"is_invariant": backend == "invariant"}
+    for more in (0, 1):
+        layers = tuple(range(1 + more)) if kind == "linear" else (0,)
+        config = replace(
+            HYBRID, num_layers=2 + more, windows=(None,) * (2 + more),
+            linear=replace(HYBRID.linear, layers=layers, key_heads=4, key_dim=32, value_dim=16),
+        )  # fmt: skip
+        kept.append(kept_bytes(Decoder(config, ops=ops).to(getattr(torch, dtype)), 256))
+    layer = 0 if kind == "linear" else 1
+    planned = kept_per_token(config, layer, DTYPE_BYTES[dtype], **settings)
     assert planned == pytest.approx((kept[1] - kept[0]) / 256, rel=0.05)
 
 

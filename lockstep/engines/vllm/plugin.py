@@ -41,8 +41,8 @@ SETTINGS: dict[str, str] = {
 }
 """Arguments of vLLM by which it runs Lockstep's decoder."""
 
-FOLDED = {"deepseek_v3"}
-"""Architectures for which vLLM lays out a cache of latents, where the decoder's has keys."""
+OTHER_CACHES = {"deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Architectures for which vLLM lays out a cache of latents or states, where the decoder has keys."""
 FLAGS = ("enforce-eager", "no-async-scheduling")
 """No compiler, which would order sums anew; and a step's draws know the tokens of the last one."""
 
@@ -130,9 +130,9 @@ def runs_decoder(config: VllmConfig, context: EngineContext) -> bool:
     """
     path = context.directory / "config.json"
     architecture = read_json(path, CheckpointError).get("model_type")
-    is_known = architecture in FAMILIES and architecture not in FOLDED
+    is_known = architecture in FAMILIES and architecture not in OTHER_CACHES
     if config.decoder == "lockstep" and not is_known:
-        known = ", ".join(sorted(FAMILIES.keys() - FOLDED))
+        known = ", ".join(sorted(FAMILIES.keys() - OTHER_CACHES))
         raise CapabilityError(
             f"engine.decoder=lockstep: there is no decoder of a {architecture} for vLLM, only of "
             f"{known}. vLLM may have one of its own: set engine.decoder=vllm."
