@@ -157,7 +157,9 @@ class MoE(nn.Module):
             return out_TD
         if self.shared_gate is None:
             return self.shared(x_TD, None, 0.0, ops, adapters, residual_TD=out_TD)
-        shared_TD = self.shared(x_TD, None, 0.0, ops, adapters, residual_TD=torch.zeros_like(out_TD))
+        shared_TD = self.shared(
+            x_TD, None, 0.0, ops, adapters, residual_TD=torch.zeros_like(out_TD)
+        )
         gate_T1 = ops.sigmoid(ops.linear(x_TD, self.shared_gate.weight)).to(x_TD.dtype)
         return out_TD + gate_T1 * shared_TD
 

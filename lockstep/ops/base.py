@@ -192,7 +192,7 @@ class Ops:
 
     def softplus(self, x: Tensor) -> Tensor:
         """log(1 + exp(x)), for any x; in x's dtype."""
-        return x.clamp(min=0) + torch.log1p((-x.abs()).exp())
+        return (x + x.abs()) / 2 + torch.log1p((-x.abs()).exp())
 
     def route_by_sigmoid(
         self,

@@ -15,9 +15,7 @@ def _hybrid(reading: Reading, *, is_grouped: bool) -> dict[str, Any]:
     every = r.count("full_attention_interval", default=4)
     kinds = r.get("layer_types", default=None)
     if kinds is None:
-        kinds = [
-            "linear_attention" if (i + 1) % every else "full_attention" for i in range(count)
-        ]
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
     known = {"full_attention", "linear_attention"}
     if len(kinds) != count or not set(kinds) <= known or "full_attention" not in kinds:
         r.problems.append(

@@ -7,9 +7,11 @@ import torch
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.models.attention_config import LinearShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.ops.context import PackedContext
+from lockstep.ops.invariant import InvariantOps
 from lockstep.types import Request, SamplingParams
 
 VOCAB = 97
@@ -36,6 +38,25 @@ def make_model(kind="qwen3", *, max_positions=256, std=0.4, seed=0):
             has_qk_norm=True,
             **shared,
         )
+    elif kind == "hybrid":
+        config = ModelConfig(
+            architecture="qwen3_5_text",
+            intermediate_size=48,
+            windows=(None, None),
+            has_qk_norm=True,
+            has_output_gate=True,
+            norm_weights="centered",
+            linear=LinearShape(
+                layers=(0,),
+                key_heads=2,
+                value_heads=4,
+                key_dim=8,
+                value_dim=12,
+                conv_width=4,
+                is_grouped=False,
+            ),
+            **shared,
+        )
     else:
         config = ModelConfig(
             architecture="gpt_oss",
@@ -50,7 +71,8 @@ def make_model(kind="qwen3", *, max_positions=256, std=0.4, seed=0):
             has_expert_bias=True,
             **shared,
         )
-    model = Decoder(config)
+    # Rounding errors grow along a state, so a hybrid is compared in every bit.
+    model = Decoder(config, ops=InvariantOps() if kind == "hybrid" else None)
     model.init_weights(std=std, seed=seed)
     return model
 

@@ -24,7 +24,8 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import CapabilityError, CheckpointError, ConfigError, EngineError
 from lockstep.models.hf_io import hf_tensors
 
-KINDS = ("qwen3", "gpt_oss")
+KEYED = ("qwen3", "gpt_oss")
+KINDS = (*KEYED, "hybrid")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +73,7 @@ def test_sampling_goes_on_while_a_long_prompt_is_prefilled():
 
 
 @pytest.mark.parametrize("turns", [6])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KEYED)
 def test_each_turn_prefills_only_what_is_new(kind, turns):
     model = make_model(kind)
     engine = make_engine(model)
@@ -401,7 +402,7 @@ def test_score_is_the_packed_forward_beside_running_requests(kind, budget):
     assert engine.stats["scored_tokens"] == 1 + 19 + 44 + 19
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KEYED)
 def test_a_late_score_takes_what_lies_before_from_the_cache(kind):
     model, ids = make_model(kind), prompt(40)
     engine = make_engine(model)

@@ -22,6 +22,7 @@ ARCHITECTURES = {
         "attention",
         "log_softmax",
     ),
+    "hybrid": ("delta_rule", "short_conv"),
 }
 
 
