@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lockstep.models.adapter_rows import AdapterRows
+from lockstep.models.attention_config import LinearScaling, Llama3Scaling, YarnScaling
 from lockstep.models.config import ModelConfig, NormWeights
 from lockstep.models.lora import Projection
-from lockstep.models.attention_config import LinearScaling, Llama3Scaling, YarnScaling
 from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import AttentionSpec, sum_dtype
 

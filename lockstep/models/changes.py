@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from lockstep.models.attention import rope_tables
+from lockstep.models.attention_config import YarnScaling
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import FallbackModel
 from lockstep.models.quantised import SCHEMES, Scheme
-from lockstep.models.attention_config import YarnScaling
 from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 from lockstep.config import read_json
 from lockstep.errors import CheckpointError
 from lockstep.models import families as families  # they register themselves
-from lockstep.models.reading import EXPERT_COUNTS, FAMILIES, NO_LIMIT, Reading, read_common
 from lockstep.models.attention_config import LatentShape, LinearShape, RopeScaling
+from lockstep.models.reading import EXPERT_COUNTS, FAMILIES, NO_LIMIT, Reading, read_common
 
 NormWeights = Literal["plain", "wide", "centered"]
 
@@ -55,7 +55,7 @@ class ModelConfig(_Kind):
     linear: LinearShape | None = None
     """Layers of linear attention; None: there are none."""
     has_output_gate: bool = False
-    """The query projection gives each head a gate too; its sigmoid scales the attention's output."""
+    """The query projection gives each head a gate too, whose sigmoid scales the head's output."""
     tie_embeddings: bool = False
     has_attention_bias: bool = False
     """Biases on the projections to queries, keys and values."""

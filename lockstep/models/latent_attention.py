@@ -15,9 +15,9 @@ from torch import nn
 
 from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import yarn_magnitude
+from lockstep.models.attention_config import LatentShape, YarnScaling
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora import Projection
-from lockstep.models.attention_config import LatentShape, YarnScaling
 from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import AttentionSpec
 

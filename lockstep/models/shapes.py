@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.models.config import ModelConfig
 from lockstep.models.attention_config import LatentShape, LinearShape
+from lockstep.models.config import ModelConfig
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]

@@ -1,8 +1,8 @@
 """How the gated delta rule cuts rows into chunks, and where a sampler keeps its states.
 
-A layer of linear attention has one state per sequence in place of keys and values. It is updated
-once per chunk of CHUNK tokens, counted from the start of the sequence, in sampler and trainer alike:
-a token of the chunk that runs reads the state before it, and the chunk's own tokens.
+A layer of linear attention has one state per sequence in place of keys and values. Sampler and
+trainer alike update it once per CHUNK tokens, counted from the start of the sequence. A token reads
+the state before its chunk, and the chunk's own tokens up to itself.
 
 # T tokens  N chunks  C = CHUNK  S sequences  W width of the convolution
 """

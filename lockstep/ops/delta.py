@@ -1,18 +1,20 @@
 """The gated delta rule, one definition for sampler and trainer, and its exact gradient.
 
-A head has a state S [K, V]. A token with key k, value v, log-decay g and strength beta changes it to
+A head has a state S [K, V]. A token with key k, value v, log-decay g and strength beta changes it:
 
     S <- exp(g) S + k (beta (v - exp(g) S^T k))^T,    and reads S^T q.
 
-Within a chunk, with c the running sum of g and S the state before the chunk, what token i writes is
+Within a chunk, with c the running sum of g and S the state before the chunk, token i writes
 
-    w_i = beta_i (v_i - exp(c_i) S^T k_i) - sum_{j < i} A_ij w_j,    A_ij = beta_i exp(c_i - c_j) k_i.k_j
+    w_i = beta_i (v_i - exp(c_i) S^T k_i) - sum_{j < i} A_ij w_j
+    A_ij = beta_i exp(c_i - c_j) k_i.k_j
 
-a triangular system, solved block by block: the sums over earlier blocks first, then the block by
-its inverse, whose row i needs rows before i alone. So a token is computed alike whether its chunk is
-there at once (training, prefill) or token by token (decode, which keeps keys, w, and the block's
-inverse): the same products, whose rows do not depend on each other under invariant ops. Decode
-reads the state once and writes it once per chunk, where the recurrent form does both per token.
+This triangular system is solved block by block: first the sums over earlier blocks, then the block
+by its inverse, whose row i needs rows before i alone. So a token is computed by the same products
+whether its chunk is there at once (training, prefill) or comes token by token (decode, which keeps
+keys, w, and the block's inverse), and under invariant ops the rows of a product do not depend on
+each other. Decode reads the state per token and writes it per chunk, where the recurrent form does
+both per token.
 
 Source: Gated DeltaNet (arXiv 2412.06464), equation 10, and the chunked form of section 3.3.
 Guard: tests/cpu/ops/test_delta.py
@@ -85,7 +87,7 @@ def _by_head(pairs: Tensor, num_heads: int) -> Tensor:
 
 def _read(q: Tensor, k: Tensor, state: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
     """(S^T q, S^T k), each [n, H, rows, V], of q and k [n, G, rows, K]."""
-    n, G, rows, K = k.shape
+    n, G, rows, _ = k.shape
     H, V = state.shape[1], state.shape[3]
     both = torch.cat([q, k], 2).repeat_interleave(H // G, 1)
     read = ops.matmul(both.flatten(0, 1), state.flatten(0, 1)).view(n, H, 2 * rows, V)
@@ -95,8 +97,8 @@ def _read(q: Tensor, k: Tensor, state: Tensor, ops: Ops) -> tuple[Tensor, Tensor
 def solve(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor, beta: Tensor, state: Tensor | None, ops: Ops
 ) -> Solved:
-    """q, k [n, G, C, K] of unit length, the queries scaled; v [n, H, C, V]; c, beta [n, H, C]; state
-    [n, H, K, V], None is 0. All of one dtype."""
+    """q, k [n, G, C, K] of unit length, the queries scaled; v [n, H, C, V]; c, beta [n, H, C];
+    state [n, H, K, V], None is 0. All have one dtype."""
     n, H, C, V = v.shape
     pairs, decay, grow = _pairs(q, k, ops), _decay(c), c.exp()[..., None]
     scores = _by_head(pairs[:, :, :, 0], H) * decay
@@ -131,7 +133,7 @@ def solve(
 
 def advance(k: Tensor, writes: Tensor, c: Tensor, state: Tensor | None, ops: Ops) -> Tensor:
     """[n, H, K, V]: the state after a chunk."""
-    n, H, C, V = writes.shape
+    n, H, _, V = writes.shape
     kept = (c[..., -1:] - c).exp()[..., None]
     keys = kept * k.repeat_interleave(H // k.shape[1], 1)
     added = ops.matmul(keys.flatten(0, 1).transpose(1, 2), writes.flatten(0, 1))
@@ -202,7 +204,7 @@ def _solve_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, c, beta and the state of `solve` and `advance`, by their formulas.
     grad [n, H, C, V] of the output, grad_after [n, H, K, V] of the state after the chunks."""
-    (n, H, C, V), (G, K) = v.shape, (k.shape[1], k.shape[3])
+    H, G = v.shape[1], k.shape[1]
     qh, kh = (x.repeat_interleave(H // G, 1) for x in (q, k))
     decay, grow, strength = _decay(c), c.exp()[..., None], beta[..., None]
     of_queries = _by_head((q @ k.transpose(-1, -2))[:, :, None], H)

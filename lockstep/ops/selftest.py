@@ -434,7 +434,7 @@ def _state_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """The first row's positions through a sampler's states: three parts of a prompt that end at
     different borders, then a token of each at a time."""
     rowwise, length = STATEFUL[call.op], int(call.args[-1].lengths[0])
-    rows, (layer, packed) = [call.args[i] for i in rowwise], call.args[-2:]
+    rows, layer = [call.args[i] for i in rowwise], call.args[-2]
     rest = [a for i, a in enumerate(call.args[:-2]) if i not in rowwise]
     k, v = (rows[i if len(rows) > 2 else 0] for i in (1, 2))
     states = States.zeros(

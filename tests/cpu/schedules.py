@@ -16,11 +16,11 @@ import torch
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.models.attention_config import LatentShape, LinearShape, Llama3Scaling, YarnScaling
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
-from lockstep.models.attention_config import LatentShape, LinearShape, Llama3Scaling, YarnScaling
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops import selftest

@@ -42,7 +42,7 @@ SETTINGS: dict[str, str] = {
 """Arguments of vLLM by which it runs Lockstep's decoder."""
 
 OTHER_CACHES = {"deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-"""Architectures for which vLLM lays out a cache of latents or states, where the decoder has keys."""
+"""Architectures for which vLLM lays out a cache of latents or states, where ours has other."""
 FLAGS = ("enforce-eager", "no-async-scheduling")
 """No compiler, which would order sums anew; and a step's draws know the tokens of the last one."""
 

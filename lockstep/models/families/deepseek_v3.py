@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.models.reading import Reading, family, same_windows, sigmoid_routes
 from lockstep.models.attention_config import LatentShape
+from lockstep.models.reading import Reading, family, same_windows, sigmoid_routes
 
 
 @family(

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from lockstep.errors import CheckpointError
-from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.attention_config import LinearScaling, Llama3Scaling, YarnScaling
+from lockstep.models.config import FallbackConfig, ModelConfig
 
 COMMON = {
     "hidden_act": "silu",

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep.models.attention_config import LatentShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape
-from lockstep.models.attention_config import LatentShape
 from lockstep.models.shapes import decoder_shapes, num_elements
 
 DENSE = ModelConfig(

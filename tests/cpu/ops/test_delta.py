@@ -128,7 +128,8 @@ def test_a_sampler_gives_the_bits_of_the_packed_forward_by_any_cut(seed):
             continue
         ends = np.concatenate([at[rows] + 1, stops])
         step = StateStep.of(states, slots[fed], at[fed], ends, num_rows=len(rows))
-        tokens = np.concatenate([first[s] + np.arange(at[s], e) for s, e in zip(fed, ends)])
+        fed_to = zip(fed, ends, strict=True)
+        tokens = np.concatenate([first[s] + np.arange(at[s], end) for s, end in fed_to])
         context = PagedContext(empty, empty, empty, states=step)
         with torch.inference_mode():
             assert torch.equal(
