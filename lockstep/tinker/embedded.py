@@ -117,7 +117,7 @@ class EmbeddedBackend:
     # -- training ---------------------------------------------------------------------------------
 
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
-        base = self._base(spec.base_model)
+        base = self._bases[spec.base_model]
         self._learners[model_id] = await self._train(self._make_learner, base, spec)
 
     def _make_learner(self, base: Base, spec: ModelSpec) -> TinkerLearner:
@@ -163,7 +163,7 @@ class EmbeddedBackend:
     async def open_sampler(
         self, sampler_id: str, base_model: str, directory: Path | None, *, version: int
     ) -> None:
-        base = self._base(base_model)
+        base = self._bases[base_model]
         sampler = _Sampler(base=base, engine=base.engine, decoder=base.decoder)
         if directory is not None and (directory / peft_format.CONFIG).is_file():
             sampler.adapter = directory
@@ -294,13 +294,6 @@ class EmbeddedBackend:
 
     # -- the whole --------------------------------------------------------------------------------
 
-    def _base(self, name: str) -> Base:
-        base = self._bases.get(name.partition(":")[0])
-        if base is None:
-            known = ", ".join(self._bases)
-            raise TinkerError(f"this server has no model {name!r}. It serves {known}.")
-        return base
-
     async def close(self) -> None:
         self._trainer.shutdown(wait=True, cancel_futures=True)
         for sampler_id in list(self._samplers):
@@ -319,11 +312,6 @@ def _compiled(loss: CustomLoss) -> GraphLoss:
 
 def _params_of(request: Sampling, base: BaseModel) -> SamplingParams:
     room = base.max_tokens - len(request.prompt_ids)
-    if room < 1:
-        raise TinkerError(
-            f"the prompt has {len(request.prompt_ids)} tokens, and {base.name} reads at most "
-            f"{base.max_tokens} with its reply (max_tokens). Shorten the prompt."
-        )
     stop_ids = base.stop_ids if request.stop_ids is None else request.stop_ids
     return SamplingParams(
         max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
