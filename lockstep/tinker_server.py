@@ -14,7 +14,13 @@ from lockstep.config import to_dict
 from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import CapabilityError, ConfigError
 from lockstep.ops.contract import TRUE_ON_POLICY
-from lockstep.run.build import choose_numerics, engine_gpus, load_model, with_engine
+from lockstep.run.build import (
+    choose_numerics,
+    engine_context,
+    engine_gpus,
+    load_model,
+    with_engine,
+)
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run_config import ServeConfig
 
@@ -72,7 +78,6 @@ async def open_base(
 ) -> OpenedBase:
     """Loads a base model, and opens its engine. place: for logs of the engine, and weights on their
     way. note: told what the engine waits for."""
-    from lockstep.engines.base import EngineContext
     from lockstep.engines.embedded.engine import EmbeddedEngine, sized
     from lockstep.engines.registry import check_capabilities, open_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
@@ -92,7 +97,7 @@ async def open_base(
         name=name,
         architecture=model_files.model.architecture,
         vocab_size=model_files.model.vocab_size,
-        max_tokens=min(config.max_tokens, model_files.model.max_positions),
+        max_tokens=config.max_tokens,
         stop_ids=model_files.renderer.stop_ids,
     )
     base_of = partial(Base, info=info, directory=model_files.directory, decoder=decoder)
@@ -105,15 +110,10 @@ async def open_base(
         )
         base = base_of(engine=make(decoder), make_engine=partial(make, is_shared=False))
     else:
-        context = EngineContext(
-            model=decoder,
-            token_bytes=tokenizer.all_token_bytes(),
-            control_ids=tokenizer.control_ids,
-            directory=model_files.directory,
-            vocab_size=info.vocab_size,
-            max_tokens=info.max_tokens,
-            dtype=config.compute_dtype,
-            seed=config.seed,
+        context = engine_context(
+            own,
+            model_files,
+            decoder,
             run=f"{config.name}-{name}",
             scratch=place,
             on_wait=note,
