@@ -81,9 +81,9 @@ async def open_base(
     from lockstep.engines.embedded.engine import EmbeddedEngine, sized
     from lockstep.engines.registry import check_capabilities, open_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
-    from lockstep.tinker.backend import BaseModel
     from lockstep.tinker.embedded import Base
     from lockstep.tinker.outside import OutsideEngine
+    from lockstep.tinker.requests import BaseModel
 
     check_engine(config)
     if config.contract != "none":

@@ -69,7 +69,7 @@ OPTIMIZER, COUNTERS = "optimizer.safetensors", "counters.json"
 _log = logging.getLogger(__name__)
 
 
-def adapter_config(spec: ModelSpec, model: ModelConfig, *, seed: int) -> LoraConfig | None:
+def adapter_config(spec: ModelSpec, model: ModelConfig) -> LoraConfig | None:
     """Settings of the adapter that a client asks for; None trains the whole model (rank 0).
 
     The output projection has no adapter here, whatever `train_unembed` says: it is tied to the
@@ -87,8 +87,7 @@ def adapter_config(spec: ModelSpec, model: ModelConfig, *, seed: int) -> LoraCon
             "train_attn and train_mlp are both false, and train_unembed alone adapts nothing here. "
             "Set one of them."
         )
-    seed = seed if spec.seed is None else spec.seed
-    return LoraConfig(rank=spec.rank, alpha=ALPHA, targets=targets, seed=seed)
+    return LoraConfig(rank=spec.rank, alpha=ALPHA, targets=targets, seed=spec.seed or 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import MissingExtraError
-from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.requests import (
+    BaseModel,
     CustomLoss,
     Datum,
     ForwardBackward,

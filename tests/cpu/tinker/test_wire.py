@@ -7,8 +7,8 @@ import pytest
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
-from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.requests import (
+    BaseModel,
     ForwardBackwardResult,
     SampledSequence,
     Sampling,

@@ -16,8 +16,8 @@ import numpy as np
 
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.listener import Listener
-from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.requests import (
+    BaseModel,
     ForwardBackwardResult,
     SampledSequence,
     SamplingResult,
