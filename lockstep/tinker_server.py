@@ -27,7 +27,6 @@ from lockstep.run_config import ServeConfig
 if TYPE_CHECKING:
     from lockstep.agent.gateway.listener import Listener
     from lockstep.tinker.embedded import Base
-    from lockstep.tinker.server import TinkerServer
 
 CACHE_SHARE = 0.25
 """Share of a GPU's free memory for the cache of an engine in this process: training and samplers of
@@ -181,9 +180,9 @@ async def opened(
     key: str,
     out: Path,
     note: Callable[[str], None],
-    listener: Listener | None = None,
-) -> AsyncIterator[TinkerServer]:
-    """Has the API ready inside the block, where the server is to be started. Journal, checkpoints
+    listener: Listener,
+) -> AsyncIterator[None]:
+    """Has the API ready inside the block, where the listener is to be started. Journal, checkpoints
     and run directories are in `out`; another server over the same directory goes on with what this
     one has accepted."""
     from lockstep.tinker.embedded import EmbeddedBackend
@@ -206,6 +205,5 @@ async def opened(
         service = TinkerService(backend, out, config.tinker, records=records)
         stack.push_async_callback(service.close)
         await service.start()
-        server = TinkerServer(service, key=key, listener=listener)
-        stack.push_async_callback(server.close)
-        yield server
+        TinkerServer(service, key=key, listener=listener)
+        yield
