@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from lockstep.doctor.monitor import train as train
     from lockstep.doctor.monitor import train_side_by_side as train_side_by_side
     from lockstep.doctor.noise_table import measure_noise as measure_noise
-    from lockstep.doctor.replay import find as replay
+    from lockstep.doctor.replay import find as replay  # noqa: F401 - in _PUBLIC
     from lockstep.doctor.watch import watch as watch
     from lockstep.model_server import BackgroundServer as BackgroundServer
     from lockstep.model_server import serve as serve
-    from lockstep.store.run import load_run as load
+    from lockstep.store.run import load_run as load  # noqa: F401 - in _PUBLIC
     from lockstep.supervised import train_supervised as train_supervised
     from lockstep.verbs import evaluate as evaluate
     from lockstep.verbs import export as export
@@ -51,23 +51,8 @@ _PUBLIC = {
     "watch": ("lockstep.doctor.watch", "watch"),
     "write_report": ("lockstep.verbs", "write_report"),
 }
-__all__ = [
-    "BackgroundServer",
-    "diagnose",
-    "evaluate",
-    "export",
-    "list_recipes",
-    "load",
-    "measure_noise",
-    "render",
-    "replay",
-    "serve",
-    "train",
-    "train_side_by_side",
-    "train_supervised",
-    "watch",
-    "write_report",
-]
+# The names above are imported there for type checkers, which read no computed list.
+__all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

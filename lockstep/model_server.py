@@ -136,6 +136,8 @@ async def opened(
     """Runs the server inside the block. At its end all sessions are ended, stored if there is an
     `out`, and the engine is closed."""
     from lockstep.agent.gateway.listener import Listener
+    from lockstep.agent.gateway.registry import SessionRegistry
+    from lockstep.agent.gateway.server import GatewayServer
 
     config = served.config
     config.gateway.check_key(key)
@@ -164,9 +166,24 @@ async def opened(
             else:
                 model_files, engine = open_served(served, scratch=place, on_wait=on_wait)
                 stack.push_async_callback(engine.close)
-            agents = await _open_agents(
-                served, model_files, engine, stack=stack, key=key, store=store, listener=listener
+            sessions = SessionRegistry(
+                lambda task: _session(served, model_files, engine, task),
+                max_sessions=config.max_sessions,
+                idle_seconds=config.idle_seconds,
+                on_finished=lambda session: None if store is None else store.add(session),
             )
+            stack.push_async_callback(sessions.close)
+            if served.version and engine.capabilities.shares_weights:
+                await engine.load_weights(None, version=served.version)
+            agents = GatewayServer(
+                sessions,
+                renderer=model_files.renderer,
+                model=config.model.rstrip("/").rpartition("/")[2],
+                key=key,
+                store=None if store is None else store.store,
+                listener=listener,
+            )
+            stack.push_async_callback(agents.close)
         stack.push_async_callback(listener.close)
         await listener.start()
         yield ModelServer(
@@ -200,42 +217,6 @@ def _check_bases(served: Served) -> None:
             "weights of a whole model that is trained take the place of those that agents sample. "
             "Start a server for each API."
         )
-
-
-async def _open_agents(
-    served: Served,
-    model_files: ModelFiles,
-    engine: Engine,
-    *,
-    stack: contextlib.AsyncExitStack,
-    key: str,
-    store: SessionStore | None,
-    listener: Listener,
-) -> GatewayServer:
-    """Makes the server of the agents' APIs; `stack` closes it."""
-    from lockstep.agent.gateway.registry import SessionRegistry
-    from lockstep.agent.gateway.server import GatewayServer
-
-    config = served.config
-    sessions = SessionRegistry(
-        lambda task: _session(served, model_files, engine, task),
-        max_sessions=config.max_sessions,
-        idle_seconds=config.idle_seconds,
-        on_finished=lambda session: None if store is None else store.add(session),
-    )
-    stack.push_async_callback(sessions.close)
-    if served.version and engine.capabilities.shares_weights:
-        await engine.load_weights(None, version=served.version)
-    server = GatewayServer(
-        sessions,
-        renderer=model_files.renderer,
-        model=config.model.rstrip("/").rpartition("/")[2],
-        key=key,
-        store=None if store is None else store.store,
-        listener=listener,
-    )
-    stack.push_async_callback(server.close)
-    return server
 
 
 def serve(

@@ -14,14 +14,19 @@ from lockstep.config import to_dict
 from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import CapabilityError, ConfigError
 from lockstep.ops.contract import TRUE_ON_POLICY
-from lockstep.run.build import choose_numerics, engine_gpus, load_model, with_engine
+from lockstep.run.build import (
+    choose_numerics,
+    engine_context,
+    engine_gpus,
+    load_model,
+    with_engine,
+)
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run_config import ServeConfig
 
 if TYPE_CHECKING:
     from lockstep.agent.gateway.listener import Listener
     from lockstep.tinker.embedded import Base
-    from lockstep.tinker.server import TinkerServer
 
 CACHE_SHARE = 0.25
 """Share of a GPU's free memory for the cache of an engine in this process: training and samplers of
@@ -72,13 +77,12 @@ async def open_base(
 ) -> OpenedBase:
     """Loads a base model, and opens its engine. place: for logs of the engine, and weights on their
     way. note: told what the engine waits for."""
-    from lockstep.engines.base import EngineContext
     from lockstep.engines.embedded.engine import EmbeddedEngine, sized
     from lockstep.engines.registry import check_capabilities, open_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
-    from lockstep.tinker.backend import BaseModel
     from lockstep.tinker.embedded import Base
     from lockstep.tinker.outside import OutsideEngine
+    from lockstep.tinker.requests import BaseModel
 
     check_engine(config)
     if config.contract != "none":
@@ -92,7 +96,7 @@ async def open_base(
         name=name,
         architecture=model_files.model.architecture,
         vocab_size=model_files.model.vocab_size,
-        max_tokens=min(config.max_tokens, model_files.model.max_positions),
+        max_tokens=config.max_tokens,
         stop_ids=model_files.renderer.stop_ids,
     )
     base_of = partial(Base, info=info, directory=model_files.directory, decoder=decoder)
@@ -105,15 +109,10 @@ async def open_base(
         )
         base = base_of(engine=make(decoder), make_engine=partial(make, is_shared=False))
     else:
-        context = EngineContext(
-            model=decoder,
-            token_bytes=tokenizer.all_token_bytes(),
-            control_ids=tokenizer.control_ids,
-            directory=model_files.directory,
-            vocab_size=info.vocab_size,
-            max_tokens=info.max_tokens,
-            dtype=config.compute_dtype,
-            seed=config.seed,
+        context = engine_context(
+            own,
+            model_files,
+            decoder,
             run=f"{config.name}-{name}",
             scratch=place,
             on_wait=note,
@@ -181,9 +180,9 @@ async def opened(
     key: str,
     out: Path,
     note: Callable[[str], None],
-    listener: Listener | None = None,
-) -> AsyncIterator[TinkerServer]:
-    """Has the API ready inside the block, where the server is to be started. Journal, checkpoints
+    listener: Listener,
+) -> AsyncIterator[None]:
+    """Has the API ready inside the block, where the listener is to be started. Journal, checkpoints
     and run directories are in `out`; another server over the same directory goes on with what this
     one has accepted."""
     from lockstep.tinker.embedded import EmbeddedBackend
@@ -206,6 +205,5 @@ async def opened(
         service = TinkerService(backend, out, config.tinker, records=records)
         stack.push_async_callback(service.close)
         await service.start()
-        server = TinkerServer(service, key=key, listener=listener)
-        stack.push_async_callback(server.close)
-        yield server
+        TinkerServer(service, key=key, listener=listener)
+        yield

@@ -159,7 +159,6 @@ def build(
     """
     import torch
 
-    from lockstep.engines.base import EngineContext
     from lockstep.engines.registry import check_capabilities
     from lockstep.models.critic import load_value_model
     from lockstep.ops.invariant import ask_for_reproducible_gemm
@@ -176,16 +175,11 @@ def build(
     numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
-    context = EngineContext(
-        model=model,
-        token_bytes=model_files.renderer.tokenizer.all_token_bytes(),
-        control_ids=model_files.renderer.tokenizer.control_ids,
-        directory=model_files.directory,
-        vocab_size=model_files.model.vocab_size,
-        max_tokens=config.max_tokens,
-        dtype=config.compute_dtype,
+    context = engine_context(
+        config,
+        model_files,
+        model,
         contract=config.contract,
-        seed=config.seed,
         run=config.name if scratch is None else scratch.name,
         scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",
         on_wait=on_wait,
@@ -270,6 +264,26 @@ def build(
             ranks=ranks,
         )
     return Parts(model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks)
+
+
+def engine_context(
+    config: ModelChoice, model_files: ModelFiles, model: Any, **more: Any
+) -> EngineContext:
+    """All that an engine is made from. more: what the settings of a model do not tell, such as
+    `run` and `scratch`, or another directory."""
+    from lockstep.engines.base import EngineContext
+
+    tokenizer = model_files.renderer.tokenizer
+    return EngineContext(
+        model=model,
+        token_bytes=tokenizer.all_token_bytes(),
+        control_ids=tokenizer.control_ids,
+        vocab_size=model_files.model.vocab_size,
+        max_tokens=config.max_tokens,
+        dtype=config.compute_dtype,
+        seed=config.seed,
+        **{"directory": model_files.directory, **more},
+    )
 
 
 def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder) -> Teachers:

@@ -15,7 +15,7 @@ from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import locate_model
 from lockstep.models.lora_config import LoraConfig
 from lockstep.ops.contract import ContractChoice
-from lockstep.run.build import choose_numerics, load_model
+from lockstep.run.build import choose_numerics, engine_context, load_model
 from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.preflight import (
     RENDERER_FILE,
@@ -109,7 +109,6 @@ def open_served(
 ) -> tuple[ModelFiles, Engine]:
     """Opens the engine. Returns it with the files of its model. contract: that of the run which an
     engine in this process plays for."""
-    from lockstep.engines.base import EngineContext
     from lockstep.engines.registry import check_capabilities, open_engine
 
     config = served.config
@@ -126,19 +125,8 @@ def open_served(
         )
     elif served.weights is not None:
         directory = served.weights
-    context = EngineContext(
-        model=model,
-        token_bytes=model_files.renderer.tokenizer.all_token_bytes(),
-        control_ids=model_files.renderer.tokenizer.control_ids,
-        directory=directory,
-        vocab_size=model_files.model.vocab_size,
-        max_tokens=config.max_tokens,
-        dtype=config.compute_dtype,
-        seed=config.seed,
-        run=config.name,
-        scratch=scratch,
-        on_wait=on_wait,
-    )
+    told = {"directory": directory, "run": config.name, "scratch": scratch, "on_wait": on_wait}
+    context = engine_context(config, model_files, model, **told)
     engine = open_engine(config.engine.for_rank(0, 1), context)
     check_capabilities(
         engine, vocab_size=model_files.model.vocab_size, max_tokens=config.max_tokens

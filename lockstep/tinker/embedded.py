@@ -30,11 +30,11 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import lora_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.ops.context import PackedContext
-from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.learner import TinkerLearner, adapter_config
 from lockstep.tinker.outside import OutsideEngine, Whole
 from lockstep.tinker.requests import (
+    BaseModel,
     CustomLoss,
     ForwardBackward,
     ForwardBackwardResult,
@@ -101,7 +101,14 @@ class _Sampler:
 
 
 class EmbeddedBackend:
-    """`Backend` over the decoders of `bases`."""
+    """Executes requests over the decoders of `bases`. `service.py` hands over one operation of a
+    model at a time, in order of its seq_id; different models, and samplers, run side by side.
+
+    Every method raises TinkerError for what the client did wrong; a method that raises, whatever it
+    is, has changed nothing. Directories are written whole or not at all by the caller: a method
+    writes into an empty one. After a restart the service makes the models anew, loads what `save`
+    wrote, and repeats the requests since then, which must give the same bits.
+    """
 
     def __init__(self, bases: Sequence[Base], config: TrainerConfig) -> None:
         """config: of every model in training; what an update needs is on the wire."""
@@ -117,11 +124,12 @@ class EmbeddedBackend:
     # -- training ---------------------------------------------------------------------------------
 
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
-        base = self._base(spec.base_model)
-        self._learners[model_id] = await self._train(self._make_learner, base, spec)
+        """Makes a model with a fresh adapter and optimizer."""
+        self._learners[model_id] = await self._train(self._make_learner, spec)
 
-    def _make_learner(self, base: Base, spec: ModelSpec) -> TinkerLearner:
-        adapter = adapter_config(spec, base.decoder.config, seed=0)
+    def _make_learner(self, spec: ModelSpec) -> TinkerLearner:
+        base = self._bases[spec.base_model]
+        adapter = adapter_config(spec, base.decoder.config)
         if adapter is None:
             decoder = base.load(base.directory)
         else:
@@ -130,9 +138,12 @@ class EmbeddedBackend:
         return TinkerLearner(decoder, like=base.directory, config=self._config)
 
     async def unload_model(self, model_id: str) -> None:
+        """Frees its memory. An unknown id is ignored."""
         self._learners.pop(model_id, None)
 
     def check_loss(self, loss: CustomLoss) -> None:
+        """Raises TinkerError for a graph that would not be run: an operation that is not allowed,
+        or a wrong number of outputs."""
         _compiled(loss)
 
     async def forward_backward(
@@ -143,13 +154,19 @@ class EmbeddedBackend:
         return await self._train(partial(learner.forward_backward, request, custom=custom))
 
     async def optim_step(self, model_id: str, request: OptimStep) -> dict[str, float]:
+        """Returns metrics, named `name:reduction`. A gradient that is not finite makes no update,
+        which `skipped:sum` counts."""
         return await self._train(self._learners[model_id].optim_step, request)
 
     async def save(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        """Writes the adapter in PEFT's form (a whole model in Hugging Face's), and, if asked, what
+        a later `load` needs to continue bit for bit. Gradients that were not applied are not
+        kept."""
         learner = self._learners[model_id]
         await self._train(partial(learner.save, directory, with_optimizer=with_optimizer))
 
     async def load(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        """Takes what `save` wrote, for a model of the same spec; drops collected gradients."""
         learner = self._learners[model_id]
         await self._train(partial(learner.load, directory, with_optimizer=with_optimizer))
 
@@ -163,7 +180,11 @@ class EmbeddedBackend:
     async def open_sampler(
         self, sampler_id: str, base_model: str, directory: Path | None, *, version: int
     ) -> None:
-        base = self._base(base_model)
+        """A sampler of the weights in `directory`, as `save` wrote them; None samples the base
+        model. The directory stays until the sampler is closed or has another one. On a sampler that
+        exists it replaces the weights under running requests, whose later tokens have the new
+        version."""
+        base = self._bases[base_model]
         sampler = _Sampler(base=base, engine=base.engine, decoder=base.decoder)
         if directory is not None and (directory / peft_format.CONFIG).is_file():
             sampler.adapter = directory
@@ -201,6 +222,7 @@ class EmbeddedBackend:
             raise TinkerError(str(error), category="server") from error
 
     async def close_sampler(self, sampler_id: str) -> None:
+        """Frees its memory; running requests fail. An unknown id is ignored."""
         sampler = self._samplers.pop(sampler_id, None)
         if sampler is None:
             return
@@ -217,6 +239,8 @@ class EmbeddedBackend:
         seeds: Sequence[int],
         sequence_ids: Sequence[str],
     ) -> SamplingResult:
+        """Draws a reply for each seed. The same request, weights and seeds give the same bits.
+        sequence_ids: names of the replies, by which spans of a datum refer to them."""
         sampler = self._samplers[sampler_id]
         adapter = "" if sampler.adapter is None else sampler_id
         params = _params_of(request, sampler.base.info)
@@ -294,13 +318,6 @@ class EmbeddedBackend:
 
     # -- the whole --------------------------------------------------------------------------------
 
-    def _base(self, name: str) -> Base:
-        base = self._bases.get(name.partition(":")[0])
-        if base is None:
-            known = ", ".join(self._bases)
-            raise TinkerError(f"this server has no model {name!r}. It serves {known}.")
-        return base
-
     async def close(self) -> None:
         self._trainer.shutdown(wait=True, cancel_futures=True)
         for sampler_id in list(self._samplers):
@@ -319,11 +336,6 @@ def _compiled(loss: CustomLoss) -> GraphLoss:
 
 def _params_of(request: Sampling, base: BaseModel) -> SamplingParams:
     room = base.max_tokens - len(request.prompt_ids)
-    if room < 1:
-        raise TinkerError(
-            f"the prompt has {len(request.prompt_ids)} tokens, and {base.name} reads at most "
-            f"{base.max_tokens} with its reply (max_tokens). Shorten the prompt."
-        )
     stop_ids = base.stop_ids if request.stop_ids is None else request.stop_ids
     return SamplingParams(
         max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),

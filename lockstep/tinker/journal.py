@@ -251,7 +251,7 @@ class Journal:
 
     def add(self, request: Request, digest: bytes) -> None:
         """Accepts a request."""
-        self._add(request, digest, "waiting", None, None)
+        self._add(request, digest, "waiting")
 
     def refuse(self, request: Request, digest: bytes, text: str, status: int) -> None:
         """Notes a request that was refused: its seq_id is used."""
@@ -262,8 +262,8 @@ class Journal:
         request: Request,
         digest: bytes,
         state: State,
-        result: bytes | None,
-        category: str | None,
+        result: bytes | None = None,
+        category: str | None = None,
     ) -> None:
         self._db.execute(
             "INSERT INTO requests "

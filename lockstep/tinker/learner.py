@@ -34,7 +34,6 @@ from lockstep.ops.context import PackedContext, take_rows
 from lockstep.store.files import write_json
 from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.losses import (
-    CUSTOM,
     Loss,
     Totals,
     check_datum,
@@ -70,7 +69,7 @@ OPTIMIZER, COUNTERS = "optimizer.safetensors", "counters.json"
 _log = logging.getLogger(__name__)
 
 
-def adapter_config(spec: ModelSpec, model: ModelConfig, *, seed: int) -> LoraConfig | None:
+def adapter_config(spec: ModelSpec, model: ModelConfig) -> LoraConfig | None:
     """Settings of the adapter that a client asks for; None trains the whole model (rank 0).
 
     The output projection has no adapter here, whatever `train_unembed` says: it is tied to the
@@ -88,8 +87,7 @@ def adapter_config(spec: ModelSpec, model: ModelConfig, *, seed: int) -> LoraCon
             "train_attn and train_mlp are both false, and train_unembed alone adapts nothing here. "
             "Set one of them."
         )
-    seed = seed if spec.seed is None else spec.seed
-    return LoraConfig(rank=spec.rank, alpha=ALPHA, targets=targets, seed=seed)
+    return LoraConfig(rank=spec.rank, alpha=ALPHA, targets=targets, seed=spec.seed or 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -180,7 +178,6 @@ class TinkerLearner:
         No update is made if a gradient is not finite or there is none; the log and `last_skip` say
         why, and `skipped:sum` is 1.
         """
-        _check_step(step)
         norm = float(self.optimizer.gradient_norm())
         self.last_skip = self._fault
         if not self._fault and not self._num_trained:
@@ -252,30 +249,12 @@ class TinkerLearner:
 
     def _check(self, request: ForwardBackward, custom: GraphLoss | None) -> Loss | None:
         """The loss; None if it is the custom one. Raises TinkerError for what is wrong."""
-        loss: Loss | None = None
-        if request.loss != CUSTOM:
-            loss = check_loss(request.loss, request.config)
-        elif custom is None:
-            told = request.config.get("loss_id")
-            raise invalid(
-                f"no custom loss has the loss_id {told!r}. Create it with create_custom_loss, in "
-                "the session that uses it."
-            )
-        if not request.data:
-            raise invalid("the request has no datum.")
-        model = self.decoder.config
+        loss = None if custom is not None else check_loss(request.loss, request.config)
         for index, datum in enumerate(request.data):
-            if not 0 < len(datum) <= model.max_positions:
-                raise invalid(
-                    f"datum {index} has {len(datum)} input tokens; the model reads 1 to "
-                    f"{model.max_positions}."
-                )
             if loss is not None:
                 check_datum(index, datum, loss, request.loss)
             elif custom is not None:
                 custom.check(index, datum, check_targets(index, datum).ndim)
-            _check_ids(index, "model_input", datum.token_ids, model.vocab_size)
-            _check_ids(index, TARGETS, datum.inputs[TARGETS], model.vocab_size)
         return loss
 
     def _pack(self, data: Sequence[Datum], rows: list[int], loss: Loss | None) -> _Batch:
@@ -342,8 +321,17 @@ class TinkerLearner:
                 )
                 total = sum_loss(loss, tokens, totals)
             else:
-                assert custom is not None, "_check lets no custom loss pass without its graph"
-                total = self._sum_custom(custom, batch, logprobs_M, request.data, totals)
+                assert custom is not None, "the service lets no custom loss pass without its graph"
+                # On the CPU: its tensors are small, and its operations many.
+                total = logprobs_M.new_zeros(()).cpu()
+                totals.add("tokens:sum", torch.ones_like(logprobs_M))
+                parts = logprobs_M.cpu().split(batch.sizes)
+                for row, of_row in zip(batch.rows, parts, strict=True):
+                    inputs = request.data[row].inputs
+                    found, metrics = custom(of_row.view(inputs[TARGETS].shape), inputs, index=row)
+                    total = total + found
+                    for name, value in ({"loss:sum": found} | metrics).items():
+                        totals.add(name, value)
         if is_trained:
             if total.requires_grad:  # a custom loss may be a constant
                 total.backward()
@@ -371,27 +359,6 @@ class TinkerLearner:
         entropy_M = entropy_P.detach().index_select(0, batch.entries // width)
         return logprobs_PK.flatten().index_select(0, batch.entries), entropy_M
 
-    def _sum_custom(
-        self,
-        custom: GraphLoss,
-        batch: _Batch,
-        logprobs_M: Tensor,
-        data: Sequence[Datum],
-        totals: Totals,
-    ) -> Tensor:
-        """[] the sum of a custom loss over the datums. It runs on the CPU: its tensors are small,
-        and its operations many."""
-        total = logprobs_M.new_zeros(()).cpu()
-        totals.add("tokens:sum", torch.ones_like(logprobs_M))
-        for row, logprobs in zip(batch.rows, logprobs_M.cpu().split(batch.sizes), strict=True):
-            targets = data[row].inputs[TARGETS]
-            loss, metrics = custom(logprobs.view(targets.shape), data[row].inputs, index=row)
-            total = total + loss
-            totals.add("loss:sum", loss)
-            for name, value in metrics.items():
-                totals.add(name, value)
-        return total
-
     def _note_bad(
         self, row: int, logprobs: npt.NDArray[np.float32], request: ForwardBackward
     ) -> None:
@@ -407,30 +374,3 @@ class TinkerLearner:
         """Targets with a gradient since the last update."""
         self._fault = ""
         """Why the collected gradients must not be applied; empty if they may."""
-
-
-def _check_ids(index: int, name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
-    if ((ids < 0) | (ids >= vocab_size)).any():
-        at = np.argwhere((ids < 0) | (ids >= vocab_size))[0].tolist()
-        raise invalid(
-            f"datum {index}, {name}: entry {at} is the id {int(ids[tuple(at)])}, and the model's "
-            f"vocabulary ends at {vocab_size - 1}. Another model's tokenizer?"
-        )
-
-
-def _check_step(step: OptimStep) -> None:
-    fits = {
-        "learning_rate": step.learning_rate >= 0,
-        "beta1": 0 <= step.beta1 < 1,
-        "beta2": 0 <= step.beta2 < 1,
-        "eps": step.eps >= 0,
-        "weight_decay": step.weight_decay >= 0,
-        "grad_clip_norm": step.grad_clip_norm >= 0,
-    }
-    for name, is_fitting in fits.items():
-        value = getattr(step, name)
-        if not is_fitting or not math.isfinite(value):
-            below = " and below 1" if name.startswith("beta") else ""
-            raise invalid(
-                f"adam_params.{name} is {value}; expected a finite number, at least 0{below}."
-            )

@@ -22,9 +22,9 @@ from lockstep.observe.live import RunHeader, View
 from lockstep.report.document import write_report
 from lockstep.run.build import tokenizer_of
 from lockstep.store.run import RunDirectory, load_run
-from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.requests import (
     TARGETS,
+    BaseModel,
     Datum,
     ForwardBackward,
     ForwardBackwardResult,

@@ -1,7 +1,7 @@
 """The wire's content as Python values: requests of clients of Tinker's API, and their results.
 
 `wire.py` reads these from HTTP bodies and writes them; `service.py` orders and journals them;
-`backend.py` computes them. No torch.
+`embedded.py` computes them. No torch.
 """
 
 from __future__ import annotations
@@ -44,6 +44,20 @@ def invalid(text: str) -> TinkerError:
 def not_found(text: str) -> TinkerError:
     """The refusal of what names nothing here (404)."""
     return TinkerError(text, status=404)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """A model that clients may train and sample."""
+
+    name: str
+    """As clients name it, and what their tokenizer is loaded by."""
+    architecture: str
+    vocab_size: int
+    max_tokens: int
+    """Longest prompt plus reply."""
+    stop_ids: tuple[int, ...]
+    """Ids that end a reply where the client names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,16 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.tinker.backend import Backend, BaseModel
 from lockstep.tinker.checkpoints import CheckpointStore
 from lockstep.tinker.journal import Journal, Sampler
-from lockstep.tinker.requests import Sampling, SamplingResult, TinkerError, not_found
+from lockstep.tinker.requests import BaseModel, Sampling, SamplingResult, TinkerError, not_found
 from lockstep.tinker_config import TinkerConfig
+
+if TYPE_CHECKING:
+    from lockstep.tinker.embedded import EmbeddedBackend
 
 
 class SamplerPool:
@@ -21,7 +24,7 @@ class SamplerPool:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EmbeddedBackend,
         *,
         bases: Mapping[str, BaseModel],
         journal: Journal,

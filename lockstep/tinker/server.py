@@ -13,7 +13,6 @@ import sqlite3
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site
 from lockstep.agent.gateway.page import section
@@ -57,18 +56,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class TinkerServer:
-    """Serves `service` from `start` to `close`. The service is started and closed by its owner.
+    """Serves `service` at `listener`; both are started and closed by their owner.
 
     key: clients send it as TINKER_API_KEY, with `tml-` before it if it does not begin so; "" lets
-    in the users of this machine. listener: shared with other APIs, instead of one of its own.
+    in the users of this machine.
     """
 
-    def __init__(
-        self, service: TinkerService, *, key: str = "", listener: Listener | None = None
-    ) -> None:
-        self._listener = listener or Listener(GatewayConfig())
-        self._listener.config.check_key(key)
-        self._service, self._key = service, client_key(key).encode()
+    def __init__(self, service: TinkerService, *, key: str = "", listener: Listener) -> None:
+        listener.config.check_key(key)
+        self._service, self._listener = service, listener
+        self._key = client_key(key).encode()
         site = Site(
             prefix=PREFIX,
             section=self._section,
@@ -77,25 +74,13 @@ class TinkerServer:
             is_open=not key,
             decoders={"zstd": unpack_zstd},
         )
-        self._listener.add(site)
-
-    async def start(self) -> None:
-        """Listens. Raises ConfigError if the address cannot be taken."""
-        await self._listener.start()
-
-    async def close(self) -> None:
-        await self._listener.close()
-
-    @property
-    def url(self) -> str:
-        """`http://HOST:PORT`, or https, for TINKER_BASE_URL."""
-        return self._listener.url
+        listener.add(site)
 
     def _section(self) -> str:
         key = "the server's key" if self._key else "tml-, and anything behind it"
         return section(
             ", ".join(self._service.bases),
-            addresses={"TINKER_BASE_URL": self.url, "TINKER_API_KEY": key},
+            addresses={"TINKER_BASE_URL": self._listener.url, "TINKER_API_KEY": key},
             counts=self._service.counts(),
         )
 

@@ -25,7 +25,6 @@ from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
 from lockstep.errors import RunError, named
-from lockstep.tinker.backend import Backend, BaseModel
 from lockstep.tinker.checkpoints import (
     MAX_TTL_SECONDS,
     MIN_TTL_SECONDS,
@@ -48,6 +47,7 @@ from lockstep.tinker.journal import (
 )
 from lockstep.tinker.origins import Origins
 from lockstep.tinker.requests import (
+    BaseModel,
     CustomLoss,
     ForwardBackward,
     ModelSpec,
@@ -74,6 +74,7 @@ from lockstep.tinker.wire import (
 from lockstep.tinker_config import TinkerConfig
 
 if TYPE_CHECKING:
+    from lockstep.tinker.embedded import EmbeddedBackend
     from lockstep.tinker.record import RunRecords
 
 LOGGER = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class TinkerService:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EmbeddedBackend,
         directory: Path,
         config: TinkerConfig | None = None,
         *,

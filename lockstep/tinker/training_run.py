@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import named
-from lockstep.tinker.backend import Backend, BaseModel
 from lockstep.tinker.checkpoints import CheckpointStore, expiry, path_of, size_of
 from lockstep.tinker.journal import Checkpoint, Journal, Model, Record, Request, Sampler
 from lockstep.tinker.origins import metrics_of
 from lockstep.tinker.requests import (
+    BaseModel,
     ForwardBackward,
     ForwardBackwardResult,
     ModelSpec,
@@ -30,6 +30,7 @@ from lockstep.tinker.wire import write_forward_backward
 from lockstep.tinker_config import TinkerConfig
 
 if TYPE_CHECKING:
+    from lockstep.tinker.embedded import EmbeddedBackend
     from lockstep.tinker.record import ModelRecord
 
 LOGGER = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class TrainingRun:
         record: Model,
         *,
         base: BaseModel,
-        backend: Backend,
+        backend: EmbeddedBackend,
         journal: Journal,
         store: CheckpointStore,
         samplers: SamplerPool,

@@ -16,15 +16,14 @@ import numpy.typing as npt
 
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import MissingExtraError
-from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.requests import (
+    BaseModel,
     CustomLoss,
     Datum,
     ForwardBackward,
     ForwardBackwardResult,
     ModelSpec,
     OptimStep,
-    SampledSequence,
     Sampling,
     SamplingResult,
     Span,
@@ -699,7 +698,12 @@ def _write_batch(field: Any, arrays: list[npt.NDArray[Any]], trailing: tuple[int
 def write_sampling(result: SamplingResult, request: Sampling) -> bytes:
     found = message("SampleResponse")
     for sequence in result.sequences:
-        _write_sequence(found.sequences.add(), sequence)
+        field = found.sequences.add()
+        field.stop_reason = ("stop", "length").index(sequence.stop_reason)
+        field.tokens = sequence.token_ids.astype("<i4").tobytes()
+        field.logprobs = sequence.logprobs.astype("<f4").tobytes()
+        if sequence.topk is not None:
+            _write_top_k(field.topk_sampled_logprobs, sequence.topk)
     found.prompt_cache_hit_tokens = result.num_cached_tokens
     if result.prompt_logprobs is not None:
         found.prompt_logprobs = result.prompt_logprobs.astype("<f4").tobytes()
@@ -713,14 +717,6 @@ def write_sampling(result: SamplingResult, request: Sampling) -> bytes:
         _write_tensor(found.prompt_alt_tokens.tokens, result.alternatives.ids)
         _write_tensor(found.prompt_alt_tokens.logprobs, result.alternatives.logprobs)
     return found.SerializeToString(deterministic=True)
-
-
-def _write_sequence(field: Any, sequence: SampledSequence) -> None:
-    field.stop_reason = ("stop", "length").index(sequence.stop_reason)
-    field.tokens = sequence.token_ids.astype("<i4").tobytes()
-    field.logprobs = sequence.logprobs.astype("<f4").tobytes()
-    if sequence.topk is not None:
-        _write_top_k(field.topk_sampled_logprobs, sequence.topk)
 
 
 def _write_top_k(field: Any, topk: TopK) -> None:

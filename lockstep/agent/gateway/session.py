@@ -286,7 +286,11 @@ class GatewaySession:
     async def _answer(self, request: TurnRequest) -> Answer:
         sampling = self._sampling_of(request)
         dialogue = Dialogue.of(request)
-        self._check_budget()
+        limit = self._sampler.budget.max_turns
+        if time.monotonic() >= self._deadline:
+            raise self._exhaust("max_seconds", "the session's time is over")
+        if len(self._tree.answers) + len(self._running) > limit:
+            raise self._exhaust("max_turns", f"{limit} turns are over")
         drafted, prompt_ids = await self._encoded(
             partial(self._enter, dialogue), partial(self._draft, dialogue)
         )
@@ -472,13 +476,6 @@ class GatewaySession:
         why = f" ({trajectory.error})" if trajectory.error else ""
         text = f"session {self.id} is {trajectory.status}{why}: no more turns, no more rewards."
         return Refusal(410, "session_finished", text)
-
-    def _check_budget(self) -> None:
-        limit = self._sampler.budget.max_turns
-        if time.monotonic() >= self._deadline:
-            raise self._exhaust("max_seconds", "the session's time is over")
-        if len(self._tree.answers) + len(self._running) > limit:
-            raise self._exhaust("max_turns", f"{limit} turns are over")
 
     def _exhaust(self, budget: str, text: str, *, status: int = 403, code: str = "") -> Refusal:
         """Notes the budget that ends the session, unless another turn comes."""

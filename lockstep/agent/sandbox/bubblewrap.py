@@ -70,13 +70,32 @@ class BubblewrapConfig(_ProcessConfig):
         reading, writing = os.pipe()  # holds a whole filter
         os.write(writing, filter_program(allow_processes=self.limits.processes > 1))
         os.close(writing)
-        argv = bwrap_argv(
-            bwrap,
-            binds,
-            num_packages=len(self.packages),
-            disk_mib=self.disk_mib,
-            seccomp_fd=reading,
+        isolation = (
+            "--unshare-all --unshare-user --die-with-parent --new-session --cap-drop ALL "
+            f"--clearenv --hostname sandbox --uid {NOBODY} --gid {NOBODY}"
         )
+        argv = [bwrap, *isolation.split(), *binds]
+        for device in ("null", "zero", "urandom", "random"):
+            # One by one: the /dev that bwrap makes has an unlimited /dev/shm.
+            argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+        argv += ["--size", str(self.disk_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
+        variables = {
+            "HOME": "/tmp",
+            "LANG": "C.UTF-8",
+            "PYTHONHASHSEED": "0",
+            "PYTHONHOME": "/python",
+            "PYTHONPATH": ":".join(f"/packages/{index}" for index in range(len(self.packages))),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "LD_LIBRARY_PATH": "/python/libraries",
+            "TZ": "UTC",
+            # One thread: more need address space and are mostly not allowed.
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
+        for name, value in variables.items():
+            argv += ["--setenv", name, value]
+        argv += ["--seccomp", str(reading), "--chdir", "/tmp", "--", "/python/bin/python"]
         argv += ["-S", "-s", *inside_arguments(self, has_group=False)]
         return Launch(argv=argv, pass_fds=(reading,))
 
@@ -154,35 +173,3 @@ def python_binds(packages: Sequence[str]) -> list[str]:
             hidden = f"{inside}/{name}"
             argv += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
     return argv
-
-
-def bwrap_argv(
-    bwrap: str, binds: Sequence[str], *, num_packages: int, disk_mib: int, seccomp_fd: int
-) -> list[str]:
-    """Command that precedes the arguments of the Python inside. binds: of `python_binds`."""
-    isolation = (
-        "--unshare-all --unshare-user --die-with-parent --new-session --cap-drop ALL --clearenv "
-        f"--hostname sandbox --uid {NOBODY} --gid {NOBODY}"
-    )
-    argv = [bwrap, *isolation.split(), *binds]
-    for device in ("null", "zero", "urandom", "random"):
-        # One by one: the /dev that bwrap makes has an unlimited /dev/shm.
-        argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    argv += ["--size", str(disk_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
-    variables = {
-        "HOME": "/tmp",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        "PYTHONHOME": "/python",
-        "PYTHONPATH": ":".join(f"/packages/{index}" for index in range(num_packages)),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "LD_LIBRARY_PATH": "/python/libraries",
-        "TZ": "UTC",
-        # One thread: more need address space and are mostly not allowed.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
-    for name, value in variables.items():
-        argv += ["--setenv", name, value]
-    return [*argv, "--seccomp", str(seccomp_fd), "--chdir", "/tmp", "--", "/python/bin/python"]

@@ -161,6 +161,10 @@ class Check(ABC):
         self.setting = setting
         self.counts: Counter[str] = Counter()
         self._evidence: list[tuple[float, Evidence]] = []
+        self.begin()
+
+    def begin(self) -> None:  # noqa: B027 - most checks count nothing more
+        """Makes what the check counts besides `counts`, before the first chunk."""
 
     @abstractmethod
     def look(self, rows: Rows) -> None:

@@ -176,8 +176,6 @@ class Defect:
     family: str = ""
     """Variants of one family are one defect, of which each row has another size; by default a
     variant is its own."""
-    rank: int = 0
-    """Variants of a lower rank are taken first where they explain equally well."""
     fit: Fit = "most"
     approximates: float = 0.0
     """Share of the deviation that it may leave over all rows at once, where what has this defect

@@ -28,6 +28,8 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int64Array, Message, ToolSchema
 
 Ids = list[int]
+_Edit = Callable[[Ids, bool], Ids | None]
+"""(ids before a reply, whether they begin the row) -> other ids; None leaves them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +196,9 @@ class Parts:
         messages = None if rows.messages is None else rows.messages[row]
         return cls(observed=observed, replies=replies, messages=messages)
 
-    def with_observed(self, observed: Sequence[Ids]) -> Parts:
-        return replace(self, observed=list(observed))
+    def with_observed(self, observed: list[Ids]) -> Parts | None:
+        """None if these are the ids of the row."""
+        return None if observed == self.observed else replace(self, observed=observed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +243,12 @@ class Prompt:
     """The row's parts with that prompt; None where it changes nothing or cannot be written."""
 
 
+def _edited(edit: _Edit, parts: Parts) -> Parts | None:
+    changed = [edit(ids, not at) for at, ids in enumerate(parts.observed)]
+    pairs = zip(changed, parts.observed, strict=True)
+    return parts.with_observed([old if new is None else new for new, old in pairs])
+
+
 def _first_written(ways: Sequence[Callable[[Parts], Parts | None]], parts: Parts) -> Parts | None:
     """The parts by the first way that changes them."""
     return next((other for way in ways if (other := way(parts)) is not None), None)
@@ -256,38 +265,26 @@ class Prompts:
         """Every prompt, the likely mistakes first. Each text occurs once."""
         edits: dict[str, list[Callable[[Parts], Parts | None]]] = {}
         for text, edit in (*self._edits(), *self._text_edits()):
-            edits.setdefault(text, []).append(self._of_parts(edit))
+            edits.setdefault(text, []).append(partial(_edited, edit))
         for text, ways in edits.items():
             yield Prompt(text=text, write=partial(_first_written, ways))
         if self.renderer is not None:
             for text, change in _CHANGES.items():
-                yield Prompt(
-                    text=f"as the model's own template writes it{text}",
-                    write=self._by_renderer(change),
-                )
+                told = f"as the model's own template writes it{text}"
+                yield Prompt(text=told, write=partial(self._by_renderer, self.renderer, change))
         for name, family in FAMILIES.items():
             for text, change in islice(_CHANGES.items(), 2):
-                yield Prompt(
-                    text=f"in the format of {name}{text}", write=self._by_family(family, change)
-                )
+                told = f"in the format of {name}{text}"
+                yield Prompt(text=told, write=partial(self._by_family, family, change))
 
     # -- edits of the ids ---------------------------------------------------------------------
 
-    def _of_parts(self, edit: Callable[[Ids, bool], Ids | None]) -> Callable[[Parts], Parts | None]:
-        """edit: (ids before a reply, whether they begin the row) -> other ids; None leaves them."""
-
-        def write(parts: Parts) -> Parts | None:
-            changed = [edit(ids, not at) for at, ids in enumerate(parts.observed)]
-            if all(new is None for new in changed):
-                return None
-            pairs = zip(changed, parts.observed, strict=True)
-            return parts.with_observed([old if new is None else new for new, old in pairs])
-
-        return write
-
-    def _edits(self) -> Iterator[tuple[str, Callable[[Ids, bool], Ids | None]]]:
-        def at_begin(edit: Callable[[Ids], Ids]) -> Callable[[Ids, bool], Ids | None]:
+    def _edits(self) -> Iterator[tuple[str, _Edit]]:
+        def at_begin(edit: Callable[[Ids], Ids]) -> _Edit:
             return lambda ids, is_first: edit(ids) if is_first and ids else None
+
+        def without(end: Ids) -> _Edit:
+            return lambda ids, _: ids[: -len(end)] if ids[-len(end) :] == end else None
 
         yield "without its first token", at_begin(lambda ids: ids[1:])
         yield "with its first token twice", at_begin(lambda ids: [ids[0], *ids])
@@ -296,31 +293,21 @@ class Prompts:
             yield f"with {name} before it", at_begin(lambda ids, id_=id_: [id_, *ids])
         opening = list(self._opening)
         if opening:
-
-            def closed(ids: Ids, _: bool) -> Ids | None:
-                return ids[: -len(opening)] if ids[-len(opening) :] == opening else None
-
-            def opened(ids: Ids, _: bool) -> Ids | None:
-                return None if ids[-len(opening) :] == opening else [*ids, *opening]
-
-            yield "without the opening of the reply", closed
-            yield "with the opening of the reply", opened
+            yield "without the opening of the reply", without(opening)
+            yield (
+                "with the opening of the reply",
+                lambda ids, _: None if ids[-len(opening) :] == opening else [*ids, *opening],
+            )
         for text in (*NO_THINKING, "\n", "\n\n", " "):
             added = self.encode(text)
             yield f"with {text!r} before the reply", lambda ids, _, more=added: [*ids, *more]
+            yield f"without {text!r} before the reply", without(added)
 
-            def cut(ids: Ids, _: bool, more: Ids = added) -> Ids | None:
-                return ids[: -len(more)] if ids[-len(more) :] == more else None
-
-            yield f"without {text!r} before the reply", cut
-
-    def _text_edits(self) -> Iterator[tuple[str, Callable[[Ids, bool], Ids | None]]]:
+    def _text_edits(self) -> Iterator[tuple[str, _Edit]]:
         """Edits of the text around the words of a system's or user's message, by the renderer's
         own way to write one. All else of the prompt, such as its tools, stays as it is."""
 
-        def of_text(
-            edit: Callable[[str], str | None], *, is_first: bool = True
-        ) -> Callable[[Ids, bool], Ids | None]:
+        def of_text(edit: Callable[[str], str | None], *, is_first: bool = True) -> _Edit:
             def changed(ids: Ids, is_prompt: bool) -> Ids | None:
                 if is_first and not is_prompt:
                     return None
@@ -399,62 +386,45 @@ class Prompts:
 
     # -- messages, written otherwise ----------------------------------------------------------
 
-    def _by_renderer(self, change: _Change) -> Callable[[Parts], Parts | None]:
-        renderer = self.renderer
-        assert renderer is not None, "these prompts are a renderer's"
-
-        def write(parts: Parts) -> Parts | None:
-            read = self._read(parts)
-            if read is None:
-                return None
-            (first, *later), tools = read
-            changed = change(first)
-            if changed is None:
-                return None
-            observed: list[Ids] = []
+    def _by_renderer(self, renderer: Renderer, change: _Change, parts: Parts) -> Parts | None:
+        if (read := self._asked(change, parts)) is None:
+            return None
+        (first, *later), tools = read
+        try:
+            observed = [renderer.render(first, tools)]
+        except RendererError:
             try:
-                observed.append(renderer.render(changed, tools))
+                observed = [renderer.render(first)]
             except RendererError:
-                try:
-                    observed.append(renderer.render(changed))
-                except RendererError:
-                    return None
-            for reply, old, messages in zip(parts.replies, parts.observed[1:], later, strict=False):
-                try:
-                    observed.append(renderer.extend(reply, messages))
-                except RendererError:
-                    observed.append(old)
-            return self._if_other(parts, observed)
-
-        return write
-
-    def _by_family(self, family: Family, change: _Change) -> Callable[[Parts], Parts | None]:
-        stop = family.close("assistant").rstrip("\n")
-
-        def write(parts: Parts) -> Parts | None:
-            read = self._read(parts)
-            if read is None:
                 return None
-            (first, *later), _ = read
-            changed = change(first)
-            if changed is None:
-                return None
-            observed = [self.encode(family.write(changed, is_first=True))]
-            for reply, messages in zip(parts.replies, later, strict=False):
-                glue = family.close("assistant").removeprefix(stop)
-                glue += family.write(messages, is_first=False)
-                observed.append(self.encode(glue.removeprefix(self.tokenizer.decode(reply[-1:]))))
-            return self._if_other(parts, observed)
+        for reply, old, messages in zip(parts.replies, parts.observed[1:], later, strict=False):
+            try:
+                observed.append(renderer.extend(reply, messages))
+            except RendererError:
+                observed.append(old)
+        return parts.with_observed(observed)
 
-        return write
+    def _by_family(self, family: Family, change: _Change, parts: Parts) -> Parts | None:
+        if (read := self._asked(change, parts)) is None:
+            return None
+        (first, *later), _ = read
+        observed = [self.encode(family.write(first, is_first=True))]
+        close = family.close("assistant")
+        for reply, messages in zip(parts.replies, later, strict=False):
+            glue = close.removeprefix(close.rstrip("\n"))
+            glue += family.write(messages, is_first=False)
+            observed.append(self.encode(glue.removeprefix(self.tokenizer.decode(reply[-1:]))))
+        return parts.with_observed(observed)
 
-    @staticmethod
-    def _if_other(parts: Parts, observed: list[Ids]) -> Parts | None:
-        return None if observed == parts.observed else parts.with_observed(observed)
+    def _asked(self, change: _Change, parts: Parts) -> _Asked | None:
+        """As `_read`, with a change to the messages before the first reply; None without one."""
+        read = self._read(parts)
+        if read is None or (first := change(read[0][0])) is None:
+            return None
+        return [first, *read[0][1:]], read[1]
 
-    def _read(self, parts: Parts) -> tuple[list[list[Message]], tuple[ToolSchema, ...]] | None:
-        """(the messages before each reply, the tools that the prompt declares); None if they are
-        not known and the prompt is of no known format."""
+    def _read(self, parts: Parts) -> _Asked | None:
+        """None if the messages are not known and the prompt is of no known format."""
         texts = [self.tokenizer.decode(ids) for ids in parts.observed]
         ends = ["", *(self.tokenizer.decode(reply[-1:]) for reply in parts.replies)]
         tools = tuple(tools_in(texts[0]))
@@ -488,6 +458,8 @@ class Prompts:
         return encode_pieces(self.tokenizer, [p for p in [*pieces, text[at:]] if p != ""])
 
 
+_Asked = tuple[list[list[Message]], tuple[ToolSchema, ...]]
+"""(the messages before each reply, the tools that the prompt declares)."""
 _Change = Callable[[Sequence[Message]], list[Message] | None]
 _ENDS = frozenset({"</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>"})
 """Names of end tokens, which some programs put in front."""

@@ -33,7 +33,6 @@ from lockstep.doctor.numerics.compare import (
     SideName,
     Variant,
     compare,
-    rank_of,
 )
 from lockstep.doctor.numerics.layouts import MAX_BEFORE, Lines, turn_positions
 from lockstep.doctor.numerics.prompts import Prompt, Prompts
@@ -319,8 +318,7 @@ class Rescoring(Once):
         plain, reference = logprobs("all", chosen), logprobs(dtype, chosen)
 
         def variant(cause: str, text: str, values: Float64Array, fit: Fit = "most") -> Variant:
-            rank = rank_of(cause)
-            return Variant(cause=cause, text=text, logprobs=values, plain=plain, rank=rank, fit=fit)
+            return Variant(cause=cause, text=text, logprobs=values, plain=plain, fit=fit)
 
         variants = [
             variant("adapter_not_merged", name, logprobs(name, chosen))
@@ -335,8 +333,7 @@ class Rescoring(Once):
             variants.append(variant("processed", text, values, "near"))
         name, other_dtype = ("all", "float32") if dtype == "bfloat16" else ("bfloat16", "bfloat16")
         values, text = logprobs(name, chosen), f"in {other_dtype}"
-        rank = rank_of("precision")
-        variants.append(Variant(cause="precision", text=text, logprobs=values, rank=rank))
+        variants.append(Variant(cause="precision", text=text, logprobs=values))
         replayed = None
         if "replayed" in names and dtype != "replayed":
             replayed = logprobs("replayed", chosen)

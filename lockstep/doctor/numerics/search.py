@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,7 @@ class Trial(Defect):
     """Places of rows -> [N], NaN elsewhere."""
     is_precision: bool = False
     """Tried on deviations of any size."""
+    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class Search:
         variants = [*evidence.variants, *self._promoted.values()]
         return replace(
             evidence,
-            variants=sorted(variants, key=lambda v: v.rank),
+            variants=sorted(variants, key=lambda v: rank_of(v.cause)),
             tried={cause: list(texts) for cause, texts in self._tried.items()} or None,
         )
 
@@ -214,16 +215,9 @@ class Search:
         return known
 
     def _variant(self, trial: Trial, values: Float64Array, evidence: Evidence) -> Variant:
-        return Variant(
-            cause=trial.cause,
-            text=trial.text,
-            logprobs=values,
-            plain=None if trial.is_precision else evidence.plain,
-            family=trial.family,
-            rank=rank_of(trial.cause),
-            fit=trial.fit,
-            approximates=trial.approximates,
-        )
+        defect = {of.name: getattr(trial, of.name) for of in fields(Defect)}
+        plain = None if trial.is_precision else evidence.plain
+        return Variant(**defect, logprobs=values, plain=plain)
 
     # -- trials -------------------------------------------------------------------------------
 

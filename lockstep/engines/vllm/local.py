@@ -284,7 +284,9 @@ class LocalWire(Wire):
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         if isinstance(source, str) and is_adapter(Path(source)) and not self._is_ours:
-            self._take_adapter(source, version)
+            if self._adapter is not None:
+                self._engine.remove_lora(self._adapter.lora_int_id)
+            self._adapter = self._added(f"version-{version}", source)
         elif not self._why_not_in_place:
             assert source is not None, "this engine shares no weights: `capabilities` says so"
             self._update(self._engine, source)
@@ -297,11 +299,6 @@ class LocalWire(Wire):
                 f"vLLM cannot take tensors while it runs: {self._why_not_in_place}. A checkpoint "
                 "directory is read by starting it again."
             )
-
-    def _take_adapter(self, directory: str, version: int) -> None:
-        if self._adapter is not None:
-            self._engine.remove_lora(self._adapter.lora_int_id)
-        self._adapter = self._added(f"version-{version}", directory)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         self._named[name] = self._added(name, str(directory))

@@ -145,7 +145,12 @@ def update_weights(
     config = vllm_config.model_config
     device = torch.device(vllm_config.device_config.device)
     process_weights_after_loading(model, config, device)
-    _point_to_sinks(model)
+    # Points attention to the new sinks: its own reference may be a copy made by a cast.
+    for module in model.modules():
+        sinks = getattr(module, "sinks", None)
+        attention = getattr(module, "attn", None)
+        if isinstance(sinks, Tensor) and getattr(attention, "impl", None) is not None:
+            attention.impl.sinks = sinks  # type: ignore[union-attr]
 
 
 def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
@@ -184,12 +189,3 @@ def _unpack(model: nn.Module, dtype: torch.dtype) -> None:
             module.register_parameter(name, parameter)  # type: ignore[arg-type]
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel = None
-
-
-def _point_to_sinks(model: nn.Module) -> None:
-    """Points attention to the new sinks: its own reference may be a copy made by a cast."""
-    for module in model.modules():
-        sinks = getattr(module, "sinks", None)
-        attention = getattr(module, "attn", None)
-        if isinstance(sinks, Tensor) and getattr(attention, "impl", None) is not None:
-            attention.impl.sinks = sinks  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ def make_learner(folder, kind="qwen3", *, rank=4, seed=0, ops=None, dtype=None, 
     if dtype is not None:
         model = model.to(dtype)
     config = adapter_config(
-        ModelSpec(base_model="tiny", rank=rank, **spec), model.config, seed=seed
+        ModelSpec(base_model="tiny", rank=rank, **{"seed": seed, **spec}), model.config
     )
     if config is not None:
         add_adapter(model, lora_shape(config, model.config), seed=config.seed)

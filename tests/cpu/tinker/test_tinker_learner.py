@@ -321,46 +321,15 @@ def test_the_flags_choose_what_is_adapted_and_the_scale_is_32_by_rank(tmp_path, 
     assert {s.group for s in mlp.lora.sites} == {"mlp" if kind == "qwen3" else "experts"}
     nothing = ModelSpec(base_model="tiny", rank=4, train_mlp=False, train_attn=False)
     with pytest.raises(TinkerError, match="train_unembed alone adapts nothing"):
-        adapter_config(nothing, both.config, seed=0)
+        adapter_config(nothing, both.config)
 
 
-BAD_REQUESTS = {
-    "nothing": ([], "no datum"),
-    "an empty datum": ([weighted_datum(), weighted_datum(0)], "datum 1 has 0 input tokens"),
-    "a long one": ([weighted_datum(1025)], "1025 input tokens; the model reads 1 to 1024"),
-    "an id beyond": (
-        [replace(weighted_datum(), token_ids=np.full(9, VOCAB, np.int32))],
-        "datum 0, model_input: entry [0] is the id 61",
-    ),
-    "a target beyond": (
-        [make_datum(3, target_tokens=np.array([1, 2, -1]), weights=np.ones(3, np.float32))],
-        "datum 0, target_tokens: entry [2] is the id -1",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_a_request_that_cannot_be_computed_is_refused_and_changes_nothing(tmp_path, case):
-    data, sentence = BAD_REQUESTS[case]
+def test_a_request_that_cannot_be_computed_is_refused_and_changes_nothing(tmp_path):
     learner = make_learner(tmp_path)
     call(learner, [weighted_datum()])
     before = gradients(learner)
-    with pytest.raises(TinkerError) as raised:
-        call(learner, data)
-    assert sentence in str(raised.value) and raised.value.status == 422
+    with pytest.raises(TinkerError, match=r"datum 1.*'weights'.*is missing") as raised:
+        call(learner, [weighted_datum(), make_datum()])
+    assert raised.value.status == 422
     assert all(torch.equal(g, before[n]) for n, g in gradients(learner).items())
-    assert step(learner)["skipped:sum"] == 0.0
-
-
-def test_a_custom_loss_must_be_known(tmp_path):
-    with pytest.raises(TinkerError, match="no custom loss has the loss_id 'loss-1'"):
-        call(make_learner(tmp_path), [make_datum()], "custom", loss_id="loss-1")
-
-
-@pytest.mark.parametrize("name, value", [("beta1", 1.0), ("eps", -1e-9), ("learning_rate", np.inf)])
-def test_an_update_with_a_bad_number_is_refused(tmp_path, name, value):
-    learner = make_learner(tmp_path)
-    call(learner, [weighted_datum()])
-    with pytest.raises(TinkerError, match=f"adam_params.{name} is"):
-        step(learner, **{name: value})
     assert step(learner)["skipped:sum"] == 0.0

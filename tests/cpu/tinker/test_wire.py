@@ -7,8 +7,8 @@ import pytest
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
-from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.requests import (
+    BaseModel,
     ForwardBackwardResult,
     SampledSequence,
     Sampling,
@@ -331,6 +331,7 @@ def test_adamw_is_read_and_another_optimizer_refused():
     for wrong, text in [
         ({"adam_params": {**params, "learning_rate": float("inf")}}, "learning_rate must be"),
         ({"adam_params": {**params, "beta1": 1.0}}, "beta1 must be"),
+        ({"adam_params": {**params, "eps": -1e-9}}, "eps must be"),
         ({"adam_params": {}}, "learning_rate must be"),
         ({"adam_params": {**params, "momentum": 0.9}}, "adam_params.momentum is not known"),
         ({"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, "AdamW alone"),

@@ -16,8 +16,8 @@ import numpy as np
 
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.listener import Listener
-from lockstep.tinker.backend import BaseModel
 from lockstep.tinker.requests import (
+    BaseModel,
     ForwardBackwardResult,
     SampledSequence,
     SamplingResult,
@@ -202,20 +202,21 @@ class Served:
         self._thread.start()
         self.gateway = GatewayConfig(max_body_bytes=max_body_bytes)
         self.wait(self._start(directory, TinkerConfig(**config), key))
-        self.url = self.server.url
+        self.url = self.listener.url
 
     async def _start(self, directory, config, key):
         self.service = TinkerService(self.backend, Path(directory), config)
-        self.server = TinkerServer(self.service, key=key, listener=Listener(self.gateway))
+        self.listener = Listener(self.gateway)
+        TinkerServer(self.service, key=key, listener=self.listener)
         await self.service.start()
-        await self.server.start()
+        await self.listener.start()
 
     def wait(self, work):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def close(self):
         if self._thread.is_alive():
-            self.wait(self.server.close())
+            self.wait(self.listener.close())
             self.wait(self.service.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -229,10 +230,11 @@ class Served:
 
 async def main(directory, port, seconds, config):
     service = TinkerService(Unigrams(float(seconds)), Path(directory), TinkerConfig(**config))
-    server = TinkerServer(service, listener=Listener(GatewayConfig(port=int(port))))
+    listener = Listener(GatewayConfig(port=int(port)))
+    TinkerServer(service, listener=listener)
     await service.start()
-    await server.start()
-    print(server.url, flush=True)
+    await listener.start()
+    print(listener.url, flush=True)
     while True:
         await asyncio.sleep(1)
 

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import Float64Array, Rows, indices_of
 from lockstep.types import Int64Array
 
@@ -70,8 +70,7 @@ class Shifted(Check):
     cause = "shifted"
     needs = ("rollout_logprobs", "trainer_logprobs")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._proved: Counter[int] = Counter()
         self._votes: Counter[int] = Counter()
         self._best_gain = 0.0

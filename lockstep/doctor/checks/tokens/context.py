@@ -301,8 +301,7 @@ class _Context(Check):
     line break explains nothing.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._behind, self._elsewhere = np.zeros(2), np.zeros(2)
         """Sum of d^2 and number of the compared tokens after the cause, and of the others."""
 
@@ -353,8 +352,8 @@ class Padding(_Context):
     claim = "no padding is inside a row"
     cause = "padding"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
+        super().begin()
         self._learnt: Counter[int] = Counter()
 
     def look(self, rows: Rows) -> None:
@@ -504,10 +503,12 @@ class DroppedSeparator(_Context, TemplateCheck):
     claim = "the template's separator is between two turns"
     cause = "dropped_separator"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
+        super().begin()
         self._followed: dict[int, Counter[tuple[int, int]]] = {}
-        self._exact = None if setting.renderer is None else separators_of(setting.renderer)
+        self._exact = (
+            None if self.setting.renderer is None else separators_of(self.setting.renderer)
+        )
 
     def look(self, rows: Rows) -> None:
         self.template.add(rows)

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Finding, Setting
+from lockstep.doctor.checks.base import Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.context import TemplateCheck
 from lockstep.doctor.checks.tokens.masks import misplaced
@@ -61,8 +61,7 @@ class Fillers(TemplateCheck):
     cause = "fillers"
     needs = ("rollout_logprobs",)
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._far: Counter[float] = Counter()
         """Repeated values -> tokens that differ from the trainer's by MIN_DIFF."""
         self._above: Counter[float] = Counter()

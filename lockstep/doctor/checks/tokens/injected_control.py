@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.context import NEXT, around_words, openings_of
 from lockstep.doctor.checks.tokens.replies import control_spelling
@@ -35,8 +35,7 @@ class InjectedControl(Check):
     cause = "injected_control"
     needs = ("tokenizer",)
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._bytes = self.tokenizer.all_token_bytes()
         self._spelling = control_spelling(self.tokenizer)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.checks.base import MAX_SHOWN, Evidence, Finding, Setting
+from lockstep.doctor.checks.base import MAX_SHOWN, Evidence, Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows
 from lockstep.doctor.checks.tokens.context import TemplateCheck, TemplateIds, first_of
 from lockstep.types import Int32Array, Int64Array
@@ -110,8 +110,7 @@ class Boundary(TemplateCheck):
     claim = "the first reply of a row begins where its prompt ends"
     cause = "boundary"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._late: dict[int, Counter[tuple[int, ...]]] = {}
         """Tokens between the opening and the first reply, by their number."""
 
@@ -293,8 +292,7 @@ class MissingFinal(TemplateCheck):
     claim = "each turn ends with its stop id, or at a limit of length"
     cause = "missing_final"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._kept: list[tuple[int, ...]] = []
         self._largest = np.zeros(4, np.int64)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.doctor.checks.base import MAX_EVIDENCE, Evidence, Finding, Setting, evidence_at
+from lockstep.doctor.checks.base import MAX_EVIDENCE, Evidence, Finding, evidence_at
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.tokens.alignment import MIN_GAIN, best_moves, in_question
 from lockstep.doctor.checks.tokens.replies import ReplyCheck
@@ -66,8 +66,7 @@ class Reencoded(ReplyCheck):
     cause = change = "reencoded"
     needs = ("tokenizer",)
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._cost = self._realigned_cost = 0.0
         self._healthy: list[Evidence] = []
         self._by_logprobs = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Finding, Setting
+from lockstep.doctor.checks.base import Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.tokens.reencoded import MIN_BROKEN_ROWS, first_breaks
 from lockstep.doctor.checks.tokens.replies import (
@@ -50,8 +50,7 @@ class Rerendered(ReplyCheck):
     cause = change = "rerendered"
     needs = ("tokenizer", "renderer")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._matched = 0.0
         self._early_rates = np.zeros(4)
         self._by_early = False

@@ -83,8 +83,7 @@ class _PromptCheck(TemplateCheck):
 
     cause = "wrong_template"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._what = ""
 
     def show_others(self, rows: Rows, kind: str, others: Sequence[OtherPrompt]) -> None:
@@ -280,8 +279,8 @@ class UnlikeTemplate(_PromptCheck):
     basis = "fit"
     needs = ("renderer",)
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
+        super().begin()
         self._written: dict[tuple[tuple[Message, ...], str], list[int] | None] = {}
         self._gap = np.zeros((2, 3))
         """Sums of |d| and of k2, and numbers of tokens: rows with another prompt than the template

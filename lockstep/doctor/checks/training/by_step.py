@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, add_by
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.doctor.checks.training.metric_names import known_metrics
 from lockstep.doctor.checks.training.staleness import ages
@@ -42,8 +42,7 @@ MAX_REGULAR = 1.5
 class _BySteps(Check):
     """Base: sums of the gap by step."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._by_step: dict[int, Gap] = defaultdict(Gap)
 
     def look(self, rows: Rows) -> None:
@@ -102,8 +101,8 @@ class AfterResume(_BySteps):
     claim = "the gap after a resume is that before it"
     cause = "after_resume"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
+        super().begin()
         self._begin = self._end = 0
 
     def conclude(self) -> Finding:
@@ -160,8 +159,8 @@ class IdleGrowth(_BySteps):
     cause = "grows_without_learning"
     needs = ("step_metrics",)
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
+        super().begin()
         self._first = self._last = -1
 
     def conclude(self) -> Finding:

@@ -10,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, add_by
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import Float64Array, Rows, largest
 from lockstep.types import Int64Array
 
@@ -47,8 +47,7 @@ class Stale(Check):
     cause = "stale"
     needs = ("rollout_logprobs", "trainer_logprobs", "policy_version", "trainer_version")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._by_age: dict[int, Gap] = defaultdict(Gap)
 
     def look(self, rows: Rows) -> None:
@@ -111,8 +110,7 @@ class AfterUpdate(Check):
     cause = "after_update"
     needs = ("rollout_logprobs", "trainer_logprobs")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._rows = {1: np.zeros(3), -1: np.zeros(3)}
         """Sign of the advantage -> rows, and the sum and sum of squares of their mean d."""
         self._directed = self._whole = 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, gap_of
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows, largest, once_per_chunk
 from lockstep.types import FORCED_LOGPROB, Int64Array
 
@@ -61,8 +61,7 @@ class MixedVersions(Check):
     cause = "mixed_versions"
     needs = ("rollout_logprobs", "trainer_logprobs", "policy_version")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._before, self._after = Gap(), Gap()
 
     def look(self, rows: Rows) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import Float64Array, Rows, largest
 from lockstep.doctor.checks.training.staleness import groups_of, signs
 from lockstep.types import Int64Array
@@ -52,8 +52,7 @@ class DraftLogprobs(Check):
     cause = "draft_logprobs"
     needs = ("rollout_logprobs", "trainer_logprobs")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._rows = {sign: [np.zeros((0, 4))] for sign in (-1, 0, 1)}
         """Sign of the row's advantage (0: none, or unknown) -> [R, 4] of each chunk: tokens, the
         sums of exp(d) - 1 and exp(-d) - 1, and the group; 32 bytes of a row."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows
 from lockstep.types import Float32Array, Int64Array
 
@@ -81,8 +81,7 @@ class Positive(Check):
     cause = "positive"
     needs = ("rollout_logprobs",)
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._kinds: Counter[str] = Counter()
 
     def look(self, rows: Rows) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import Float64Array, Rows, largest, once_per_chunk
 from lockstep.doctor.checks.values.precision import MIN_SHARE_NOISY, Marks, contexts_of
 from lockstep.observe.alarms import DENSE_BAND, MOE_BAND
@@ -126,8 +126,7 @@ class _Repeated(Check):
 
     basis = "fit"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self.who = self.name.partition("/")[2]
         self._noise = Noise()
         self._marks = Marks()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import Float64Array, Rows, once_per_chunk
 from lockstep.types import Float32Array, Int64Array
 
@@ -131,8 +131,7 @@ class Precision(Check):
     cause = "precision"
     needs = ("rollout_logprobs", "trainer_logprobs")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._rollout, self._trainer = Marks(), Marks()
 
     def look(self, rows: Rows) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Float64Array, Rows, largest
 from lockstep.doctor.checks.values.precision import contexts_of
 from lockstep.types import Int64Array
@@ -118,8 +118,7 @@ class Processed(Check):
     cause = "processed"
     needs = ("rollout_logprobs", "trainer_logprobs")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._samples: list[Rows] = []
         self._stride, self._num_chunks = 1, 0
         self._chosen: Processing | None = None

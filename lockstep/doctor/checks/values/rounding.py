@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.doctor.checks.base import Check, Evidence, Finding, Setting, evidence_at
+from lockstep.doctor.checks.base import Check, Evidence, Finding, evidence_at
 from lockstep.doctor.checks.rows import (
     BoolArray,
     Float64Array,
@@ -67,8 +67,7 @@ class Clamped(Check):
     cause = "clamped"
     needs = ("rollout_logprobs", "trainer_logprobs")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._bounds: dict[_Bound, Counter[str]] = {}
         """Bound -> counts of `_at_bounds`."""
         self._shown: dict[_Bound, Evidence] = {}
@@ -236,8 +235,7 @@ class Quantised(Check):
     cause = "quantised"
     needs = ("rollout_logprobs",)
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._rounded: Counter[tuple[str, Grid]] = Counter()
 
     def look(self, rows: Rows) -> None:

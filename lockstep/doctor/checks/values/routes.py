@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.doctor.checks.attribution import Gap, gap_of
-from lockstep.doctor.checks.base import Check, Finding, Setting
+from lockstep.doctor.checks.base import Check, Finding
 from lockstep.doctor.checks.rows import BoolArray, Rows, once_per_chunk
 from lockstep.types import UNKNOWN_EXPERT
 
@@ -37,8 +37,7 @@ class ZeroRoutes(Check):
     cause = "zero_routes"
     needs = ("routed_experts",)
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def begin(self) -> None:
         self._known = self._twice = np.zeros(0, np.int64)
         """[L] tokens with routes, and those of them where an expert occurs twice."""
         self._after, self._elsewhere = Gap(), Gap()
