@@ -353,6 +353,10 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
             f"model={config.model}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
             f"model's vocabulary ends at {model.vocab_size - 1}. They belong to different models."
         )
+    if isinstance(model, ModelConfig) and isinstance(
+        getattr(config, "engine", None), EmbeddedConfig
+    ):  # other engines draw from all rows, and the trainer's distribution is its engine's
+        model = model.with_vocabulary(tokenizer.vocab_size)
     chosen = config.renderer or renderer_of(directory, model)
     lora = None
     if config.lora is not None and isinstance(model, ModelConfig):
