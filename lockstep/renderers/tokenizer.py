@@ -180,6 +180,10 @@ class Tokenizer:
             )
         return {name: self._control_tokens[name] for name in names}
 
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether all `names` are control or added tokens."""
+        return self._control_tokens.keys() >= set(names)
+
     def control_name(self, id_: int) -> str:
         """Returns the name of a control id, such as `<|end|>`. Raises KeyError for any other id."""
         if id_ not in self.control_ids:

@@ -45,6 +45,7 @@ from lockstep.renderers.config import (
     HarmonyConfig,
     JinjaConfig,
     Llama3Config,
+    MistralConfig,
     RendererConfig,
 )
 from lockstep.renderers.jinja.renderer import JinjaRenderer
@@ -66,6 +67,7 @@ DEFAULT_RENDERERS: dict[str, Callable[[], RendererConfig]] = {
     "qwen3": ChatMLConfig,
     "qwen3_moe": ChatMLConfig,
     "llama": Llama3Config,
+    "mistral": MistralConfig,
 }
 """The formats of architectures that have one of ours, those of models that transformers runs too.
 Those of deepseek_v3 differ in whether they think: their templates say it."""
