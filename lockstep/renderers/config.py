@@ -106,8 +106,8 @@ class MistralConfig(RendererConfig):
 
     variant: Literal["auto", "v3", "v7"] = "auto"
     """v7 (Mistral Small 2501, Large 2411): system messages of their own. v3 with Tekken's
-    vocabulary (NeMo, Ministral 8B): their text goes before the last user's. auto: what the control
-    tokens of the tokenizer say."""
+    vocabulary (NeMo, Ministral 8B): their text goes before the last user's. auto: what the model's
+    template says or, without one, the control tokens of its tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
 from lockstep.renderers.calls import call_text, function_json, read_call_array
-from lockstep.renderers.config import MistralConfig
+from lockstep.renderers.config import JinjaConfig, MistralConfig
+from lockstep.renderers.jinja.source import read_template
 from lockstep.renderers.pieces import Piece, cut_at, split_turn, text_of
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.renderers.turn_renderer import TurnRenderer
@@ -37,8 +39,7 @@ MISTRAL_TOKENS = (
     *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
 )
 V7_TOKENS = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]")
-LATER_TOKENS = ("[ARGS]",)
-"""Those of version 11 on, which writes calls otherwise."""
+LATER_TOKEN = "[ARGS]"
 
 
 class MistralRenderer(TurnRenderer):
@@ -63,14 +64,7 @@ class MistralRenderer(TurnRenderer):
         self._tools, (self._calls, *self._result) = ids[4:6], ids[6:]
         super().__init__(tokenizer, stop_ids=(end,))
         variant = self.config.variant
-        if variant == "auto":
-            if tokenizer.has(LATER_TOKENS):
-                raise RendererError(
-                    f"{tokenizer.where} has [ARGS]: its model writes calls as version 11 and later "
-                    "do. Set renderer=jinja for its own template, or renderer.variant=v7."
-                )
-            variant = "v7" if tokenizer.has(V7_TOKENS) else "v3"
-        self._is_v7 = variant == "v7"
+        self._is_v7 = (_version(tokenizer) if variant == "auto" else variant) == "v7"
         if self._is_v7:
             *self._system, self._content = tokenizer.require(V7_TOKENS).values()
 
@@ -151,6 +145,20 @@ class MistralRenderer(TurnRenderer):
             tool_calls=tuple(calls),
             parse_error=error or problem,
         )
+
+
+def _version(tokenizer: Tokenizer) -> str:
+    """The version whose tokens the model's chat template names; without a template, the tokenizer,
+    which may name those of later versions too. Raises RendererError for a later version."""
+    is_named = tokenizer.has
+    with suppress(RendererError):
+        is_named = read_template(tokenizer, JinjaConfig())[0].__contains__
+    if is_named(LATER_TOKEN):
+        raise RendererError(
+            f"{tokenizer.where} is of a model that writes calls with {LATER_TOKEN}, as version 11 "
+            "and later do. Set renderer=jinja for its own template, or renderer.variant=v7."
+        )
+    return "v7" if is_named(V7_TOKENS[0]) else "v3"
 
 
 def _role(message: Message) -> str:

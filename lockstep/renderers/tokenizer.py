@@ -180,9 +180,9 @@ class Tokenizer:
             )
         return {name: self._control_tokens[name] for name in names}
 
-    def has(self, names: Iterable[str]) -> bool:
-        """Whether all `names` are control or added tokens."""
-        return self._control_tokens.keys() >= set(names)
+    def has(self, name: str) -> bool:
+        """Whether `name` is a control or added token."""
+        return name in self._control_tokens
 
     def control_name(self, id_: int) -> str:
         """Returns the name of a control id, such as `<|end|>`. Raises KeyError for any other id."""

@@ -9,7 +9,7 @@ from written_turns import any_ids, ids_of
 
 from lockstep.errors import ConfigError, RendererError
 from lockstep.renderers.config import MistralConfig
-from lockstep.renderers.mistral import LATER_TOKENS, MISTRAL_TOKENS, V7_TOKENS, MistralRenderer
+from lockstep.renderers.mistral import LATER_TOKEN, MISTRAL_TOKENS, V7_TOKENS, MistralRenderer
 from lockstep.testing.renderers import TOOLS, check_renderer
 from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Message, ToolCall
@@ -146,8 +146,8 @@ def test_the_version_is_what_the_tokens_say_and_other_ones_are_refused():
     assert shown(chosen, chosen.render([SYSTEM, USER])) == shown(V3, V3.render([SYSTEM, USER]))
     with pytest.raises(RendererError, match=r"lacks the control tokens \[SYSTEM_PROMPT\], \[/SYS"):
         MistralRenderer(V3.tokenizer, MistralConfig(variant="v7"))
-    later = byte_tokenizer(control_tokens=(*MISTRAL_TOKENS, *V7_TOKENS, *LATER_TOKENS))
-    with pytest.raises(RendererError, match=r"has \[ARGS\].* Set renderer=jinja"):
+    later = byte_tokenizer(control_tokens=(*MISTRAL_TOKENS, *V7_TOKENS, LATER_TOKEN))
+    with pytest.raises(RendererError, match=r"calls with \[ARGS\].* Set renderer=jinja"):
         MistralRenderer(later)
     with pytest.raises(RendererError) as caught:
         MistralRenderer(byte_tokenizer())

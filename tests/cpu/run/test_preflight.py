@@ -10,11 +10,12 @@ from lockstep.errors import CheckpointError, ConfigError, RendererError
 from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.recipes import find_recipe
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
-from lockstep.renderers.mistral import LATER_TOKENS, MISTRAL_TOKENS, V7_TOKENS
+from lockstep.renderers.mistral import LATER_TOKEN, MISTRAL_TOKENS, V7_TOKENS
 from lockstep.run.preflight import plan, preflight, read_model_files
 from lockstep.testing.faults import injected
 from lockstep.testing.faults.rows import ShiftedLogprobs
 from lockstep.testing.tokenizers import byte_tokenizer_json
+from lockstep.types import Message
 
 
 @pytest.fixture
@@ -86,16 +87,19 @@ def test_a_mistral_is_written_in_its_own_format_if_its_tokens_are_of_a_version_t
     directory,
 ):
     (directory / "renderer.json").unlink()
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    for tokens, name in (
-        (MISTRAL_TOKENS, "mistral"),
-        ((*MISTRAL_TOKENS, *V7_TOKENS), "mistral"),
-        ((*MISTRAL_TOKENS, *V7_TOKENS, *LATER_TOKENS), "jinja"),
+    tokens = (*MISTRAL_TOKENS, *V7_TOKENS, LATER_TOKEN, "<|im_end|>")
+    (directory / "tokenizer.json").write_text(byte_tokenizer_json(control_tokens=tokens))
+    dialogue = [Message(role="system", content="a"), Message(role="user", content="b")]
+    for named, written in (
+        ("", "<s>[INST]a\n\nb[/INST]"),
+        (V7_TOKENS[0], "<s>[SYSTEM_PROMPT]a[/SYSTEM_PROMPT][INST]b[/INST]"),
+        (LATER_TOKEN, None),  # by its own template
     ):
-        text = byte_tokenizer_json(control_tokens=(*tokens, "<|im_end|>"))
-        (directory / "tokenizer.json").write_text(text)
-        found = model_files_of(directory, model_type="mistral", sliding_window=None)
-        assert found.renderer.name == name
+        (directory / "chat_template.jinja").write_text(f"{TEMPLATE}{{# {named} #}}")
+        found = model_files_of(directory, model_type="mistral", sliding_window=None).renderer
+        assert found.name == ("jinja" if written is None else "mistral")
+        if written is not None:
+            assert found.tokenizer.decode(found.render(dialogue)) == written
 
 
 def test_the_qwen_families_are_written_in_chatml(directory):
