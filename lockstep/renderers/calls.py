@@ -69,12 +69,7 @@ def read_whole_call(
     return found if begins_as_call and found == _NOT_JSON else None
 
 
-def read_call_list(
-    text: str,
-    *,
-    separator: str = "",
-    **keys: Any,
-) -> list[ToolCall] | str:
+def read_call_list(text: str, *, separator: str = "", **keys: Any) -> list[ToolCall] | str:
     """Reads JSON calls that follow one another. Returns the reason, as text, if there are none.
 
     separator: text that must stand between two calls; empty allows blanks, commas and semicolons.

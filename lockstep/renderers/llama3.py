@@ -34,12 +34,7 @@ from typing import Any
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
-from lockstep.renderers.calls import (
-    call_text,
-    function_json,
-    read_call_list,
-    read_whole_call,
-)
+from lockstep.renderers.calls import call_text, function_json, read_call_list, read_whole_call
 from lockstep.renderers.config import Llama3Config
 from lockstep.renderers.pieces import Piece, cut_at, split_turn, text_of
 from lockstep.renderers.tokenizer import Tokenizer

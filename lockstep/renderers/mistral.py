@@ -139,12 +139,8 @@ class MistralRenderer(TurnRenderer):
         calls = [] if behind is None else read_call_array(behind, has_id=True)
         if isinstance(calls, str):
             words, problem, calls = text_of(self.tokenizer, parts), calls, []
-        return Message(
-            role="assistant",
-            content=words,
-            tool_calls=tuple(calls),
-            parse_error=error or problem,
-        )
+        error = error or problem
+        return Message(role="assistant", content=words, tool_calls=tuple(calls), parse_error=error)
 
 
 def _version(tokenizer: Tokenizer) -> str:
