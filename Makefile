@@ -109,15 +109,15 @@ $(TRAINERS)/.installed: Makefile | $(VENV)/.installed-dev
 test-trainers: $(TRAINERS)/.installed
 	PYTHONPATH=$(abspath $(TRAINERS)) $(BIN)/python -m pytest tests/parity/test_doctor_trl.py tests/parity/test_doctor_verl.py tests/parity/test_doctor_watch.py
 
-# The package renderers, whose dependencies are many and partly not declared, beside ours.
+# The package renderers, whose dependencies are many and partly not declared, and mistral-common, beside ours.
 RENDERERS = build/renderers
 $(RENDERERS)/.installed: Makefile | $(VENV)/.installed-dev
 	rm -rf $(RENDERERS)
-	$(PIP) install --target $(RENDERERS) renderers==0.1.12 httpx
+	$(PIP) install --target $(RENDERERS) renderers==0.1.12 httpx mistral-common==1.13.1
 	touch $@
 
 test-renderers: $(RENDERERS)/.installed
-	PYTHONPATH=$(abspath $(RENDERERS)) $(BIN)/python -m pytest tests/parity/test_renderers_parity.py
+	PYTHONPATH=$(abspath $(RENDERERS)) $(BIN)/python -m pytest tests/parity/test_renderers_parity.py tests/parity/test_mistral_parity.py
 
 # verifiers in an environment of its own: it pins mcp and openai below what Lockstep asks for.
 VERIFIERS_VENV = .venv-verifiers

@@ -309,10 +309,10 @@ def _training(facts: PlanFacts) -> Parts:
     per_weight = 4 if facts.dtype == "float32" else 4 + facts.a  # in the master, and its own
     if facts.trainer.offload == "optimizer":
         per_weight = facts.a
-    chunk = min(HEAD_CHUNK_BYTES[facts.device], T * c.vocab_size * 4)
+    chunk = min(HEAD_CHUNK_BYTES[facts.device], T * c.num_rows * 4)
     head = HEAD_CHUNKS[facts.device] * chunk + 2 * T * c.hidden_size * 4
     if trained.keys() & {"embedding", "untied_head"}:
-        head += c.vocab_size * c.hidden_size * 4
+        head += c.num_rows * c.hidden_size * 4
     return {
         "gradients": facts.sharded(num_elements(trained) * per_weight),
         "activations": kept,

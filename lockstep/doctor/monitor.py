@@ -36,6 +36,7 @@ def open_monitor(
     *,
     renderer: Renderer,
     is_moe: bool,
+    vocab_size: int,
     is_one_process: bool,
     warn: Callable[[str], None],
 ) -> Callable[..., dict[str, float]] | None:
@@ -49,6 +50,7 @@ def open_monitor(
     facts = Facts(
         trainer="lockstep",
         model=config.model,
+        vocab_size=vocab_size,
         stop_ids=frozenset(renderer.stop_ids),
         temperature=config.agent.temperature,
         top_p=config.agent.top_p,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +37,7 @@ class ModelConfig(_Kind):
     architecture: str
     """Its model_type."""
     vocab_size: int
+    """Ids that are read and drawn; a softmax is over them. See `with_vocabulary`."""
     hidden_size: int
     intermediate_size: int
     """Width of the MLP, or of an expert."""
@@ -111,6 +112,19 @@ class ModelConfig(_Kind):
     """Layers of a mixture of experts that have a dense MLP, in order."""
     dense_intermediate_size: int = 0
     """MLP width of `dense_layers`."""
+    num_padding_rows: int = 0
+    """Rows of the embedding and the head behind those of the ids. They are kept as they are."""
+
+    def with_vocabulary(self, size: int | None) -> ModelConfig:
+        """The model over the first `size` ids, those of its tokenizer, where it has more rows. None
+        takes all rows for ids, as config.json does."""
+        size = self.num_rows if size is None else min(size, self.num_rows)
+        return replace(self, vocab_size=size, num_padding_rows=self.num_rows - size)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the embedding and the head."""
+        return self.vocab_size + self.num_padding_rows
 
     @property
     def rotary_dim(self) -> int:

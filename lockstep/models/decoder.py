@@ -1,6 +1,6 @@
 """One decoder for the trainer and the embedded engine, over its ops alone.
 
-# T tokens  D model width  N trained tokens  V vocabulary  K head width
+# T tokens  D model width  N trained tokens  V vocabulary  P rows of padding  K head width
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.ops = ops or Ops()
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.embedding = nn.Parameter(torch.empty(config.num_rows, config.hidden_size))
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
-        shape = (config.vocab_size, config.hidden_size)
+        shape = (config.num_rows, config.hidden_size)
         self.untied_head = None if config.tie_embeddings else nn.Parameter(torch.empty(shape))
         self.lora: LoraShape | None = None
         """Shape of the adapter that `lora.add_adapter` has added; all other weights are frozen
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """[V, D]: the output projection; the embedding itself if tied."""
+        """[V + P, D]: the output projection; the embedding itself if tied."""
         return self.embedding if self.untied_head is None else self.untied_head
 
     def init_weights(self, *, std: float = 0.02, seed: int | None = None) -> None:
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, V] in the compute dtype; a sampler draws from them."""
-        return self.ops.linear(hidden_TD, self.head)
+        return self.ops.linear(hidden_TD, self.head)[..., : self.config.vocab_size]
 
     def score(
         self,
@@ -203,6 +203,7 @@ class Decoder(nn.Module):
             targets_N,
             temperature=temperature,
             support=support,
+            vocab_size=self.config.vocab_size,
         )
 
     def log_probs(
@@ -210,7 +211,10 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(log-prob of ids [T] or [T, K], entropy [T]), float32: `Ops.log_probs` over this
         head."""
-        return self.ops.log_probs(hidden_TD, self.head, ids_T, temperature=temperature)
+        size = self.config.vocab_size
+        return self.ops.log_probs(
+            hidden_TD, self.head, ids_T, temperature=temperature, vocab_size=size
+        )
 
     def top_log_probs(
         self, hidden_TD: Tensor, top_k: int, *, vocab_size: int, temperature: float = 1.0

@@ -78,15 +78,17 @@ def load_checkpoint(
     device: torch.device | str = "cpu",
     mesh: DeviceMesh | None = None,
     ops: Ops | None = None,
+    vocab_size: int | None = None,
 ) -> Decoder:
     """A decoder with the weights of a Hugging Face checkpoint directory.
 
     mesh: the ranks that the parameters are spread over; each keeps its own part of what it reads.
+    vocab_size: as for `ModelConfig.with_vocabulary`.
     Takes no more memory than the model (this rank's part, and one parameter) and a block
     (`tensor_file.BLOCK_BYTES`). Raises CheckpointError naming every tensor that is missing, extra
     or misshapen.
     """
-    config = ModelConfig.from_directory(directory)
+    config = ModelConfig.from_directory(directory).with_vocabulary(vocab_size)
     tensors = read_tensors(directory)
     with torch.device("meta"):
         model = Decoder(config, ops=ops)

@@ -48,7 +48,7 @@ class ParameterLayout:
 def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
     """name -> layout of each parameter of `Decoder(config)`, in the order of the forward."""
     c, D = config, config.hidden_size
-    out = {"embedding": _whole(EMBEDDING, c.vocab_size, D)}
+    out = {"embedding": _whole(EMBEDDING, c.num_rows, D)}
     for i in range(c.num_layers):
         theirs = f"model.layers.{i}"
         mlp = f"{theirs}.mlp"
@@ -71,7 +71,7 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
         out |= {f"layers.{i}.{name}": parameter for name, parameter in layer.items()}
     out["final_norm"] = _whole("model.norm.weight", D)
     if not c.tie_embeddings:
-        out["untied_head"] = _whole(HEAD, c.vocab_size, D)
+        out["untied_head"] = _whole(HEAD, c.num_rows, D)
     return out
 
 

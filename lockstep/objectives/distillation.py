@@ -49,16 +49,18 @@ def vocabulary_kl(
     teacher_head: Tensor,
     *,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     order: KLOrder = "reverse",
 ) -> Tensor:
-    """[N] float32 nats: the KL of the two distributions over the ids that both models have.
+    """[N] float32 nats: the KL of the two distributions over the ids that both models have, the
+    first `vocab_size` of them.
 
     hidden [N, D] and head [V, D] of the student carry gradient; teacher_hidden [N, d] and
     teacher_head are constants. No [N, V] tensor exists: chunks of tokens are computed one after
     another, and again in backward. Both sides are at this temperature. Source: GKD (Agarwal et al.
     2024, arXiv 2306.13649), equation 1.
     """
-    shared = min(len(head), len(teacher_head))
+    shared = min(len(head), len(teacher_head), vocab_size or len(head))
     teacher_hidden, teacher_head = teacher_hidden.detach(), teacher_head.detach()[:shared]
 
     def of_chunk(rows: Tensor, weight: Tensor, teacher_rows: Tensor) -> Tensor:

@@ -433,12 +433,14 @@ class Ops:
         *,
         temperature: float = 1.0,
         support: Support | None = None,
+        vocab_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-prob of ids, entropy [T]), float32 nats, of softmax(hidden @ weight^T / t).
 
         hidden [T, D], weight [V, D], ids [T] or [T, K]; the log-probs have the shape of the ids.
         Both outputs are differentiable. The logits are formed in chunks of rows; no more than one
-        chunk of [rows, V] lives at a time.
+        chunk of [rows, V] lives at a time. vocab_size: ids that the softmax is over, the first of
+        the V; None takes all.
 
         support: the ids that each of the T tokens was drawn from. The softmax is over these alone;
         an id outside has log-prob -inf. Raises AlignmentError for another number of tokens.
@@ -448,7 +450,8 @@ class Ops:
                 f"log_probs: {len(ids)} ids, and a support of {len(support)} tokens: one entry "
                 "each."
             )
-        return head.LogProbs.apply(hidden, weight, ids, self, temperature, support)  # pyright: ignore[reportReturnType]
+        size = len(weight) if vocab_size is None else vocab_size
+        return head.LogProbs.apply(hidden, weight, ids, self, temperature, support, size)  # pyright: ignore[reportReturnType]
 
     def log_softmax(
         self, logits: Tensor, *, temperature: float = 1.0, kept: Tensor | None = None

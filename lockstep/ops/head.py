@@ -5,7 +5,7 @@ time, since a softmax is over a row and must give the sampler's bits. Backward k
 log-sum and needs no whole row: it forms the logits again in tiles of many rows and few columns, so
 that the weight's gradient is complete after one tile, in float32, and written once.
 
-# T tokens  D model width  V vocabulary  K ids that are scored at each token
+# T tokens  D model width  V vocabulary  P rows of padding  K ids that are scored at each token
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ class LogProbs(torch.autograd.Function):
     0 * -inf is NaN."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, ops, temperature, support):
+    def forward(ctx, hidden, weight, ids, ops, temperature, support, V):
+        """weight: [V + P, D]. The products are of all its rows, for which ops may keep it in
+        another layout; the softmax is over V."""
         ctx.set_materialize_grads(False)  # an output that is not used has no gradient, not zeros
-        T, V = len(ids), len(weight)
+        T = len(ids)
         logprobs = hidden.new_empty(ids.shape, dtype=torch.float32)
         entropy, log_sums = (hidden.new_empty(T, dtype=torch.float32) for _ in range(2))
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        rows = chunk_rows(V, hidden.device)
+        rows = chunk_rows(len(weight), hidden.device)
         # A single chunk is no larger than what one tile takes in backward anyway: keep it.
         is_kept = rows >= T and (needs_hidden or needs_weight)
         kept = hidden.new_empty(T, V, dtype=torch.float32) if is_kept else None
         for part in _steps(T, rows):
-            logits = ops.linear(hidden[part], weight)
+            logits = ops.linear(hidden[part], weight)[:, :V]
             choices = None if support is None else support.mask(part, V)
             for block in _blocks(logits):
                 here = slice(part.start + block.start, part.start + block.stop)
@@ -74,16 +76,16 @@ class LogProbs(torch.autograd.Function):
                     kept[here] = logp
                 del logp
             del logits, choices  # before the next chunk is formed
-        ctx.settings = ops.gradient_dtype(hidden.dtype), temperature, support
+        ctx.settings = ops.gradient_dtype(hidden.dtype), temperature, support, V
         ctx.save_for_backward(hidden, weight, ids, entropy, log_sums, kept)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        dtype, temperature, support = ctx.settings
+        dtype, temperature, support, V = ctx.settings
         hidden, weight, ids, entropy, log_sums, kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        T, V = len(ids), len(weight)
+        T = len(ids)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
         if ids.ndim == 1:
@@ -145,9 +147,11 @@ class LogProbs(torch.autograd.Function):
                 del tile
             if grad_weight is not None:
                 grad_weight[columns] = 0.0 if total is None else total  # None: of no tokens
+        if grad_weight is not None:
+            grad_weight[V:] = 0.0
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, *[None] * 4
+        return grad_hidden, grad_weight, *[None] * 5
 
 
 def _steps(size: int, step: int) -> Iterator[slice]:

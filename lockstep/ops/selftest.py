@@ -220,10 +220,10 @@ def first_failure(model: Any) -> tuple[str, str, int]:
     ops = model.ops
     calls, hidden = _record(model)
     with torch.no_grad():
-        logits = ops.linear(hidden, model.head)
+        logits = model.logits(hidden)
         sampled = ops.log_softmax(logits)
         ids = sampled.argmax(-1)
-        trained, _ = ops.log_probs(hidden, model.head, ids)
+        trained, _ = model.log_probs(hidden, ids)
     of_head = [_Call("linear", (hidden, model.head), {}), _Call("log_softmax", (logits,), {})]
     failed, where, count = _first_failure(ops, [*calls, *of_head])
     if failed:

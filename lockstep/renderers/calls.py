@@ -13,12 +13,17 @@ _NOT_JSON = "a call is not JSON"
 
 
 def read_call(
-    text: str, *, arguments_key: str = "arguments", ignored_keys: Collection[str] = ()
+    text: str,
+    *,
+    arguments_key: str = "arguments",
+    ignored_keys: Collection[str] = (),
+    has_id: bool = False,
 ) -> ToolCall | str:
     """Reads a JSON object of "name" and `arguments_key`. Returns the call, or the reason it is
     none.
 
     The arguments may be any JSON; their text is kept. ignored_keys: other keys that may be present.
+    has_id: an "id" may be present, and is kept.
 
     >>> read_call('{"name": "f", "arguments": {"x":1e3}}')
     ToolCall(name='f', arguments='{"x":1e3}', id='')
@@ -31,12 +36,15 @@ def read_call(
     except (ValueError, RecursionError):
         return _NOT_JSON
     fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
+    call_id = fields.pop("id", "") if has_id else ""
     if set(fields) - set(ignored_keys) != {"name", arguments_key}:
         return f'a call is not an object of "name" and "{arguments_key}"'
     name = fields["name"]
     if not isinstance(name, str) or not name or not name.isprintable():
         return "a call's name is not a printable text"
-    return ToolCall(name=name, arguments=arguments)
+    if not isinstance(call_id, str):
+        return "a call's id is not a text"
+    return ToolCall(name=name, arguments=arguments, id=call_id)
 
 
 def read_whole_call(
@@ -61,16 +69,11 @@ def read_whole_call(
     return found if begins_as_call and found == _NOT_JSON else None
 
 
-def read_call_list(
-    text: str,
-    *,
-    separator: str = "",
-    arguments_key: str = "arguments",
-    ignored_keys: Collection[str] = (),
-) -> list[ToolCall] | str:
+def read_call_list(text: str, *, separator: str = "", **keys: Any) -> list[ToolCall] | str:
     """Reads JSON calls that follow one another. Returns the reason, as text, if there are none.
 
     separator: text that must stand between two calls; empty allows blanks, commas and semicolons.
+    keys: as for `read_call`.
     """
     calls: list[ToolCall] = []
     while text := text.strip(" \r\n\t,;"):
@@ -78,7 +81,7 @@ def read_call_list(
             end = json.JSONDecoder().raw_decode(text)[1]
         except (ValueError, RecursionError):
             return _NOT_JSON
-        call = read_call(text[:end], arguments_key=arguments_key, ignored_keys=ignored_keys)
+        call = read_call(text[:end], **keys)
         if isinstance(call, str):
             return call
         calls.append(call)
@@ -88,11 +91,24 @@ def read_call_list(
     return calls or "a call is missing"
 
 
-def call_text(call: ToolCall, *, arguments_key: str = "arguments") -> str:
+def read_call_array(text: str, **keys: Any) -> list[ToolCall] | str:
+    """Reads a JSON list of calls. Returns the reason, as text, if it is none. keys: as for
+    `read_call`."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return _NOT_JSON
+    if not isinstance(found, list):
+        return "calls are not a JSON list"
+    return read_call_list(text.strip()[1:-1], separator=",", **keys)
+
+
+def call_text(call: ToolCall, *, arguments_key: str = "arguments", has_id: bool = False) -> str:
     """Writes a call as the JSON object that `read_call` reads; the text of the arguments is
     kept."""
-    name = json.dumps(call.name, ensure_ascii=False)
-    return f'{{"name": {name}, "{arguments_key}": {call.arguments}}}'
+    name, id_ = (json.dumps(text, ensure_ascii=False) for text in (call.name, call.id))
+    last = f', "id": {id_}' if has_id and call.id else ""
+    return f'{{"name": {name}, "{arguments_key}": {call.arguments}{last}}}'
 
 
 def function_json(tool: ToolSchema) -> dict[str, Any]:

@@ -101,6 +101,16 @@ class Llama3Config(RendererConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MistralConfig(RendererConfig):
+    """The format of Mistral's instruct models, versions 3 and 7."""
+
+    variant: Literal["auto", "v3", "v7"] = "auto"
+    """v7 (Mistral Small 2501, Large 2411): system messages of their own. v3 with Tekken's
+    vocabulary (NeMo, Ministral 8B): their text goes before the last user's. auto: what the model's
+    template says or, without one, the control tokens of its tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JinjaConfig(RendererConfig):
     """The model's own Hugging Face chat template, checked before the first prompt."""
 

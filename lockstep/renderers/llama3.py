@@ -30,17 +30,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
-from lockstep.renderers.calls import (
-    call_text,
-    function_json,
-    read_call_list,
-    read_whole_call,
-)
+from lockstep.renderers.calls import call_text, function_json, read_call_list, read_whole_call
 from lockstep.renderers.config import Llama3Config
-from lockstep.renderers.pieces import Piece, split_turn, text_of
+from lockstep.renderers.pieces import Piece, cut_at, split_turn, text_of
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.renderers.turn_renderer import TurnRenderer
 from lockstep.types import Message, ToolCall, ToolSchema
@@ -155,11 +151,7 @@ class Llama3Renderer(TurnRenderer):
 
     def _body(self, message: Message, *, is_given: bool = False) -> list[Piece]:
         """is_given: the message is part of a history, where the template strips it."""
-        if message.thinking:
-            raise RendererError(
-                "a message has thinking, and the format of llama3 has no place for it. Leave the "
-                "thinking out, or choose the renderer of a model that thinks."
-            )
+        self._refuse_thinking(message)
         content = message.content.strip() if is_given else message.content
         calls = [call_text(call, arguments_key=_KEY) for call in message.tool_calls]
         if not calls:
@@ -187,29 +179,16 @@ class Llama3Renderer(TurnRenderer):
         tokens by name, and `parse_error` says why.
         """
         parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
-        words, calls = text_of(self.tokenizer, parts), list[ToolCall]()
-        control = [part for part in parts if not isinstance(part, str)]
-        if control == [self._python]:
-            at = parts.index(self._python)
-            found = read_call_list(
-                text_of(self.tokenizer, parts[at + 1 :]),
-                separator=";",
-                arguments_key=_KEY,
-                ignored_keys=_IGNORED,
-            )
-            if isinstance(found, str):
-                error = error or found
-            else:
-                words, calls = text_of(self.tokenizer, parts[:at]), found
-        elif control:
-            name = self.tokenizer.control_name(control[0])
-            error = error or f"{name} is out of place"
-        else:
-            call = read_whole_call(words, arguments_key=_KEY, ignored_keys=_IGNORED)
-            if isinstance(call, ToolCall):
-                words, calls = "", [call]
-            elif call:
-                error = error or call
+        words, behind, problem = cut_at(self.tokenizer, parts, self._python)
+        keys: dict[str, Any] = {"arguments_key": _KEY, "ignored_keys": _IGNORED}
+        calls: list[ToolCall] | str = []
+        if behind is not None:
+            calls = read_call_list(behind, separator=";", **keys)
+        elif not problem and (call := read_whole_call(words, **keys)):
+            words, calls = ("", [call]) if isinstance(call, ToolCall) else (words, call)
+        if isinstance(calls, str):
+            words, problem, calls = text_of(self.tokenizer, parts), calls, []
+        error = error or problem
         if not calls and not error and sampled_ids[-1] == self._handover:
             error = "<|eom_id|> ends a turn that calls nothing"
         return Message(role="assistant", content=words, tool_calls=tuple(calls), parse_error=error)

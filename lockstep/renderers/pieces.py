@@ -58,6 +58,19 @@ def text_of(tokenizer: Tokenizer, parts: Iterable[Piece]) -> str:
     )
 
 
+def cut_at(
+    tokenizer: Tokenizer, parts: Sequence[Piece], marker: int
+) -> tuple[str, str | None, str]:
+    """Returns (text before the control token `marker`, text behind it, ""). If it is not there,
+    (all text, None, ""); with other control tokens the last says which is out of place."""
+    control = [part for part in parts if not isinstance(part, str)]
+    if control == [marker]:
+        at = parts.index(marker)
+        return text_of(tokenizer, parts[:at]), text_of(tokenizer, parts[at + 1 :]), ""
+    problem = f"{tokenizer.control_name(control[0])} is out of place" if control else ""
+    return text_of(tokenizer, parts), None, problem
+
+
 def refuse_replies(messages: Iterable[Message]) -> None:
     """Raises RendererError if an assistant message is among the messages after a sampled turn."""
     if any(message.role == "assistant" for message in messages):

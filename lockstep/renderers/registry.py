@@ -14,10 +14,12 @@ from lockstep.renderers.config import (
     HarmonyConfig,
     JinjaConfig,
     Llama3Config,
+    MistralConfig,
 )
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.llama3 import Llama3Renderer
+from lockstep.renderers.mistral import MistralRenderer
 from lockstep.renderers.tokenizer import Tokenizer
 
 
@@ -49,4 +51,5 @@ def _register(config_type: type[Any], renderer: Callable[[Tokenizer, Any], Rende
 _register(HarmonyConfig, HarmonyRenderer)
 _register(ChatMLConfig, ChatMLRenderer)
 _register(Llama3Config, Llama3Renderer)
+_register(MistralConfig, MistralRenderer)
 _register(JinjaConfig, JinjaRenderer)

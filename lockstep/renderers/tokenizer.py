@@ -180,6 +180,10 @@ class Tokenizer:
             )
         return {name: self._control_tokens[name] for name in names}
 
+    def has(self, name: str) -> bool:
+        """Whether `name` is a control or added token."""
+        return name in self._control_tokens
+
     def control_name(self, id_: int) -> str:
         """Returns the name of a control id, such as `<|end|>`. Raises KeyError for any other id."""
         if id_ not in self.control_ids:
@@ -201,13 +205,9 @@ class Tokenizer:
         return b"".join(self.token_bytes(int(id_)) for id_ in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns readable text: control tokens by name, incomplete characters as U+FFFD, unknown
-        ids as `<|unused:ID|>`. Do not encode the result."""
-        parts = [
-            self._token_bytes[id_] if id_ in self._known else f"<|unused:{id_}|>".encode()
-            for id_ in map(int, ids)
-        ]
-        return b"".join(parts).decode("utf-8", errors="replace")
+        """Returns readable text: control tokens by name, incomplete characters as U+FFFD, nothing
+        for ids that the tokenizer does not have. Do not encode the result."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     # -- other spellings ----------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
-"""The base of renderers that write a dialogue from parts: ChatML, harmony, Llama 3."""
+"""The base of renderers that write a dialogue from parts: ChatML, harmony, Llama 3, Mistral."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
 from lockstep.renderers.pieces import Piece, encode_pieces, refuse_replies, require_reply
 from lockstep.renderers.tokenizer import Tokenizer
@@ -68,6 +69,13 @@ class TurnRenderer(ABC):
     @abstractmethod
     def _body(self, message: Message) -> list[Piece]:
         """An assistant message without its opening, stop id included."""
+
+    def _refuse_thinking(self, message: Message) -> None:
+        if message.thinking:
+            raise RendererError(
+                f"a message has thinking, and the format of {self.name} has no place for it. Leave "
+                "the thinking out, or choose the renderer of a model that thinks."
+            )
 
     def _close(self, sampled_ids: TokenIds) -> list[Piece]:
         """The end of a turn that was cut off."""

@@ -299,7 +299,10 @@ def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder)
         directory = teacher_directory(teacher)
         if teacher.engine is None:
             weight = like.embedding
-            model = load_checkpoint(directory, dtype=weight.dtype, device=weight.device)
+            size = like.config.vocab_size
+            model = load_checkpoint(
+                directory, dtype=weight.dtype, device=weight.device, vocab_size=size
+            )
             models[setting] = model.requires_grad_(False)
         else:
             run = f"{context.run}-{setting}"
@@ -435,14 +438,17 @@ def load_model(
 
         found = load_fallback(weights or model_files.directory, dtype=dtype, device=device)
         return cast("Decoder", found)
-    if config.lora is None or model_files.lora is None:
-        source = weights or model_files.directory
-        return load_checkpoint(source, dtype=dtype, device=device, mesh=mesh, ops=ops)
-    if over is not None:
+    is_whole = config.lora is None or model_files.lora is None
+    if over is not None and not is_whole:
         model = decoder_over(over)
     else:
-        source = model_files.directory
-        model = load_checkpoint(source, dtype=dtype, device=device, mesh=mesh, ops=ops)
+        source = (weights if is_whole else None) or model_files.directory
+        size = model_files.model.vocab_size
+        model = load_checkpoint(
+            source, dtype=dtype, device=device, mesh=mesh, ops=ops, vocab_size=size
+        )
+    if config.lora is None or model_files.lora is None:
+        return model
     add_adapter(model, model_files.lora, seed=config.lora.seed)
     if weights is not None:
         check_policy(model, weights, like=model_files.directory)

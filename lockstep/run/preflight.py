@@ -45,6 +45,7 @@ from lockstep.renderers.config import (
     HarmonyConfig,
     JinjaConfig,
     Llama3Config,
+    MistralConfig,
     RendererConfig,
 )
 from lockstep.renderers.jinja.renderer import JinjaRenderer
@@ -66,6 +67,7 @@ DEFAULT_RENDERERS: dict[str, Callable[[], RendererConfig]] = {
     "qwen3": ChatMLConfig,
     "qwen3_moe": ChatMLConfig,
     "llama": Llama3Config,
+    "mistral": MistralConfig,
 }
 """The formats of architectures that have one of ours, those of models that transformers runs too.
 Those of deepseek_v3 differ in whether they think: their templates say it."""
@@ -359,6 +361,10 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
             f"model={config.model}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
             f"model's vocabulary ends at {model.vocab_size - 1}. They belong to different models."
         )
+    if isinstance(model, ModelConfig) and isinstance(
+        getattr(config, "engine", None), EmbeddedConfig
+    ):  # other engines draw from all rows, and the trainer's distribution is its engine's
+        model = model.with_vocabulary(tokenizer.vocab_size)
     chosen = config.renderer or renderer_of(directory, model)
     lora = None
     if config.lora is not None and isinstance(model, ModelConfig):

@@ -445,6 +445,7 @@ def open_run(
     facts: dict[str, Any] = {
         "architecture": model.architecture,
         "family": model.family,
+        "vocab_size": model.vocab_size,
         "faults": list(current_hooks().recorded),
     }
     origin = None
@@ -506,6 +507,7 @@ def open_run(
                     path,
                     renderer=parts.renderer,
                     is_moe=model.is_moe,
+                    vocab_size=model.vocab_size,
                     is_one_process=run.is_one_process,
                     warn=run.warn,
                 )

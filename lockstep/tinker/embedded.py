@@ -69,7 +69,13 @@ class Base:
     def load(self, directory: Path) -> Decoder:
         """Another decoder of the same dtype, device and ops."""
         weight, ops = self.decoder.embedding, self.decoder.ops
-        return load_checkpoint(directory, dtype=weight.dtype, device=weight.device, ops=ops)
+        return load_checkpoint(
+            directory,
+            dtype=weight.dtype,
+            device=weight.device,
+            ops=ops,
+            vocab_size=self.decoder.config.vocab_size,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

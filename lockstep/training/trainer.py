@@ -493,6 +493,7 @@ class Trainer(Learner):
             batch.targets,
             temperature=self.temperature,
             support=batch.support,
+            vocab_size=model.config.vocab_size,
         )
         kl = torch.zeros_like(logprobs)
         for number, teacher in enumerate(self.teachers):
@@ -510,6 +511,7 @@ class Trainer(Learner):
                     take_rows(theirs, batch.predictors[mine]),
                     teacher.head,
                     temperature=self.temperature,
+                    vocab_size=model.config.vocab_size,
                     order=self.distill.divergence if self.distill else "reverse",
                 ),
             )

@@ -41,8 +41,7 @@ TEXTS = st.text(
 )
 
 
-@lru_cache
-def _template(name: str) -> jinja2.Template:
+def template_of(text: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(
         value, ensure_ascii=False, indent=indent
@@ -52,7 +51,12 @@ def _template(name: str) -> jinja2.Template:
         raise jinja2.TemplateError(message)
 
     environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(_config(name)["chat_template"])
+    return environment.from_string(text)
+
+
+@lru_cache
+def _template(name: str) -> jinja2.Template:
+    return template_of(_config(name)["chat_template"])
 
 
 @lru_cache

@@ -55,6 +55,8 @@ class Facts(RunFacts):
     """Directory or file of the tokenizer, if it is not beside the model."""
     renderer: str = ""
     """Name of the renderer (harmony, chatml, ...), or its settings as JSON: {"type": "chatml"}."""
+    vocab_size: int | None = None
+    """Ids that log-probs are normalised over, where the model's head has rows behind them."""
 
 
 class Dump(ABC):

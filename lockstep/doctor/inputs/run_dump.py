@@ -112,6 +112,7 @@ class RunDump(RowDump):
             model=str(began_in / name) if name and (began_in / name).is_dir() else name,
             tokenizer=str(kept[-1]) if kept else "",
             renderer=json.dumps(renderer) if renderer else "",
+            vocab_size=environment.get("vocab_size"),
             temperature=agent.get("temperature"),
             top_p=agent.get("top_p"),
             top_k=agent.get("top_k"),

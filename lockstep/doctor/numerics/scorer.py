@@ -56,7 +56,9 @@ class Scorer:
         if weights.is_fallback:
             model: Any = load_fallback(weights.directory, device=self.device)
         else:
-            model = load_checkpoint(weights.model_directory, device=self.device)
+            model = load_checkpoint(
+                weights.model_directory, device=self.device, vocab_size=weights.vocab_size
+            )
             if weights.base is not None:
                 add_adapter(model, read_shape(weights.directory, model.config), seed=0)
                 load_adapter(model, weights.directory)
@@ -209,7 +211,8 @@ def _logits(
     hidden_TD = model(ids_T, positions_T, context, *([routing] if is_decoder else []))
     hidden_PD = hidden_TD.index_select(0, predictors_P)
     if head is not None:
-        hidden_PD, weight_VD = hidden_PD.to(head), model.head.to(head)
+        weight_VD = model.head[: model.config.vocab_size].to(head)
+        hidden_PD = hidden_PD.to(head)
         return lambda part: model.ops.linear(hidden_PD[part], weight_VD)
     if is_decoder:
         return lambda part: model.logits(hidden_PD[part])

@@ -40,6 +40,8 @@ class Weights:
     """Model of an adapter; None for a whole model."""
     step: int | None = None
     """Training step whose rows it scores, in a run; None if unknown."""
+    vocab_size: int | None = None
+    """As for `ModelConfig.with_vocabulary`."""
     is_fallback: bool = False
     """Whether transformers computes it: an architecture that the decoder lacks."""
 
@@ -134,9 +136,12 @@ def weights_at_hand(
         if not is_adapter and _config_of(path) != config:
             raise CheckpointError(f"--against {other}: a model of other shapes than {first}.")
         found.append(Weights(name=str(other), directory=path, base=first if is_adapter else None))
-    is_fallback = isinstance(config, FallbackConfig)
+    size, is_fallback = dump.facts.vocab_size, isinstance(config, FallbackConfig)
+    if isinstance(config, ModelConfig):
+        config = config.with_vocabulary(size)
     return WeightsAtHand(
-        all=tuple(replace(weights, is_fallback=is_fallback) for weights in found), config=config
+        all=tuple(replace(w, vocab_size=size, is_fallback=is_fallback) for w in found),
+        config=config,
     )
 
 

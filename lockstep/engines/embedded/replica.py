@@ -42,6 +42,7 @@ def make_replica(model: Decoder, config: EmbeddedConfig, context: EngineContext)
         token_bytes=list(context.token_bytes),
         control_ids=sorted(context.control_ids),
         dtype=context.dtype if config.dtype == "same" else config.dtype,
+        vocab_size=context.vocab_size,
         device=model.embedding.device.type,
         threads=torch.get_num_threads(),
         ops=model.ops,
@@ -63,6 +64,7 @@ def make_here(
     token_bytes: Sequence[bytes],
     control_ids: Sequence[int],
     dtype: str,
+    vocab_size: int,
     device: str,
     threads: int,
     ops: Ops,
@@ -71,7 +73,9 @@ def make_here(
     if ops.name == "invariant":
         ask_for_reproducible_gemm()  # where the trainer's environment is not this one's
     torch.set_num_threads(threads)
-    model = load_checkpoint(directory, dtype=getattr(torch, dtype), device=device, ops=ops)
+    model = load_checkpoint(
+        directory, dtype=getattr(torch, dtype), device=device, ops=ops, vocab_size=vocab_size
+    )
     model.requires_grad_(False)
     return EmbeddedEngine(
         model, config, token_bytes=token_bytes, control_ids=control_ids, is_shared=False

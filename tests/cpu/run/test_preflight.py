@@ -10,10 +10,12 @@ from lockstep.errors import CheckpointError, ConfigError, RendererError
 from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.recipes import find_recipe
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
+from lockstep.renderers.mistral import LATER_TOKEN, MISTRAL_TOKENS, V7_TOKENS
 from lockstep.run.preflight import plan, preflight, read_model_files
 from lockstep.testing.faults import injected
 from lockstep.testing.faults.rows import ShiftedLogprobs
 from lockstep.testing.tokenizers import byte_tokenizer_json
+from lockstep.types import Message
 
 
 @pytest.fixture
@@ -31,10 +33,9 @@ def model_files_of(directory, *overrides, **changes):
 
 
 def test_a_family_without_a_renderer_of_ours_asks_for_one(directory):
-    changes = {"model_type": "mistral", "sliding_window": None}
-    assert model_files_of(directory, **changes).model.architecture == "mistral"
+    assert model_files_of(directory, model_type="olmo3").model.architecture == "olmo3"
     (directory / "renderer.json").unlink()
-    with pytest.raises(ConfigError, match=r"mistral, and .* has no chat template\. Set"):
+    with pytest.raises(ConfigError, match=r"olmo3, and .* has no chat template\. Set"):
         model_files_of(directory)
     assert model_files_of(directory, "renderer=chatml").renderer.name == "chatml"
 
@@ -80,6 +81,25 @@ def test_a_llama_is_written_as_llama_3_and_one_with_other_tokens_is_told_so(dire
         model_files_of(directory, model_type="llama")
     (directory / "tokenizer.json").write_text(byte_tokenizer_json(control_tokens=LLAMA3_TOKENS))
     assert model_files_of(directory).renderer.name == "llama3"
+
+
+def test_a_mistral_is_written_in_its_own_format_if_its_tokens_are_of_a_version_that_is_known(
+    directory,
+):
+    (directory / "renderer.json").unlink()
+    tokens = (*MISTRAL_TOKENS, *V7_TOKENS, LATER_TOKEN, "<|im_end|>")
+    (directory / "tokenizer.json").write_text(byte_tokenizer_json(control_tokens=tokens))
+    dialogue = [Message(role="system", content="a"), Message(role="user", content="b")]
+    for named, written in (
+        ("", "<s>[INST]a\n\nb[/INST]"),
+        (V7_TOKENS[0], "<s>[SYSTEM_PROMPT]a[/SYSTEM_PROMPT][INST]b[/INST]"),
+        (LATER_TOKEN, None),  # by its own template
+    ):
+        (directory / "chat_template.jinja").write_text(f"{TEMPLATE}{{# {named} #}}")
+        found = model_files_of(directory, model_type="mistral", sliding_window=None).renderer
+        assert found.name == ("jinja" if written is None else "mistral")
+        if written is not None:
+            assert found.tokenizer.decode(found.render(dialogue)) == written
 
 
 def test_the_qwen_families_are_written_in_chatml(directory):

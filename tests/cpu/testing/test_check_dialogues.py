@@ -12,8 +12,10 @@ from lockstep.renderers.config import (
     ChatMLConfig,
     HarmonyConfig,
     Llama3Config,
+    MistralConfig,
 )
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
+from lockstep.renderers.mistral import MISTRAL_TOKENS, V7_TOKENS
 from lockstep.renderers.registry import make_renderer
 from lockstep.testing.renderers import check_dialogues, hostile_text
 from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer, sentencepiece_tokenizer
@@ -32,6 +34,11 @@ MADE = {
         SENTENCEPIECE,
     ),
     "llama3": (Llama3Config(), byte_tokenizer(control_tokens=LLAMA3_TOKENS)),
+    "mistral, v3": (MistralConfig(), byte_tokenizer(control_tokens=MISTRAL_TOKENS)),
+    "mistral, v7": (
+        MistralConfig(),
+        byte_tokenizer(control_tokens=(*MISTRAL_TOKENS, *V7_TOKENS)),
+    ),
 }
 NUM_DIALOGUES = 1000 if PROOF else 60
 
