@@ -20,9 +20,10 @@ from lockstep.models.locate import locate_model
 from lockstep.ops.base import Ops
 from lockstep.ops.context import Support
 from lockstep.recipes import find_recipe
+from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.run import load_run
-from lockstep.types import Ragged, Request, SamplingParams
+from lockstep.types import Message, Ragged, Request, SamplingParams
 
 SMALL = [
     "steps=2", "groups_per_step=3", "group_size=4", "evaluation.num_tasks=2",
@@ -108,6 +109,14 @@ def test_without_the_tokenizer_the_same_weights_would_draw_the_rows_of_padding(p
     assert max(drawn_by(narrow)) < size
     with pytest.raises(EngineError, match=f"0..{size - 1}"):
         drawn_by(narrow, prompt=[size])
+
+
+def test_an_id_of_padding_that_another_engine_drew_is_no_text(padded):
+    renderer = ChatMLRenderer(Tokenizer.from_file(padded))
+    size, said = renderer.tokenizer.vocab_size, Message(role="assistant", content="Bela.")
+    *words, end = renderer.render_reply(said)
+    assert renderer.parse([*words, size, size + NUM_PADDING - 1, end]) == said
+    assert renderer.tokenizer.decode([size]) == ""
 
 
 def drawn_by(model, *, prompt=(5, 6, 7)):

@@ -13,8 +13,10 @@ from lockstep.renderers.config import (
     ChatMLConfig,
     HarmonyConfig,
     Llama3Config,
+    MistralConfig,
 )
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
+from lockstep.renderers.mistral import MISTRAL_TOKENS, V7_TOKENS
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.engines import FakeEngine
@@ -81,6 +83,10 @@ FORMATS = {
     "chatml": (ChatMLConfig(), BYTES),
     "chatml, thinking=drop": (ChatMLConfig(thinking="drop"), BYTES),
     "llama3": (Llama3Config(), byte_tokenizer_json(control_tokens=LLAMA3_TOKENS)),
+    "mistral": (
+        MistralConfig(),
+        byte_tokenizer_json(control_tokens=(*MISTRAL_TOKENS, *V7_TOKENS)),
+    ),
 }
 
 
