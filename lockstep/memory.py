@@ -17,10 +17,10 @@ from pathlib import Path
 from lockstep.engines.config import GPU_SHARE, EmbeddedConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.gpu import Device
-from lockstep.models.attention_config import CHUNK
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
+from lockstep.ops.contract import CHUNK
 from lockstep.training.config import TrainerConfig, frozen_names
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHUNK = 64
-"""Tokens between two states of linear attention, counted from the start of each sequence. Part of
-the numerics."""
-BLOCK = 16
-"""Tokens of a chunk that are solved at once. Part of the numerics."""
+from lockstep.ops.contract import BLOCK, CHUNK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +76,7 @@ class LinearShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values of a token."""
+        """Inputs of the convolution: queries, keys and values of a token."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
@@ -93,8 +89,8 @@ class LinearShape:
         return self.value_width * self.key_dim
 
     def cache_bytes(self, *, num_running: int, num_kept: int, item: int) -> int:
-        """What a sampler holds for this many sequences and kept states, of `item` bytes a number in
-        the compute dtype. See `ops.chunks.States`."""
+        """Size of a sampler's `ops.chunks.States` for this many sequences, and of its kept states.
+        item: bytes of a number in the compute dtype."""
         tail = (self.conv_width - 1) * self.channels * item
         tokens = self.key_heads * self.key_dim + self.value_width + self.value_heads
         block = BLOCK * (BLOCK * self.value_heads + self.value_width)

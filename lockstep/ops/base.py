@@ -367,14 +367,16 @@ class Ops:
         q, k = (delta.unit_length(x.to(wide)) for x in (q, k))
         parts = q * q.shape[-1] ** -0.5, k, v.to(wide), g.to(wide), beta.to(wide)
         if isinstance(context, PackedContext):
-            return delta.over_chunks(parts, context.chunks, self).to(dtype)
+            return delta.over_chunks(parts, context.chunks, self.matmul).to(dtype)
         step = _states_of(context)
         n, out = step.num_rows, []
         if n:
-            out.append(delta.decode(*(x[:n] for x in parts), layer, step, self))
+            out.append(delta.decode(*(x[:n] for x in parts), layer, step, self.matmul))
         if step.chunks is not None:
             run = partial(delta.prefill, layer=layer, step=step)
-            out.append(delta.over_chunks(tuple(x[n:] for x in parts), step.chunks, self, run))
+            out.append(
+                delta.over_chunks(tuple(x[n:] for x in parts), step.chunks, self.matmul, run)
+            )
         return torch.cat(out).to(dtype)
 
     # -- composed -----------------------------------------------------------------------------

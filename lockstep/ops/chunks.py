@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.models.attention_config import BLOCK as BLOCK
-from lockstep.models.attention_config import CHUNK as CHUNK
+from lockstep.ops.contract import BLOCK, CHUNK
 
 Tensor = torch.Tensor
 Indices = npt.NDArray[np.int64]
@@ -137,7 +136,7 @@ def previous_tokens(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """What a sampler keeps of the sequences that run: a slot for each, in every linear layer.
+    """States of the sequences that a sampler runs: a slot for each, in every linear layer.
 
     # L linear layers  R slots  G key heads  H value heads  K key width  V value width
     """
@@ -147,7 +146,7 @@ class States:
     keys: Tensor
     """[L, R, G, C, K] float32: keys of the chunk's tokens."""
     values: Tensor
-    """[L, R, H, C, V] float32: what its tokens write."""
+    """[L, R, H, C, V] float32: writes of its tokens."""
     decays: Tensor
     """[L, R, H, C] float32: log of each token's decay."""
     inverse: Tensor
@@ -202,7 +201,7 @@ class StateStep:
     full: Tensor | None
     """Rows whose token ends their chunk; None: no row's."""
     chunks: Chunks | None
-    """Of the parts of prompts, whose tokens follow those of the rows."""
+    """Chunks of the parts of prompts, whose tokens follow those of the rows."""
     last_places: Tensor
     """[S - rows] int64: place in its chunk of each part's last token."""
     taps: Tensor

@@ -17,6 +17,12 @@ from lockstep.errors import ContractError
 ContractChoice = Literal["auto", "true-on-policy", "none"]
 """auto: take the contract if this machine can keep it, else report why not and go on without."""
 
+CHUNK = 64
+"""Tokens between two states of linear attention, counted from the start of each sequence. Part of
+the numerics."""
+BLOCK = 16
+"""Tokens of a chunk that are solved at once. Part of the numerics."""
+
 TRUE_ON_POLICY = "true-on-policy"
 COVERED_DTYPES = ("float32", "bfloat16", "float16")
 

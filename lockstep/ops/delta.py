@@ -26,18 +26,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops.chunks import BLOCK, CHUNK, Chunks, Level, StateStep
+from lockstep.ops.chunks import Chunks, Level, StateStep
 from lockstep.ops.context import take_rows
-
-if TYPE_CHECKING:
-    from lockstep.ops.base import Ops
+from lockstep.ops.contract import BLOCK, CHUNK
 
 Tensor = torch.Tensor
+Matmul = Callable[[Tensor, Tensor], Tensor]
+"""`Ops.matmul`."""
 
 L2_EPS = 1e-6
 
@@ -66,11 +65,11 @@ def _lower(of: Tensor, diagonal: int) -> Tensor:
     return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=of.device).tril(diagonal)
 
 
-def _pairs(q: Tensor, k: Tensor, ops: Ops) -> Tensor:
+def _pairs(q: Tensor, k: Tensor, matmul: Matmul) -> Tensor:
     """[n, G, 1, 2, C, C]: products of queries, and of keys, with keys."""
     n, G, C, _ = k.shape
     both = torch.cat([q, k], 2).flatten(0, 1)
-    return ops.matmul(both, k.flatten(0, 1).transpose(1, 2)).view(n, G, 1, 2, C, C)
+    return matmul(both, k.flatten(0, 1).transpose(1, 2)).view(n, G, 1, 2, C, C)
 
 
 def _decay(c: Tensor) -> Tensor:
@@ -85,27 +84,27 @@ def _by_head(pairs: Tensor, num_heads: int) -> Tensor:
     return pairs.expand(n, G, num_heads // G, C, C).reshape(n, num_heads, C, C)
 
 
-def _read(q: Tensor, k: Tensor, state: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+def _read(q: Tensor, k: Tensor, state: Tensor, matmul: Matmul) -> tuple[Tensor, Tensor]:
     """(S^T q, S^T k), each [n, H, rows, V], of q and k [n, G, rows, K]."""
     n, G, rows, _ = k.shape
     H, V = state.shape[1], state.shape[3]
     both = torch.cat([q, k], 2).repeat_interleave(H // G, 1)
-    read = ops.matmul(both.flatten(0, 1), state.flatten(0, 1)).view(n, H, 2 * rows, V)
+    read = matmul(both.flatten(0, 1), state.flatten(0, 1)).view(n, H, 2 * rows, V)
     return read[:, :, :rows], read[:, :, rows:]
 
 
 def solve(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, beta: Tensor, state: Tensor | None, ops: Ops
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, beta: Tensor, state: Tensor | None, matmul: Matmul
 ) -> Solved:
     """q, k [n, G, C, K] of unit length, the queries scaled; v [n, H, C, V]; c, beta [n, H, C];
     state [n, H, K, V], None is 0. All have one dtype."""
     n, H, C, V = v.shape
-    pairs, decay, grow = _pairs(q, k, ops), _decay(c), c.exp()[..., None]
+    pairs, decay, grow = _pairs(q, k, matmul), _decay(c), c.exp()[..., None]
     scores = _by_head(pairs[:, :, :, 0], H) * decay
     system = (_by_head(pairs[:, :, :, 1], H) * decay * beta[..., None]).tril_(-1)
     base, out = beta[..., None] * v, None
     if state is not None:
-        read_q, read_k = _read(q, k, state, ops)
+        read_q, read_k = _read(q, k, state, matmul)
         base, out = beta[..., None] * (v - grow * read_k), grow * read_q
     blocks = C // BLOCK
     diagonal = torch.stack(
@@ -122,21 +121,21 @@ def solve(
         if block:
             before = slice(here.start)
             known = system[:, :, here, before].flatten(0, 1)
-            sums = ops.matmul(known, writes[:, :, before].flatten(0, 1))
+            sums = matmul(known, writes[:, :, before].flatten(0, 1))
             rest = rest - sums.view(n, H, BLOCK, V)
         wanted[:, :, block] = rest
-        found = ops.matmul(inverse[:, :, block].flatten(0, 1), rest.reshape(n * H, BLOCK, V))
+        found = matmul(inverse[:, :, block].flatten(0, 1), rest.reshape(n * H, BLOCK, V))
         writes[:, :, here] = found.view(n, H, BLOCK, V)
-    own = ops.matmul(scores.flatten(0, 1), writes.flatten(0, 1)).view(n, H, C, V)
+    own = matmul(scores.flatten(0, 1), writes.flatten(0, 1)).view(n, H, C, V)
     return Solved(own if out is None else out + own, writes, wanted, inverse)
 
 
-def advance(k: Tensor, writes: Tensor, c: Tensor, state: Tensor | None, ops: Ops) -> Tensor:
+def advance(k: Tensor, writes: Tensor, c: Tensor, state: Tensor | None, matmul: Matmul) -> Tensor:
     """[n, H, K, V]: the state after a chunk."""
     n, H, _, V = writes.shape
     kept = (c[..., -1:] - c).exp()[..., None]
     keys = kept * k.repeat_interleave(H // k.shape[1], 1)
-    added = ops.matmul(keys.flatten(0, 1).transpose(1, 2), writes.flatten(0, 1))
+    added = matmul(keys.flatten(0, 1).transpose(1, 2), writes.flatten(0, 1))
     added = added.view(n, H, -1, V)
     return added if state is None else c[..., -1].exp()[..., None, None] * state + added
 
@@ -152,7 +151,7 @@ class DeltaRule(torch.autograd.Function):
     the states at borders: memory grows with the tokens."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, chunks: Chunks, ops: Ops):
+    def forward(ctx, q, k, v, g, beta, chunks: Chunks, matmul: Matmul):
         """q, k [N, G, C, K], v [N, H, C, V], g, beta [N, H, C] -> [N, H, C, V]."""
         c = g.cumsum(-1)
         out, writes = torch.empty_like(v), torch.empty_like(v)
@@ -160,11 +159,11 @@ class DeltaRule(torch.autograd.Function):
         after: Tensor | None = None
         for number, level in enumerate(chunks.levels):
             at, state = level.part, _parent_states(after, level)
-            solved = solve(q[at], k[at], v[at], c[at], beta[at], state, ops)
+            solved = solve(q[at], k[at], v[at], c[at], beta[at], state, matmul)
             out[at], writes[at] = solved.out, solved.writes
             states.append(state)
             if number + 1 < len(chunks.levels):
-                after = advance(k[at], solved.writes, c[at], state, ops)
+                after = advance(k[at], solved.writes, c[at], state, matmul)
         ctx.save_for_backward(q, k, v, c, beta, writes, *states)
         ctx.chunks = chunks
         return out
@@ -258,7 +257,7 @@ def _solve_backward(
 def over_chunks(
     parts: tuple[Tensor, ...],
     chunks: Chunks,
-    ops: Ops,
+    matmul: Matmul,
     run: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """The rule for tokens: (q, k, v, g, beta) as `Ops.delta_rule` has them, the queries scaled and
@@ -270,7 +269,7 @@ def over_chunks(
     # A place past the end of a row neither decays nor writes.
     real = chunks.is_real[:, None].to(parts[0].dtype)
     cut[3], cut[4] = cut[3] * real, cut[4] * real
-    out = DeltaRule.apply(*cut, chunks, ops) if run is None else run(*cut, ops=ops)
+    out = DeltaRule.apply(*cut, chunks, matmul) if run is None else run(*cut, matmul=matmul)
     assert isinstance(out, Tensor)
     return take_rows(out.transpose(1, 2).flatten(0, 1), chunks.places)
 
@@ -279,7 +278,14 @@ def over_chunks(
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, step: StateStep, ops: Ops
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    layer: int,
+    step: StateStep,
+    matmul: Matmul,
 ) -> Tensor:
     """The rule over the parts of prompts, chunk by chunk from each sequence's state; what their
     sequences go on from is kept. Shapes as in `DeltaRule.forward`."""
@@ -297,8 +303,8 @@ def prefill(
         if level.num_parents:
             state = _parent_states(after, level)
         assert state is not None, "a sampler's sequence has a state"
-        found = solve(q[at], k[at], v[at], c[at], beta[at], state, ops)
-        after = advance(k[at], found.writes, c[at], state, ops)
+        found = solve(q[at], k[at], v[at], c[at], beta[at], state, matmul)
+        after = advance(k[at], found.writes, c[at], state, matmul)
         out[at] = found.out
         solved.append(found)
         befores.append(state)
@@ -321,7 +327,14 @@ def prefill(
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, step: StateStep, ops: Ops
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    layer: int,
+    step: StateStep,
+    matmul: Matmul,
 ) -> Tensor:
     """The rule for one token of each row: q, k [B, G, K], v [B, H, V], g, beta [B, H] -> [B, H,
     V]."""
@@ -338,18 +351,18 @@ def decode(
     columns = torch.arange(CHUNK, device=v.device)
     gaps = (here[..., None] - c).masked_fill_((columns > at[:, None])[:, None], float("-inf"))
     decay, grow = gaps.exp_(), here.exp()[..., None]
-    pairs = ops.matmul(torch.stack([q, k], 2).flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
+    pairs = matmul(torch.stack([q, k], 2).flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
     pairs = pairs.view(B, -1, 2, CHUNK).repeat_interleave(H // k.shape[1], 1)
     scores = pairs[:, :, 0] * decay
     system = pairs[:, :, 1] * decay * beta[..., None]
     system = system.masked_fill_((columns >= at[:, None])[:, None], 0.0)
-    read_q, read_k = (x[:, :, 0] for x in _read(q[:, :, None], k[:, :, None], state, ops))
+    read_q, read_k = (x[:, :, 0] for x in _read(q[:, :, None], k[:, :, None], state, matmul))
     rest = beta[..., None] * (v - grow * read_k)
     first = at - row
     is_before = (columns < first[:, None])[:, None]
     writes = states.values[layer].index_select(0, slots)
     known = system.masked_fill(~is_before, 0.0).view(B * H, 1, CHUNK)
-    rest = rest - ops.matmul(known, writes.flatten(0, 1)).view(B, H, V)
+    rest = rest - matmul(known, writes.flatten(0, 1)).view(B, H, V)
     inside = (first[:, None] + torch.arange(BLOCK, device=v.device))[:, None].expand(-1, H, -1)
     diagonal = system.gather(-1, inside).reshape(B * H, 1, BLOCK)
     inverse = states.inverse[layer].index_select(0, slots).flatten(0, 1)
@@ -358,11 +371,11 @@ def decode(
     states.inverse[layer][slots, :, row] = of_row
     states.wanted[layer][slots, :, row] = rest
     wanted = states.wanted[layer].index_select(0, slots).flatten(0, 1)
-    written = ops.matmul(of_row.reshape(B * H, 1, BLOCK), wanted).view(B, H, V)
+    written = matmul(of_row.reshape(B * H, 1, BLOCK), wanted).view(B, H, V)
     states.values[layer][slots, :, place] = written
     writes[rows, :, place] = written
-    own = ops.matmul(scores.reshape(B * H, 1, CHUNK), writes.flatten(0, 1)).view(B, H, V)
+    own = matmul(scores.reshape(B * H, 1, CHUNK), writes.flatten(0, 1)).view(B, H, V)
     if (full := step.full) is not None:
         parts = (x.index_select(0, full) for x in (keys, writes, c, state))
-        states.state[layer, slots[full]] = advance(*parts, ops)
+        states.state[layer, slots[full]] = advance(*parts, matmul)
     return grow * read_q + own

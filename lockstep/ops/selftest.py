@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from lockstep.ops.base import Ops
-from lockstep.ops.chunks import CHUNK, States, StateStep
+from lockstep.ops.chunks import States, StateStep
 from lockstep.ops.context import (
     KEY_BLOCK,
     SPLIT_KEYS,
@@ -35,7 +35,7 @@ from lockstep.ops.context import (
     PackedContext,
     PagedContext,
 )
-from lockstep.ops.contract import COVERED_DTYPES, Fingerprint
+from lockstep.ops.contract import CHUNK, COVERED_DTYPES, Fingerprint
 from lockstep.ops.invariant import InvariantOps
 
 Tensor = torch.Tensor

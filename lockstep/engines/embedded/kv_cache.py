@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 
 from lockstep.engines.embedded.state_cache import StateCache
-from lockstep.ops.chunks import CHUNK
 from lockstep.ops.context import KEY_BLOCK, to_device
+from lockstep.ops.contract import CHUNK
 from lockstep.types import Routes, route_dtype
 
 Ids = npt.NDArray[np.int32]
@@ -363,8 +363,8 @@ class PagedCache:
     def _find(
         self, ids: Ids, limit: int, root: int
     ) -> tuple[list[PageNode], PageNode | None, int, tuple[PageNode, int] | None]:
-        """What `_walk` finds, up to the deepest kept state in a model with linear attention; and
-        the key of that state."""
+        """Result of `_walk`, up to the deepest kept state in a model with linear attention, and the
+        key of that state."""
         path, partial, length = self._walk(ids, limit, root)
         if self.states is None:
             return path, partial, length, None

@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import Chunk, Rows, Sequence
 from lockstep.engines.embedded.kv_cache import PagedCache
-from lockstep.ops.chunks import CHUNK
+from lockstep.ops.contract import CHUNK
 from lockstep.ops.packed import num_equal
 
 

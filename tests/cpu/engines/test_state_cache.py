@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engine_models import ask, make_engine, make_model, packed_logprobs, prompt, request
 
-from lockstep.ops.chunks import CHUNK
+from lockstep.ops.contract import CHUNK
 
 
 def replies_of(engine, path, turns, *, seed=0, new=5):

@@ -6,8 +6,9 @@ import torch
 
 from lockstep.errors import CapabilityError
 from lockstep.ops.base import Ops
-from lockstep.ops.chunks import CHUNK, States, StateStep
+from lockstep.ops.chunks import States, StateStep
 from lockstep.ops.context import PackedContext, PagedContext
+from lockstep.ops.contract import CHUNK
 from lockstep.ops.invariant import InvariantOps
 
 G, H, K, V, W = 2, 4, 12, 10, 4
