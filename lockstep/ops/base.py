@@ -364,19 +364,22 @@ class Ops:
         H, V], log-decays g and strengths beta, each [T, H] -> [T, H, V] in v's dtype. Computed in
         float32. layer: number of the linear layer."""
         wide, dtype = sum_dtype(v.dtype), v.dtype
-        q, k = (delta.unit_length(x.to(wide)) for x in (q, k))
-        parts = q * q.shape[-1] ** -0.5, k, v.to(wide), g.to(wide), beta.to(wide)
+        both = delta.unit_length(torch.cat([q, k], 1).to(wide))
+        q, k = both.split([q.shape[1], k.shape[1]], 1)
+        parts = q, k, v.to(wide), g.to(wide), beta.to(wide)
         if isinstance(context, PackedContext):
             return delta.over_chunks(parts, context.chunks, self.matmul).to(dtype)
         step = _states_of(context)
         n, out = step.num_rows, []
+        if step.chunks is None:
+            return delta.decode(*parts, layer=layer, step=step, matmul=self.matmul).to(dtype)
+        of_step = {"layer": layer, "step": step}
         if n:
-            out.append(delta.decode(*(x[:n] for x in parts), layer, step, self.matmul))
-        if step.chunks is not None:
-            run = partial(delta.prefill, layer=layer, step=step)
-            out.append(
-                delta.over_chunks(tuple(x[n:] for x in parts), step.chunks, self.matmul, run)
-            )
+            rows = (x[:n] for x in parts)
+            out.append(delta.decode(*rows, matmul=self.matmul, **of_step))
+        run = partial(delta.prefill, **of_step)
+        rest = tuple(x[n:] for x in parts)
+        out.append(delta.over_chunks(rest, step.chunks, self.matmul, run))
         return torch.cat(out).to(dtype)
 
     # -- composed -----------------------------------------------------------------------------

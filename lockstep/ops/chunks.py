@@ -10,7 +10,7 @@ the state before its chunk, and the chunk's own tokens up to itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -189,6 +189,61 @@ class States:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowPlaces:
+    """Places of the tokens that B rows feed, and masks of what they see; the same in every layer.
+
+    # B rows  G key heads  H value heads  C = CHUNK
+    """
+
+    keys: Tensor
+    """[B * G] int64: among the R * G * C keys of a layer."""
+    values: Tensor
+    """[B * H] int64: among its R * H * C values."""
+    copies: Tensor
+    """[B * H] int64: among the B * H * C values of the rows alone."""
+    blocks: Tensor
+    """[B * H] int64: among its R * H * BLOCK rows of inverses."""
+    here: Tensor
+    """[B, H, 1] int64: in the chunk."""
+    block: Tensor
+    """[B, H, BLOCK] int64: places of the token's block in the chunk."""
+    later: Tensor
+    """[B, 1, C] float32: -inf at later places, else 0."""
+    before: Tensor
+    """[B, 1, C] float32: 1 at earlier places, else 0."""
+    earlier: Tensor | None
+    """[B, 1, C] float32: 1 at places of earlier blocks, else 0; None if there are none."""
+    unit: Tensor
+    """[B, 1, BLOCK] float32: 1 at the token's own place in its block, else 0."""
+
+    @classmethod
+    def of(cls, slots: Tensor, at: Tensor, heads: tuple[int, int]) -> RowPlaces:
+        """slots, at [B] int64: slot of each row, and place of its token in its chunk."""
+        device, (G, H), row = at.device, heads, at % BLOCK
+        columns, in_block = (torch.arange(n, device=device) for n in (CHUNK, BLOCK))
+        first = at - row
+
+        def places(of: Tensor, num_heads: int, size: int, place: Tensor) -> Tensor:
+            head = torch.arange(num_heads, device=device)
+            return ((of[:, None] * num_heads + head) * size + place[:, None]).reshape(-1)
+
+        later = (columns > at[:, None])[:, None]
+        earlier = (columns < first[:, None])[:, None]
+        return cls(
+            keys=places(slots, G, CHUNK, at),
+            values=places(slots, H, CHUNK, at),
+            copies=places(torch.arange(len(at), device=device), H, CHUNK, at),
+            blocks=places(slots, H, BLOCK, row),
+            here=at[:, None, None].expand(-1, H, 1),
+            block=(first[:, None] + in_block)[:, None].expand(-1, H, -1),
+            later=torch.zeros(later.shape, device=device).masked_fill_(later, float("-inf")),
+            before=(columns < at[:, None])[:, None].float(),
+            earlier=earlier.float() if device.type != "cpu" or earlier.any() else None,
+            unit=(in_block == row[:, None])[:, None].float(),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StateStep:
     """One step of a sampler, as linear layers read it: rows that feed one token each, then parts of
     prompts that begin at a border of chunks."""
@@ -214,6 +269,21 @@ class StateStep:
     `bordering`."""
     bordering: Tensor
     """[S'] int64: slots of the sequences that come to a border."""
+    span: slice | None
+    """Slots of the rows where they follow one another: these are read in place."""
+    memo: dict[tuple[int, int], RowPlaces] = field(default_factory=dict)
+
+    def places(self, heads: tuple[int, int]) -> RowPlaces:
+        """heads: (of the keys, of the values)."""
+        if heads not in self.memo:
+            self.memo[heads] = RowPlaces.of(self.slots[: self.num_rows], self.offsets, heads)
+        return self.memo[heads]
+
+    def of_rows(self, of_slots: Tensor, layer: int) -> Tensor:
+        """of_slots [L, R, ...] of the rows, in a layer: [rows, ...]."""
+        if self.span is not None:
+            return of_slots[layer, self.span]
+        return of_slots[layer].index_select(0, self.slots[: self.num_rows])
 
     @property
     def num_rows(self) -> int:
@@ -249,6 +319,8 @@ class StateStep:
             places = [_place(chosen, fed - back, first, base, width) for back in backs]
             return np.stack(places, 1)
 
+        of_rows = slots[:num_rows]
+        is_run = num_rows > 0 and (np.diff(of_rows) == 1).all()
         border = end // CHUNK * CHUNK
         comes = np.flatnonzero(border > begin)
         full = np.flatnonzero(border[:num_rows] > begin[:num_rows])
@@ -274,6 +346,7 @@ class StateStep:
             on(tail_at(of, lengths)),
             on(tail_at(comes, (border - begin)[comes])),
             on(slots[comes]),
+            slice(slots[0], slots[0] + num_rows) if is_run else None,
         )
 
 

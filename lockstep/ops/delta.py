@@ -41,10 +41,13 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 L2_EPS = 1e-6
 
 
-def unit_length(x: Tensor) -> Tensor:
-    """x / |x| over the last dim; as a norm, whose rows do not depend on each other."""
-    width = x.shape[-1]
-    return F.rms_norm(x, (width,), None, L2_EPS / width) * width**-0.5
+def unit_length(qk: Tensor) -> Tensor:
+    """x / |x| over the last dim K of queries and keys, as many of each, [T, 2 G, K]; the queries
+    also times K^-0.5. Computed as a norm, whose rows do not depend on each other."""
+    (heads, width), scale = qk.shape[1:], qk.shape[-1] ** -0.5
+    scales = torch.tensor([scale * scale, scale], dtype=qk.dtype, device=qk.device)
+    scales = scales.repeat_interleave(heads // 2)[:, None]
+    return F.rms_norm(qk, (width,), None, L2_EPS / width) * scales
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,6 +286,7 @@ def prefill(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    *,
     layer: int,
     step: StateStep,
     matmul: Matmul,
@@ -332,50 +336,47 @@ def decode(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    *,
     layer: int,
     step: StateStep,
     matmul: Matmul,
 ) -> Tensor:
     """The rule for one token of each row: q, k [B, G, K], v [B, H, V], g, beta [B, H] -> [B, H,
     V]."""
-    (B, H, V), states, at = v.shape, step.states, step.offsets
-    slots, rows = step.slots[:B], torch.arange(B, device=v.device)
-    place, row = at % CHUNK, at % BLOCK
-    states.keys[layer][slots, :, place] = k
-    states.decays[layer][slots, :, place] = g
-    keys, decays, state = (
-        of[layer].index_select(0, slots) for of in (states.keys, states.decays, states.state)
-    )
-    c = decays.cumsum(-1)
-    here = c[rows, :, place]
-    columns = torch.arange(CHUNK, device=v.device)
-    gaps = (here[..., None] - c).masked_fill_((columns > at[:, None])[:, None], float("-inf"))
-    decay, grow = gaps.exp_(), here.exp()[..., None]
-    pairs = matmul(torch.stack([q, k], 2).flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
-    pairs = pairs.view(B, -1, 2, CHUNK).repeat_interleave(H // k.shape[1], 1)
-    scores = pairs[:, :, 0] * decay
-    system = pairs[:, :, 1] * decay * beta[..., None]
-    system = system.masked_fill_((columns >= at[:, None])[:, None], 0.0)
-    read_q, read_k = (x[:, :, 0] for x in _read(q[:, :, None], k[:, :, None], state, matmul))
-    rest = beta[..., None] * (v - grow * read_k)
-    first = at - row
-    is_before = (columns < first[:, None])[:, None]
-    writes = states.values[layer].index_select(0, slots)
-    known = system.masked_fill(~is_before, 0.0).view(B * H, 1, CHUNK)
-    rest = rest - matmul(known, writes.flatten(0, 1)).view(B, H, V)
-    inside = (first[:, None] + torch.arange(BLOCK, device=v.device))[:, None].expand(-1, H, -1)
-    diagonal = system.gather(-1, inside).reshape(B * H, 1, BLOCK)
-    inverse = states.inverse[layer].index_select(0, slots).flatten(0, 1)
-    unit = F.one_hot(row, BLOCK).to(v.dtype)[:, None]
-    of_row = unit - torch.bmm(diagonal, inverse).view(B, H, BLOCK)
-    states.inverse[layer][slots, :, row] = of_row
-    states.wanted[layer][slots, :, row] = rest
-    wanted = states.wanted[layer].index_select(0, slots).flatten(0, 1)
-    written = matmul(of_row.reshape(B * H, 1, BLOCK), wanted).view(B, H, V)
-    states.values[layer][slots, :, place] = written
-    writes[rows, :, place] = written
-    own = matmul(scores.reshape(B * H, 1, CHUNK), writes.flatten(0, 1)).view(B, H, V)
+    (B, H, V), (G, K), states = v.shape, k.shape[1:], step.states
+    at = step.places((G, H))
+    states.keys[layer].view(-1, K).index_copy_(0, at.keys, k.reshape(-1, K))
+    states.decays[layer].view(-1).index_copy_(0, at.values, g.reshape(-1))
+    keys, state = step.of_rows(states.keys, layer), step.of_rows(states.state, layer)
+    c = step.of_rows(states.decays, layer).cumsum(-1)
+    here = c.gather(-1, at.here)
+    decay, grow = (here - c + at.later).exp_()[:, :, None], here.exp()
+    both = F.pad(torch.stack([q, k], 2), (0, 0, 0, 2))  # to as many rows as products take anyway
+    pairs = matmul(both.view(B * G, 4, K), keys.flatten(0, 1).transpose(1, 2))
+    pairs = pairs.view(B, G, 4, CHUNK)[:, :, :2]
+    if H > G:
+        pairs, both = (x.repeat_interleave(H // G, 1) for x in (pairs, both))
+    scores, system = (pairs * decay).unbind(2)
+    strength = beta[..., None]
+    system = system * strength * at.before
+    read = matmul(both.reshape(B * H, 4, K), state.flatten(0, 1)).view(B, H, 4, V)
+    rest = strength * (v - grow * read[:, :, 1])
+    writes = step.of_rows(states.values, layer).flatten(0, 1)
+    if at.earlier is not None:
+        known = (system * at.earlier).view(B * H, 1, CHUNK)
+        rest = rest - matmul(known, writes).view(B, H, V)
+    diagonal = system.gather(-1, at.block).view(B * H, 1, BLOCK)
+    inverse = step.of_rows(states.inverse, layer).flatten(0, 1)
+    row = at.unit - torch.bmm(diagonal, inverse).view(B, H, BLOCK)
+    states.inverse[layer].view(-1, BLOCK).index_copy_(0, at.blocks, row.view(-1, BLOCK))
+    states.wanted[layer].view(-1, V).index_copy_(0, at.blocks, rest.view(-1, V))
+    wanted = step.of_rows(states.wanted, layer).flatten(0, 1)
+    written = matmul(row.view(B * H, 1, BLOCK), wanted).view(-1, V)
+    states.values[layer].view(-1, V).index_copy_(0, at.values, written)
+    if step.span is None:
+        writes.view(-1, V).index_copy_(0, at.copies, written)
+    own = matmul(scores.reshape(B * H, 1, CHUNK), writes).view(B, H, V)
     if (full := step.full) is not None:
-        parts = (x.index_select(0, full) for x in (keys, writes, c, state))
-        states.state[layer, slots[full]] = advance(*parts, matmul)
-    return grow * read_q + own
+        parts = (x.index_select(0, full) for x in (keys, writes.view(B, H, CHUNK, V), c, state))
+        states.state[layer, step.slots[full]] = advance(*parts, matmul=matmul)
+    return grow * read[:, :, 0] + own
