@@ -35,7 +35,12 @@ CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
     "gpt_oss": ("<|endoftext|>", *HARMONY_TOKENS),
     "qwen3": ("<|endoftext|>", *CHATML_TOKENS, *THINKING_TOKENS),
 }
-END_TOKEN: dict[str, str] = {"gpt_oss": "<|return|>", "qwen3": "<|im_end|>"}
+CONTROL_TOKENS["qwen3_next"] = CONTROL_TOKENS["qwen3"]
+END_TOKEN: dict[str, str] = {
+    "gpt_oss": "<|return|>",
+    "qwen3": "<|im_end|>",
+    "qwen3_next": "<|im_end|>",
+}
 
 SINK_LOGIT = 2.0  # exp(2) = 7 keys' worth: training then leaves the sinks a share that matters
 
@@ -101,6 +106,24 @@ def hf_config(architecture: str, vocab_size: int, eos_token_id: int | None) -> d
             "intermediate_size": 128,
             "layer_types": ["full_attention", "full_attention"],
             **common,
+        }
+    if architecture == "qwen3_next":
+        return {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "intermediate_size": 128,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            **common,
+            "rope_parameters": {**common["rope_parameters"], "partial_rotary_factor": 0.5},
         }
     return {
         "architectures": ["GptOssForCausalLM"],

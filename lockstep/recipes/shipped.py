@@ -284,6 +284,12 @@ def tiny_qwen3() -> SupervisedConfig:
 
 
 @supervised_recipe
+def tiny_qwen3_next() -> SupervisedConfig:
+    """The shipped hybrid of linear attention and attention, with experts, in the format of Qwen."""
+    return _tiny_model("tiny-qwen3-next", "qwen3_next", SearchDemonstrationsConfig(), 860)
+
+
+@supervised_recipe
 def tiny_math() -> SupervisedConfig:
     """The shipped dense model for `math` and `retool`, from random weights: minutes on a CPU."""
     return _tiny_model("tiny-math", "qwen3", MathDemonstrationsConfig(), 2000)

@@ -6,7 +6,12 @@ import math
 import pytest
 
 from lockstep.errors import CheckpointError
-from lockstep.models.attention_config import LinearScaling, Llama3Scaling, YarnScaling
+from lockstep.models.attention_config import (
+    LinearScaling,
+    LinearShape,
+    Llama3Scaling,
+    YarnScaling,
+)
 from lockstep.models.config import FallbackConfig, ModelConfig
 
 COMMON = {
@@ -51,6 +56,37 @@ HUB = {
         "swiglu_limit": 7.0,
         "tie_word_embeddings": False,
         "vocab_size": 201088,
+    },
+    "Qwen3-Next-80B-A3B": {
+        **COMMON,
+        "model_type": "qwen3_next",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
     },
     "Qwen2.5-0.5B": {
         **COMMON,
@@ -307,6 +343,22 @@ READ = {
         ),
     },
     "Mistral-7B-v0.1": {"windows": (4096,) * 32, "rope_theta": 10000.0},
+    "Qwen3-Next-80B-A3B": {
+        "attention_layers": tuple(range(3, 48, 4)),
+        "linear": LinearShape(
+            layers=tuple(i for i in range(48) if i % 4 != 3),
+            key_heads=16,
+            value_heads=32,
+            key_dim=128,
+            value_dim=128,
+            conv_width=4,
+            is_grouped=True,
+        ),
+        "rotary_dim": 64,
+        "shared_width": 512,
+        "num_active_experts": 10,
+        "dense_layers": (),
+    },
 }
 
 
@@ -417,6 +469,17 @@ def test_a_rope_for_each_kind_of_layer_reads_like_the_older_spelling():
         ),
         ("Qwen3-8B", {"layer_types": ["full_attention"] * 35}, "must name 36 of"),
         ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "sliding_window is null"),
+        (
+            "Qwen3-Next-80B-A3B",
+            {"layer_types": ["linear_attention"] * 47 + ["mamba"]},
+            "layer_types must name 48 of full_attention, linear_attention, .* linear_.*, mamba",
+        ),
+        (
+            "Qwen3-Next-80B-A3B",
+            {"linear_num_value_heads": 24},
+            "linear_num_value_heads=24 is not a multiple of linear_num_key_heads=16",
+        ),
+        ("Qwen3-Next-80B-A3B", {"linear_conv_kernel_dim": 1}, "a whole number of at least 2"),
         ("Qwen3-8B", {"num_key_value_heads": 5}, "32 is not a multiple of num_key_value_heads=5"),
         ("Qwen3-8B", {"hidden_size": "4096"}, r'hidden_size="4096" must be a whole number'),
         ("Qwen3-8B", {"rms_norm_eps": math.nan}, "rms_norm_eps=NaN must be a finite number above"),

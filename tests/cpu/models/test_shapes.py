@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.models.attention_config import LatentShape
+from lockstep.models.attention_config import LatentShape, LinearShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
@@ -33,6 +33,10 @@ MOE = replace(
 LATENT = LatentShape(
     query_rank=5, kv_rank=7, nope_dim=4, rope_dim=2, value_dim=3, is_interleaved=True
 )
+LINEAR = LinearShape(
+    layers=(0, 2), key_heads=2, value_heads=4, key_dim=3, value_dim=5, conv_width=4,
+    is_grouped=False,
+)  # fmt: skip
 CONFIGS = {
     "dense": DENSE,
     "tied, biases": replace(DENSE, tie_embeddings=True, has_attention_bias=True, has_qk_norm=False),
@@ -41,6 +45,10 @@ CONFIGS = {
     "norms on both sides": replace(DENSE, norms="both", norm_weights="centered"),
     "norms behind, over all heads": replace(DENSE, norms="after", has_wide_qk_norm=True),
     "sigmoid routes, shared experts": replace(MOE, has_sigmoid_routes=True, shared_width=9),
+    "linear attention": replace(DENSE, has_output_gate=True, linear=LINEAR),
+    "linear attention, a shared expert with a gate": replace(
+        MOE, linear=replace(LINEAR, is_grouped=True), shared_width=9, has_shared_gate=True
+    ),
     "latent attention": replace(MOE, has_qk_norm=False, num_kv_heads=4, latent=LATENT),
     "latent attention, biases": replace(
         DENSE,
