@@ -1,0 +1,65 @@
+"""Runs of a hybrid of linear attention: the contract, checkpoints, adapters, the doctor."""
+
+import json
+
+import pytest
+
+from lockstep.config import resolve
+from lockstep.doctor.diagnose import diagnose
+from lockstep.doctor.monitor import train
+from lockstep.errors import ConfigError
+from lockstep.recipes import find_recipe
+from lockstep.run.preflight import preflight
+from lockstep.store.run import load_run
+
+SMALL = [
+    "model=tiny-qwen3-next", "groups_per_step=3", "group_size=4", "evaluation.num_tasks=2",
+    "evaluation.num_samples=1", "evaluation.at_start=false", "checkpoint.every=1",
+    "contract=true-on-policy",
+]  # fmt: skip
+
+
+def run_of(path, *overrides, resume=False):
+    train(
+        resolve(find_recipe("quickstart"), [*SMALL, *overrides]),
+        out=path, resume=resume, view="json",
+    )  # fmt: skip
+    return load_run(path)
+
+
+def steps_of(run):
+    return [row for row in run.metrics if "mismatch/unequal_tokens" in row]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["trainer.recompute=blocks", "trainer.routing_replay=rollout"],
+        ["lora.rank=4", "dtype=bfloat16"],
+        ["engine.page_size=48", "engine.kv_cache_tokens=1536"],
+    ],
+    ids=["recomputed and replayed", "an adapter in bfloat16", "preempted"],
+)
+def test_no_token_differs_and_the_doctor_finds_nothing(tmp_path, settings):
+    run = run_of(tmp_path / "run", "steps=2", *settings)
+    steps = steps_of(run)
+    assert len(steps) == 2
+    for row in steps:
+        assert row["mismatch/compared_tokens"] > 100 and row["mismatch/unequal_tokens"] == 0
+    assert [cause.name for cause, _ in diagnose(run.path, model="own").causes] == []
+
+
+def test_a_resumed_run_is_the_one_that_had_not_stopped(tmp_path):
+    whole = run_of(tmp_path / "whole", "steps=3")
+    run_of(tmp_path / "cut", "steps=2")
+    cut = run_of(tmp_path / "cut", "steps=3", resume=True)
+    of = {k for k in steps_of(whole)[-1] if k.startswith(("train/loss", "reward", "mismatch/"))}
+    last, again = ({k: steps_of(run)[-1][k] for k in of} for run in (whole, cut))
+    assert of and json.dumps(last, sort_keys=True) == json.dumps(again, sort_keys=True)
+
+
+def test_tokens_of_a_row_are_not_divided_over_processes():
+    words = ["parallel.processes=2", "parallel.sequence=2"]
+    message = "parallel.sequence=2 divides attention's heads, and 1 of 2 layers of qwen3_next"
+    with pytest.raises(ConfigError, match=message):
+        preflight(resolve(find_recipe("quickstart"), [*SMALL, *words]))
