@@ -839,7 +839,13 @@ def draw(name: str) -> Path | None:
             panel.set_xlabel("step", fontsize=8)
             panel.tick_params(which="both", labelsize=7)
             panel.grid(alpha=0.25, linewidth=0.5)
-            if metric in LOGARITHMIC:
+            points = [
+                value
+                for seeds in lines.values()
+                for run in seeds.values()
+                for _, value in run["curves"][metric]
+            ]
+            if metric in LOGARITHMIC and any(points):  # all are 0 under the contract
                 panel.set_yscale("log")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8)
