@@ -92,7 +92,7 @@ def _tiny_model(name: str, create: Any, data: Any, steps: int, **settings: Any) 
 @recipe
 def quickstart() -> Config:
     """A tiny model learns to search 30 facts over several turns and to answer: minutes on two CPU
-    cores. Also with model=tiny-qwen3."""
+    cores. Also with model=tiny-qwen3 or model=tiny-qwen3-next."""
     return _tiny(
         name="quickstart",
         model="tiny-gpt-oss",
