@@ -117,7 +117,8 @@ class EmbeddedConfig(EngineConfig):
     cast at every sync: the contract is then off, and the gap is measured."""
     max_num_sequences: int = 0
     """Requests that run at the same time; more wait. 0 is 64 on a CPU; on a GPU 64 to 256, as many
-    of the longest episodes as kv_cache_tokens holds."""
+    of the longest episodes as kv_cache_tokens holds, and fewer in a model with linear attention,
+    where each has its states."""
     max_step_tokens: int = 2048
     """Most tokens that one step computes. Longer prompts are prefilled in chunks beside the sampled
     tokens, so that a long prompt never blocks the other requests."""
@@ -177,25 +178,29 @@ class EmbeddedConfig(EngineConfig):
         room: int | None = None,
         *,
         token_bytes: int = 1,
+        sequence_bytes: int = 0,
         longest: int = 1,
         most_tokens: int | None = None,
     ) -> EmbeddedConfig:
         """These settings with numbers in place of 0. room: bytes of a GPU for keys and values; None
-        is a CPU. token_bytes: those of one token. longest: tokens of the longest episode, which the
-        cache holds in any case. most_tokens: more are of no use.
+        is a CPU. token_bytes: those of one token. sequence_bytes: states of a request that runs, in
+        layers of linear attention. longest: tokens of the longest episode, which the cache holds in
+        any case. most_tokens: more are of no use.
 
         >>> EmbeddedConfig().sized(32 << 30, token_bytes=147456, longest=4096).kv_cache_tokens
         232960
         """
         tokens, count = self.kv_cache_tokens, self.max_num_sequences
         if not tokens:
-            tokens = CPU_CACHE_TOKENS if room is None else max(room, 0) // token_bytes
+            shared = token_bytes + -(-sequence_bytes // longest)
+            tokens = CPU_CACHE_TOKENS if room is None else max(room, 0) // shared
             if room is not None and most_tokens is not None:
                 tokens = min(tokens, most_tokens)
             num_pages = max(tokens // self.page_size, -(-longest // self.page_size))
             tokens = num_pages * self.page_size
         if not count:
             least, most = GPU_SEQUENCES
+            least = 1 if sequence_bytes else least
             count = CPU_SEQUENCES if room is None else min(max(tokens // longest, least), most)
             count = min(count, self.max_step_tokens)
         return replace(self, kv_cache_tokens=tokens, max_num_sequences=count)

@@ -143,6 +143,12 @@ class ModelConfig(_Kind):
         """Numbers that a cache holds per token: keys and values of all layers that have them."""
         return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim
 
+    def cached_per_sequence(self, item: int) -> int:
+        """Bytes of states that a cache holds per running request, kept ones included. item: bytes
+        of a number."""
+        at = self.linear
+        return 0 if at is None else at.cache_bytes(num_running=1, num_kept=1, item=item)
+
     @property
     def routed_layers(self) -> tuple[int, ...]:
         """Layers with experts, in order. Routes and loads are indexed by position in this tuple:

@@ -261,6 +261,7 @@ def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> Eng
     return engine.sized(
         room,
         token_bytes=model.cached_per_token * DTYPE_BYTES[dtype],
+        sequence_bytes=model.cached_per_sequence(DTYPE_BYTES[dtype]),
         longest=config.max_tokens,
         most_tokens=config.agent.max_in_flight * config.max_tokens or None,
     )

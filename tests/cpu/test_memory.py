@@ -136,6 +136,16 @@ def test_a_block_keeps_what_is_planned_for_it(kind, dtype, backend):
     assert planned == pytest.approx((kept[1] - kept[0]) / 256, rel=0.05)
 
 
+def test_a_gpu_runs_as_many_requests_as_their_states_leave_room_for():
+    states = 1 << 28
+    few = EmbeddedConfig().sized(8 << 30, token_bytes=1 << 15, sequence_bytes=states, longest=4096)
+    assert few.max_num_sequences == (8 << 30) // (states + (4096 << 15)) == 21
+    held = few.kv_cache_tokens * (1 << 15) + few.max_num_sequences * states
+    assert held <= 8 << 30
+    assert HYBRID.cached_per_sequence(4) > 4 * HYBRID.linear.state_size
+    assert QWEN3.cached_per_sequence(4) == 0
+
+
 @pytest.mark.parametrize("backend", ["plain", "invariant"])
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.parametrize("kind", ["linear", "attention"])

@@ -830,5 +830,10 @@ def sized(
     weight, room = model.embedding, None
     if weight.device.type == "cuda":
         room = int(share * torch.cuda.mem_get_info(weight.device)[0])
-    size = model.config.cached_per_token * weight.element_size()
-    return config.sized(room, token_bytes=size, longest=longest)
+    item = weight.element_size()
+    return config.sized(
+        room,
+        token_bytes=model.config.cached_per_token * item,
+        sequence_bytes=model.config.cached_per_sequence(item),
+        longest=longest,
+    )
