@@ -235,6 +235,8 @@ class PagedCache:
         if needed > self.num_available:
             self._unuse(lease)
             return None
+        if self.states is not None:  # before the page of its border may be taken
+            lease.slot = self.states.begin(border)
         if partial is not None:
             # The copy reads every source before it writes, so a source may be allocated again
             # before the step that copies.
@@ -244,8 +246,6 @@ class PagedCache:
             lease.num_cached += length
             needed -= 1
         lease.pages += [self._take() for _ in range(needed)]
-        if self.states is not None:
-            lease.slot = self.states.begin(border)
         return lease
 
     def grow(self, lease: Lease) -> int | None:

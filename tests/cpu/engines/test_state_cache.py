@@ -66,3 +66,17 @@ def test_new_weights_drop_every_state():
     ask(engine, request("a", prompt(100)))
     asyncio.run(engine.load_weights(None, version=1))
     assert ask(engine, request("b", prompt(100)))[0].num_cached_tokens == 0
+
+
+def test_a_state_is_read_before_its_last_page_is_taken():
+    """A request whose border lies inside a page copies it, and may take that very page."""
+    model = make_model("hybrid")
+    engine = make_engine(model, page_size=48, kv_cache_tokens=48 * 3, max_num_sequences=1)
+    path = prompt(66)
+    ask(engine, request("a", path, max_tokens=10))
+    longer = np.concatenate([path, prompt(60, 9)])  # all three pages, of which two are cached
+    found = ask(engine, request("b", longer, max_tokens=5))[0]
+    assert found.num_cached_tokens == CHUNK
+    other = ask(make_engine(model), request("b", longer, max_tokens=5))[0]
+    assert found.token_ids.tolist() == other.token_ids.tolist()
+    assert found.logprobs.tolist() == other.logprobs.tolist()
