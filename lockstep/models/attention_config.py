@@ -1,4 +1,4 @@
-"""Scalings of rotary positions, with the names of Hugging Face's config, and latent shapes."""
+"""Scalings of rotary positions, by Hugging Face's names; shapes of latent and linear attention."""
 
 from __future__ import annotations
 

@@ -233,6 +233,8 @@ def read_rope(
     unread = {k: v for k, v in rope.items() if k not in read and v is not None}
     if unread.get("partial_rotary_factor") == 1 or "partial_rotary_factor" in r.reads:
         unread.pop("partial_rotary_factor", None)
+    if "mrope_section" in r.reads:  # positions of text are the same in every section
+        unread.pop("mrope_section", None)
     if scaling is None:
         if unread.keys() & {"partial_rotary_factor", "mrope_section"}:
             r.problems.append(f"rope_parameters={json.dumps(unread)} is not implemented")

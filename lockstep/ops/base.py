@@ -364,8 +364,7 @@ class Ops:
         H, V], log-decays g and strengths beta, each [T, H] -> [T, H, V] in v's dtype. Computed in
         float32. layer: number of the linear layer."""
         wide, dtype = sum_dtype(v.dtype), v.dtype
-        both = delta.unit_length(torch.cat([q, k], 1).to(wide))
-        q, k = both.split([q.shape[1], k.shape[1]], 1)
+        q, k = delta.unit_length(q.to(wide), k.to(wide))
         parts = q, k, v.to(wide), g.to(wide), beta.to(wide)
         if isinstance(context, PackedContext):
             return delta.over_chunks(parts, context.chunks, self.matmul).to(dtype)

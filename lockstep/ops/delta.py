@@ -41,13 +41,12 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 L2_EPS = 1e-6
 
 
-def unit_length(qk: Tensor) -> Tensor:
-    """x / |x| over the last dim K of queries and keys, as many of each, [T, 2 G, K]; the queries
-    also times K^-0.5. Computed as a norm, whose rows do not depend on each other."""
-    (heads, width), scale = qk.shape[1:], qk.shape[-1] ** -0.5
-    scales = torch.tensor([scale * scale, scale], dtype=qk.dtype, device=qk.device)
-    scales = scales.repeat_interleave(heads // 2)[:, None]
-    return F.rms_norm(qk, (width,), None, L2_EPS / width) * scales
+def unit_length(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q / |q| times K^-0.5 and k / |k|, over the last dim K of [T, G, K]. Computed as one norm,
+    whose rows do not depend on each other."""
+    G, K = q.shape[1:]
+    q, k = F.rms_norm(torch.cat([q, k], 1), (K,), None, L2_EPS / K).split(G, 1)
+    return q * K**-1.0, k * K**-0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)

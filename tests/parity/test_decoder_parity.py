@@ -34,6 +34,10 @@ ROPE = {
         "original_max_position_embeddings": 32,
     },
     "half": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "sections": {  # of images and films; text has one position in all of them
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+    },
     "by-layer": {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -112,7 +116,7 @@ CASES = {
 HYBRIDS = {
     "qwen3_next": ("Qwen3Next", "half", False, {**SHARED, "mlp_only_layers": [1]}),
     "qwen3_next-dense": ("Qwen3Next", "default", True, {**HYBRID, "num_experts": 0}),
-    "qwen3_5_text": ("Qwen3_5Text", "half", True, HYBRID),
+    "qwen3_5_text": ("Qwen3_5Text", "sections", True, HYBRID),
     "qwen3_5_moe_text": ("Qwen3_5MoeText", "half", False, SHARED),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.models.attention_config import LinearShape
 from lockstep.models.reading import EXPERT_COUNTS, MOST, Reading, family, num_layers, same_windows
 
-_READS = ("partial_rotary_factor",)
+_READS = ("partial_rotary_factor", "mrope_section")
 
 
 def _hybrid(reading: Reading, *, is_grouped: bool) -> dict[str, Any]:
