@@ -36,7 +36,7 @@ def steps_of(run):
     [
         ["trainer.recompute=blocks", "trainer.routing_replay=rollout"],
         ["lora.rank=4", "dtype=bfloat16"],
-        ["engine.page_size=48", "engine.kv_cache_tokens=1536"],
+        ["engine.page_size=16", "engine.kv_cache_tokens=288"],
     ],
     ids=["recomputed and replayed", "an adapter in bfloat16", "preempted"],
 )
@@ -44,6 +44,8 @@ def test_no_token_differs_and_the_doctor_finds_nothing(tmp_path, settings):
     run = run_of(tmp_path / "run", "steps=2", *settings)
     steps = steps_of(run)
     assert len(steps) == 2
+    is_scarce = any("kv_cache_tokens" in word for word in settings)
+    assert (sum(row["engine/preemptions"] for row in steps) > 0) == is_scarce
     for row in steps:
         assert row["mismatch/compared_tokens"] > 100 and row["mismatch/unequal_tokens"] == 0
     assert [cause.name for cause, _ in diagnose(run.path, model="own").causes] == []
