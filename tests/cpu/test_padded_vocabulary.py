@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,6 +98,27 @@ def test_rows_of_padding_keep_their_weights_and_a_resumed_run_goes_on(padded, tm
     config = resolve(find_recipe("quickstart"), [f"model={padded}", *SMALL, "steps=3"])
     train(config, out=run.path, resume=True, view="json")
     assert len(steps_of(load_run(run.path))) == 3
+
+
+@pytest.mark.parametrize("signal", ["sampled", "top_k", "full"])
+def test_a_teacher_whose_head_has_more_rows_teaches_what_it_does_without_them(
+    padded, tmp_path, signal
+):
+    """Its padding would take nearly all of the probability. Two steps: in the first, the student is
+    the teacher."""
+
+    def metrics(teacher):
+        words = ["model=tiny-qwen3", f"distill.teacher.model={teacher}", f"distill.signal={signal}"]
+        quick = ["steps=2", "groups_per_step=3", "evaluation=none", "checkpoint.every=0"]
+        path = tmp_path / Path(teacher).name
+        train(resolve(find_recipe("distill"), [*words, *quick]), out=path, view="json")
+        rows = load_run(path).metrics
+        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+    found = metrics(padded)
+    assert found == metrics("tiny-qwen3")
+    name = "distill/kl" if signal == "sampled" else "train/teacher_kl"
+    assert found[0][name] == pytest.approx(0, abs=1e-6)
 
 
 def test_without_the_tokenizer_the_same_weights_would_draw_the_rows_of_padding(padded):
