@@ -93,6 +93,24 @@ def test_a_teacher_tells_two_processes_what_it_tells_one(signal, tmp_path):
     assert abs(found[0][1]["distill/kl"]) > 1e-5, "an update by rewards makes another policy"
 
 
+def test_two_processes_replace_the_silent_groups_that_one_replaces(tmp_path):
+    settings = (
+        *SMALL, "steps=3", "groups_per_step=3", "group_size=2", "evaluation=none",
+        "signal.max_extra_tasks=5", "task.retrieval_weight=0", "task.format_penalty_weight=0",
+    )  # fmt: skip
+    found = []
+    for name, more in (("one", ()), ("two", ("parallel.processes=2",))):
+        config = resolve(find_recipe("quickstart"), (*settings, *more))
+        found.append(load_run(train(config, out=tmp_path / name, view="json").path))
+    names = {"signal/replaced", "signal/missing", "tokens/sampled", "tokens/replaced",
+             "episodes/total", "reward/mean", "train/grad_norm", "mismatch/unequal_tokens"}  # fmt: skip
+    for one, two in zip(*(run.metrics for run in found), strict=True):
+        assert {n: two[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=1e-4)
+    assert sum(row["signal/replaced"] for row in found[0].metrics) > 2
+    kept = [sorted(record.trajectory.id for record in run.trajectories()) for run in found]
+    assert kept[0] == kept[1], "what was sampled in vain is stored once, whoever sampled it"
+
+
 def test_a_task_that_comes_twice_stays_on_one_rank():
     tasks = [Task(id=name) for name in "abcabd"]
     assert deal_tasks(tasks, 2) == [[0, 2, 3], [1, 4, 5]]
