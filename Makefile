@@ -7,6 +7,8 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 export OMP_WAIT_POLICY ?= passive
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Tests and studies start hundreds of processes, which should not compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Where there is no GPU, the CPU build of torch: the default build pulls gigabytes of CUDA.
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)

@@ -2,9 +2,12 @@
 
     python tests/full_counts.py report.xml      chooses the tests anew, from pytest's --junitxml
 
-The tests that are left out are in left_to_proof.json: the longest ones, until the others take SHARE
-of the time of all. Of each file the shortest test of LONG seconds and more stays, and every page of
-the docs.
+The tests that are left out are in left_to_proof.json:
+
+- Cases of a test whose cases take MANY seconds together, if each of their parameters' values stands
+  in a shorter case that stays: `make proof` tries all combinations.
+- The longest tests, until the others take SECONDS. Of each file the shortest test of LONG seconds
+  and more stays, and every page of the docs.
 """
 
 import json
@@ -20,27 +23,44 @@ FILE = Path(__file__).with_name("left_to_proof.json")
 LEFT_TO_PROOF: dict[str, list[str]] = json.loads(FILE.read_text())
 """File -> its tests that `make proof` alone runs."""
 
-SHARE = 0.42
-LONG = 4.0  # seconds of a busy machine
+MANY = 1.0
+LONG = 4.0
+SECONDS = 1_250.0
+"""Of work in the fast profile, on the machine that made the report."""
 PAGES = "cpu/test_docs.py"
 
 
 def choose(report: str) -> dict[str, list[str]]:
     """As LEFT_TO_PROOF. A test that the report has skipped stays where it is."""
     left = {file: set(names) for file, names in LEFT_TO_PROOF.items()}
-    taken: list[tuple[float, str, str]] = []
+    tests: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
+        name = case.attrib["name"]
         if case.find("skipped") is None:
-            left.get(file, set()).discard(case.attrib["name"])
-            taken.append((float(case.attrib["time"]), file, case.attrib["name"]))
+            left.get(file, set()).discard(name)
+            test = name.partition("[")[0]
+            tests.setdefault((file, test), []).append((float(case.attrib["time"]), name))
+
+    taken: list[tuple[float, str, str]] = []
+    for (file, _), cases in tests.items():
+        seen: set[tuple[int, str]] = set()
+        is_long = sum(seconds for seconds, _ in cases) >= MANY
+        for seconds, name in sorted(cases):
+            values = set(enumerate(name.partition("[")[2].removesuffix("]").split("-")))
+            if is_long and values <= seen:
+                left.setdefault(file, set()).add(name)
+            else:
+                taken.append((seconds, file, name))
+            seen |= values
+
     kept: dict[str, str] = {}
     for seconds, file, name in sorted(taken):
         if seconds >= LONG:
             kept.setdefault(file, name)
-    rest = total = sum(seconds for seconds, _, _ in taken)
+    rest = sum(seconds for seconds, _, _ in taken)
     for seconds, file, name in sorted(taken, reverse=True):
-        if rest <= SHARE * total:
+        if rest <= SECONDS:
             break
         if file != PAGES and kept.get(file) != name:
             left.setdefault(file, set()).add(name)

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from statistics import mean, variance
 from typing import Any, Literal
@@ -154,9 +155,12 @@ def untested(why: str) -> Callable[[Figures], Found]:
 # -- figures of studies ----------------------------------------------------------------------------
 
 
+results = cache(studies.read_results)
+
+
 def seeds_of(name: str, condition: str, arm: str, figure: str) -> list[float]:
     """A figure of every seed that has been run, and has it."""
-    found = studies.stored(studies.read_results(), name, condition, arm)["seeds"].values()
+    found = studies.stored(results(), name, condition, arm)["seeds"].values()
     return [seed[figure] for seed in found if seed.get(figure) is not None]
 
 
@@ -383,7 +387,7 @@ def no_collapse(_: Figures) -> Found:
     counted = [
         seed
         for name in ("corrections", "moe")
-        for arms in studies.read_results()["studies"][name]["conditions"].values()
+        for arms in results()["studies"][name]["conditions"].values()
         for arm in arms.values()
         for seed in arm["seeds"].values()
     ]
@@ -1010,6 +1014,7 @@ def before() -> dict[str, Any]:
 
 def judged(figures: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
     """Every claim with our figure and the verdict. figures: by measure."""
+    results.cache_clear()
     out: list[dict[str, str]] = []
     for claim in CLAIMS:
         if claim.measure and claim.measure not in figures:

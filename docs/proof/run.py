@@ -1,6 +1,6 @@
 """`make proof`: runs what the README claims, in full, and writes what came out beside this file.
 
-    python docs/proof/run.py                 everything (about 15 minutes on two quiet cores)
+    python docs/proof/run.py                 everything (about two hours on two quiet cores)
     python docs/proof/run.py quickstart      one part
 
 Each part writes NAME.json: the commands, the host, the date and the figures. Nothing is compared
@@ -21,10 +21,14 @@ from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from schedules import Arm
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cpu")]
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
 SEEDS = (0, 1, 2)
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
@@ -170,31 +174,50 @@ def describe_model(model: str) -> dict[str, Any]:
 def equality() -> dict[str, Any]:
     """Random schedules through engine and trainer: tokens compared, and those that differ; the same
     on stock ops, as the control."""
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cpu")]
     import conftest  # noqa: F401  what is set before torch starts
-    from schedules import backend_for, compare, control_arms, proof_arms
+    from schedules import control_arms, proof_arms
 
-    figures: dict[str, Any] = {}
-    totals = {"compared_tokens": 0, "unequal_tokens": 0}
-    for arm in (*proof_arms(), *control_arms()):
-        proof = backend_for(arm.model, arm.dtype)
-        if not (proof.is_kept or arm.is_plain):
-            figures[str(arm)] = {"declined": proof.failure}
-            continue
-        found = compare(arm)
-        figures[str(arm)] = {
-            "compared_tokens": found.compared, "unequal_tokens": found.unequal,
-            "max_abs_diff": found.max_abs_diff, "preemptions": found.preemptions,
-        }  # fmt: skip
-        if not arm.is_plain:
-            totals["compared_tokens"] += found.compared
-            totals["unequal_tokens"] += found.unequal
-        print(f"{arm}:", json.dumps(figures[str(arm)]), flush=True)
-    print(f"in all: {totals['unequal_tokens']} unequal of {totals['compared_tokens']}", flush=True)
-    return {
-        "commands": ["python docs/proof/run.py equality"],
-        "figures": {**totals, "arms": figures},
-    }
+    figures = {str(arm): compared(arm) for arm in (*proof_arms(), *control_arms())}
+    return {"commands": ["python docs/proof/run.py equality"], "figures": totals(figures)}
+
+
+def families() -> dict[str, Any]:
+    """The same with 50,000 tokens and more of each family and dtype. Goes on where it stopped."""
+    import conftest  # noqa: F401  what is set before torch starts
+    from schedules import FAMILIES, control_arms, family_arms
+
+    stored = HERE / "families.json"
+    figures = json.loads(stored.read_text())["figures"]["arms"] if stored.exists() else {}
+    result: dict[str, Any] = {"commands": ["python docs/proof/run.py families"]}
+    for arm in (*family_arms(num_seeds=20), *(a for a in control_arms() if a.model in FAMILIES)):
+        if str(arm) not in figures:
+            figures[str(arm)] = compared(arm)
+            result["figures"] = totals(figures)
+            store("families", result)
+    return result | {"figures": totals(figures)}
+
+
+def compared(arm: Arm) -> dict[str, Any]:
+    from schedules import backend_for, compare
+
+    proof = backend_for(arm.model, arm.dtype)
+    if not (proof.is_kept or arm.is_plain):
+        return {"declined": proof.failure}
+    found = compare(arm)
+    figures = {
+        "compared_tokens": found.compared, "unequal_tokens": found.unequal,
+        "max_abs_diff": found.max_abs_diff, "preemptions": found.preemptions,
+        "is_control": arm.is_plain,
+    }  # fmt: skip
+    print(f"{arm}:", json.dumps(figures), flush=True)
+    return figures
+
+
+def totals(arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The figures of arms, and their sums without the controls."""
+    proofs = [arm for arm in arms.values() if not arm.get("is_control", True)]
+    names = ("compared_tokens", "unequal_tokens")
+    return {name: sum(arm[name] for arm in proofs) for name in names} | {"arms": arms}
 
 
 def benchmarks() -> dict[str, Any]:
@@ -209,7 +232,8 @@ def benchmarks() -> dict[str, Any]:
 
 
 PARTS = {
-    "equality": equality, "quickstart": quickstart, "models": models, "benchmarks": benchmarks,
+    "equality": equality, "families": families, "quickstart": quickstart, "models": models,
+    "benchmarks": benchmarks,
 }  # fmt: skip
 
 
@@ -218,14 +242,14 @@ def main() -> None:
         print(f"== {name}", flush=True)
         began = time.perf_counter()
         result = PARTS[name]()
-        document = {
-            "part": name,
-            "date": datetime.now(UTC).date().isoformat(),
-            "host": host(),
-            "seconds": round(time.perf_counter() - began, 1),
-            **result,
-        }
-        (HERE / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+        store(name, {"seconds": round(time.perf_counter() - began, 1), **result})
+
+
+def store(name: str, result: dict[str, Any]) -> None:
+    document = {
+        "part": name, "date": datetime.now(UTC).date().isoformat(), "host": host(), **result,
+    }  # fmt: skip
+    (HERE / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
 def host() -> dict[str, Any]:

@@ -258,12 +258,15 @@ def proof_arms() -> list[Arm]:
     )
 
 
-def family_arms(**settings: Any) -> list[Arm]:
+def family_arms(num_seeds: int = 1, **settings: Any) -> list[Arm]:
     """The families that are not among MODELS."""
     return [
-        Arm(model=model, dtype=dtype, threads=THREADS[i % 4], seeds=(i,), **settings)
+        Arm(
+            model=model, dtype=dtype, threads=THREADS[i % 4],
+            seeds=tuple(range(i, i + num_seeds)), **settings,
+        )
         for i, (model, dtype) in enumerate(product(FAMILIES, DTYPES))
-    ]
+    ]  # fmt: skip
 
 
 def recomputing_arms(**settings: Any) -> list[Arm]:
