@@ -192,7 +192,7 @@ class States:
 class RowPlaces:
     """Places of the tokens that B rows feed, and masks of what they see; the same in every layer.
 
-    # B rows  G key heads  H value heads  C = CHUNK
+    # B rows  N rows that are computed  G key heads  H value heads  C = CHUNK
     """
 
     keys: Tensor
@@ -200,44 +200,49 @@ class RowPlaces:
     values: Tensor
     """[B * H] int64: among its R * H * C values."""
     copies: Tensor
-    """[B * H] int64: among the B * H * C values of the rows alone."""
+    """[B * H] int64: among the N * H * C values of the rows that are computed."""
     blocks: Tensor
     """[B * H] int64: among its R * H * BLOCK rows of inverses."""
     here: Tensor
-    """[B, H, 1] int64: in the chunk."""
+    """[N, H, 1] int64: in the chunk."""
     block: Tensor
-    """[B, H, BLOCK] int64: places of the token's block in the chunk."""
+    """[N, H, BLOCK] int64: places of the token's block in the chunk."""
     later: Tensor
-    """[B, 1, C] float32: -inf at later places, else 0."""
+    """[N, 1, C] float32: -inf at later places, else 0."""
     before: Tensor
-    """[B, 1, C] float32: 1 at earlier places, else 0."""
+    """[N, 1, BLOCK] float32: 1 at earlier places of the token's block, else 0."""
     earlier: Tensor | None
-    """[B, 1, C] float32: 1 at places of earlier blocks, else 0; None if there are none."""
+    """[N, 1, C] float32: 1 at places of earlier blocks, else 0; None if there are none."""
     unit: Tensor
-    """[B, 1, BLOCK] float32: 1 at the token's own place in its block, else 0."""
+    """[N, 1, BLOCK] float32: 1 at the token's own place in its block, else 0."""
 
     @classmethod
-    def of(cls, slots: Tensor, at: Tensor, heads: tuple[int, int]) -> RowPlaces:
-        """slots, at [B] int64: slot of each row, and place of its token in its chunk."""
-        device, (G, H), row = at.device, heads, at % BLOCK
+    def of(
+        cls, slots: Tensor, at: Tensor, order: Tensor | None, heads: tuple[int, int]
+    ) -> RowPlaces:
+        """slots, at [B] int64: slot of each row, and place of its token in its chunk. order:
+        `StateStep.order`."""
+        device, (G, H) = at.device, heads
         columns, in_block = (torch.arange(n, device=device) for n in (CHUNK, BLOCK))
-        first = at - row
+        here = at if order is None else at[order]
+        row = here % BLOCK
+        first = here - row
 
         def places(of: Tensor, num_heads: int, size: int, place: Tensor) -> Tensor:
             head = torch.arange(num_heads, device=device)
             return ((of[:, None] * num_heads + head) * size + place[:, None]).reshape(-1)
 
-        later = (columns > at[:, None])[:, None]
+        later = (columns > here[:, None])[:, None]
         earlier = (columns < first[:, None])[:, None]
         return cls(
             keys=places(slots, G, CHUNK, at),
             values=places(slots, H, CHUNK, at),
             copies=places(torch.arange(len(at), device=device), H, CHUNK, at),
-            blocks=places(slots, H, BLOCK, row),
-            here=at[:, None, None].expand(-1, H, 1),
+            blocks=places(slots, H, BLOCK, at % BLOCK),
+            here=here[:, None, None].expand(-1, H, 1),
             block=(first[:, None] + in_block)[:, None].expand(-1, H, -1),
             later=torch.zeros(later.shape, device=device).masked_fill_(later, float("-inf")),
-            before=(columns < at[:, None])[:, None].float(),
+            before=(in_block < row[:, None])[:, None].float(),
             earlier=earlier.float() if device.type != "cpu" or earlier.any() else None,
             unit=(in_block == row[:, None])[:, None].float(),
         )
@@ -254,7 +259,10 @@ class StateStep:
     offsets: Tensor
     """[rows] int64: place of each row's token in its chunk."""
     full: Tensor | None
-    """Rows whose token ends their chunk; None: no row's."""
+    """Number, among the rows that are computed, of those whose token ends their chunk; None: no
+    row's."""
+    full_slots: Tensor
+    """Slots of the same rows."""
     chunks: Chunks | None
     """Chunks of the parts of prompts, whose tokens follow those of the rows."""
     last_places: Tensor
@@ -270,17 +278,33 @@ class StateStep:
     bordering: Tensor
     """[S'] int64: slots of the sequences that come to a border."""
     span: slice | None
-    """Slots of the rows where they follow one another: these are read in place."""
+    """Slots from the rows' first to their last, which are read in place. None: the rows lie too far
+    apart, and what they have is copied."""
+    order: Tensor | None
+    """[N] int64: row of each slot of the span, 0 where there is none; what is computed there is
+    thrown away. None: the rows are in the order of their slots, which follow one another, or there
+    is no span."""
+    back: Tensor | None
+    """[rows] int64: place of each row in the span; None as `order`."""
     memo: dict[tuple[int, int], RowPlaces] = field(default_factory=dict)
 
     def places(self, heads: tuple[int, int]) -> RowPlaces:
         """heads: (of the keys, of the values)."""
         if heads not in self.memo:
-            self.memo[heads] = RowPlaces.of(self.slots[: self.num_rows], self.offsets, heads)
+            slots = self.slots[: self.num_rows]
+            self.memo[heads] = RowPlaces.of(slots, self.offsets, self.order, heads)
         return self.memo[heads]
 
-    def of_rows(self, of_slots: Tensor, layer: int) -> Tensor:
-        """of_slots [L, R, ...] of the rows, in a layer: [rows, ...]."""
+    def computed(self, of_rows: Tensor) -> Tensor:
+        """[rows, ...] -> [N, ...]: in the order in which `stored` has what it reads."""
+        return of_rows if self.order is None else of_rows.index_select(0, self.order)
+
+    def rows(self, computed: Tensor) -> Tensor:
+        """[N, ...] -> [rows, ...]: undoes `computed`."""
+        return computed if self.back is None else computed.index_select(0, self.back)
+
+    def stored(self, of_slots: Tensor, layer: int) -> Tensor:
+        """of_slots [L, R, ...] in a layer: [N, ...]."""
         if self.span is not None:
             return of_slots[layer, self.span]
         return of_slots[layer].index_select(0, self.slots[: self.num_rows])
@@ -319,8 +343,14 @@ class StateStep:
             places = [_place(chosen, fed - back, first, base, width) for back in backs]
             return np.stack(places, 1)
 
+        span = order = back = None
         of_rows = slots[:num_rows]
-        is_run = num_rows > 0 and (np.diff(of_rows) == 1).all()
+        if num_rows and np.ptp(of_rows) < 2 * num_rows:
+            span = slice(of_rows.min(), of_rows.max() + 1)
+            if (np.diff(of_rows) != 1).any():
+                back = of_rows - span.start
+                order = np.zeros(span.stop - span.start, np.int64)
+                order[back] = np.arange(num_rows)
         border = end // CHUNK * CHUNK
         comes = np.flatnonzero(border > begin)
         full = np.flatnonzero(border[:num_rows] > begin[:num_rows])
@@ -339,14 +369,17 @@ class StateStep:
             states,
             on(slots),
             on(begin[:num_rows] % CHUNK),
-            on(full) if len(full) else None,
+            on(full if back is None else back[full]) if len(full) else None,
+            on(of_rows[full]),
             chunks,
             on((end[num_rows:] - 1) % CHUNK),
             on(taps),
             on(tail_at(of, lengths)),
             on(tail_at(comes, (border - begin)[comes])),
             on(slots[comes]),
-            slice(slots[0], slots[0] + num_rows) if is_run else None,
+            span,
+            None if order is None else on(order),
+            None if back is None else on(back),
         )
 
 

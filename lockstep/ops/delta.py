@@ -342,40 +342,41 @@ def decode(
 ) -> Tensor:
     """The rule for one token of each row: q, k [B, G, K], v [B, H, V], g, beta [B, H] -> [B, H,
     V]."""
-    (B, H, V), (G, K), states = v.shape, k.shape[1:], step.states
+    (H, V), (G, K), states = v.shape[1:], k.shape[1:], step.states
     at = step.places((G, H))
     states.keys[layer].view(-1, K).index_copy_(0, at.keys, k.reshape(-1, K))
     states.decays[layer].view(-1).index_copy_(0, at.values, g.reshape(-1))
-    keys, state = step.of_rows(states.keys, layer), step.of_rows(states.state, layer)
-    c = step.of_rows(states.decays, layer).cumsum(-1)
+    q, k, v, beta = (step.computed(x) for x in (q, k, v, beta))
+    N, strength = len(v), beta[..., None]
+    keys, state = step.stored(states.keys, layer), step.stored(states.state, layer)
+    c = step.stored(states.decays, layer).cumsum(-1)
     here = c.gather(-1, at.here)
-    decay, grow = (here - c + at.later).exp_()[:, :, None], here.exp()
-    both = F.pad(torch.stack([q, k], 2), (0, 0, 0, 2))  # to as many rows as products take anyway
-    pairs = matmul(both.view(B * G, 4, K), keys.flatten(0, 1).transpose(1, 2))
-    pairs = pairs.view(B, G, 4, CHUNK)[:, :, :2]
+    decay, grow = (here - c + at.later).exp_(), here.exp()
+    # Rows [query, key, 0, 0] of each head: as many as products take anyway.
+    both = F.pad(torch.stack([q, k], 2), (0, 0, 0, 2))
+    pairs = matmul(both.view(N * G, 4, K), keys.flatten(0, 1).transpose(1, 2))
+    pairs = pairs.view(N, G, 1, 4, CHUNK) * decay.view(N, G, H // G, 1, CHUNK)
+    pairs = pairs.view(N, H, 4, CHUNK)
     if H > G:
-        pairs, both = (x.repeat_interleave(H // G, 1) for x in (pairs, both))
-    scores, system = (pairs * decay).unbind(2)
-    strength = beta[..., None]
-    system = system * strength * at.before
-    read = matmul(both.reshape(B * H, 4, K), state.flatten(0, 1)).view(B, H, 4, V)
+        both = both.repeat_interleave(H // G, 1)
+    read = matmul(both.view(N * H, 4, K), state.flatten(0, 1)).view(N, H, 4, V)
     rest = strength * (v - grow * read[:, :, 1])
-    writes = step.of_rows(states.values, layer).flatten(0, 1)
+    writes = step.stored(states.values, layer).flatten(0, 1)
     if at.earlier is not None:
-        known = (system * at.earlier).view(B * H, 1, CHUNK)
-        rest = rest - matmul(known, writes).view(B, H, V)
-    diagonal = system.gather(-1, at.block).view(B * H, 1, BLOCK)
-    inverse = step.of_rows(states.inverse, layer).flatten(0, 1)
-    row = at.unit - torch.bmm(diagonal, inverse).view(B, H, BLOCK)
-    states.inverse[layer].view(-1, BLOCK).index_copy_(0, at.blocks, row.view(-1, BLOCK))
-    states.wanted[layer].view(-1, V).index_copy_(0, at.blocks, rest.view(-1, V))
-    wanted = step.of_rows(states.wanted, layer).flatten(0, 1)
-    written = matmul(row.view(B * H, 1, BLOCK), wanted).view(-1, V)
-    states.values[layer].view(-1, V).index_copy_(0, at.values, written)
+        known = pairs * (strength * at.earlier)[:, :, None]
+        rest = rest - matmul(known.view(N * H, 4, CHUNK), writes).view(N, H, 4, V)[:, :, 1]
+    diagonal = pairs[:, :, 1].gather(-1, at.block) * (strength * at.before)
+    inverse = step.stored(states.inverse, layer).flatten(0, 1)
+    row = at.unit - torch.bmm(diagonal.view(N * H, 1, BLOCK), inverse).view(N, H, BLOCK)
+    states.inverse[layer].view(-1, BLOCK).index_copy_(0, at.blocks, step.rows(row).view(-1, BLOCK))
+    states.wanted[layer].view(-1, V).index_copy_(0, at.blocks, step.rows(rest).view(-1, V))
+    wanted = step.stored(states.wanted, layer).flatten(0, 1)
+    written = matmul(row.view(N * H, 1, BLOCK), wanted).view(N, H, V)
+    states.values[layer].view(-1, V).index_copy_(0, at.values, step.rows(written).view(-1, V))
     if step.span is None:
-        writes.view(-1, V).index_copy_(0, at.copies, written)
-    own = matmul(scores.reshape(B * H, 1, CHUNK), writes).view(B, H, V)
+        writes.view(-1, V).index_copy_(0, at.copies, written.view(-1, V))
+    own = matmul(pairs.view(N * H, 4, CHUNK), writes).view(N, H, 4, V)[:, :, 0]
     if (full := step.full) is not None:
-        parts = (x.index_select(0, full) for x in (keys, writes.view(B, H, CHUNK, V), c, state))
-        states.state[layer, step.slots[full]] = advance(*parts, matmul=matmul)
-    return grow * read[:, :, 0] + own
+        parts = (x.index_select(0, full) for x in (keys, writes.view(N, H, CHUNK, V), c, state))
+        states.state[layer, step.full_slots] = advance(*parts, matmul=matmul)
+    return step.rows(grow * read[:, :, 0] + own)
