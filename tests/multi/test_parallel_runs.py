@@ -102,8 +102,10 @@ def test_two_processes_replace_the_silent_groups_that_one_replaces(tmp_path):
     for name, more in (("one", ()), ("two", ("parallel.processes=2",))):
         config = resolve(find_recipe("quickstart"), (*settings, *more))
         found.append(load_run(train(config, out=tmp_path / name, view="json").path))
-    names = {"signal/replaced", "signal/missing", "tokens/sampled", "tokens/replaced",
-             "episodes/total", "reward/mean", "train/grad_norm", "mismatch/unequal_tokens"}  # fmt: skip
+    names = {
+        "signal/replaced", "signal/missing", "tokens/sampled", "tokens/replaced", "episodes/total",
+        "reward/mean", "train/grad_norm", "mismatch/unequal_tokens",
+    }  # fmt: skip
     for one, two in zip(*(run.metrics for run in found), strict=True):
         assert {n: two[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=1e-4)
     assert sum(row["signal/replaced"] for row in found[0].metrics) > 2
