@@ -52,7 +52,8 @@ class ModelConfig(_Kind):
     """Sliding window of each layer; None is full attention."""
     rope_scaling: RopeScaling | None = None
     latent: LatentShape | None = None
-    """Latent attention; keys and values are cached unfolded, a key for each query head."""
+    """Latent attention: one key head, whose keys hold the values. `head_dim` is that of queries
+    before they are folded."""
     linear: LinearShape | None = None
     """Layers of linear attention; None: there are none."""
     has_output_gate: bool = False
@@ -141,7 +142,13 @@ class ModelConfig(_Kind):
     @property
     def cached_per_token(self) -> int:
         """Numbers that a cache holds per token: keys and values of all layers that have them."""
-        return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim
+        planes = 2 if self.latent is None else 1
+        return planes * len(self.attention_layers) * self.num_kv_heads * self.key_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a cached key."""
+        return self.head_dim if self.latent is None else self.latent.key_dim
 
     def cached_per_sequence(self, item: int) -> int:
         """Bytes of states that a cache holds per running request, kept ones included. item: bytes

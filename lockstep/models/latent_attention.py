@@ -1,22 +1,27 @@
 """Attention whose keys and values come from one latent vector per token, over ops alone.
 
-Source: multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434), section 2.1. Keys and values
-are unfolded before they are attended to and cached, in sampler and trainer alike: the folded form
-of others' decoders adds up in another order.
+Source: multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434), section 2.1, in the form that
+is called absorbed. The latent and the rotated dims of a token are one key for all heads, and the
+latent is its value too: that alone is cached. The matrix that would make keys of latents is applied
+to queries, and the one that would make values, to what attention returns. The form that unfolds
+keys and values adds up in another order, so sampler and trainer both compute this one, in training
+at the cost of wider products in attention.
 
-# T tokens  D model width  H heads  K width of a query and a key  R rotated dims of it
+# T tokens  D model width  H heads  K width of a folded query and of a key: C of the latent, and R
+# rotated dims  N dims of a query that are not rotated  V dims of a value
+# G adapters  r rank of an adapter
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from lockstep.models.adapter_rows import AdapterRows
+from lockstep.models.adapter_rows import AdapterRows, StackedFactors
 from lockstep.models.attention import yarn_magnitude
 from lockstep.models.attention_config import LatentShape, YarnScaling
 from lockstep.models.config import ModelConfig
+from lockstep.models.experts import ExpertFactors, ExpertProjection, on_every_expert
 from lockstep.models.lora import Projection
 from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import AttentionSpec
@@ -24,6 +29,7 @@ from lockstep.ops.context import AttentionSpec
 Tensor = torch.Tensor
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the config's is
+ALL = slice(None)
 
 
 class LatentAttention(nn.Module):
@@ -46,7 +52,7 @@ class LatentAttention(nn.Module):
             self.q_b_proj = Projection(latent.query_rank, H * c.head_dim, bias=False)
         else:
             self.q_proj = Projection(D, H * c.head_dim, bias=False)
-        self.kv_a_proj = Projection(D, latent.kv_rank + latent.rope_dim, bias=bias)
+        self.kv_a_proj = Projection(D, latent.key_dim, bias=bias)
         self.kv_a_norm = nn.Parameter(torch.ones(latent.kv_rank))
         unfolded = H * (latent.nope_dim + latent.value_dim)
         self.kv_b_proj = Projection(latent.kv_rank, unfolded, bias=False)
@@ -79,19 +85,43 @@ class LatentAttention(nn.Module):
             [at.kv_rank, at.rope_dim], -1
         )
         folded = ops.rms_norm(folded.contiguous(), self.kv_a_norm, LATENT_EPS)
-        kv = self.kv_b_proj(folded, ops, adapters).view(T, H, at.nope_dim + at.value_dim)
-        q_nope, q_rope = q.view(T, H, -1).split([at.nope_dim, at.rope_dim], -1)
-        k_nope, v = kv.split([at.nope_dim, at.value_dim], -1)
+        q_THN, q_rope = q.view(T, H, -1).split([at.nope_dim, at.rope_dim], -1)
+        of_query, of_value = self._by_head(adapters)
         parts = torch.cat([q_rope, k_rope[:, None]], 1)
         if at.is_interleaved:  # pairs of neighbours are rotated, `Ops.rope` takes them by halves
             parts = parts.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         q_rope, k_rope = ops.rope(parts, cos, sin).split([H, 1], 1)
-        out_THK = ops.attention(
-            torch.cat([q_nope, q_rope], -1),
-            torch.cat([k_nope, k_rope.expand(-1, H, -1)], -1),
-            F.pad(v, (0, at.nope_dim + at.rope_dim - at.value_dim)),
-            AttentionSpec(None, None, self.scale, self.layer),
-            context,
-        )
-        out = out_THK[..., : at.value_dim].flatten(1)
+        q_THK = torch.cat([on_every_expert(q_THN, of_query, ops, adapters), q_rope], -1)
+        k_T1K = torch.cat([folded[:, None], k_rope], -1)
+        spec = AttentionSpec(None, None, self.scale, self.layer)
+        out_THC = ops.attention(q_THK, k_T1K, k_T1K, spec, context)[..., : at.kv_rank]
+        out = on_every_expert(out_THC, of_value, ops, adapters).flatten(1)
         return self.o_proj.added(x_TD, out, ops, adapters, norm=output_norm, eps=self.eps)
+
+    def _by_head(self, adapters: AdapterRows | None) -> tuple[ExpertProjection, ExpertProjection]:
+        """`kv_b_proj` as products of each head: (N -> C of a query, C -> V of a value)."""
+        whole, low = self.kv_b_proj, self.kv_b_proj.lora
+        halves = [ExpertProjection(x) for x in self._halves(whole.weight)]
+        for found in () if adapters is None else adapters.of_experts(whole, "lora"):
+            pairs = [] if found is None else self._factors(found.A, found.B[0])
+            of_rows = [StackedFactors(A, (B,), (ALL,), found.scale) for A, B in pairs if found]
+            for half, factors in zip(halves, of_rows or (None, None), strict=True):
+                half.of_rows = (*half.of_rows, factors)
+        if adapters is None and low is not None and low.is_on:
+            for half, (A, B) in zip(halves, self._factors(low.A, low.B[0]), strict=True):
+                half.low_rank = ExpertFactors(A, B, low.scale)
+        return halves[0], halves[1]
+
+    def _halves(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of all heads [G, H * (N + V), C] as ([G * H, C, N], [G * H, V, C])."""
+        at = self.latent
+        of_heads = rows.view(-1, at.nope_dim + at.value_dim, rows.shape[-1])
+        of_key, of_value = of_heads.split([at.nope_dim, at.value_dim], 1)
+        return of_key.transpose(1, 2).contiguous(), of_value.contiguous()
+
+    def _factors(self, A: Tensor, B: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """(A, B) of an adapter of each half and head, from A [G, r, C], which is that of all heads,
+        and B [G, H * (N + V), r]."""
+        of_key, of_value = self._halves(B)
+        A = A.view(-1, 1, *A.shape[-2:]).expand(-1, self.num_heads, -1, -1).flatten(0, 1)
+        return (of_key, A.transpose(1, 2).contiguous()), (A, of_value)

@@ -85,7 +85,8 @@ def paged_attention(
             continue
         first_quantum = math.lcm(key_block, keys.shape[2])
         first, stop = _key_range(block, ALL, window, first_quantum, key_quantum)
-        k, v = (_read_pages(cache, block, first, stop) for cache in (keys, values))
+        k = _read_pages(keys, block, first, stop)
+        v = k if context.values is context.keys else _read_pages(values, block, first, stop)
         q = q.view(B, Q, G, -1, D).permute(2, 0, 3, 1, 4)  # [G, B, H/G, Q, D]
         parts = []
         for at in range(0, Q, QUERY_TILE):
@@ -140,12 +141,11 @@ def _resident_rows(
     if (views := rows.memo.get(key)) is None:
         views = rows.memo[key] = [
             (cache[layer].view(-1, D), cache[layer, :B].view(B * G, -1, D)[:, first:stop])
-            for cache in (rows.keys, rows.values)
+            for cache in (rows.keys, rows.values)[: 1 if rows.values is rows.keys else 2]
         ]
-    (all_k, k), (all_v, v) = views
-    all_k.index_copy_(0, rows.write_index, k_BGD.reshape(-1, D).to(all_k.dtype))
-    all_v.index_copy_(0, rows.write_index, v_BGD.reshape(-1, D).to(all_v.dtype))
-    return k, v
+    for (places, _), new in zip(views, (k_BGD, v_BGD), strict=False):
+        places.index_copy_(0, rows.write_index, new.reshape(-1, D).to(places.dtype))
+    return views[0][1], views[-1][1]
 
 
 def _read_pages(cache_GPSD: Tensor, block: PagedBlock, first: int, stop: int) -> Tensor:

@@ -122,7 +122,7 @@ FAMILIES = {
     "deepseek_v3": {
         **_NARROW,
         "architecture": "deepseek_v3",
-        "num_kv_heads": 4,
+        "num_kv_heads": 1,
         "head_dim": 24,
         "latent": LatentShape(
             query_rank=40, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=20, is_interleaved=True

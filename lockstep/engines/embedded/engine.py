@@ -129,7 +129,8 @@ class EmbeddedEngine(Engine):
         self._cache = PagedCache(
             num_layers=len(shape.attention_layers),
             num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            head_dim=shape.key_dim,
+            has_values=shape.latent is None,
             num_pages=num_pages,
             page_size=config.page_size,
             is_caching=config.prefix_cache,

@@ -36,7 +36,7 @@ def deepseek_v3(reading: Reading) -> dict[str, Any]:
     return {
         "latent": latent,
         "head_dim": width,
-        "num_kv_heads": r.count("num_attention_heads"),
+        "num_kv_heads": 1,
         **sigmoid_routes(r),
         **same_windows(r, None),
     }
