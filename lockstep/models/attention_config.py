@@ -56,11 +56,6 @@ class LatentShape:
     is_interleaved: bool
     """Whether neighbours are rotated together; else the halves of the rotated dims."""
 
-    @property
-    def key_dim(self) -> int:
-        """Width of the one key of all heads: the latent, which is the value, and the rotated dims."""
-        return self.kv_rank + self.rope_dim
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:

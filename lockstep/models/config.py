@@ -142,13 +142,14 @@ class ModelConfig(_Kind):
     @property
     def cached_per_token(self) -> int:
         """Numbers that a cache holds per token: keys and values of all layers that have them."""
-        planes = 2 if self.latent is None else 1
-        return planes * len(self.attention_layers) * self.num_kv_heads * self.key_dim
+        each = self.num_kv_heads * self.key_dim * len(self.attention_layers)
+        return 2 * each if self.latent is None else each
 
     @property
     def key_dim(self) -> int:
         """Width of a cached key."""
-        return self.head_dim if self.latent is None else self.latent.key_dim
+        at = self.latent
+        return self.head_dim if at is None else at.kv_rank + at.rope_dim
 
     def cached_per_sequence(self, item: int) -> int:
         """Bytes of states that a cache holds per running request, kept ones included. item: bytes

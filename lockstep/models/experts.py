@@ -189,47 +189,23 @@ def mix_experts(
     return _mix(x_TD, weights_TA, experts_TA, plan)
 
 
-def on_every_expert(
-    x_TEK: Tensor, projection: ExpertProjection, ops: Ops, adapters: AdapterRows | None = None
-) -> Tensor:
-    """[T, E, N]: each expert's projection of its own part of every token. adapters: as in
-    `mix_experts`."""
-    T, E, K = x_TEK.shape
-    counts: Counts = [T] * E
-    if ops.reads_work(x_TEK.device):  # filled there: a graph may be recorded
-        counts = torch.full((E,), T, dtype=torch.int32, device=x_TEK.device)
-    x_RK = x_TEK.transpose(0, 1).reshape(E * T, K)
-    if torch.is_grad_enabled():
-        out_RN = _OnEvery.apply(x_RK, counts, projection, ops, *projection.tensors)
-        assert isinstance(out_RN, Tensor), "a function of one result"
-    else:
-        groups = () if adapters is None else adapters.on_all_experts(E)
-        out_RN = projection.forward(x_RK, counts, ops, groups)
-    return out_RN.view(E, T, -1).transpose(0, 1)
-
-
-class _OnEvery(torch.autograd.Function):
-    """`ExpertProjection.forward` and `backward`."""
+class ExpertLinear(torch.autograd.Function):
+    """`Ops.expert_linear` without a bias, with its gradient."""
 
     @staticmethod
-    def forward(ctx, x_RK, counts, projection, ops, *tensors):
-        ctx.save_for_backward(x_RK, *tensors)
-        low = projection.low_rank
-        ctx.settings = counts, ops, 1.0 if low is None else low.scale
-        return projection.forward(x_RK, counts, ops)
+    def forward(ctx, x_RK, weight_ENK, counts, ops):
+        ctx.save_for_backward(x_RK, weight_ENK)
+        ctx.settings = counts, ops
+        return ops.expert_linear(x_RK, weight_ENK, None, counts)
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        x_RK, weight, bias, A, B = ctx.saved_tensors
-        counts, ops, scale = ctx.settings
-        low = None if A is None else ExpertFactors(A, B, scale)
-        into = [
-            torch.zeros_like(x) if is_needed else None
-            for x, is_needed in zip((weight, bias, A, B), ctx.needs_input_grad[4:], strict=True)
-        ]
-        projection = ExpertProjection(weight, bias, low)
-        grad_RK = projection.backward(grad_outputs[0].contiguous(), x_RK, counts, into, ops)
-        return grad_RK, None, None, None, *into
+        (x_RK, weight), (counts, ops) = ctx.saved_tensors, ctx.settings
+        grad_RN, grad = grad_outputs[0].contiguous(), None
+        if ctx.needs_input_grad[1]:
+            grad = torch.zeros_like(weight)
+        grad_RK = ops.expert_linear_backward(grad_RN, x_RK, weight, counts, grad_weight=grad)
+        return grad_RK, grad, None, None
 
 
 class _Mix(torch.autograd.Function):

@@ -7,12 +7,15 @@ to queries, and the one that would make values, to what attention returns. The f
 keys and values adds up in another order, so sampler and trainer both compute this one, in training
 at the cost of wider products in attention.
 
-# T tokens  D model width  H heads  K width of a folded query and of a key: C of the latent, and R
-# rotated dims  N dims of a query that are not rotated  V dims of a value
-# G adapters  r rank of an adapter
+# T tokens  D model width  H heads  G adapters  r rank of an adapter
+# K width of a folded query and of a key: C of the latent, then the rotated dims
+# N dims of a query that are not rotated  V dims of a value
+# I, O inputs and outputs of a product by head  R rows of it, head by head
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +24,7 @@ from lockstep.models.adapter_rows import AdapterRows, StackedFactors
 from lockstep.models.attention import yarn_magnitude
 from lockstep.models.attention_config import LatentShape, YarnScaling
 from lockstep.models.config import ModelConfig
-from lockstep.models.experts import ExpertFactors, ExpertProjection, on_every_expert
+from lockstep.models.experts import ExpertLinear
 from lockstep.models.lora import Projection
 from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import AttentionSpec
@@ -29,7 +32,6 @@ from lockstep.ops.context import AttentionSpec
 Tensor = torch.Tensor
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the config's is
-ALL = slice(None)
 
 
 class LatentAttention(nn.Module):
@@ -52,7 +54,7 @@ class LatentAttention(nn.Module):
             self.q_b_proj = Projection(latent.query_rank, H * c.head_dim, bias=False)
         else:
             self.q_proj = Projection(D, H * c.head_dim, bias=False)
-        self.kv_a_proj = Projection(D, latent.key_dim, bias=bias)
+        self.kv_a_proj = Projection(D, c.key_dim, bias=bias)
         self.kv_a_norm = nn.Parameter(torch.ones(latent.kv_rank))
         unfolded = H * (latent.nope_dim + latent.value_dim)
         self.kv_b_proj = Projection(latent.kv_rank, unfolded, bias=False)
@@ -86,42 +88,50 @@ class LatentAttention(nn.Module):
         )
         folded = ops.rms_norm(folded.contiguous(), self.kv_a_norm, LATENT_EPS)
         q_THN, q_rope = q.view(T, H, -1).split([at.nope_dim, at.rope_dim], -1)
-        of_query, of_value = self._by_head(adapters)
         parts = torch.cat([q_rope, k_rope[:, None]], 1)
         if at.is_interleaved:  # pairs of neighbours are rotated, `Ops.rope` takes them by halves
             parts = parts.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         q_rope, k_rope = ops.rope(parts, cos, sin).split([H, 1], 1)
-        q_THK = torch.cat([on_every_expert(q_THN, of_query, ops, adapters), q_rope], -1)
+        q_THK = torch.cat([self._by_head(0, q_THN, ops, adapters), q_rope], -1)
         k_T1K = torch.cat([folded[:, None], k_rope], -1)
         spec = AttentionSpec(None, None, self.scale, self.layer)
         out_THC = ops.attention(q_THK, k_T1K, k_T1K, spec, context)[..., : at.kv_rank]
-        out = on_every_expert(out_THC, of_value, ops, adapters).flatten(1)
+        out = self._by_head(1, out_THC, ops, adapters).flatten(1)
         return self.o_proj.added(x_TD, out, ops, adapters, norm=output_norm, eps=self.eps)
 
-    def _by_head(self, adapters: AdapterRows | None) -> tuple[ExpertProjection, ExpertProjection]:
-        """`kv_b_proj` as products of each head: (N -> C of a query, C -> V of a value)."""
-        whole, low = self.kv_b_proj, self.kv_b_proj.lora
-        halves = [ExpertProjection(x) for x in self._halves(whole.weight)]
-        for found in () if adapters is None else adapters.of_experts(whole, "lora"):
-            pairs = [] if found is None else self._factors(found.A, found.B[0])
-            of_rows = [StackedFactors(A, (B,), (ALL,), found.scale) for A, B in pairs if found]
-            for half, factors in zip(halves, of_rows or (None, None), strict=True):
-                half.of_rows = (*half.of_rows, factors)
-        if adapters is None and low is not None and low.is_on:
-            for half, (A, B) in zip(halves, self._factors(low.A, low.B[0]), strict=True):
-                half.low_rank = ExpertFactors(A, B, low.scale)
-        return halves[0], halves[1]
+    def _by_head(self, half: int, x_THI: Tensor, ops: Ops, adapters: AdapterRows | None) -> Tensor:
+        """Each head's product with its half of `kv_b_proj`. half: 0 takes queries from N to C, 1
+        takes what attention returns from C to V."""
+        (T, H, _), whole = x_THI.shape, self.kv_b_proj
+        counts = torch.full((H,), T, dtype=torch.int32, device=x_THI.device)
 
-    def _halves(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of all heads [G, H * (N + V), C] as ([G * H, C, N], [G * H, V, C])."""
-        at = self.latent
-        of_heads = rows.view(-1, at.nope_dim + at.value_dim, rows.shape[-1])
-        of_key, of_value = of_heads.split([at.nope_dim, at.value_dim], 1)
-        return of_key.transpose(1, 2).contiguous(), of_value.contiguous()
+        def product(x_RI: Tensor, weight_HOI: Tensor) -> Any:
+            return ExpertLinear.apply(x_RI, weight_HOI, counts, ops)
 
-    def _factors(self, A: Tensor, B: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """(A, B) of an adapter of each half and head, from A [G, r, C], which is that of all heads,
-        and B [G, H * (N + V), r]."""
-        of_key, of_value = self._halves(B)
-        A = A.view(-1, 1, *A.shape[-2:]).expand(-1, self.num_heads, -1, -1).flatten(0, 1)
-        return (of_key, A.transpose(1, 2).contiguous()), (A, of_value)
+        x_RI = x_THI.transpose(0, 1).flatten(0, 1)
+        out_RO = product(x_RI, self._half(half, whole.weight))
+        if adapters is not None:
+            of_shapes = adapters.of_experts(whole, "lora")
+            for found, groups in zip(of_shapes, adapters.on_all_experts(H), strict=True):
+                if found is not None:
+                    A, B = self._factors(half, found.A, found.B[0])
+                    StackedFactors(A, (B,), (slice(None),), found.scale).add(
+                        x_RI, out_RO, groups, ops
+                    )
+        elif whole.lora is not None and whole.lora.is_on:
+            A, B = self._factors(half, whole.lora.A, whole.lora.B[0])
+            out_RO = out_RO + product(product(x_RI, A) * whole.lora.scale, B)
+        return out_RO.view(H, T, -1).transpose(0, 1)
+
+    def _half(self, half: int, rows: Tensor) -> Tensor:
+        """The half of [G, H * (N + V), I]: [G * H, I, N] or [G * H, V, I]."""
+        sizes = [self.latent.nope_dim, self.latent.value_dim]
+        found = rows.view(-1, sum(sizes), rows.shape[-1]).split(sizes, 1)[half]
+        return (found if half else found.transpose(1, 2)).contiguous()
+
+    def _factors(self, half: int, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+        """(A, B) of each head's half, [G * H, ...], of an adapter whose A [G, r, C] all heads
+        share, and whose B is [G, H * (N + V), r]."""
+        A, B = A.view(-1, 1, *A.shape[-2:]), self._half(half, B)
+        A = A.expand(-1, self.num_heads, -1, -1).flatten(0, 1)
+        return (A, B) if half else (B, A.transpose(1, 2).contiguous())

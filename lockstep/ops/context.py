@@ -417,6 +417,11 @@ def _pad_rows(
     return tuple(blocks), None if is_identity else place.to(device)
 
 
+def planes_of(cache: Any) -> tuple[Any, ...]:
+    """The keys and values of a context or cache; the keys alone where they hold the values."""
+    return (cache.keys,) if cache.values is cache.keys else (cache.keys, cache.values)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentRows:
     """A second copy of the keys and values of a block's sequences, each sequence contiguous.
@@ -529,8 +534,7 @@ class PagedContext:
 
     def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Writes the new tokens' keys and values to their places."""
-        planes = ((self.keys, k_TGD), (self.values, v_TGD))
-        for of_layers, new in planes[: 1 if self.values is self.keys else 2]:
-            cache = of_layers[layer]
+        for plane, new in zip(planes_of(self), (k_TGD, v_TGD), strict=False):
+            cache = plane[layer]
             places = cache.view(cache.shape[0], -1, cache.shape[3])
             places.index_copy_(1, self.write_index, new.transpose(0, 1))

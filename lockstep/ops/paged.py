@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops.context import AttentionSpec, PagedBlock, PagedContext, ResidentRows
+from lockstep.ops.context import AttentionSpec, PagedBlock, PagedContext, ResidentRows, planes_of
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -47,7 +47,8 @@ def paged_attention(
     or q's dtype if that is wider.
     """
     H, D = q_THD.shape[1:]
-    keys, values = context.keys[spec.layer], context.values[spec.layer]
+    planes = [plane[spec.layer] for plane in planes_of(context)]
+    keys = planes[0]
     G = keys.shape[0]
     wide = torch.float32 if q_THD.dtype.itemsize < 4 else q_THD.dtype
     sinks = None if spec.sinks is None else spec.sinks.to(wide)
@@ -85,8 +86,8 @@ def paged_attention(
             continue
         first_quantum = math.lcm(key_block, keys.shape[2])
         first, stop = _key_range(block, ALL, window, first_quantum, key_quantum)
-        k = _read_pages(keys, block, first, stop)
-        v = k if context.values is context.keys else _read_pages(values, block, first, stop)
+        read = [_read_pages(plane, block, first, stop) for plane in planes]
+        k, v = read[0], read[-1]
         q = q.view(B, Q, G, -1, D).permute(2, 0, 3, 1, 4)  # [G, B, H/G, Q, D]
         parts = []
         for at in range(0, Q, QUERY_TILE):
@@ -141,7 +142,7 @@ def _resident_rows(
     if (views := rows.memo.get(key)) is None:
         views = rows.memo[key] = [
             (cache[layer].view(-1, D), cache[layer, :B].view(B * G, -1, D)[:, first:stop])
-            for cache in (rows.keys, rows.values)[: 1 if rows.values is rows.keys else 2]
+            for cache in planes_of(rows)
         ]
     for (places, _), new in zip(views, (k_BGD, v_BGD), strict=False):
         places.index_copy_(0, rows.write_index, new.reshape(-1, D).to(places.dtype))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.engines.embedded.state_cache import StateCache
-from lockstep.ops.context import KEY_BLOCK, to_device
+from lockstep.ops.context import KEY_BLOCK, planes_of, to_device
 from lockstep.ops.contract import CHUNK
 from lockstep.types import Routes, route_dtype
 
@@ -95,8 +95,8 @@ class ResidentCache:
             return None
         layers, groups, _, _, width = self._cache.keys.shape
         shape = (layers, num_rows, groups, length, width)
-        self._planes = tuple(x.new_zeros(shape, dtype=self._dtype) for x in self._cache.planes)
-        self.keys, self.values = self._planes[0], self._planes[-1]
+        self.keys = torch.zeros(shape, dtype=self._dtype, device=self._cache.keys.device)
+        self.values = torch.zeros_like(self.keys) if self._cache.has_values else self.keys
         self.num_rows, self.length = num_rows, length
         self.first_places = np.arange(num_rows * groups).reshape(num_rows, groups) * length
         self._memo = {}
@@ -114,7 +114,7 @@ class ResidentCache:
         count, width = pages.shape
         index = to_device(pages.reshape(-1), cache.keys.device)
         at = to_device(rows, index.device)
-        for paged, resident in zip(cache.planes, self._planes, strict=True):
+        for paged, resident in zip(planes_of(cache), planes_of(self), strict=True):
             layers, groups, _, size, dim = paged.shape
             read = paged.index_select(2, index).view(layers, groups, count, width * size, dim)
             by_row = read.transpose(1, 2).to(resident.dtype)
@@ -124,7 +124,6 @@ class ResidentCache:
         """Frees the memory."""
         self.num_rows = self.length = 0
         self._memo: dict[Any, Any] = {}
-        self._planes: tuple[torch.Tensor, ...] = ()
         self.keys = self.values = torch.empty(0)
 
 
@@ -147,10 +146,10 @@ class PagedCache:
     ) -> None:
         """has_values: False where keys hold the values; `values` is then `keys`. states: of a model
         with linear attention; then only prefixes up to a kept state are reused."""
-        self.states = states
+        self.has_values, self.states = has_values, states
         self.page_size, self.num_pages, self.is_caching = page_size, num_pages, is_caching
         self._shape = (num_layers, num_kv_heads, num_pages + 1, page_size, head_dim)
-        self._dtype, self._device, self._num_planes = dtype, device, 1 + has_values
+        self._dtype, self._device = dtype, device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
         self.epoch = 0
         self._below: dict[PageNode | int, dict[PageNode, None]] = {}
@@ -167,11 +166,8 @@ class PagedCache:
 
     def allocate(self) -> None:
         """Allocates the memory as zeros: a masked place is multiplied by 0 and must be finite."""
-        self.planes = tuple(
-            torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-            for _ in range(self._num_planes)
-        )
-        self.keys, self.values = self.planes[0], self.planes[-1]
+        self.keys = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self.values = torch.zeros_like(self.keys) if self.has_values else self.keys
         self._allocate_routes()
         if self.states is not None:
             self.states.allocate()
@@ -194,7 +190,6 @@ class PagedCache:
         """Frees the memory. No lease may be open."""
         self.forget()
         assert len(self._free) == self.num_pages, "a lease is open while the cache is put to sleep"
-        self.planes: tuple[torch.Tensor, ...] = ()
         self.keys = self.values = torch.empty(0)
         self.routes = None
         if self.states is not None:
@@ -328,7 +323,7 @@ class PagedCache:
     def clear_free_pages(self) -> None:
         """Zeroes all free pages, after a request whose values were not finite."""
         free = to_device(np.array(self._free, np.int64), self._device)
-        for cache in self.planes:
+        for cache in planes_of(self):
             cache.index_fill_(2, free, 0)
         if self.states is not None:
             self.states.clear_free_slots()
@@ -339,7 +334,7 @@ class PagedCache:
             return
         source, target = to_device(np.array(self._copies, np.int64), self._device).unbind(1)
         self._copies.clear()
-        for cache in self.planes:
+        for cache in planes_of(self):
             cache.index_copy_(2, target, cache.index_select(2, source))
         if self.routes is not None:
             self.routes.index_copy_(0, target, self.routes.index_select(0, source))
