@@ -286,7 +286,7 @@ def lora_arms(**settings: Any) -> list[Arm]:
     """With an adapter, unmerged on both sides."""
     return [
         Arm(model=model, dtype=dtype, threads=(2, 1), lora_rank=4 + i, seeds=(i,), **settings)
-        for i, (model, dtype) in enumerate(product(MODELS, DTYPES))
+        for i, (model, dtype) in enumerate(product([*MODELS, "deepseek_v3"], DTYPES))
     ]
 
 
