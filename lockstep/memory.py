@@ -334,6 +334,10 @@ def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) ->
         attention += 2 * K * a  # the rotations in the compute dtype
     if c.has_output_gate:
         attention += 8 * H * K  # the gate's sigmoid, and what it has scaled
+    if (at := c.latent) is not None:
+        # Queries and what attention returns, before and after their products by head; the latents.
+        by_head = at.nope_dim + 2 * c.key_dim + at.kv_rank + at.value_dim
+        attention = H * (by_head * a + 4) + (at.query_rank + at.kv_rank) * (4 + 2 * a)
     if layer not in c.attention_layers:
         attention = _linear_kept(c, a, is_invariant=is_invariant)
     if layer in c.routed_layers:
@@ -359,7 +363,7 @@ def _linear_kept(c: ModelConfig, a: int, *, is_invariant: bool) -> int:
 def _work_bytes(facts: PlanFacts, layer: int) -> int:
     """The gradients within one block that exist at one time."""
     c, T = facts.model, facts.T
-    H, G, K = c.num_heads, c.num_kv_heads, c.head_dim
+    H, G, K = c.num_heads, c.num_kv_heads, c.key_dim
     attention = T * (4 * H + 4 * G) * K * 4
     if facts.is_invariant:
         attention += T * (H + 2 * G) * K * 4  # float32 copies, queries scaled

@@ -129,7 +129,7 @@ class AdapterRows:
 
     shapes: Sequence[AdaptersOfShape]
     device: torch.device
-    _on_all_experts: list[Groups] = field(default_factory=list[Groups])
+    _on_all_experts: dict[int, list[Groups]] = field(default_factory=dict[int, list[Groups]])
 
     def add(self, owner: Any, x_TK: Tensor, out_TN: Tensor, ops: Ops) -> Tensor:
         """`out_TN` of a projection, with the product of each row's adapter added in place."""
@@ -150,11 +150,11 @@ class AdapterRows:
 
     def on_all_experts(self, num_experts: int) -> list[Groups]:
         """`by_expert` where every expert has every token; made once."""
-        if not self._on_all_experts:
+        if num_experts not in self._on_all_experts:
             T = len(self.shapes[0].group_T)
             token_R = np.tile(np.arange(T), num_experts)
-            self._on_all_experts = self._by_expert(token_R, [T] * num_experts)
-        return self._on_all_experts
+            self._on_all_experts[num_experts] = self._by_expert(token_R, [T] * num_experts)
+        return self._on_all_experts[num_experts]
 
     def _by_expert(self, token_R: IntArray, counts: list[int]) -> list[Groups]:
         E = len(counts)

@@ -52,7 +52,8 @@ class ModelConfig(_Kind):
     """Sliding window of each layer; None is full attention."""
     rope_scaling: RopeScaling | None = None
     latent: LatentShape | None = None
-    """Latent attention; keys and values are cached unfolded, a key for each query head."""
+    """Latent attention: one key head, whose keys hold the values. `head_dim` is that of queries
+    before they are folded."""
     linear: LinearShape | None = None
     """Layers of linear attention; None: there are none."""
     has_output_gate: bool = False
@@ -141,7 +142,14 @@ class ModelConfig(_Kind):
     @property
     def cached_per_token(self) -> int:
         """Numbers that a cache holds per token: keys and values of all layers that have them."""
-        return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim
+        each = self.num_kv_heads * self.key_dim * len(self.attention_layers)
+        return 2 * each if self.latent is None else each
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a cached key."""
+        at = self.latent
+        return self.head_dim if at is None else at.kv_rank + at.rope_dim
 
     def cached_per_sequence(self, item: int) -> int:
         """Bytes of states that a cache holds per running request, kept ones included. item: bytes

@@ -189,6 +189,25 @@ def mix_experts(
     return _mix(x_TD, weights_TA, experts_TA, plan)
 
 
+class ExpertLinear(torch.autograd.Function):
+    """`Ops.expert_linear` without a bias, with its gradient."""
+
+    @staticmethod
+    def forward(ctx, x_RK, weight_ENK, counts, ops):
+        ctx.save_for_backward(x_RK, weight_ENK)
+        ctx.settings = counts, ops
+        return ops.expert_linear(x_RK, weight_ENK, None, counts)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (x_RK, weight), (counts, ops) = ctx.saved_tensors, ctx.settings
+        grad_RN, grad = grad_outputs[0].contiguous(), None
+        if ctx.needs_input_grad[1]:
+            grad = torch.zeros_like(weight)
+        grad_RK = ops.expert_linear_backward(grad_RN, x_RK, weight, counts, grad_weight=grad)
+        return grad_RK, grad, None, None
+
+
 class _Mix(torch.autograd.Function):
     """Keeps the layer's input, the routes and the parameters.
 

@@ -1,22 +1,30 @@
 """Attention whose keys and values come from one latent vector per token, over ops alone.
 
-Source: multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434), section 2.1. Keys and values
-are unfolded before they are attended to and cached, in sampler and trainer alike: the folded form
-of others' decoders adds up in another order.
+Source: multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434), section 2.1, in the form that
+is called absorbed. The latent and the rotated dims of a token are one key for all heads, and the
+latent is its value too: that alone is cached. The matrix that would make keys of latents is applied
+to queries, and the one that would make values, to what attention returns. The form that unfolds
+keys and values adds up in another order, so sampler and trainer both compute this one, in training
+at the cost of wider products in attention.
 
-# T tokens  D model width  H heads  K width of a query and a key  R rotated dims of it
+# T tokens  D model width  H heads  G adapters  r rank of an adapter
+# K width of a folded query and of a key: C of the latent, then the rotated dims
+# N dims of a query that are not rotated  V dims of a value
+# I, O inputs and outputs of a product by head  R rows of it, head by head
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from lockstep.models.adapter_rows import AdapterRows
+from lockstep.models.adapter_rows import AdapterRows, StackedFactors
 from lockstep.models.attention import yarn_magnitude
 from lockstep.models.attention_config import LatentShape, YarnScaling
 from lockstep.models.config import ModelConfig
+from lockstep.models.experts import ExpertLinear
 from lockstep.models.lora import Projection
 from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import AttentionSpec
@@ -46,7 +54,7 @@ class LatentAttention(nn.Module):
             self.q_b_proj = Projection(latent.query_rank, H * c.head_dim, bias=False)
         else:
             self.q_proj = Projection(D, H * c.head_dim, bias=False)
-        self.kv_a_proj = Projection(D, latent.kv_rank + latent.rope_dim, bias=bias)
+        self.kv_a_proj = Projection(D, c.key_dim, bias=bias)
         self.kv_a_norm = nn.Parameter(torch.ones(latent.kv_rank))
         unfolded = H * (latent.nope_dim + latent.value_dim)
         self.kv_b_proj = Projection(latent.kv_rank, unfolded, bias=False)
@@ -79,19 +87,51 @@ class LatentAttention(nn.Module):
             [at.kv_rank, at.rope_dim], -1
         )
         folded = ops.rms_norm(folded.contiguous(), self.kv_a_norm, LATENT_EPS)
-        kv = self.kv_b_proj(folded, ops, adapters).view(T, H, at.nope_dim + at.value_dim)
-        q_nope, q_rope = q.view(T, H, -1).split([at.nope_dim, at.rope_dim], -1)
-        k_nope, v = kv.split([at.nope_dim, at.value_dim], -1)
+        q_THN, q_rope = q.view(T, H, -1).split([at.nope_dim, at.rope_dim], -1)
         parts = torch.cat([q_rope, k_rope[:, None]], 1)
         if at.is_interleaved:  # pairs of neighbours are rotated, `Ops.rope` takes them by halves
             parts = parts.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         q_rope, k_rope = ops.rope(parts, cos, sin).split([H, 1], 1)
-        out_THK = ops.attention(
-            torch.cat([q_nope, q_rope], -1),
-            torch.cat([k_nope, k_rope.expand(-1, H, -1)], -1),
-            F.pad(v, (0, at.nope_dim + at.rope_dim - at.value_dim)),
-            AttentionSpec(None, None, self.scale, self.layer),
-            context,
-        )
-        out = out_THK[..., : at.value_dim].flatten(1)
+        q_THK = torch.cat([self._by_head(0, q_THN, ops, adapters), q_rope], -1)
+        k_T1K = torch.cat([folded[:, None], k_rope], -1)
+        spec = AttentionSpec(None, None, self.scale, self.layer)
+        out_THC = ops.attention(q_THK, k_T1K, k_T1K, spec, context)[..., : at.kv_rank]
+        out = self._by_head(1, out_THC, ops, adapters).flatten(1)
         return self.o_proj.added(x_TD, out, ops, adapters, norm=output_norm, eps=self.eps)
+
+    def _by_head(self, half: int, x_THI: Tensor, ops: Ops, adapters: AdapterRows | None) -> Tensor:
+        """Each head's product with its half of `kv_b_proj`. half: 0 takes queries from N to C, 1
+        takes what attention returns from C to V."""
+        (T, H, _), whole = x_THI.shape, self.kv_b_proj
+        counts = torch.full((H,), T, dtype=torch.int32, device=x_THI.device)
+
+        def product(x_RI: Tensor, weight_HOI: Tensor) -> Any:
+            return ExpertLinear.apply(x_RI, weight_HOI, counts, ops)
+
+        x_RI = x_THI.transpose(0, 1).flatten(0, 1)
+        out_RO = product(x_RI, self._half(half, whole.weight))
+        if adapters is not None:
+            of_shapes = adapters.of_experts(whole, "lora")
+            for found, groups in zip(of_shapes, adapters.on_all_experts(H), strict=True):
+                if found is not None:
+                    A, B = self._factors(half, found.A, found.B[0])
+                    StackedFactors(A, (B,), (slice(None),), found.scale).add(
+                        x_RI, out_RO, groups, ops
+                    )
+        elif whole.lora is not None and whole.lora.is_on:
+            A, B = self._factors(half, whole.lora.A, whole.lora.B[0])
+            out_RO = out_RO + product(product(x_RI, A) * whole.lora.scale, B)
+        return out_RO.view(H, T, -1).transpose(0, 1)
+
+    def _half(self, half: int, rows: Tensor) -> Tensor:
+        """The half of [G, H * (N + V), I]: [G * H, I, N] or [G * H, V, I]."""
+        sizes = [self.latent.nope_dim, self.latent.value_dim]
+        found = rows.view(-1, sum(sizes), rows.shape[-1]).split(sizes, 1)[half]
+        return (found if half else found.transpose(1, 2)).contiguous()
+
+    def _factors(self, half: int, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+        """(A, B) of each head's half, [G * H, ...], of an adapter whose A [G, r, C] all heads
+        share, and whose B is [G, H * (N + V), r]."""
+        A, B = A.view(-1, 1, *A.shape[-2:]), self._half(half, B)
+        A = A.expand(-1, self.num_heads, -1, -1).flatten(0, 1)
+        return (A, B) if half else (B, A.transpose(1, 2).contiguous())

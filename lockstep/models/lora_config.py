@@ -152,6 +152,16 @@ def lora_sites(config: ModelConfig) -> list[Site]:
     return out
 
 
+def product_shapes(lora: LoraShape, model: ModelConfig) -> frozenset[tuple[int, ...]]:
+    """Shapes of the factors as they are multiplied: by `models.latent_attention` head by head."""
+    found = set(adapter_shapes(lora).values())
+    at, H, r = model.latent, model.num_heads, lora.rank
+    if at is not None and any(site.name.endswith("kv_b_proj") for site in lora.sites):
+        C = at.kv_rank
+        found |= {(H, r, at.nope_dim), (H, C, r), (H, r, C), (H, at.value_dim, r)}
+    return frozenset(found)
+
+
 def adapter_shapes(lora: LoraShape) -> Shapes:
     """name -> shape of each parameter that `add_adapter` adds."""
     out: Shapes = {}

@@ -117,7 +117,7 @@ def _linear_attention(c: ModelConfig, at: LinearShape, theirs: str) -> dict[str,
 
 def _latent_attention(c: ModelConfig, at: LatentShape, theirs: str) -> dict[str, ParameterLayout]:
     D, H = c.hidden_size, c.num_heads
-    unfolded, folded = H * (at.nope_dim + at.value_dim), at.kv_rank + at.rope_dim
+    unfolded, folded = H * (at.nope_dim + at.value_dim), c.key_dim
     kv_a = f"{theirs}.kv_a_proj_with_mqa"
     out = {
         "attention.kv_a_proj.weight": _whole(f"{kv_a}.weight", folded, D),

@@ -33,7 +33,7 @@ are combined from the left. Part of the numerics there."""
 
 TILE_ROWS = 64  # rows of one piece of attention's work on a GPU: queries times heads of a key head
 
-VALUE_PARTS = 4  # most programs among which the columns of a piece's values are divided
+VALUE_PARTS = 16  # most programs among which the columns of a piece's values are divided
 WHOLE_ROW = 1 << 30  # page size of a row whose keys are adjacent
 
 MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this factor
@@ -417,6 +417,11 @@ def _pad_rows(
     return tuple(blocks), None if is_identity else place.to(device)
 
 
+def planes_of(cache: Any) -> tuple[Any, ...]:
+    """The keys and values of a context or cache; the keys alone where they hold the values."""
+    return (cache.keys,) if cache.values is cache.keys else (cache.keys, cache.values)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentRows:
     """A second copy of the keys and values of a block's sequences, each sequence contiguous.
@@ -428,7 +433,7 @@ class ResidentRows:
     """[layers, R, G, N, D], R >= B: row b belongs to sequence b of the block. Places past a
     sequence's end hold any finite numbers."""
     values: Tensor
-    """Same shape as `keys`."""
+    """As `PagedContext.values`."""
     write_index: Tensor
     """[B * G] int64: index of each sequence's new key, by head, among a layer's R * G * N
     places."""
@@ -465,7 +470,7 @@ class PagedContext:
     """[layers, G, pages, page_size, D] in the compute dtype, written in place. Heads come before
     pages so that the gathered pages of a sequence are its keys in order without another copy."""
     values: Tensor | Sequence[Tensor]
-    """Same shape as `keys`."""
+    """Same shape as `keys`; `keys` itself where they hold the values."""
     write_index: Tensor
     """[T] int64: place of each new token's key and value: page * page_size + offset."""
     blocks: tuple[PagedBlock, ...] = ()
@@ -529,6 +534,7 @@ class PagedContext:
 
     def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Writes the new tokens' keys and values to their places."""
-        for cache, new in ((self.keys[layer], k_TGD), (self.values[layer], v_TGD)):
+        for plane, new in zip(planes_of(self), (k_TGD, v_TGD), strict=False):
+            cache = plane[layer]
             places = cache.view(cache.shape[0], -1, cache.shape[3])
             places.index_copy_(1, self.write_index, new.transpose(0, 1))

@@ -85,7 +85,8 @@ def tile_of(dtype: torch.dtype, width: int, chip: int) -> Tile:
     if dtype.itemsize > 2:
         return Tile(16, min(width, 32), min(width, 64), 8, 1)
     generation = max(known for known in TILES if known <= chip)
-    tile = TILES[generation][max(width, 64)]
+    # Wider heads, those of latents, are read in pieces like those of 128.
+    tile = TILES[generation][max(width, 64) if width <= 256 else 128]
     return tile._replace(chunk=min(width, tile.chunk), values=min(width, tile.values))
 
 
@@ -352,7 +353,7 @@ def attend(
     sums = torch.empty(num_slots, G, slot_rows, 2, dtype=torch.float32, device=q_THD.device)
     launch(
         _attention_kernel,
-        (work.num_programs or len(work.items), G, width // tile.values),
+        (work.num_programs or len(work.items), G, triton.cdiv(D, tile.values)),
         queries.storage,
         keys.storage,
         values.storage,
@@ -382,7 +383,7 @@ def attend(
         G,
         H // G,
         D,
-        width,
+        triton.cdiv(D, tile.chunk) * tile.chunk,
         tile.chunk,
         tile.values,
         work.counters.shape[2],

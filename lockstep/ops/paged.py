@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops.context import AttentionSpec, PagedBlock, PagedContext, ResidentRows
+from lockstep.ops.context import AttentionSpec, PagedBlock, PagedContext, ResidentRows, planes_of
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -47,7 +47,8 @@ def paged_attention(
     or q's dtype if that is wider.
     """
     H, D = q_THD.shape[1:]
-    keys, values = context.keys[spec.layer], context.values[spec.layer]
+    planes = [plane[spec.layer] for plane in planes_of(context)]
+    keys = planes[0]
     G = keys.shape[0]
     wide = torch.float32 if q_THD.dtype.itemsize < 4 else q_THD.dtype
     sinks = None if spec.sinks is None else spec.sinks.to(wide)
@@ -85,7 +86,8 @@ def paged_attention(
             continue
         first_quantum = math.lcm(key_block, keys.shape[2])
         first, stop = _key_range(block, ALL, window, first_quantum, key_quantum)
-        k, v = (_read_pages(cache, block, first, stop) for cache in (keys, values))
+        read = [_read_pages(plane, block, first, stop) for plane in planes]
+        k, v = read[0], read[-1]
         q = q.view(B, Q, G, -1, D).permute(2, 0, 3, 1, 4)  # [G, B, H/G, Q, D]
         parts = []
         for at in range(0, Q, QUERY_TILE):
@@ -140,12 +142,11 @@ def _resident_rows(
     if (views := rows.memo.get(key)) is None:
         views = rows.memo[key] = [
             (cache[layer].view(-1, D), cache[layer, :B].view(B * G, -1, D)[:, first:stop])
-            for cache in (rows.keys, rows.values)
+            for cache in planes_of(rows)
         ]
-    (all_k, k), (all_v, v) = views
-    all_k.index_copy_(0, rows.write_index, k_BGD.reshape(-1, D).to(all_k.dtype))
-    all_v.index_copy_(0, rows.write_index, v_BGD.reshape(-1, D).to(all_v.dtype))
-    return k, v
+    for (places, _), new in zip(views, (k_BGD, v_BGD), strict=False):
+        places.index_copy_(0, rows.write_index, new.reshape(-1, D).to(places.dtype))
+    return views[0][1], views[-1][1]
 
 
 def _read_pages(cache_GPSD: Tensor, block: PagedBlock, first: int, stop: int) -> Tensor:

@@ -122,7 +122,7 @@ FAMILIES = {
     "deepseek_v3": {
         **_NARROW,
         "architecture": "deepseek_v3",
-        "num_kv_heads": 4,
+        "num_kv_heads": 1,
         "head_dim": 24,
         "latent": LatentShape(
             query_rank=40, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=20, is_interleaved=True
@@ -289,7 +289,7 @@ def lora_arms(**settings: Any) -> list[Arm]:
     """With an adapter, unmerged on both sides."""
     return [
         Arm(model=model, dtype=dtype, threads=(2, 1), lora_rank=4 + i, seeds=(i,), **settings)
-        for i, (model, dtype) in enumerate(product(MODELS, DTYPES))
+        for i, (model, dtype) in enumerate(product([*MODELS, "deepseek_v3"], DTYPES))
     ]
 
 

@@ -27,7 +27,7 @@ from lockstep.memory import (
     plan_memory,
 )
 from lockstep.models import experts
-from lockstep.models.attention_config import LinearShape
+from lockstep.models.attention_config import LatentShape, LinearShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape
@@ -61,7 +61,6 @@ GPT_OSS = replace(
     has_router_bias=True, has_expert_bias=True, num_experts=8, num_active_experts=2,
     swiglu_limit=7.0, windows=(None, 32),
 )  # fmt: skip
-MODELS = {"qwen3": QWEN3, "gpt_oss": GPT_OSS}
 HYBRID = ModelConfig(
     architecture="qwen3_5_text", vocab_size=64, hidden_size=64, intermediate_size=160,
     num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4,
@@ -72,6 +71,13 @@ HYBRID = ModelConfig(
         is_grouped=False,
     ),
 )  # fmt: skip
+LATENT = replace(
+    QWEN3, architecture="deepseek_v3", has_qk_norm=False, num_kv_heads=1, head_dim=24,
+    latent=LatentShape(
+        query_rank=40, kv_rank=48, nope_dim=16, rope_dim=8, value_dim=20, is_interleaved=True
+    ),
+)  # fmt: skip
+MODELS = {"qwen3": QWEN3, "gpt_oss": GPT_OSS, "latent": LATENT}
 
 GPT_OSS_20B = {
     "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,

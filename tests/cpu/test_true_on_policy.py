@@ -56,8 +56,9 @@ def arms():
             Arm(model=m, dtype=d, threads=t, seeds=(seed,), num_requests=7, reply_tokens=30)
             for seed, (m, d, t) in enumerate(kinds)
         ),
-        *(families[i] for i in (0, 3, 4, 7)),  # each once, in one dtype or the other
+        *(families[i] for i in (0, 3, 4, 7, 8)),  # each once, in one dtype or the other
         *(a for kind in (recomputing_arms, lora_arms, replaying_arms) for a in kind(**SHORT)[::3]),
+        lora_arms(**SHORT)[-1],  # of latents, whose adapter is multiplied head by head
     ]
 
 

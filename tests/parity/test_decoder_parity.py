@@ -120,10 +120,18 @@ HYBRIDS = {
     "qwen3_5_moe_text": ("Qwen3_5MoeText", "half", False, SHARED),
 }
 
+DENSE = {**LATENT, "first_k_dense_replace": 3}  # routers are float32 in a model of any dtype
+LATENTS = {
+    "deepseek_v3-dense": ("DeepseekV3", "latent-yarn", False, {**DENSE, "attention_bias": True}),
+    "deepseek_v3-dense-plain": (
+        "DeepseekV3", "default", True, {**DENSE, "q_lora_rank": None, "rope_interleave": False},
+    ),
+}  # fmt: skip
+
 
 def make_hf(case, *, seed=0):
     """No norm, bias or sink is at its start."""
-    name, rope, is_tied, extra = {**CASES, **HYBRIDS}[case]
+    name, rope, is_tied, extra = {**CASES, **HYBRIDS, **LATENTS}[case]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{name}Config")(
         **{**SHAPE, **extra}, rope_parameters=dict(ROPE[rope]), tie_word_embeddings=is_tied
@@ -193,11 +201,12 @@ def test_logits_and_gradients_equal_transformers(pair):
     assert not wrong, own
 
 
-@pytest.mark.parametrize("pair", HYBRIDS, indirect=True)
-def test_a_hybrid_equals_transformers_in_float64(pair, monkeypatch):
-    """In float32 both sides are some 1e-4 from the exact numbers, since a norm follows a state that
-    is almost empty. transformers computes parts in float32 whatever the model's dtype; here these
-    parts are float64 too, but for the angles, which ours reads from a float32 table."""
+@pytest.mark.parametrize("pair", [*HYBRIDS, *LATENTS], indirect=True)
+def test_a_model_equals_transformers_in_float64(pair, monkeypatch):
+    """In float32 both sides of a hybrid are some 1e-4 from the exact numbers, since a norm follows
+    a state that is almost empty; and transformers unfolds latents. It computes parts in float32
+    whatever the model's dtype; here these parts are float64 too, but for the angles, which ours
+    reads from a float32 table."""
     theirs, _, root = pair
     lengths = [21, 4, 133]
     ids = torch.randint(199, (sum(lengths),), generator=torch.Generator().manual_seed(3))
@@ -207,13 +216,14 @@ def test_a_hybrid_equals_transformers_in_float64(pair, monkeypatch):
     (found.log_softmax(-1) * weight).sum().backward()
     mine = as_in_transformers(ours, {n: p.grad for n, p in ours.named_parameters()})
 
+    scale = theirs.model.rotary_emb.attention_scaling
     inverse, as_float32 = theirs.model.rotary_emb.inv_freq.clone(), torch.Tensor.float
 
     def rotations(x, position_ids):
         position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         angle = as_float32(position_ids)[..., None] * inverse
         angle = torch.cat([angle, angle], -1)
-        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        return (angle.cos() * scale).to(x.dtype), (angle.sin() * scale).to(x.dtype)
 
     theirs = theirs.double()
     theirs.set_experts_implementation("eager")

@@ -55,7 +55,7 @@ from lockstep.launch.event_loop import running
 from lockstep.models.adapters import AdapterStacks
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, decoder_like, load_weights, read_tensors
-from lockstep.models.lora_config import adapter_shapes
+from lockstep.models.lora_config import product_shapes
 from lockstep.models.moe import Routing
 from lockstep.models.peft_io import read_adapter
 from lockstep.ops.base import Ops
@@ -129,7 +129,8 @@ class EmbeddedEngine(Engine):
         self._cache = PagedCache(
             num_layers=len(shape.attention_layers),
             num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            head_dim=shape.key_dim,
+            has_values=shape.latent is None,
             num_pages=num_pages,
             page_size=config.page_size,
             is_caching=config.prefix_cache,
@@ -794,7 +795,7 @@ class EmbeddedEngine(Engine):
         was proved before anybody knew them."""
         model = self._model
         assert adapted.lora is not None, "checked before"
-        shapes = frozenset(adapter_shapes(adapted.lora).values())
+        shapes = product_shapes(adapted.lora, model.config)
         if type(model.ops) is Ops or shapes in self._tested:
             return
         failure = adapter_failure(

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.engines.embedded.state_cache import StateCache
-from lockstep.ops.context import KEY_BLOCK, to_device
+from lockstep.ops.context import KEY_BLOCK, planes_of, to_device
 from lockstep.ops.contract import CHUNK
 from lockstep.types import Routes, route_dtype
 
@@ -96,7 +96,7 @@ class ResidentCache:
         layers, groups, _, _, width = self._cache.keys.shape
         shape = (layers, num_rows, groups, length, width)
         self.keys = torch.zeros(shape, dtype=self._dtype, device=self._cache.keys.device)
-        self.values = torch.zeros_like(self.keys)
+        self.values = torch.zeros_like(self.keys) if self._cache.has_values else self.keys
         self.num_rows, self.length = num_rows, length
         self.first_places = np.arange(num_rows * groups).reshape(num_rows, groups) * length
         self._memo = {}
@@ -114,7 +114,7 @@ class ResidentCache:
         count, width = pages.shape
         index = to_device(pages.reshape(-1), cache.keys.device)
         at = to_device(rows, index.device)
-        for paged, resident in ((cache.keys, self.keys), (cache.values, self.values)):
+        for paged, resident in zip(planes_of(cache), planes_of(self), strict=True):
             layers, groups, _, size, dim = paged.shape
             read = paged.index_select(2, index).view(layers, groups, count, width * size, dim)
             by_row = read.transpose(1, 2).to(resident.dtype)
@@ -141,11 +141,12 @@ class PagedCache:
         is_caching: bool,
         dtype: torch.dtype,
         device: torch.device,
+        has_values: bool = True,
         states: StateCache | None = None,
     ) -> None:
-        """states: of a model with linear attention; then only prefixes up to a kept state are
-        reused."""
-        self.states = states
+        """has_values: False where keys hold the values; `values` is then `keys`. states: of a model
+        with linear attention; then only prefixes up to a kept state are reused."""
+        self.has_values, self.states = has_values, states
         self.page_size, self.num_pages, self.is_caching = page_size, num_pages, is_caching
         self._shape = (num_layers, num_kv_heads, num_pages + 1, page_size, head_dim)
         self._dtype, self._device = dtype, device
@@ -166,7 +167,7 @@ class PagedCache:
     def allocate(self) -> None:
         """Allocates the memory as zeros: a masked place is multiplied by 0 and must be finite."""
         self.keys = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        self.values = torch.zeros_like(self.keys)
+        self.values = torch.zeros_like(self.keys) if self.has_values else self.keys
         self._allocate_routes()
         if self.states is not None:
             self.states.allocate()
@@ -322,8 +323,8 @@ class PagedCache:
     def clear_free_pages(self) -> None:
         """Zeroes all free pages, after a request whose values were not finite."""
         free = to_device(np.array(self._free, np.int64), self._device)
-        self.keys.index_fill_(2, free, 0)
-        self.values.index_fill_(2, free, 0)
+        for cache in planes_of(self):
+            cache.index_fill_(2, free, 0)
         if self.states is not None:
             self.states.clear_free_slots()
 
@@ -333,7 +334,7 @@ class PagedCache:
             return
         source, target = to_device(np.array(self._copies, np.int64), self._device).unbind(1)
         self._copies.clear()
-        for cache in (self.keys, self.values):
+        for cache in planes_of(self):
             cache.index_copy_(2, target, cache.index_select(2, source))
         if self.routes is not None:
             self.routes.index_copy_(0, target, self.routes.index_select(0, source))

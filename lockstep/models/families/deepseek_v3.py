@@ -25,18 +25,12 @@ def deepseek_v3(reading: Reading) -> dict[str, Any]:
         value_dim=r.count("v_head_dim"),
         is_interleaved=bool(r.get("rope_interleave", default=True)),
     )
-    width = latent.nope_dim + latent.rope_dim
-    if latent.value_dim > width:
-        r.problems.append(
-            f"v_head_dim={latent.value_dim} above qk_nope_head_dim + qk_rope_head_dim={width} is "
-            "not implemented"
-        )
     if latent.rope_dim % 2:
         r.problems.append(f"qk_rope_head_dim={latent.rope_dim} must be even")
     return {
         "latent": latent,
-        "head_dim": width,
-        "num_kv_heads": r.count("num_attention_heads"),
+        "head_dim": latent.nope_dim + latent.rope_dim,
+        "num_kv_heads": 1,
         **sigmoid_routes(r),
         **same_windows(r, None),
     }

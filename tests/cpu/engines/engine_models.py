@@ -7,7 +7,7 @@ import torch
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.models.attention_config import LinearShape
+from lockstep.models.attention_config import LatentShape, LinearShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.ops.context import PackedContext
@@ -56,6 +56,21 @@ def make_model(kind="qwen3", *, max_positions=256, std=0.4, seed=0):
                 is_grouped=False,
             ),
             **shared,
+        )
+    elif kind == "latent":
+        config = ModelConfig(
+            architecture="deepseek_v3",
+            intermediate_size=48,
+            windows=(None, None),
+            latent=LatentShape(
+                query_rank=0,
+                kv_rank=12,
+                nope_dim=6,
+                rope_dim=4,
+                value_dim=14,
+                is_interleaved=True,
+            ),
+            **shared | {"num_kv_heads": 1, "head_dim": 10},
         )
     else:
         config = ModelConfig(

@@ -100,7 +100,7 @@ def drawn(deltas):
     )
 
 
-SCHEDULES = [("gpt_oss", 8, True)]
+SCHEDULES = [("gpt_oss", 8, True), ("latent", 9, False)]
 if PROOF:
     SCHEDULES += [(kind, 10 + i, i % 2 == 0) for i in range(6) for kind in ("qwen3", "gpt_oss")]
 

@@ -24,7 +24,7 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import CapabilityError, CheckpointError, ConfigError, EngineError
 from lockstep.models.hf_io import hf_tensors
 
-KEYED = ("qwen3", "gpt_oss")
+KEYED = ("qwen3", "gpt_oss", "latent")
 KINDS = (*KEYED, "hybrid")
 
 

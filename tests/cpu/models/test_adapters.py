@@ -1,5 +1,7 @@
 """Decoders over one base, and the products of rows that have different adapters."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,11 +10,12 @@ from hypothesis import strategies as st
 
 from lockstep.models.adapter_rows import Groups
 from lockstep.models.adapters import AdapterStacks, decoder_over
+from lockstep.models.attention_config import LatentShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder
 from lockstep.models.lora import adapter_scaled, add_adapter
-from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape
+from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape, product_shapes
 from lockstep.models.shapes import num_elements
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
@@ -30,11 +33,19 @@ CONFIG = ModelConfig(
     windows=(8, None), intermediate_size=24, num_experts=4, num_active_experts=2, has_sinks=True,
     swiglu_limit=7.0, has_attention_bias=True, has_router_bias=True, has_expert_bias=True,
 )  # fmt: skip
+LATENT = replace(
+    CONFIG, architecture="deepseek_v3", has_sinks=False, has_attention_bias=False,
+    windows=(None, None), num_kv_heads=1, num_heads=3, head_dim=12, swiglu_limit=0.0,
+    has_router_bias=False, has_expert_bias=False,
+    latent=LatentShape(
+        query_rank=14, kv_rank=20, nope_dim=8, rope_dim=4, value_dim=10, is_interleaved=True
+    ),
+)  # fmt: skip
 CPU = torch.device("cpu")
 
 
-def make_base(ops=None):
-    base = Decoder(CONFIG, ops=ops or InvariantOps())
+def make_base(ops=None, config=CONFIG):
+    base = Decoder(config, ops=ops or InvariantOps())
     base.init_weights(std=0.3, seed=0)
     return base
 
@@ -155,9 +166,12 @@ def test_every_row_is_multiplied_in_its_group_once(group_of_row):
 
 
 @pytest.mark.parametrize("ops", [Ops(), InvariantOps()], ids=["plain", "invariant"])
-def test_rows_of_several_adapters_compute_what_each_computes_alone(ops):
-    base = make_base(ops)
-    kinds = [{}, {}, {"rank": 2}, {"targets": ("experts",)}, {"targets": ("*.k_proj",)}]
+@pytest.mark.parametrize(
+    ("config", "part"), [(CONFIG, "*.k_proj"), (LATENT, "*.kv_b_proj")], ids=["keys", "latents"]
+)
+def test_rows_of_several_adapters_compute_what_each_computes_alone(config, part, ops):
+    base = make_base(ops, config)
+    kinds = [{}, {}, {"rank": 2}, {"targets": ("experts",)}, {"targets": (part,)}]
     models = [base, *(put_adapter(decoder_over(base), seed=i, **k) for i, k in enumerate(kinds))]
     stacks = AdapterStacks()
     for number, model in enumerate(models[1:], 1):
@@ -225,3 +239,11 @@ def test_the_self_test_finds_products_that_depend_on_how_many_adapters_there_are
     assert "expert_linear: float32 [305, 32] x [12, 32]" in adapter_failure(
         CrowdedOps(), shapes, **settings
     )
+
+
+def test_the_self_test_tries_an_adapter_of_latents_head_by_head():
+    shape = lora_shape(LoraConfig(rank=4), LATENT)
+    of_heads = {(3, 4, 8), (3, 20, 4), (3, 4, 20), (3, 10, 4)}
+    assert product_shapes(shape, LATENT) == {*adapter_shapes(shape).values(), *of_heads}
+    without = lora_shape(LoraConfig(rank=4, targets=("*.o_proj",)), LATENT)
+    assert product_shapes(without, LATENT) == {*adapter_shapes(without).values()}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.models.attention_config import LatentShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import ExpertLowRank, LowRank, adapter_scaled, add_adapter, merged
@@ -51,6 +52,14 @@ MODELS = {
         dense_layers=(0,),
         dense_intermediate_size=40,
         has_qk_norm=True,
+    ),
+    "latent": ModelConfig(
+        **COMMON | {"num_kv_heads": 1, "head_dim": 12, "windows": (None, None)},
+        architecture="deepseek_v3",
+        intermediate_size=48,
+        latent=LatentShape(
+            query_rank=14, kv_rank=20, nope_dim=8, rope_dim=4, value_dim=10, is_interleaved=True
+        ),
     ),
 }
 LENGTHS = [20, 9]
@@ -124,9 +133,10 @@ def test_only_the_adapter_gets_a_gradient(kind):
         assert "lora" not in name or parameter.grad.abs().sum() > 0, name
 
 
-def test_the_gradient_is_that_of_the_merged_weights():
+@pytest.mark.parametrize("kind", ["moe", "latent"])
+def test_the_gradient_is_that_of_the_merged_weights(kind):
     """With dW of the model whose weights are merged: dA = scale * B^T dW, dB = scale * dW A^T."""
-    model = make("moe", alpha=5.0)
+    model = make(kind, alpha=5.0)
     twin = copy.deepcopy(model)
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_("lora" not in name)

@@ -49,12 +49,12 @@ CONFIGS = {
     "linear attention, a shared expert with a gate": replace(
         MOE, linear=replace(LINEAR, is_grouped=True), shared_width=9, has_shared_gate=True
     ),
-    "latent attention": replace(MOE, has_qk_norm=False, num_kv_heads=4, latent=LATENT),
+    "latent attention": replace(MOE, has_qk_norm=False, num_kv_heads=1, latent=LATENT),
     "latent attention, biases": replace(
         DENSE,
         has_qk_norm=False,
         has_attention_bias=True,
-        num_kv_heads=4,
+        num_kv_heads=1,
         latent=replace(LATENT, query_rank=0),
     ),
     "gpt-oss": replace(

@@ -10,6 +10,7 @@ from attention_formula import reference_attention
 from full_counts import PROOF
 
 from lockstep.errors import ConfigError
+from lockstep.models.attention_config import LatentShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.ops import head
@@ -330,7 +331,8 @@ def test_decode_and_chunks_have_the_bits_of_the_packed_forward(
 
 @pytest.mark.parametrize(
     ("num_programs", "width"),
-    [(1, 24), (1000, 24), *[(1000, 136)] * PROOF],  # 136: values in four parts
+    # 136: values in three parts; 320: in more than heads without a latent have
+    [(1, 24), (1000, 24), *[(1000, 136), (1000, 320)] * PROOF],
 )
 def test_one_piece_has_the_bits_of_splits_that_are_combined(num_programs, width, monkeypatch):
     """Every piece whole, or every split of its own and combined by the last program."""
@@ -473,6 +475,21 @@ def tiny_decoder(kind):
             tie_embeddings=True,
             **shared,
         )
+    elif kind == "latent":
+        config = ModelConfig(
+            architecture="deepseek_v3",
+            intermediate_size=96,
+            windows=(None, None),
+            latent=LatentShape(
+                query_rank=0,
+                kv_rank=20,
+                nope_dim=12,
+                rope_dim=4,
+                value_dim=18,
+                is_interleaved=True,
+            ),
+            **shared | {"num_kv_heads": 1},
+        )
     else:
         config = ModelConfig(
             architecture="gpt_oss",
@@ -508,7 +525,7 @@ MODEL_LENGTHS = [40, 10]
 @pytest.mark.parametrize(
     ("kind", "most_wasted"),
     # Every expert runs on every token, or pairs are sorted by expert.
-    [("qwen3", 0), ("gpt_oss", 1 << 30), ("gpt_oss", 0)],
+    [("qwen3", 0), ("gpt_oss", 1 << 30), ("gpt_oss", 0), ("latent", 0)],
 )
 def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(kind, most_wasted, monkeypatch):
     monkeypatch.setattr("lockstep.models.experts.ALL_EXPERTS_MULTIPLIES", most_wasted)
@@ -519,7 +536,9 @@ def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(kind, most_was
     hidden = model(ids, positions, PackedContext.of(MODEL_LENGTHS))
     packed, _ = model.log_probs(hidden, targets)
     first = np.cumsum([0, *MODEL_LENGTHS])
-    cache = Cache(MODEL_LENGTHS, 16, 2, 16, layers=2)
+    cache = Cache(MODEL_LENGTHS, 16, model.config.num_kv_heads, model.config.key_dim, layers=2)
+    if kind == "latent":
+        cache.values = cache.keys
     with torch.inference_mode():
         for step in MODEL_STEPS:
             tokens = tokens_of(step, first)
@@ -533,8 +552,9 @@ def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(kind, most_was
     torch.testing.assert_close(packed, theirs, rtol=1e-4, atol=1e-4)  # two layers of roundings
 
 
-def test_a_models_gradients_are_those_of_the_plain_backend():
-    model = tiny_decoder("gpt_oss")
+@pytest.mark.parametrize("kind", ["gpt_oss", "latent"])
+def test_a_models_gradients_are_those_of_the_plain_backend(kind):
+    model = tiny_decoder(kind)
     ids = torch.randint(97, (40,), generator=torch.Generator().manual_seed(4))
     found = {}
     for backend in (OPS, plain):

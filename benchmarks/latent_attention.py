@@ -1,0 +1,167 @@
+"""Latent attention over cached latents against the form that unfolds keys and values.
+
+    OMP_NUM_THREADS=1 python benchmarks/latent_attention.py
+
+Prints the bytes of the cache per token and layer, of DeepSeek V3's config and of the one that is
+timed; then CPU seconds of one layer's attention under the contract's ops, of a decode step (8
+sequences with 1,024 tokens before them, pages of 16, without resident rows) and of a training pass
+(forward and backward of one row). The unfolded form is written here: it caches and attends to a key
+and a value for each head. Medians of rounds that alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lockstep.models.attention import rope_table
+from lockstep.models.attention_config import LatentShape
+from lockstep.models.config import ModelConfig
+from lockstep.models.latent_attention import LATENT_EPS, LatentAttention
+from lockstep.ops.base import Context
+from lockstep.ops.context import AttentionSpec, PackedContext, PagedContext
+from lockstep.ops.invariant import InvariantOps
+
+DTYPE, PAGE, LENGTH, BATCH = torch.bfloat16, 16, 1024, 8
+OPS = InvariantOps()
+
+
+def config_of(num_heads: int, hidden_size: int, latent: LatentShape) -> ModelConfig:
+    return ModelConfig(
+        architecture="deepseek_v3", vocab_size=8, hidden_size=hidden_size, intermediate_size=8,
+        num_layers=1, num_heads=num_heads, num_kv_heads=1,
+        head_dim=latent.nope_dim + latent.rope_dim, rms_norm_eps=1e-6, rope_theta=1e4,
+        max_positions=1 << 15, windows=(None,), latent=latent,
+    )  # fmt: skip
+
+
+DEEPSEEK_V3 = config_of(
+    128, 7168,
+    LatentShape(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128,
+                is_interleaved=True),
+)  # fmt: skip
+TIMED = config_of(
+    16, 512,
+    LatentShape(query_rank=0, kv_rank=128, nope_dim=32, rope_dim=16, value_dim=32,
+                is_interleaved=True),
+)  # fmt: skip
+"""An eighth of DeepSeek V3's heads, and a quarter of its widths."""
+
+
+class Unfolded(LatentAttention):
+    """The same numbers up to rounding, by keys and values of all heads."""
+
+    def forward(self, x_TD, norm, cos, sin, context, ops, adapters=None, *, output_norm=None):
+        at, H, T = self.latent, self.num_heads, len(x_TD)
+        assert self.q_proj is not None, "the config that is timed has one projection"
+        q_nope, q_rope = self.q_proj(x_TD, ops).view(T, H, -1).split([at.nope_dim, at.rope_dim], -1)
+        folded, k_rope = self.kv_a_proj(x_TD, ops).split([at.kv_rank, at.rope_dim], -1)
+        folded = ops.rms_norm(folded.contiguous(), self.kv_a_norm, LATENT_EPS)
+        k_nope, v = self.kv_b_proj(folded, ops).view(T, H, -1).split(
+            [at.nope_dim, at.value_dim], -1
+        )  # fmt: skip
+        parts = torch.cat([q_rope, k_rope[:, None]], 1)
+        parts = parts.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        q_rope, k_rope = ops.rope(parts, cos, sin).split([H, 1], 1)
+        out = ops.attention(
+            torch.cat([q_nope, q_rope], -1),
+            torch.cat([k_nope, k_rope.expand(-1, H, -1)], -1),
+            F.pad(v, (0, at.nope_dim + at.rope_dim - at.value_dim)),
+            AttentionSpec(None, None, self.scale, self.layer),
+            context,
+        )[..., : at.value_dim].flatten(1)
+        return self.o_proj.added(x_TD, out, ops, None, norm=output_norm, eps=self.eps)
+
+
+def make(kind: type[LatentAttention]) -> LatentAttention:
+    assert TIMED.latent is not None, "it has one"
+    torch.manual_seed(0)
+    layer = kind(TIMED, TIMED.latent, 0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.05)
+    return layer.to(DTYPE)
+
+
+def run(layer: LatentAttention, x_TD: torch.Tensor, positions_T: torch.Tensor, context: Context):
+    cos, sin = rope_table(TIMED)
+    return layer(x_TD, None, cos[positions_T], sin[positions_T], context, OPS)
+
+
+def inputs(num_tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(num_tokens, TIMED.hidden_size, generator=generator).to(DTYPE)
+
+
+def train(layer: LatentAttention, num_tokens: int) -> torch.Tensor:
+    out = run(layer, inputs(num_tokens), torch.arange(num_tokens), PackedContext.of([num_tokens]))
+    out.float().square().sum().backward()
+    return out
+
+
+def step_of(layer: LatentAttention) -> Callable[[], object]:
+    """A decode step, after its pages were filled with random keys and values."""
+    is_unfolded = isinstance(layer, Unfolded)
+    heads, width = (TIMED.num_heads, TIMED.head_dim) if is_unfolded else (1, TIMED.key_dim)
+    pages = LENGTH // PAGE + 1
+    keys = torch.randn(1, heads, BATCH * pages, PAGE, width).to(DTYPE)
+    values = keys.clone() if is_unfolded else keys
+    tables = np.arange(BATCH * pages).reshape(BATCH, pages)
+    starts, stops = [LENGTH] * BATCH, [LENGTH + 1] * BATCH
+    positions, x_TD = torch.full((BATCH,), LENGTH), inputs(BATCH)
+
+    def step() -> object:
+        context = PagedContext.of(keys, values, tables, starts, stops)
+        with torch.inference_mode():
+            return run(layer, x_TD, positions, context)
+
+    return step
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def compare(what: str, rounds: int, latent: Callable[[], object], other: Callable[[], object]):
+    for first in (latent, other):
+        first()
+    taken = [(cpu_seconds(latent), cpu_seconds(other)) for _ in range(rounds)]
+    ours, theirs = (1e3 * median(side) for side in zip(*taken, strict=True))
+    print(f"{what}: latents {ours:,.1f} ms, unfolded {theirs:,.1f} ms, ratio {ours / theirs:.2f}",
+          flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
+    args = parser.parse_args()
+    for name, config in (("DeepSeek V3", DEEPSEEK_V3), ("timed", TIMED)):
+        ours = config.cached_per_token * DTYPE.itemsize
+        unfolded = 2 * config.num_heads * config.head_dim * DTYPE.itemsize
+        print(f"cache of {name}, bytes per token and layer: latents {ours:,}, unfolded "
+              f"{unfolded:,}, ratio {ours / unfolded:.4f}")  # fmt: skip
+    latent, unfolded = make(LatentAttention), make(Unfolded)
+    found, wanted = (train(layer, 64).detach().float() for layer in (latent, unfolded))
+    distance = float((found - wanted).norm() / wanted.norm())
+    assert distance < 0.02, f"the forms differ by {distance:.2g}: roundings of bfloat16 do not"
+    compare(f"decode step, {BATCH} sequences of {LENGTH:,} tokens", 4 * args.rounds,
+            step_of(latent), step_of(unfolded))  # fmt: skip
+    for num_tokens in args.tokens:
+
+        def of(layer: LatentAttention, num_tokens: int = num_tokens) -> Callable[[], object]:
+            return lambda: train(layer, num_tokens)
+
+        what = f"training pass of {num_tokens:,} tokens"
+        compare(what, args.rounds, of(latent), of(unfolded))
+
+
+if __name__ == "__main__":
+    main()
