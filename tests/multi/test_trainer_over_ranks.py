@@ -7,7 +7,6 @@ from cpu.training.tiny_training import make_rows
 from processes import run_ranks
 from trainer_ranks import (
     ARMS,
-    KINDS_OF,
     LAYOUTS,
     LENGTHS,
     REPLAYS,
@@ -32,7 +31,7 @@ def alone(places):
     """By kind: what one process finds. The others load what it saves."""
     out = {}
     for world, directory in places.items():
-        for kind in KINDS_OF[world]:
+        for kind in dict.fromkeys(arm[-1] for arm in ARMS if arm[0] == world):
             at = directory / f"alone-{kind}"
             out[kind] = script(make_arm(at, kind), at)
             out[kind]["reloaded"] = reload(directory, kind)

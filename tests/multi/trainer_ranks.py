@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from cpu.training.tiny_training import KINDS, make_rows, make_trainer
+from cpu.training.tiny_training import KINDS, OTHER_LAYERS, make_rows, make_trainer
 
 from lockstep.correction.config import Correction
 from lockstep.launch.place import Place
@@ -27,11 +27,17 @@ REPLAYS = ("rollout", "recompute")
 LAYOUTS = {2: [(1, False), (2, False), (1, True), (2, True)], 4: [(2, True)]}
 """Processes -> (sequence, is sharded) of each arm."""
 KINDS_OF = {2: KINDS, 4: ("gpt_oss",)}
+
+
+def kinds_of(world, *layout):
+    return (*KINDS_OF[world], *(OTHER_LAYERS if (world, *layout) == (2, 1, True) else ()))
+
+
 ARMS = [
     (world, *layout, kind)
     for world, layouts in LAYOUTS.items()
     for layout in layouts
-    for kind in KINDS_OF[world]
+    for kind in kinds_of(world, *layout)
 ]
 
 
@@ -146,7 +152,7 @@ def work(rank, directory):
     out = {}
     for sequence, is_sharded in LAYOUTS[world]:
         ranks = Ranks(place, store, sequence=sequence, device=torch.device("cpu"))
-        for kind in KINDS_OF[world]:
+        for kind in kinds_of(world, sequence, is_sharded):
             at = Path(directory) / f"{kind}-{sequence}-{is_sharded}"
             trainer = make_arm(at, kind, ranks=ranks, is_sharded=is_sharded)
             out[sequence, is_sharded, kind] = script(trainer, at)

@@ -30,6 +30,23 @@ HF_CONFIGS = {
     },
 }  # fmt: skip
 KINDS = tuple(HF_CONFIGS)
+HF_CONFIGS |= {
+    "qwen3_next": {
+        **_COMMON, "model_type": "qwen3_next", "intermediate_size": 48, "num_hidden_layers": 3,
+        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+    },
+    "deepseek_v3": {
+        **_COMMON, "model_type": "deepseek_v3", "intermediate_size": 48, "num_key_value_heads": 4,
+        "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "q_lora_rank": 20,
+        "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+    },
+}  # fmt: skip
+OTHER_LAYERS = tuple(kind for kind in HF_CONFIGS if kind not in KINDS)
+"""Linear attention and a shared expert; latent attention and routing by groups."""
 
 
 def make_trainer(
