@@ -92,16 +92,16 @@ def test_an_update_counts_the_tokens_of_all_its_calls_and_micro_batches(tmp_path
 
 
 def test_the_load_evens_out(tmp_path):
-    found = {}
-    for rate in (0.0, 0.02):
-        trainer = make_balanced(tmp_path, expert_bias_rate=rate, lr=1e-3)
-        loads = []
-        for seed in range(30):
-            metrics = trainer.forward_backward(make_rows([40] * 16, seed=seed), LOSS)
-            trainer.optim_step()
-            loads.append(metrics["moe/load_max"])
-        found[rate] = np.mean(loads[-5:])
-    assert found[0.0] > 2 and found[0.02] < 1.4  # measured: 2.3 and 1.2
+    trainer = make_balanced(
+        tmp_path, expert_bias_rate=0.02, lr=1e-3, max_tokens_per_microbatch=1024
+    )
+    loads = []
+    for seed in range(30):
+        metrics = trainer.forward_backward(make_rows([40] * 16, seed=seed), LOSS)
+        trainer.optim_step()
+        loads.append(metrics["moe/load_max"])
+    # Measured: 2.1 and 1.2; at rate 0 both are 2.2 or more.
+    assert np.mean(loads[:5]) > 1.8 and np.mean(loads[-5:]) < 1.4
 
 
 def test_a_skipped_update_changes_no_bias_and_its_load_is_forgotten(tmp_path):
