@@ -219,11 +219,15 @@ class FallbackConfig(_Kind):
             reading.problems.append("text_config: the model reads more than text")
         reading.expect("is_encoder_decoder", None, False)
         reading.expect("quantization_config", None)
+        kinds = reading.get("layers_block_type", default=None)
+        num_layers = len(kinds) if isinstance(kinds, list) else None  # Nemotron-H has no number
         out = cls(
             architecture=reading.need("model_type"),
             vocab_size=reading.count("vocab_size"),
             hidden_size=reading.count("hidden_size", "n_embd", "d_model"),
-            num_layers=reading.count("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+            num_layers=reading.count(
+                "num_hidden_layers", "n_layer", "num_layers", "n_layers", default=num_layers
+            ),
             max_positions=reading.count(
                 "max_position_embeddings", "n_positions", "max_seq_len", default=NO_LIMIT
             ),

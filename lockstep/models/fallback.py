@@ -210,8 +210,8 @@ class FallbackModel(nn.Module):
             raise CapabilityError(
                 f"{type(self.inner).__name__} has no output embeddings: not a language model."
             )
-        if getattr(head, "bias", None) is not None:
-            return False
+        if getattr(head, "bias", None) is not None or self.inner.base_model is self.inner:
+            return False  # the second: its body has another name than its class says (Llama 4)
         ids = torch.arange(min(len(self.embedding), 8), device=self.embedding.device)[None]
         with torch.no_grad():
             hidden = self.inner.base_model(input_ids=ids, use_cache=False).last_hidden_state

@@ -387,10 +387,9 @@ class HFTensors(Mapping[str, Tensor]):
 
     def outlines(self) -> dict[str, Tensor]:
         """The same names with tensors of the same shapes and dtypes, without memory."""
-        dtype = self._model.embedding.dtype
         return {
-            name: torch.empty(piece.shape, dtype=dtype, device="meta")
-            for name, (_, piece) in self._places.items()
+            name: torch.empty(piece.shape, dtype=self._parameters[ours].dtype, device="meta")
+            for name, (ours, piece) in self._places.items()
         }
 
 
@@ -434,7 +433,9 @@ def save_checkpoint(
     }
     for name, stored in before.items():
         if name.endswith(CHOICE_BIAS) and name in tensors:
-            tensors[name] = replace(tensors[name], dtype=DTYPES[stored.dtype_name])
+            kept, bias = DTYPES[stored.dtype_name], source.view(name)
+            is_exact = torch.equal(bias.to(kept).to(bias.dtype), bias)  # it may have been moved
+            tensors[name] = replace(tensors[name], dtype=kept if is_exact else bias.dtype)
         elif _is_extra(name, model.config):
             kept = DTYPES[stored.dtype_name]
             tensors[name] = Outgoing(name, stored.shape, kept, stored.read)

@@ -121,8 +121,7 @@ def preflight(
         check_critic(config, model_files)
     if config.distill is not None:
         check_teachers(config, config.distill, model_files)
-    if isinstance(model_files.model, ModelConfig):
-        config.trainer.check_routers(model_files.model)
+    config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
     if config.trainer.routing_replay == "rollout" and not config.engine.can_record_routes:
         raise ConfigError(
             f"trainer.routing_replay=rollout: engine={tag(type(config.engine))} does not hand out "

@@ -42,6 +42,7 @@ GROUPS = {
     "attention": r"(attention|attn).*(?<!\.bias)(?<!sinks)$",
     "attention biases": r"(attention|attn).*\.bias$",
     "sinks": r"sinks$",
+    "routing biases": r"choice_bias|e_score_correction_bias",
     "router": r"router|\.gate\.weight$",
     "experts": r"\.experts.*(?<!bias)$",
     "expert biases": r"\.experts.*bias$",

@@ -198,7 +198,8 @@ class Publisher:
     async def _send_shared(self, version: int) -> None:
         if self.has_copy:
             # No await from here to the load: a step must not sample with weights of two versions.
-            copy_whole(self.trainer.model, self.sampled, is_trained_only=self._is_copied)
+            is_known = self._is_copied and not self.trainer.config.expert_bias_rate
+            copy_whole(self.trainer.model, self.sampled, is_trained_only=is_known)
             self._is_copied = True
         await self._load(None, version)
         self.version = version

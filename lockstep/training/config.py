@@ -119,6 +119,10 @@ class TrainerConfig(LearnerConfig):
     partial_routes: bool = False
     """With routing_replay=rollout: the router chooses where a row has no routes, and
     `routing/replayed_share` counts it. Otherwise a row without them is an error."""
+    expert_bias_rate: float = 0.0
+    """Change per update of the bias that balances the load of experts (DeepSeek V3, GLM 4.5): up
+    where an expert had fewer tokens than the mean of its layer, down where it had more. The load is
+    that of `moe/load_max`. 0 keeps the bias as it is; DeepSeek V3 was trained with 0.001."""
     measure_after_every: int = 10
     """Steps between measurements of the mismatch after the update, on the batch; 0 never
     measures."""
@@ -126,7 +130,7 @@ class TrainerConfig(LearnerConfig):
     def __post_init__(self) -> None:
         self._check_learner("trainer")
         check_numbers(self, "trainer.", "eps")
-        check_numbers(self, "trainer.", "measure_after_every", least=0)
+        check_numbers(self, "trainer.", "measure_after_every", "expert_bias_rate", least=0)
         check_numbers(self, "trainer.", "max_tokens_per_microbatch", least=2)
         in_range = all(0 <= beta < 1 for beta in self.betas)
         require(self, "trainer.", betas=(in_range, "two numbers in [0, 1)"))
@@ -149,12 +153,24 @@ class TrainerConfig(LearnerConfig):
             or (num_updates > 1 and is_measured)
         )
 
-    def check_routers(self, model: ModelConfig | FallbackConfig) -> None:
-        """Raises ConfigError if there are no routes to replay."""
+    def check_routers(
+        self, model: ModelConfig | FallbackConfig, *, has_adapter: bool = False
+    ) -> None:
+        """Raises ConfigError if there are no routes to replay, or no bias to change."""
         if self.routing_replay != "none" and not model.routed_layers:
             raise ConfigError(
                 f"trainer.routing_replay={self.routing_replay} needs a model with routers; this "
                 f"one ({model.architecture}) has none. Set trainer.routing_replay=none."
+            )
+        is_ours = isinstance(model, ModelConfig)
+        has_bias = is_ours and model.has_sigmoid_routes and bool(model.routed_layers)
+        if self.expert_bias_rate and (has_adapter or not has_bias):
+            why = f"this one ({model.architecture}) has none"
+            if has_bias:
+                why = "lora trains, saves and sends an adapter alone"
+            raise ConfigError(
+                f"trainer.expert_bias_rate={self.expert_bias_rate:g} changes the bias by which a "
+                f"model such as DeepSeek V3 chooses experts, and {why}. Set it to 0."
             )
 
     def check_device(self, device: str) -> None:

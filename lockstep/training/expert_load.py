@@ -10,6 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from lockstep.models.decoder import Decoder
+from lockstep.models.moe import Router
+from lockstep.models.sharding import local_part, part_like
 from lockstep.ops.context import to_device
 from lockstep.training.packing import PackedBatch
 
@@ -48,3 +51,18 @@ def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:
         "moe/unused_experts": float((counts_LE == 0).mean()),
         **{f"moe/load_cv/{layer}": float(x) for layer, x in enumerate(spread_L)},
     }
+
+
+def balance_experts(model: Decoder, load_LE: Tensor, *, rate: float) -> None:
+    """Adds `rate` to the bias of experts that had fewer tokens than the mean of their layer, and
+    takes it from those that had more. load_LE: of the update, equal on all ranks.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router, load_E in zip(routers, load_LE, strict=True):
+        bias = router.choice_bias
+        assert bias is not None, "a model without the bias was refused before"
+        move_E = rate * (load_E.sum() - len(load_E) * load_E).sign()  # whole numbers: exact
+        own = local_part(bias.detach())
+        own += part_like(move_E, bias).to(own)

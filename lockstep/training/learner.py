@@ -24,6 +24,7 @@ from lockstep.models.sharding import local_part
 from lockstep.models.tensor_file import read_header, write_tensors
 from lockstep.store.files import write_json
 from lockstep.training.config import TrainerConfig
+from lockstep.training.expert_load import balance_experts
 from lockstep.training.loss_scale import LossScale
 from lockstep.training.optimizer import Optimizer, freeze, lr_share
 from lockstep.training.packing import (
@@ -99,6 +100,9 @@ class Learner:
         self._bad_loss = ""
         self._num_kept = 0
         """Tokens trained since the last update."""
+        self._expert_load: Tensor | float = 0.0
+        """[L, E] tokens per layer and expert since the last update, of a policy that balances them;
+        otherwise 0."""
         self._passes: list[Pass] = []
         """Calls whose gradients are collected and not yet applied."""
         lr_share(config.warmup_updates, config, total_updates=total_updates)
@@ -149,6 +153,9 @@ class Learner:
                 clip = self.config.grad_clip
                 share = clip / norm if 0 < clip < norm else 1.0
                 self.optimizer.step(lr=lr, gradient_scale=share / self.loss_scale.value)
+                if isinstance(self._expert_load, Tensor):
+                    rate = self.config.expert_bias_rate
+                    balance_experts(self.decoder, self._expert_load, rate=rate)
                 self.loss_scale.made_update()
             self.num_updates += 1
             self._drop_gradients()
@@ -159,7 +166,7 @@ class Learner:
     def _drop_gradients(self) -> None:
         """Forgets the calls since the last update."""
         self.optimizer.zero_gradients()
-        self._bad_loss, self._num_kept = "", 0
+        self._bad_loss, self._num_kept, self._expert_load = "", 0, 0.0
         self._passes.clear()
 
     def _gradient_norm(self) -> float:

@@ -123,7 +123,7 @@ class Trainer(Learner):
                 "sampling records log-probs at temperature 1, and gives no groups to learn from."
             )
         config.check_device(model.embedding.device.type)
-        config.check_routers(model.config)
+        config.check_routers(model.config, has_adapter=model.lora is not None)
         super().__init__(model, config, like=like, total_updates=total_updates, ranks=ranks)
         self.model, self.reference, self.contract = model, reference, contract
         self.temperature = temperature
@@ -287,6 +287,8 @@ class Trainer(Learner):
         if self.ranks is not None:
             totals = reduce(Totals.merge, self.ranks.gather_data(totals.on_host()))
         self._num_kept += totals.counts["kept"]
+        if self.config.expert_bias_rate:
+            self._expert_load = self._expert_load + totals.sums.get("load", 0.0)
         metrics = totals.to_metrics()
         if not np.isfinite(metrics["train/loss"]):
             losses = [(part.batch, part.losses) for part in trained]

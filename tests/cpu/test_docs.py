@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -657,6 +658,36 @@ def noise_rows() -> str:
     return "\n".join(lines) + "\n"
 
 
+FALLBACKS = {
+    "of Lockstep too": "Lockstep's own decoder has these",
+    "attention": "attention",
+    "experts": "mixtures of experts",
+    "states": "states, convolutions, linear attention",
+}
+
+
+def fallbacks_table() -> str:
+    """What `python docs/proof/fallbacks.py` found: the largest mismatch of each group."""
+    rows = json.loads((ROOT / "docs" / "proof" / "fallbacks.json").read_text())["rows"]
+    lines = ["| | trained | k3 | a token | training |", "|---|---|---|---|---|"]
+    for group, about in FALLBACKS.items():
+        ran = {k: r for k, r in rows.items() if r["group"] == group and "fails" not in r}
+        figures = [
+            max(max(row[name], row[f"{name}_after"]) for row in ran.values())
+            for name in ("k3", "max_abs_diff")
+        ]
+        ratios = [row["train_ratio"] for row in ran.values()]
+        names = " ".join(f"`{kind}`" for kind in ran)
+        lines.append(
+            f"| {about}: {names} | {len(ran)} | {figures[0]:.1e} | {figures[1]:.1e} | "
+            f"{median(ratios):.1f} ({min(ratios):.1f} .. {max(ratios):.1f}) |"
+        )
+    lines += [
+        f"| `{kind}` | {row['fails']} | | | |" for kind, row in rows.items() if "fails" in row
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def investigation_rows() -> str:
     """What `python docs/proof/investigation.py` found."""
     models = json.loads((ROOT / "docs" / "proof" / "investigation.json").read_text())["models"]
@@ -742,6 +773,7 @@ TABLES = {
     },
     "causes": causes_table,
     "methods": methods_table,
+    "fallbacks": fallbacks_table,
     "investigation": investigation_rows,
     "metrics": metrics_table,
     "sandbox": sandbox_table,

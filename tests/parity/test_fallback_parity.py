@@ -40,6 +40,9 @@ KINDS = {
     "Phi": {**SHAPE, "hidden_size": 32, "resid_pdrop": 0.1},  # its head has a bias
     "Granite": {**SHAPE, "logits_scaling": 4.0, "attention_multiplier": 0.3},
     "Olmoe": {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2},
+    "Llama4Text": {  # its body has another name than its class says
+        **SHAPE, "head_dim": 6, "num_local_experts": 2, "intermediate_size_mlp": 40,
+    },
     "GPT2": {
         "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 128,
         "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,

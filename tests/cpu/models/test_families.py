@@ -539,6 +539,9 @@ def test_what_the_fallback_must_know_is_read_without_transformers(tmp_path):
     )
     found = FallbackConfig.from_directory(tmp_path)
     assert (found.architecture, found.hidden_size, found.max_positions) == ("gpt2", 8, 64)
+    hybrid = {"vocab_size": 9, "hidden_size": 8, "layers_block_type": ["mlp"] * 3}
+    path.write_text(json.dumps({"model_type": "nemotron_h", **hybrid}))
+    assert FallbackConfig.from_directory(tmp_path).num_layers == 3
     path.write_text(json.dumps({"model_type": "t5", "vocab_size": 9, "is_encoder_decoder": True}))
     with pytest.raises(CheckpointError, match=r"is_encoder_decoder=true.*hidden_size or n_embd"):
         FallbackConfig.from_directory(tmp_path)

@@ -3,6 +3,7 @@
 Healthy engines in other dtypes pass; those that keep, permute or lose weights are refused by name.
 """
 
+import json
 from copy import deepcopy
 from dataclasses import replace
 
@@ -21,9 +22,13 @@ from broken_engines import (
 )
 
 from lockstep.errors import CapabilityError, EngineError
+from lockstep.models.config import ModelConfig
+from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.sync.changes import Change, group_of
+from lockstep.training.config import TrainerConfig
+from lockstep.training.trainer import Trainer
 
 MODELS = ("tiny-qwen3", "tiny-gpt-oss")
 
@@ -95,6 +100,7 @@ def test_names_of_other_models_fall_into_the_same_groups():
         "model.layers.3.self_attn.q_proj.bias": (1, "attention biases"),
         "model.layers.3.self_attn.sinks": (1, "sinks"),
         "model.layers.3.mlp.gate.weight": (2, "router"),
+        "model.layers.3.mlp.gate.e_score_correction_bias": (1, "routing biases"),
         "model.layers.3.mlp.experts.7.up_proj.weight": (2, "experts"),
         "model.layers.3.mlp.experts.down_proj_bias": (2, "expert biases"),
         "model.layers.3.mlp.gate_proj.weight": (2, "mlp"),
@@ -166,6 +172,31 @@ def test_a_single_norm_that_is_ignored_is_found_in_float32():
     engine = Taking(trainer.model, ignoring("layers.1.self_attn.q_norm"))
     with pytest.raises(EngineError, match="does not run the weights that it is sent"):
         publish(publisher_of(trainer, engine), 0)
+
+
+GLM = {
+    "model_type": "glm4_moe", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 99,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 128, "moe_intermediate_size": 16,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False, "rope_theta": 1e4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["taken", "ignored"])
+def test_the_bias_by_which_experts_are_chosen_is_a_group_of_its_own(tmp_path, is_ignored):
+    (tmp_path / "config.json").write_text(json.dumps(GLM))
+    model = Decoder(ModelConfig.from_hf(GLM))
+    model.init_weights(std=0.3, seed=0)
+    trainer = Trainer(model, TrainerConfig(expert_bias_rate=0.1), like=tmp_path)
+    take = ignoring("e_score_correction_bias") if is_ignored else ignoring()
+    publisher = publisher_of(trainer, Taking(deepcopy(model).to(torch.bfloat16), take))
+    if not is_ignored:
+        publish(publisher, 0)
+        assert publisher.level == "qualified" and not publisher.qualification.unseen
+        return
+    with pytest.raises(EngineError, match="old values of routing biases"):
+        publish(publisher, 0)
 
 
 # -- settings --------------------------------------------------------------------------------------

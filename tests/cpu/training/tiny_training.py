@@ -47,6 +47,11 @@ HF_CONFIGS |= {
 }  # fmt: skip
 OTHER_LAYERS = tuple(kind for kind in HF_CONFIGS if kind not in KINDS)
 """Linear attention and a shared expert; latent attention and routing by groups."""
+HF_CONFIGS["glm4_moe"] = {
+    **_COMMON, "model_type": "glm4_moe", "intermediate_size": 48, "moe_intermediate_size": 24,
+    "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+    "topk_group": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 
 
 def make_trainer(
