@@ -108,9 +108,10 @@ class Scheduler:
                 break
             begin, whole = sequence.num_computed, sequence.num_to_compute
             stop = begin + budget
-            if self.cache.states is not None and stop < whole:
-                # States are known at borders alone, where the next part begins.
-                stop = max(stop // CHUNK * CHUNK, begin + CHUNK)
+            if self.cache.states is not None and (stop < whole or whole % CHUNK == 0):
+                # States are known at borders alone, where the next part begins. Others with the
+                # same prompt go on from the last one before its last token, which each must feed.
+                stop = max(min(stop, whole - 1) // CHUNK * CHUNK, begin + CHUNK)
             stop = min(stop, whole)
             chunks.append(Chunk(sequence, sequence.num_computed, stop))
             budget -= stop - sequence.num_computed

@@ -35,12 +35,13 @@ def test_a_turn_goes_on_from_the_last_border_and_gives_the_same_bits(page_size):
     assert all(delta.num_cached_tokens == 0 for delta, _ in plain)
 
 
-def test_samples_of_one_prompt_share_its_last_border():
+@pytest.mark.parametrize(("length", "border"), [(150, 128), (128, 64), (129, 128), (64, 0)])
+def test_samples_of_one_prompt_share_its_last_border_before_its_last_token(length, border):
     engine = make_engine(make_model("hybrid"))
-    ids = prompt(150)
+    ids = prompt(length)
     replies = ask(engine, *(request(f"s{i}", ids, seed=i) for i in range(6)))
-    assert [d.num_cached_tokens for d in replies] == [0] + [128] * 5
-    assert engine.stats["prefilled_tokens"] == 150 + 5 * 22
+    assert [d.num_cached_tokens for d in replies] == [0] + [border] * 5
+    assert engine.stats["prefilled_tokens"] == length + 5 * (length - border)
 
 
 def test_a_branch_goes_on_from_the_border_before_it():
