@@ -40,6 +40,20 @@ _KINDS = {
         "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "q_lora_rank": None,
         "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
     },
+    "olmo3": {
+        "model_type": "olmo3", "intermediate_size": 48, "tie_word_embeddings": False,
+        "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text", "intermediate_size": 48, "tie_word_embeddings": True,
+        "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 24,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe", "intermediate_size": 48, "tie_word_embeddings": True,
+        "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0,
+    },
 }  # fmt: skip
 
 BATCHES = {
@@ -54,6 +68,8 @@ CASES = [
     *product(_WITH_KEYS, (2,), ("alike", "one row", "tiny"), ("float64",)),
     *product(_WITH_KEYS, (1, 2, 8), ("packed", "alike", "tiny"), ("invariant",)),
     *product(("deepseek_v3",), (1,), ("packed", "tiny"), ("float64", "invariant")),
+    *product(("olmo3", "gemma3_text"), (2,), ("packed",), ("float64", "invariant")),
+    ("glm4_moe", 2, "packed", "invariant"),  # its router is float32 in a model of any dtype
     ("gpt_oss", 2, "packed", "replay"),
     ("qwen3", 2, "packed", "support"),
 ]
@@ -140,7 +156,7 @@ def run(case, group=None):
 
 def take_gradients(model, group):
     """name -> whole gradient, which the model then has no more."""
-    gradients = {n: p.grad for n, p in model.named_parameters()}
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
     if group is not None:
         for gradient in gradients.values():
