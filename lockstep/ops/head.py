@@ -70,7 +70,8 @@ class LogProbs(torch.autograd.Function):
                 seen = at[:, :1] if mask is None else mask.byte().argmax(1, keepdim=True)
                 seen_logits = logits[block].gather(1, seen).float() / temperature
                 log_sums[here] = (seen_logits - logp.gather(1, seen))[:, 0]
-                _clear_outside(logp, mask)
+                if mask is not None:  # exp(-inf) would also be several times slower than exp(0)
+                    logp.masked_fill_(~mask, 0.0)
                 entropy[here] = -(_probs(logp, mask) * logp).sum(-1)
                 if kept is not None:
                     kept[here] = logp
@@ -172,13 +173,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total.add_(torch.mm(a, b))
-
-
-def _clear_outside(logp: Tensor, choices: Tensor | None) -> None:
-    """Replaces -inf by 0 outside each token's support. The exponential of -inf would also be
-    several times slower."""
-    if choices is not None:
-        logp.masked_fill_(~choices, 0.0)
 
 
 def _probs(logp: Tensor, choices: Tensor | None) -> Tensor:

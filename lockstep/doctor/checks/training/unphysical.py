@@ -85,10 +85,6 @@ def _still(values: Float64Array) -> BoolArray:
     return np.append(False, values[1:] == values[:-1])[: len(values)]
 
 
-def _changes(values: Float64Array) -> BoolArray:
-    return ~_still(values) & ~np.isnan(values)
-
-
 def _updates(c: Columns) -> BoolArray:
     return (c["train/grad_norm"] > 0) & (c["train/lr"] > 0)
 
@@ -142,7 +138,8 @@ RULES: tuple[Rule, ...] = (
         says="the mean reward is bitwise the same in every step, but the loss changes",
         holds=lambda c: (
             _still(c["reward/mean"])
-            & _changes(c["train/loss"])
+            & ~_still(c["train/loss"])
+            & ~np.isnan(c["train/loss"])
             & np.where(
                 np.isnan(c["reward/std"]),
                 ~np.isin(c["reward/mean"], (-1.0, 0.0, 1.0)),

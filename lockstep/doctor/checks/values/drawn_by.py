@@ -61,7 +61,8 @@ class DraftLogprobs(Check):
     def look(self, rows: Rows) -> None:
         at, d = rows.compared, rows.gap[rows.compared]
         num = rows.row_sums(at).astype(np.float64)
-        up, down = (rows.row_sums(at, _excess(x)) for x in (d, -d))
+        # [n] min(exp(x), BOUND) - 1
+        up, down = (rows.row_sums(at, np.expm1(np.minimum(x, np.log(BOUND)))) for x in (d, -d))
         sign = _row_signs(rows, at)
         group = groups_of(rows) + self._num_rows
         self._num_rows += len(rows)
@@ -104,11 +105,6 @@ class DraftLogprobs(Check):
     def repair(self, rows: Rows) -> Rows:
         """None of the sampler's numbers is of what was drawn: all of the gap is theirs."""
         return rows.agreeing(rows.loss_mask)
-
-
-def _excess(d: Float64Array) -> Float64Array:
-    """[n] min(exp(d), BOUND) - 1."""
-    return np.expm1(np.minimum(d, np.log(BOUND)))
 
 
 def _row_signs(rows: Rows, at: Int64Array) -> Float64Array:
