@@ -335,8 +335,11 @@ def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) ->
     if c.has_output_gate:
         attention += 8 * H * K  # the gate's sigmoid, and what it has scaled
     if (at := c.latent) is not None:
-        # Queries and what attention returns, before and after their products by head; the latents.
-        by_head = at.nope_dim + 2 * c.key_dim + at.kv_rank + at.value_dim
+        if is_invariant:
+            # Queries and what attention returns, before and after their products by head.
+            by_head = at.nope_dim + 2 * c.key_dim + at.kv_rank + at.value_dim
+        else:  # queries, keys and values, and what attention returns
+            by_head = 4 * max(K, at.value_dim) + at.value_dim
         attention = H * (by_head * a + 4) + (at.query_rank + at.kv_rank) * (4 + 2 * a)
     if layer not in c.attention_layers:
         attention = _linear_kept(c, a, is_invariant=is_invariant)

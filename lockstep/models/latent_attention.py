@@ -4,8 +4,8 @@ Source: multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434), section 2
 is called absorbed. The latent and the rotated dims of a token are one key for all heads, and the
 latent is its value too: that alone is cached. The matrix that would make keys of latents is applied
 to queries, and the one that would make values, to what attention returns. The form that unfolds
-keys and values adds up in another order, so sampler and trainer both compute this one, in training
-at the cost of wider products in attention.
+keys and values has narrower products in attention, and adds up in another order: rows whose bits
+need not be the sampler's are computed in it.
 
 # T tokens  D model width  H heads  G adapters  r rank of an adapter
 # K width of a folded query and of a key: C of the latent, then the rotated dims
@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lockstep.models.adapter_rows import AdapterRows, StackedFactors
@@ -27,7 +28,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertLinear
 from lockstep.models.lora import Projection
 from lockstep.ops.base import Context, Ops
-from lockstep.ops.context import AttentionSpec
+from lockstep.ops.context import AttentionSpec, PagedContext
 
 Tensor = torch.Tensor
 
@@ -92,11 +93,21 @@ class LatentAttention(nn.Module):
         if at.is_interleaved:  # pairs of neighbours are rotated, `Ops.rope` takes them by halves
             parts = parts.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         q_rope, k_rope = ops.rope(parts, cos, sin).split([H, 1], 1)
-        q_THK = torch.cat([self._by_head(0, q_THN, ops, adapters), q_rope], -1)
-        k_T1K = torch.cat([folded[:, None], k_rope], -1)
         spec = AttentionSpec(None, None, self.scale, self.layer)
-        out_THC = ops.attention(q_THK, k_T1K, k_T1K, spec, context)[..., : at.kv_rank]
-        out = self._by_head(1, out_THC, ops, adapters).flatten(1)
+        if isinstance(context, PagedContext) or ops.is_invariant:
+            q_THK = torch.cat([self._by_head(0, q_THN, ops, adapters), q_rope], -1)
+            k_T1K = torch.cat([folded[:, None], k_rope], -1)
+            out_THC = ops.attention(q_THK, k_T1K, k_T1K, spec, context)[..., : at.kv_rank]
+            out_THV = self._by_head(1, out_THC, ops, adapters)
+        else:
+            kv = self.kv_b_proj(folded, ops, adapters).view(T, H, -1)
+            k_nope, v = kv.split([at.nope_dim, at.value_dim], -1)
+            q = torch.cat([q_THN, q_rope], -1)
+            k = torch.cat([k_nope, k_rope.expand(-1, H, -1)], -1)
+            width = max(q.shape[-1], at.value_dim)
+            q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+            out_THV = ops.attention(q, k, v, spec, context)[..., : at.value_dim]
+        out = out_THV.flatten(1)
         return self.o_proj.added(x_TD, out, ops, adapters, norm=output_norm, eps=self.eps)
 
     def _by_head(self, half: int, x_THI: Tensor, ops: Ops, adapters: AdapterRows | None) -> Tensor:

@@ -57,6 +57,8 @@ class Ops:
 
     name: ClassVar[str] = "plain"
     """Name in the fingerprint: plain, invariant or cuda."""
+    is_invariant: ClassVar[bool] = False
+    """Whether a row has the same bits decoded, prefilled and packed, in any company."""
     key_block: ClassVar[int] = 0
     """Keys that attention sums in one piece; 0: the kernel decides."""
 
@@ -503,6 +505,8 @@ def _states_of(context: PagedContext | SplitContext) -> StateStep:
 
 class GemmOps(Ops):
     """Ops whose linear maps are one GEMM of their own."""
+
+    is_invariant = True
 
     def gemm(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """x W^T + b, rounded once: [M, N]."""

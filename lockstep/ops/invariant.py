@@ -66,6 +66,9 @@ class Rules:
     """Query rows of one key head are padded to a multiple of this in attention."""
     key_quantum: int = 16
     """Attention reads a multiple of this many keys: it fills a vector register."""
+    least_outputs: int = 1
+    """Weights with fewer outputs are padded to as many. For few, MKL on AMD's CPUs adds up in
+    another order by several threads than by one."""
     is_packing: bool = True
     """GEMMs of few rows read weights that are packed once per update. They give the bits of the
     large GEMM, and are as fast as the stock kernel for one row."""
@@ -129,7 +132,11 @@ class InvariantOps(GemmOps):
     ) -> Tensor:
         """owner, index: the weight is slice `index` of the parameter `owner`; without an owner it
         is a parameter itself."""
-        M, dtype = len(x_MK), x_MK.dtype
+        (M, dtype), N = (len(x_MK), x_MK.dtype), len(weight_NK)
+        if (missing := self.rules.least_outputs - N) > 0:
+            owner = weight_NK if owner is None else owner
+            weight_NK = F.pad(weight_NK, (0, 0, 0, missing))
+            bias_N = None if bias_N is None else F.pad(bias_N, (0, missing))
         extra = -M % self.rules.row_quantum
         if extra:
             x_MK = F.pad(x_MK, (0, 0, 0, extra))
@@ -146,7 +153,7 @@ class InvariantOps(GemmOps):
             out = F.linear(x_MK, weight_NK, bias_N)
         if is_wide:
             out = out.to(dtype)
-        return out[:M] if extra else out
+        return out[:M, :N] if extra or missing > 0 else out
 
     def _reads_packed(self, num_rows: int, weight: Tensor, is_float32: bool) -> bool:
         # Only a sampler runs in inference mode: for a trainer's few rows, packing does not pay.
@@ -172,7 +179,7 @@ class InvariantOps(GemmOps):
         is_even = 0 < rows <= PACKED_ROWS and counts.count(rows) == E
         # A packed weight is made wide once, a batch of them in each call.
         is_batched = min(N, K) >= BATCHED_WIDTH and not (is_wide and N * K >= PACKED_SIZE)
-        if is_even and is_batched:
+        if is_even and is_batched and N >= self.rules.least_outputs:
             x_EMK = x_RK.view(E, rows, K)
             if extra := -rows % self.rules.row_quantum:
                 x_EMK = F.pad(x_EMK, (0, 0, 0, extra))

@@ -100,6 +100,44 @@ def test_packed_weights_that_give_other_bits_are_not_used():
     assert backend.rules == Rules(is_packing=False)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_sums_that_bfloat16_nearly_always_rounds_alike_are_found_apart(kind):
+    class LastBit(InvariantOps):
+        def linear(self, x, weight, bias=None):
+            out = super().linear(x.float(), weight.float(), None if bias is None else bias.float())
+            if len(x) < FEW:
+                out = torch.nextafter(out, torch.full_like(out, torch.inf))
+            return out.to(x.dtype)
+
+    model = make_model(kind, max_positions=512).to(torch.bfloat16)
+    model.ops = LastBit()
+    failed, text, _ = first_failure(model)
+    assert failed == "linear" and text.startswith("linear: float32 [")
+
+
+def test_several_threads_multiply_few_outputs_as_many():
+    """Where products of few outputs depend on the threads, as on AMD's CPUs, and where not."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        proof = prove(make_model("gpt_oss", max_positions=512))
+        assert proof.is_kept and proof.ops.rules.least_outputs == 32
+        generator = torch.Generator().manual_seed(0)
+        for num_outputs in (5, 9, 18, 23):
+            weight = torch.randn(3, num_outputs, 64, generator=generator)
+            for num_rows in (1, 8, 16, 40):
+                x = torch.randn(3 * num_rows, 64, generator=generator)
+                found = []
+                for count in (1, 2):
+                    torch.set_num_threads(count)
+                    by_expert = proof.ops.expert_linear(x, weight, None, [num_rows] * 3)
+                    found.append(torch.cat([proof.ops.linear(x, weight[0]), by_expert]))
+                assert torch.equal(*found), (num_outputs, num_rows)
+    finally:
+        torch.set_num_threads(threads)
+    assert prove(make_model()).ops.rules.least_outputs == 1, "one thread needs none of it"
+
+
 def test_a_machine_that_no_quantum_helps_is_told_the_op_and_the_shape():
     proof = prove(make_model(), ops=Dependent("linear"))
     assert not proof.is_kept and type(proof.ops) is Ops
