@@ -4,6 +4,7 @@ dropped, and there again after a replica was lost."""
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -177,8 +178,12 @@ def test_a_replica_that_was_started_again_has_the_adapters_again(tmp_path):
     base = load_checkpoint(directory)
     model = adapted(decoder_over(base), seed=1)
     save_adapter(model, tmp_path / "a", base=directory)
+    # A process that starts on a busy machine is neither frozen nor lost.
+    patient = replace(
+        QUICK, frozen_seconds=30.0, reply_seconds=60.0, load_seconds=60.0, wait_seconds=60.0
+    )
     pool = open_engine(
-        EmbeddedConfig(replicas=1, kv_cache_tokens=2048, max_num_sequences=16, pool=QUICK),
+        EmbeddedConfig(replicas=1, kv_cache_tokens=2048, max_num_sequences=16, pool=patient),
         context(
             base,
             directory=directory,
