@@ -160,6 +160,10 @@ def idle(rounds: int) -> list[dict[str, Any]]:
             "unit": "s/step",
             "ratio": seconds["recomputed"] / seconds["averaged"],
             "better": "lower",
+            "steps": {
+                arm: [row["time/step_seconds"] for row in steps[arm]]
+                for arm in ("averaged", "recomputed")
+            },
             "how": f"on the clock; neither: {seconds['rollout']:.2f}; {share:.0%} is sampling",
         }
     ]

@@ -19,6 +19,7 @@ from typing import Any
 import investigation
 import numpy as np
 import torch
+from scipy import stats
 from studies import BASELINE, REPORTED_NOISE
 
 from lockstep import measure_noise
@@ -304,13 +305,17 @@ def cost_of_determinism() -> Figures:
 
 
 def beside_an_idle_engine() -> Figures:
-    """Seconds of a step beside an engine that waits for tools: `benchmarks/averaging.py`."""
+    """Seconds of a step beside an engine that waits for tools, and the interval of 95 % of their
+    ratio, by Welch's test of the logs of four steps each: `benchmarks/averaging.py`."""
     command = [sys.executable, str(ROOT / "benchmarks" / "averaging.py"), "--rounds", "1"]
     done = subprocess.run(
         [*command, "--only", "idle", "--json"], capture_output=True, text=True, check=True, cwd=ROOT
     )
     (part,) = json.loads(done.stdout.splitlines()[-1])["parts"]
-    return {"averaged": part["ours"], "recomputed": part["peer"]}
+    logs = (np.log(part["steps"][arm]) for arm in ("averaged", "recomputed"))
+    interval = stats.ttest_ind(*logs, equal_var=False).confidence_interval(0.95)
+    low, high = float(np.exp(interval.low)), float(np.exp(interval.high))
+    return {"averaged": part["ours"], "recomputed": part["peer"], "low": low, "high": high}
 
 
 # -- the retrospective on GPT-OSS ------------------------------------------------------------------
