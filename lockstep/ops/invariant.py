@@ -179,7 +179,7 @@ class InvariantOps(GemmOps):
         is_even = 0 < rows <= PACKED_ROWS and counts.count(rows) == E
         # A packed weight is made wide once, a batch of them in each call.
         is_batched = min(N, K) >= BATCHED_WIDTH and not (is_wide and N * K >= PACKED_SIZE)
-        if is_even and is_batched and N >= self.rules.least_outputs:
+        if is_even and is_batched and self.rules.least_outputs <= N:
             x_EMK = x_RK.view(E, rows, K)
             if extra := -rows % self.rules.row_quantum:
                 x_EMK = F.pad(x_EMK, (0, 0, 0, extra))
