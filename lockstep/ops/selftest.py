@@ -328,8 +328,10 @@ def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
 def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _selections(total: int) -> Iterator[slice]:
