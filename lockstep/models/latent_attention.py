@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.models.adapter_rows import AdapterRows, StackedFactors
 from lockstep.models.attention import yarn_magnitude
@@ -33,6 +34,10 @@ from lockstep.ops.context import AttentionSpec, PagedContext
 Tensor = torch.Tensor
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the config's is
+
+_KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Weight of a `kv_b_proj` -> (its version, its halves), of samplers on a CPU, whose ops keep what
+they make of a weight that stays the same tensor. A captured graph would keep old values."""
 
 
 class LatentAttention(nn.Module):
@@ -120,7 +125,7 @@ class LatentAttention(nn.Module):
             return ExpertLinear.apply(x_RI, weight_HOI, counts, ops)
 
         x_RI = x_THI.transpose(0, 1).flatten(0, 1)
-        out_RO = product(x_RI, self._half(half, whole.weight))
+        out_RO = product(x_RI, self._half_of_weight(half))
         if adapters is not None:
             of_shapes = adapters.of_experts(whole, "lora")
             for found, groups in zip(of_shapes, adapters.on_all_experts(H), strict=True):
@@ -133,6 +138,17 @@ class LatentAttention(nn.Module):
             A, B = self._factors(half, whole.lora.A, whole.lora.B[0])
             out_RO = out_RO + product(product(x_RI, A) * whole.lora.scale, B)
         return out_RO.view(H, T, -1).transpose(0, 1)
+
+    def _half_of_weight(self, half: int) -> Tensor:
+        weight = self.kv_b_proj.weight
+        if weight.device.type != "cpu" or not torch.is_inference_mode_enabled():
+            return self._half(half, weight)
+        version, halves = _KEPT.get(weight, (None, ()))
+        if version != weight._version:
+            with torch.inference_mode(False):
+                halves = [self._half(number, weight.detach()) for number in (0, 1)]
+            _KEPT[weight] = weight._version, halves
+        return halves[half]
 
     def _half(self, half: int, rows: Tensor) -> Tensor:
         """The half of [G, H * (N + V), I]: [G * H, I, N] or [G * H, V, I]."""

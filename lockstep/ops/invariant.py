@@ -133,15 +133,15 @@ class InvariantOps(GemmOps):
         """owner, index: the weight is slice `index` of the parameter `owner`; without an owner it
         is a parameter itself."""
         (M, dtype), N = (len(x_MK), x_MK.dtype), len(weight_NK)
+        owner = weight_NK if owner is None else owner
         if (missing := self.rules.least_outputs - N) > 0:
-            owner = weight_NK if owner is None else owner
             weight_NK = F.pad(weight_NK, (0, 0, 0, missing))
             bias_N = None if bias_N is None else F.pad(bias_N, (0, missing))
         extra = -M % self.rules.row_quantum
         if extra:
             x_MK = F.pad(x_MK, (0, 0, 0, extra))
         is_wide = is_widened(dtype)
-        if self._reads_packed(M, weight_NK, is_wide or dtype == torch.float32):
+        if self._reads_packed(M, weight_NK, owner, is_wide or dtype == torch.float32):
             packed, weight_NK = self._packed.of(weight_NK, owner, index)
             if is_wide:
                 x_MK, bias_N = x_MK.float(), None if bias_N is None else bias_N.float()
@@ -155,14 +155,16 @@ class InvariantOps(GemmOps):
             out = out.to(dtype)
         return out[:M, :N] if extra or missing > 0 else out
 
-    def _reads_packed(self, num_rows: int, weight: Tensor, is_float32: bool) -> bool:
-        # Only a sampler runs in inference mode: for a trainer's few rows, packing does not pay.
+    def _reads_packed(self, num_rows: int, weight: Tensor, owner: Tensor, is_float32: bool) -> bool:
+        # Only a sampler runs in inference mode: for a trainer's few rows, packing does not pay, nor
+        # for a weight that was itself made in this call.
         return (
             num_rows <= PACKED_ROWS
             and is_float32
             and self.rules.is_packing
             and weight.numel() >= PACKED_SIZE
             and torch.is_inference_mode_enabled()
+            and not owner.is_inference()
         )
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
@@ -279,9 +281,8 @@ class _PackedWeights:
     def __init__(self) -> None:
         self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def of(self, weight: Tensor, owner: Tensor | None, index: int) -> tuple[Tensor, Tensor]:
+    def of(self, weight: Tensor, owner: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """(packed weight, its float32 source)."""
-        owner = weight if owner is None else owner
         entry = self._of.get(owner)
         if entry is None or entry[0] != owner._version:
             entry = self._of[owner] = (owner._version, {})

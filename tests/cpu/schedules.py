@@ -203,6 +203,12 @@ WIDE_MODELS = {
     "qwen3, 512 wide": {
         **_WIDE, **_DENSE, "windows": (None, None), "num_kv_heads": 4, "intermediate_size": 1536,
     },
+    "deepseek_v3, latents of 512": {
+        **FAMILIES["deepseek_v3"], "head_dim": 40,
+        "latent": LatentShape(
+            query_rank=40, kv_rank=512, nope_dim=32, rope_dim=8, value_dim=32, is_interleaved=True
+        ),
+    },
 }  # fmt: skip
 
 
@@ -290,7 +296,7 @@ def lora_arms(**settings: Any) -> list[Arm]:
     return [
         Arm(model=model, dtype=dtype, threads=(2, 1), lora_rank=4 + i, seeds=(i,), **settings)
         for i, (model, dtype) in enumerate(product([*MODELS, "deepseek_v3"], DTYPES))
-    ]
+    ] + [Arm(model="deepseek_v3, latents of 512", dtype="bfloat16", lora_rank=32, **settings)]
 
 
 def replaying_arms(**settings: Any) -> list[Arm]:
