@@ -10,12 +10,15 @@ from trainer_ranks import (
     LAYOUTS,
     LENGTHS,
     REPLAYS,
+    gradients_of,
     make_arm,
     reload,
     script,
     work,
 )
 
+from lockstep.objectives.config import Reinforce
+from lockstep.objectives.losses import make_loss
 from lockstep.training.packing import deal
 
 FLOAT32 = 2e-5  # of the largest of a parameter: sums of some hundred terms in another order
@@ -34,6 +37,7 @@ def alone(places):
         for kind in dict.fromkeys(arm[-1] for arm in ARMS if arm[0] == world):
             at = directory / f"alone-{kind}"
             out[kind] = script(make_arm(at, kind), at)
+            out[kind]["exact"] = exact_gradient(directory / f"exact-{kind}", kind)
             out[kind]["reloaded"] = reload(directory, kind)
     return out
 
@@ -47,6 +51,16 @@ def found(places, alone):
         for key in ranks[0]:
             out[world, *key] = [of_rank[key] for of_rank in ranks]
     return out
+
+
+def exact_gradient(directory, kind):
+    trainer = make_arm(directory, kind, dtype=torch.float64)
+    trainer.forward_backward(make_rows(LENGTHS), make_loss(Reinforce()))
+    return flat(gradients_of(trainer))
+
+
+def flat(gradients):
+    return torch.cat([gradient.flatten().double() for _, gradient in sorted(gradients.items())])
 
 
 def assert_close(left, right, limit, where=""):
@@ -83,11 +97,11 @@ def test_the_ranks_have_the_gradient_of_one_process(found, alone, arm):
         assert of_rank["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert of_rank["norm"] == pytest.approx(expected["norm"], rel=1e-6)
         assert_close(of_rank["gradients"], expected["gradients"], FLOAT32)
-        flat, wanted = (
-            torch.cat([g.flatten() for _, g in sorted(x["gradients"].items())])
-            for x in (of_rank, expected)
-        )
-        assert float((flat - wanted).norm() / wanted.norm()) <= 1e-6
+        together, single = (flat(x["gradients"]) for x in (of_rank, expected))
+        exact = expected["exact"]
+        # Hybrids in float32 are 2e-5 from float64, where a dense model is 1e-6.
+        rounding = float((single - exact).norm())
+        assert float((together - single).norm()) <= max(1e-6 * float(exact.norm()), rounding / 5)
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: "-".join(map(str, arm)))
