@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.memory import MIB, MemoryPlan, PlanFacts, plan_memory
+from lockstep.models.attention_config import LatentShape, LinearShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.training.config import TrainerConfig
@@ -50,6 +51,19 @@ MIDDLE_DENSE = widened(
 MIDDLE_MOE = widened(
     MOE, layers=6, hidden_size=256, intermediate_size=256, num_heads=8, head_dim=32,
     vocab_size=8192, num_experts=16, num_active_experts=4,
+)  # fmt: skip
+MIDDLE_HYBRID = replace(
+    MIDDLE_DENSE, architecture="qwen3_5_text", has_output_gate=True, norm_weights="centered",
+    linear=LinearShape(
+        layers=(0, 1, 2, 4, 5, 6), key_heads=6, value_heads=12, key_dim=32, value_dim=32,
+        conv_width=4, is_grouped=False,
+    ),
+)  # fmt: skip
+MIDDLE_LATENT = replace(
+    MIDDLE_DENSE, architecture="deepseek_v3", has_qk_norm=False, num_kv_heads=1, head_dim=64,
+    latent=LatentShape(
+        query_rank=192, kv_rank=128, nope_dim=32, rope_dim=32, value_dim=32, is_interleaved=True
+    ),
 )  # fmt: skip
 LARGE_DENSE = widened(
     DENSE, layers=12, hidden_size=512, intermediate_size=1536, num_heads=8, head_dim=64,
@@ -90,7 +104,13 @@ def cases() -> list[Case]:
         Case(name="tiny qwen3", model=DENSE, **tiny),
         Case(name="tiny gpt_oss", model=MOE, **tiny),
     ]
-    for kind, model in (("qwen3", MIDDLE_DENSE), ("gpt_oss", MIDDLE_MOE)):
+    middle = {
+        "qwen3": MIDDLE_DENSE,
+        "gpt_oss": MIDDLE_MOE,
+        "hybrid": MIDDLE_HYBRID,
+        "latent": MIDDLE_LATENT,
+    }
+    for kind, model in middle.items():
         out += [
             Case(name=f"middle {kind}", model=model, **one),
             Case(name=f"middle {kind}, recompute", model=model, trainer=blocks, **one),
@@ -102,6 +122,7 @@ def cases() -> list[Case]:
             ),
         ]  # fmt: skip
     out += [
+        Case(name="middle hybrid, short rows", model=MIDDLE_HYBRID, **{**tiny, "row_tokens": 64}),
         Case(name="large qwen3", model=LARGE_DENSE, **several),
         Case(name="large qwen3, recompute", model=LARGE_DENSE, trainer=blocks, **several),
     ]

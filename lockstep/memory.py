@@ -20,7 +20,7 @@ from lockstep.launch.gpu import Device
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
-from lockstep.ops.contract import CHUNK
+from lockstep.ops.contract import CHUNK, DELTA_WORK_BYTES
 from lockstep.training.config import TrainerConfig, frozen_names
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -140,6 +140,8 @@ class PlanFacts:
     has_reference: bool = False
     teachers: tuple[ModelConfig, ...] = ()
     """Teachers in this process, each of them whole."""
+    compares_vocabulary: bool = False
+    """Whether an update compares its own distribution with a teacher's (distill.signal=full)."""
     lora: LoraShape | None = None
     num_adapters: int = 1
     """Policies over the model, each with an adapter of this shape."""
@@ -309,10 +311,18 @@ def _training(facts: PlanFacts) -> Parts:
     per_weight = 4 if facts.dtype == "float32" else 4 + facts.a  # in the master, and its own
     if facts.trainer.offload == "optimizer":
         per_weight = facts.a
-    chunk = min(HEAD_CHUNK_BYTES[facts.device], T * c.num_rows * 4)
-    head = HEAD_CHUNKS[facts.device] * chunk + 2 * T * c.hidden_size * 4
+    room, logits = HEAD_CHUNK_BYTES[facts.device], T * c.num_rows * 4
+    head = HEAD_CHUNKS[facts.device] * min(room, logits)
+    num_gradients = 1
+    if facts.compares_vocabulary:  # log-probs of both sides, and products of theirs
+        head, num_gradients = max(head, min(room, 5 * logits)), 2
+        for teacher in facts.teachers:
+            of_teacher = replace(facts, model=teacher)
+            blocks_at_work = (_work_bytes(of_teacher, i) for i in range(teacher.num_layers))
+            at_work = max(at_work, *blocks_at_work)
+    head += 2 * T * c.hidden_size * 4
     if trained.keys() & {"embedding", "untied_head"}:
-        head += c.num_rows * c.hidden_size * 4
+        head += num_gradients * c.num_rows * c.hidden_size * 4
     return {
         "gradients": facts.sharded(num_elements(trained) * per_weight),
         "activations": kept,
@@ -370,6 +380,10 @@ def _work_bytes(facts: PlanFacts, layer: int) -> int:
     attention = T * (4 * H + 4 * G) * K * 4
     if facts.is_invariant:
         attention += T * (H + 2 * G) * K * 4  # float32 copies, queries scaled
+    if layer not in c.attention_layers:
+        assert c.linear is not None, "the layer has one"
+        # Inputs of the convolution and of the rule, and the gradients of both.
+        attention = T * 8 * c.linear.channels * 4 + DELTA_WORK_BYTES[facts.device]
     if layer in c.routed_layers:
         mlp = _expert_chunk_bytes(facts, T)
     else:

@@ -18,6 +18,7 @@ import torch
 
 from lockstep.models.adapter_rows import AdapterRows, Groups, StackedFactors
 from lockstep.ops.base import Counts, Ops, grouped_mm, on_host, rows_by_expert
+from lockstep.ops.context import sum_dtype
 
 Tensor = torch.Tensor
 
@@ -344,9 +345,10 @@ def _add_sums(grad_EN: Tensor, grad_RN: Tensor, share_R: Tensor | None, counts: 
         column_R8[:, 0] = 1.0 if share_R is None else share_R
         grad_EN += grouped_mm(grad_RN.t(), column_R8, counts)[..., 0]
         return
+    wide = sum_dtype(grad_RN.dtype)  # in bfloat16, oneDNN keeps a kernel for each number of rows
     for expert, part in rows_by_expert(on_host(counts)):
-        of_expert = grad_RN[part]
-        total = of_expert.sum(0) if share_R is None else share_R[part] @ of_expert
+        of_expert = grad_RN[part].to(wide)
+        total = of_expert.sum(0) if share_R is None else share_R[part].to(wide) @ of_expert
         grad_EN[expert] += total
 
 
@@ -355,7 +357,7 @@ def _with_bias(grad_RN: Tensor, bias_EN: Tensor, counts: Counts) -> Tensor:
     if isinstance(counts, Tensor):
         bias_RN = bias_EN.repeat_interleave(counts, 0, output_size=len(grad_RN))
         return (grad_RN * bias_RN).sum(-1)
-    out_R = grad_RN.new_zeros(len(grad_RN))
+    out_R, wide = grad_RN.new_zeros(len(grad_RN)), sum_dtype(grad_RN.dtype)
     for expert, part in rows_by_expert(counts):
-        torch.mv(grad_RN[part], bias_EN[expert], out=out_R[part])
+        out_R[part] = torch.mv(grad_RN[part].to(wide), bias_EN[expert].to(wide))
     return out_R

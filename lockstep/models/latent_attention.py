@@ -143,12 +143,12 @@ class LatentAttention(nn.Module):
         weight = self.kv_b_proj.weight
         if weight.device.type != "cpu" or not torch.is_inference_mode_enabled():
             return self._half(half, weight)
-        version, halves = _KEPT.get(weight, (None, ()))
-        if version != weight._version:
+        kept = _KEPT.get(weight)
+        if kept is None or kept[0] != weight._version:
             with torch.inference_mode(False):
                 halves = [self._half(number, weight.detach()) for number in (0, 1)]
-            _KEPT[weight] = weight._version, halves
-        return halves[half]
+            kept = _KEPT[weight] = weight._version, halves
+        return kept[1][half]
 
     def _half(self, half: int, rows: Tensor) -> Tensor:
         """The half of [G, H * (N + V), I]: [G * H, I, N] or [G * H, V, I]."""

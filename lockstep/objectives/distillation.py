@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import AlignmentError
 from lockstep.objectives.config import KLOrder
+from lockstep.ops.context import sum_dtype
 from lockstep.ops.head import chunk_rows
 
 Tensor = torch.Tensor
@@ -61,21 +63,63 @@ def vocabulary_kl(
     2024, arXiv 2306.13649), equation 1.
     """
     shared = min(len(head), len(teacher_head), vocab_size or len(head))
-    teacher_hidden, teacher_head = teacher_hidden.detach(), teacher_head.detach()[:shared]
-
-    def of_chunk(rows: Tensor, weight: Tensor, teacher_rows: Tensor) -> Tensor:
-        student = torch.log_softmax((rows @ weight.t()).float() / temperature, -1)
-        with torch.no_grad():
-            logits = (teacher_rows @ teacher_head.t()).float() / temperature
-            teacher = torch.log_softmax(logits, -1)
-        return _kl(student, teacher, order)
-
-    size = max(1, chunk_rows(shared, hidden.device) // 4)  # logits and log-probs of both, at once
-    parts = zip(hidden.split(size), teacher_hidden.split(size), strict=True)
-    weight = head[:shared]
-    return torch.cat(
-        [checkpoint(of_chunk, rows, weight, theirs, use_reentrant=False) for rows, theirs in parts]
+    found = _VocabularyKL.apply(
+        hidden, head[:shared], teacher_hidden, teacher_head[:shared], temperature, order
     )
+    assert isinstance(found, Tensor)
+    return found
+
+
+class _VocabularyKL(torch.autograd.Function):
+    """dKL/dlogit_j of the student is p_j (log p_j - log q_j - KL) / temperature in reverse order,
+    and (p_j - q_j) / temperature in forward order."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, temperature, order = args
+        kl = tensors[0].new_empty(len(tensors[0]), dtype=torch.float32)
+        for rows in _chunks(tensors):
+            kl[rows] = _kl(*_both_logprobs(tensors, rows, temperature), order)
+        ctx.save_for_backward(*tensors, kl)
+        ctx.settings = temperature, order
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (*tensors, kl), (temperature, order) = ctx.saved_tensors, ctx.settings
+        hidden, head = tensors[:2]
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head, dtype=sum_dtype(head.dtype))
+        for rows in _chunks(tensors):
+            student, teacher = _both_logprobs(tensors, rows, temperature)
+            if order == "reverse":
+                grad = student.exp()
+                grad.mul_(student.sub_(teacher).sub_(kl[rows, None]))
+            else:
+                grad = student.exp_().sub_(teacher.exp_())
+            grad = grad.mul_(grads[0][rows, None] / temperature).to(hidden.dtype)
+            grad_hidden[rows] = grad @ head
+            grad_head += grad.t() @ hidden[rows]
+        return grad_hidden, grad_head.to(head.dtype), None, None, None, None
+
+
+def _chunks(tensors: list[Tensor]) -> list[slice]:
+    hidden, head = tensors[:2]
+    # Log-probs of both sides, and three products of theirs, are there at once.
+    size = max(1, chunk_rows(len(head), hidden.device) // 5)
+    return [slice(at, at + size) for at in range(0, len(hidden), size)]
+
+
+def _both_logprobs(tensors: list[Tensor], rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
+    """(student's, teacher's), each [rows, V] float32."""
+    hidden, head, teacher_hidden, teacher_head = tensors
+    student, teacher = (
+        (x[rows] @ weight.t()).float().div_(temperature)
+        for x, weight in ((hidden, head), (teacher_hidden, teacher_head))
+    )
+    for logits in (student, teacher):
+        logits.sub_(logits.logsumexp(-1, keepdim=True))
+    return student, teacher
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ CHUNK = 64
 the numerics."""
 BLOCK = 16
 """Tokens of a chunk that are solved at once. Part of the numerics."""
+DELTA_WORK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Device -> what the products of all pairs of tokens of several chunks may take at once."""
 
 TRUE_ON_POLICY = "true-on-policy"
 COVERED_DTYPES = ("float32", "bfloat16", "float16")

@@ -24,7 +24,7 @@ Guard: tests/cpu/ops/test_delta.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,13 +32,15 @@ import torch.nn.functional as F
 
 from lockstep.ops.chunks import Chunks, Level, StateStep
 from lockstep.ops.context import take_rows
-from lockstep.ops.contract import BLOCK, CHUNK
+from lockstep.ops.contract import BLOCK, CHUNK, DELTA_WORK_BYTES
 
 Tensor = torch.Tensor
 Matmul = Callable[[Tensor, Tensor], Tensor]
 """`Ops.matmul`."""
 
 L2_EPS = 1e-6
+
+PAIRS_AT_ONCE = 14  # products of all pairs within a chunk that backward holds
 
 
 def unit_length(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,9 +150,20 @@ def _parent_states(after: Tensor | None, level: Level) -> Tensor | None:
     return after.index_select(0, level.parents)
 
 
+def _pieces(level: Level, v: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(chunks among all, the same within the level), as many as are computed at once."""
+    room = DELTA_WORK_BYTES["cpu" if v.device.type == "cpu" else "cuda"]
+    of_chunk = PAIRS_AT_ONCE * v.shape[1] * CHUNK**2 * v.element_size()
+    size, (begin, end) = max(1, room // of_chunk), (level.part.start, level.part.stop)
+    for at in range(begin, end, size):
+        stop = min(at + size, end)
+        yield slice(at, stop), slice(at - begin, stop - begin)
+
+
 class DeltaRule(torch.autograd.Function):
     """The rule over chunks of rows that begin with the state 0. Keeps its inputs, the writes and
-    the states at borders: memory grows with the tokens."""
+    the states at borders: memory grows with the tokens. What it holds beside them is bounded,
+    however many rows there are: chunks of a level are computed some at a time."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta, chunks: Chunks, matmul: Matmul):
@@ -160,12 +173,15 @@ class DeltaRule(torch.autograd.Function):
         states: list[Tensor | None] = []
         after: Tensor | None = None
         for number, level in enumerate(chunks.levels):
-            at, state = level.part, _parent_states(after, level)
-            solved = solve(q[at], k[at], v[at], c[at], beta[at], state, matmul)
-            out[at], writes[at] = solved.out, solved.writes
-            states.append(state)
-            if number + 1 < len(chunks.levels):
-                after = advance(k[at], solved.writes, c[at], state, matmul)
+            states.append(state := _parent_states(after, level))
+            ends: list[Tensor] = []
+            for at, here in _pieces(level, v):
+                before = None if state is None else state[here]
+                solved = solve(q[at], k[at], v[at], c[at], beta[at], before, matmul)
+                out[at], writes[at] = solved.out, solved.writes
+                if number + 1 < len(chunks.levels):
+                    ends.append(advance(k[at], solved.writes, c[at], before, matmul))
+            after = torch.cat(ends) if ends else None
         ctx.save_for_backward(q, k, v, c, beta, writes, *states)
         ctx.chunks = chunks
         return out
@@ -178,11 +194,16 @@ class DeltaRule(torch.autograd.Function):
         levels: tuple[Level, ...] = ctx.chunks.levels
         for number in range(len(levels) - 1, -1, -1):
             level, state = levels[number], states[number]
-            at = level.part
-            parts = (q[at], k[at], v[at], c[at], beta[at], writes[at])
-            *found, before = _solve_backward(grad_out[at], after, *parts, state)
-            for grad, part in zip(grads, found, strict=True):
-                grad[at] = part
+            starts: list[Tensor] = []
+            for at, here in _pieces(level, v):
+                parts = (q[at], k[at], v[at], c[at], beta[at], writes[at])
+                sides = (None if x is None else x[here] for x in (after, state))
+                *found, before = _solve_backward(grad_out[at], *parts, *sides)
+                for grad, part in zip(grads, found, strict=True):
+                    grad[at] = part
+                if before is not None:
+                    starts.append(before)
+            before = torch.cat(starts) if starts else None
             after = before
             if before is not None and level.parents is not None:
                 after = before.new_zeros(level.num_parents, *before.shape[1:])
@@ -194,13 +215,13 @@ class DeltaRule(torch.autograd.Function):
 
 def _solve_backward(
     grad: Tensor,
-    grad_after: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     c: Tensor,
     beta: Tensor,
     writes: Tensor,
+    grad_after: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, c, beta and the state of `solve` and `advance`, by their formulas.

@@ -332,6 +332,7 @@ def memory_plan(
             engine=engine,
             has_reference=config.objective.reads_reference_logprobs,
             teachers=teacher_shapes(config),
+            compares_vocabulary=config.distill is not None and config.distill.signal == "full",
             critic=critic,
             critic_freeze=config.critic.freeze,
             is_invariant=may_be if numerics is None else numerics.is_kept,

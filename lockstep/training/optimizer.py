@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -102,8 +103,10 @@ class Optimizer:
         self._state: dict[str, dict[str, Tensor | PackedMoment]] = {}
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter and name not in meshes:
-                # The gradient goes to the master while backward is running, and its memory back.
-                parameter.register_post_accumulate_grad_hook(partial(self._collect, name))
+                # The gradient goes to the master while backward is running, and its memory back. A
+                # hook keeps what it names, and the cycle through a parameter is never collected.
+                hook = partial(_call, weakref.WeakMethod(self._collect), name)
+                parameter.register_post_accumulate_grad_hook(hook)
         self.configure(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
     def collect_gradients(self) -> None:
@@ -282,6 +285,13 @@ class Optimizer:
     def _has_stored_master(self, name: str) -> bool:
         """Whether the master is saved: a float32 parameter holds the same numbers as its master."""
         return self.parameters[name].dtype != torch.float32
+
+
+def _call(
+    method: weakref.WeakMethod[Callable[[str, Tensor], None]], name: str, parameter: Tensor
+) -> None:
+    if (collect := method()) is not None:
+        collect(name, parameter)
 
 
 def _numbers(tensor: Tensor | StoredTensor | PackedMoment) -> Tensor:

@@ -35,6 +35,7 @@ from lockstep.models.shapes import num_elements
 from lockstep.ops import head
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
+from lockstep.ops.contract import DELTA_WORK_BYTES
 from lockstep.ops.invariant import InvariantOps
 from lockstep.recipes import find_recipe, find_supervised_recipe
 from lockstep.run.preflight import (
@@ -78,6 +79,8 @@ LATENT = replace(
     ),
 )  # fmt: skip
 MODELS = {"qwen3": QWEN3, "gpt_oss": GPT_OSS, "latent": LATENT}
+
+TEACHER = ("distill.teacher.model=tiny-qwen3",)
 
 GPT_OSS_20B = {
     "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
@@ -200,6 +203,29 @@ def test_each_adapter_over_the_model_has_weights_and_moments_of_its_own():
     one, two = (plan_memory(replace(facts(QWEN3, lora=lora), num_adapters=n)) for n in (1, 2))
     assert part(two, "AdamW moments") == 2 * part(one, "AdamW moments") == 2 * 8 * size
     assert part(two, "weights") - part(one, "weights") == 4 * size
+
+
+def test_a_teacher_that_is_compared_over_the_vocabulary_is_planned():
+    wide = replace(QWEN3, hidden_size=1024, intermediate_size=4096)
+    before = plan_memory(facts(QWEN3, teachers=(QWEN3,)))
+    compared, by_a_wider_one = (
+        plan_memory(facts(QWEN3, teachers=(teacher,), compares_vocabulary=True))
+        for teacher in (QWEN3, wide)
+    )
+    gradient = 4 * QWEN3.num_rows * QWEN3.hidden_size
+    assert part(compared, "log-prob head") >= part(before, "log-prob head") + gradient
+    assert part(by_a_wider_one, "one block at work") > part(compared, "log-prob head")
+    config = resolve(find_recipe("distill"), ["model=tiny-qwen3", *TEACHER, "distill.signal=full"])
+    sampled = resolve(config, ["distill.signal=sampled"])
+    more, less = (plan_run(config, QWEN3) for config in (config, sampled))
+    assert part(more, "log-prob head") > part(less, "log-prob head")
+
+
+def test_layers_of_linear_attention_at_work_are_planned():
+    """However many rows a micro-batch has: what chunks hold at once is bounded."""
+    attention = replace(HYBRID, linear=None)
+    found, without = (part(plan_memory(facts(c)), "one block at work") for c in (HYBRID, attention))
+    assert found > without + DELTA_WORK_BYTES["cpu"]
 
 
 def test_state_is_counted_to_the_byte():

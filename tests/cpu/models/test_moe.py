@@ -288,6 +288,30 @@ def test_nothing_that_is_made_is_larger_than_the_input_the_weights_or_a_chunk(is
     assert sizes.largest <= limit < T * A * D * 4
 
 
+class Products(TorchDispatchMode):
+    """Collects (rows, dtype) of products with a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mv" in func.__name__ or (func.__name__.startswith("mm") and 1 in args[0].shape):
+            self.seen.add((max(args[0].shape), args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def test_biases_of_bfloat16_experts_leave_no_kernel_per_number_of_rows(monkeypatch):
+    """On CPUs with bfloat16 arithmetic oneDNN compiles one for each shape of such a product, and
+    keeps a thousand of them: 600 MiB."""
+    layer = Decoder(CONFIG).to(torch.bfloat16).layers[0].mlp
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    monkeypatch.setattr(moe_experts, "ALL_EXPERTS_MULTIPLIES", 0)
+    with Products() as found:
+        layer(x.requires_grad_(), InvariantOps()).sum().backward()
+    assert found.seen and {dtype for _, dtype in found.seen} == {torch.float32}
+
+
 def test_frozen_experts_cost_no_product_and_no_memory_for_their_gradient(monkeypatch):
     monkeypatch.setattr(moe_experts, "ALL_EXPERTS_MULTIPLIES", 0)
     calls = []

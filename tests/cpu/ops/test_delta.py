@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lockstep.errors import CapabilityError
+from lockstep.ops import delta
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import States, StateStep
 from lockstep.ops.context import PackedContext, PagedContext
@@ -95,6 +96,19 @@ def test_rows_that_begin_alike_compute_what_they_would_alone(ops):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(grads, exact, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_level_that_is_computed_chunk_by_chunk_is_the_same(monkeypatch):
+    """As one of more rows is, for whose products there is no room at once."""
+    parts, ops, shared = inputs(245), InvariantOps(), PackedContext.of_rows(ROWS)
+    weight = torch.randn(245, H, V, generator=torch.Generator().manual_seed(3))
+    whole, exact = gradients(lambda *x: ops.delta_rule(*x, 0, shared), parts, weight)
+    monkeypatch.setitem(delta.DELTA_WORK_BYTES, "cpu", 1)
+    assert [len(list(delta._pieces(level, parts[2]))) for level in shared.chunks.levels][1] == 3
+    found, grads = gradients(lambda *x: ops.delta_rule(*x, 0, shared), parts, weight)
+    assert torch.equal(found, whole)
+    for mine, theirs in zip(grads, exact, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_chunk_that_rows_share_is_computed_once():

@@ -1,7 +1,9 @@
 """The policy in training: the same numbers however a batch is cut, and no update from a bad one."""
 
 import dataclasses
+import gc
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -399,6 +401,17 @@ def test_low_precision_weights_have_float32_masters(tmp_path):
         moved += int((master != start[name]).sum())
     # five updates of 1e-6 are below bfloat16's last bit almost everywhere: only masters move
     assert moved > 0.9 * sum(m.numel() for m in start.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trainer_that_is_let_go_takes_its_model_with_it(tmp_path, dtype):
+    """A server makes and ends many, each with masters and moments."""
+    trainer = make_trainer(tmp_path, dtype=dtype)
+    trainer.update(make_rows(LENGTHS), Reinforce())
+    kept = weakref.ref(trainer.optimizer), weakref.ref(trainer.model)
+    del trainer
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 def test_the_update_is_adamw_with_the_norm_clipped(tmp_path):
