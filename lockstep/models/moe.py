@@ -97,7 +97,8 @@ class Router(nn.Linear):
         super().__init__(inputs, experts, bias=bias)
         self.choice_bias: nn.Parameter | None = None
         if has_choice_bias:
-            self.choice_bias = nn.Parameter(torch.zeros(experts), requires_grad=False)
+            # vLLM makes a model while the model's dtype is torch's default.
+            self.choice_bias = nn.Parameter(torch.zeros(experts).float(), requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         bias = self.choice_bias

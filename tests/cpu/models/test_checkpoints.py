@@ -171,6 +171,17 @@ def mixture(tmp_path):
     return tmp_path / "it"
 
 
+def test_the_bias_of_the_choice_is_float32_where_torchs_default_is_another():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it makes a model
+    try:
+        model = Decoder(ModelConfig.from_hf(GLM))
+    finally:
+        torch.set_default_dtype(before)
+    assert model.embedding.dtype == torch.bfloat16
+    assert model.layers[1].mlp.router.choice_bias.dtype == torch.float32
+
+
 def test_layers_that_are_not_run_and_float32_beside_bfloat16_are_saved_as_they_were(
     mixture, tmp_path
 ):
