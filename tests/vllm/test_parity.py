@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_local import make_local
-from vllm_models import VOCAB, make_checkpoint, trainer_logprobs
+from vllm_models import CONFIGS, HYBRIDS, VOCAB, make_checkpoint, trainer_logprobs
 
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.types import Request, SamplingParams
@@ -36,7 +36,7 @@ def gaps(engine, directory, dtype):
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - set(HYBRIDS)))
 def test_float32_agrees_with_the_trainer(kind, tmp_path):
     directory = make_checkpoint(kind, tmp_path / kind, std=0.15)
     engine = make_local(directory)
@@ -48,7 +48,7 @@ def test_float32_agrees_with_the_trainer(kind, tmp_path):
     assert np.abs(found).max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", *HYBRIDS])
 def test_bfloat16_stays_within_its_band(kind, tmp_path, capsys):
     directory = make_checkpoint(kind, tmp_path / kind, std=0.15)
     engine = make_local(directory, dtype="bfloat16")

@@ -43,12 +43,15 @@ def check_readable(directory: Path, *, fills_head: bool) -> None:
 
 
 def config_overrides(directory: Path) -> dict[str, Any]:
-    """Values for --hf-overrides. vLLM's gpt-oss reads its rotary embedding as YaRN; a plain one is
-    YaRN with factor 1."""
+    """Values for --hf-overrides. vLLM's gpt-oss reads its rotary embedding as YaRN, and its CPU
+    kernel rotates heads of DeepSeek V3 by other tokens' positions where they are plain; a plain one
+    is YaRN with factor 1. DeepSeek's routes are a softmax unless the config says sigmoids."""
     config = _config(directory)
+    routes = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    found = {"gpt_oss": {}, "deepseek_v3": routes}.get(config.get("model_type", ""))
     rope = config.get("rope_parameters") or {}
-    if config.get("model_type") != "gpt_oss" or rope.get("rope_type") != "default":
-        return {}
+    if found is None or rope.get("rope_type") != "default":
+        return found or {}
     yarn = {
         "rope_type": "yarn",
         "rope_theta": rope["rope_theta"],
@@ -58,7 +61,7 @@ def config_overrides(directory: Path) -> dict[str, Any]:
         "beta_slow": 1.0,
         "truncate": False,
     }
-    return {"rope_parameters": yarn}
+    return {**found, "rope_parameters": yarn}
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Replaces the weights of a running vLLM model, exactly; runs inside vLLM's worker.
 
-vLLM's own `reload_weights` is exact for dense models only (0.32, CPU): experts of Qwen3-MoE are not
-packed again, and gpt-oss' sinks and experts keep their old values with only a warning. Here every
-packed parameter gets the checkpoint's layout back, the model's own loader fills it, and the same
-steps follow as after a load at the start of an engine. Models that this does not cover are refused
-before anything is written, so that the engine can be restarted instead.
+vLLM's own `reload_weights` is exact for dense models only (0.32, CPU): experts are not packed
+again, tied heads and gpt-oss' sinks and experts keep their old values. Here every packed parameter
+gets the checkpoint's layout back, the model's own loader fills it, and the same steps follow as
+after a load at the start of an engine. Models that this does not cover are refused before anything
+is written, so that the engine can be restarted instead.
 
 Guard: tests/vllm/test_weights.py.
 """
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -32,27 +31,21 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
 from lockstep.engines.vllm.model import LockstepForCausalLM
-from lockstep.errors import CapabilityError, CheckpointError, EngineError
+from lockstep.errors import CapabilityError, EngineError
+from lockstep.models.hf_io import read_tensors
 
-FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mistral", "olmo3")
+FAMILIES += ("qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next")
 """Model types whose update was compared with a fresh engine of the new weights."""
+
+DERIVED = (".W_UK_T", ".W_UV")
+"""Parameters that vLLM makes after loading: the halves of latent attention's kv_b_proj."""
 
 PLAIN_LAYERS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 """Layers whose memory layout is known and that derive no scale from their weights."""
 
 UNPACKED_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that read experts in a checkpoint's layout, so that a GPU needs no unpacking."""
-
-
-def read_checkpoint(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in the directory's safetensors files, one at a time."""
-    files = sorted(Path(directory).glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{directory} has no *.safetensors file to update an engine from.")
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping: it cannot be iterated)
-                yield name, file.get_tensor(name)
 
 
 def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
@@ -114,9 +107,9 @@ def update_weights(
     if isinstance(model, LockstepForCausalLM):
         model.load_weights(source)
         return
-    weights: Any = read_checkpoint(source) if isinstance(source, (str, Path)) else source
-    if isinstance(weights, Mapping):
-        weights = weights.items()
+    weights: Any = source.items() if isinstance(source, Mapping) else source
+    if isinstance(source, (str, Path)):
+        weights = ((name, stored.read()) for name, stored in read_tensors(source).items())
     if reason := why_not_in_place(model, vllm_config):
         raise CapabilityError(
             f"vLLM cannot take new weights while it runs: {reason}. The engine must be started "
@@ -125,7 +118,7 @@ def update_weights(
     if lacks_tied_head(vllm_config):
         weights = _with_head(weights)
     tied = _tied_parameters(model)
-    wanted = {name for name, _ in model.named_parameters()}
+    wanted = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)}
     if current_platform.is_cpu():
         _unpack(model, vllm_config.model_config.dtype)
         _tie(tied)

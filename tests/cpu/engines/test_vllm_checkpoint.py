@@ -41,3 +41,11 @@ def test_a_plain_rotary_embedding_is_yarn_of_factor_one(tmp_path):
     rope = config_overrides(write(tmp_path))["rope_parameters"]
     assert (rope["rope_type"], rope["factor"]) == ("yarn", 1.0)
     assert config_overrides(locate_model("tiny-qwen3")) == {}
+
+
+def test_deepseek_v3_is_told_its_sigmoids_and_a_plain_rotation_in_words_that_rotate_it(tmp_path):
+    routes = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    found = config_overrides(write(tmp_path, model_type="deepseek_v3"))
+    assert found.items() >= routes.items() and found["rope_parameters"]["rope_type"] == "yarn"
+    scaled = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0}}
+    assert config_overrides(write(tmp_path, model_type="deepseek_v3", **scaled)) == routes
