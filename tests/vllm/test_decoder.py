@@ -319,7 +319,7 @@ def test_preempted_requests_are_computed_again_to_the_same_bits(first, model):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (("--enable-lora",), "merged adapters alone"),
+        (("--enable-lora",), "adds the adapter itself"),
         (("--kv-cache-dtype=fp8",), "keeps keys and values as it computes them"),
     ],
 )
