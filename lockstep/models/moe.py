@@ -98,7 +98,9 @@ class Router(nn.Linear):
         self.choice_bias: nn.Parameter | None = None
         if has_choice_bias:
             # vLLM makes a model while the model's dtype is torch's default.
-            self.choice_bias = nn.Parameter(torch.zeros(experts).float(), requires_grad=False)
+            self.choice_bias = nn.Parameter(
+                torch.zeros(experts, dtype=torch.float32), requires_grad=False
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         bias = self.choice_bias
