@@ -214,8 +214,15 @@ def read_rope(
     if not isinstance(rope, Mapping):
         r.problems.append(f"rope_parameters={json.dumps(rope)} must be an object")
         return theta, None
-    if "window_rope_theta" in r.defaults and not rope.keys() - {*_LAYER_KINDS}:
-        rope = rope.get("full_attention") or {}
+    if "window_rope_theta" in r.defaults:
+        if new and new.keys() - {*_LAYER_KINDS}:  # transformers takes its defaults instead
+            r.problems.append(
+                f"rope_parameters={json.dumps(new)} must have one object each for "
+                f"{' and '.join(_LAYER_KINDS)}"
+            )
+            return theta, None
+        if not rope.keys() - {*_LAYER_KINDS}:
+            rope = rope.get("full_attention") or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
         r.problems.append(f"rope_parameters by layer type ({', '.join(rope)}) are not implemented")
         return theta, None

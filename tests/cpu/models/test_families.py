@@ -458,6 +458,11 @@ def test_a_rope_for_each_kind_of_layer_reads_like_the_older_spelling():
         ("Qwen3-8B", {"rope_scaling": {"type": "default", "mrope_section": [1, 1]}}, "mrope"),
         ("Qwen3-8B", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by layer type"),
         (
+            "gemma-3-1b",
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": ...},
+            "one object each for full_attention and sliding_attention",
+        ),
+        (
             "Llama-3.1-8B",
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "low_freq_factor is missing; high_freq_factor is missing",
