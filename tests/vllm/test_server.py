@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm_models import make_changed, make_checkpoint, run, trainer_logprobs
 
+from lockstep.config import resolve
 from lockstep.engines.vllm import wire
 from lockstep.engines.vllm.started import VllmServer
 from lockstep.engines.weight_link import WeightSender
@@ -22,6 +23,9 @@ from lockstep.models.locate import locate_model
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig
 from lockstep.models.peft_io import save_adapter
+from lockstep.recipes import find_recipe
+from lockstep.run.train import train
+from lockstep.store.run import load_run
 from lockstep.testing.check_engine import check_engine
 from lockstep.types import Request, SamplingParams
 
@@ -330,3 +334,23 @@ def test_adapters_by_name_are_mixed_replaced_and_there_again_after_a_restart(sta
     for name, (ids, logprobs, _) in zip(("", "new", "b"), again, strict=True):
         wanted = trainer_logprobs(models[name], ids)[len(PROMPT) :]
         assert np.abs(wanted - logprobs).max() < TOLERANCE
+
+
+def test_a_server_teaches_as_its_model_does_in_the_process_of_the_student(started, tmp_path):
+    """A whole run of two updates; the reward makes the first, and then the student is another."""
+    how = (
+        "model=tiny-qwen3", "distill.teacher.model=tiny-qwen3", "distill.signal=sampled",
+        "distill.coef=0.5", "distill.reward_coef=1", "group_size=4", "groups_per_step=3", "steps=2",
+        "evaluation=none", "checkpoint.every=0", "trainer.schedule=constant", "contract=none",
+    )  # fmt: skip
+
+    def gaps(name, *settings):
+        config = resolve(find_recipe("distill"), [*how, *settings])
+        rows = load_run(train(config, out=tmp_path / name, view="json").path).metrics
+        return [row["distill/kl"] for row in rows]
+
+    here = gaps("here")
+    with started(locate_model("tiny-qwen3")) as engine:
+        url = f"distill.teacher.engine.urls={url_of(engine)}"
+        served = gaps("served", "distill.teacher.engine=vllm", url)
+    assert served == pytest.approx(here, abs=1e-5) and here[1] > 1e-3
