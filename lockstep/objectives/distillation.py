@@ -89,7 +89,9 @@ class _VocabularyKL(torch.autograd.Function):
         (*tensors, kl), (temperature, order) = ctx.saved_tensors, ctx.settings
         hidden, head = tensors[:2]
         grad_hidden = torch.empty_like(hidden)
-        grad_head = torch.zeros_like(head, dtype=sum_dtype(head.dtype))
+        grad_head = None
+        if ctx.needs_input_grad[1]:
+            grad_head = torch.zeros_like(head, dtype=sum_dtype(head.dtype))
         for rows in _chunks(tensors):
             student, teacher = _both_logprobs(tensors, rows, temperature)
             if order == "reverse":
@@ -99,8 +101,10 @@ class _VocabularyKL(torch.autograd.Function):
                 grad = student.exp_().sub_(teacher.exp_())
             grad = grad.mul_(grads[0][rows, None] / temperature).to(hidden.dtype)
             grad_hidden[rows] = grad @ head
-            grad_head += grad.t() @ hidden[rows]
-        return grad_hidden, grad_head.to(head.dtype), None, None, None, None
+            if grad_head is not None:
+                grad_head += grad.t() @ hidden[rows]
+        grad_head = None if grad_head is None else grad_head.to(head.dtype)
+        return grad_hidden, grad_head, None, None, None, None
 
 
 def _chunks(tensors: list[Tensor]) -> list[slice]:

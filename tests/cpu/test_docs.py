@@ -607,7 +607,10 @@ def study_table(name: str) -> str:
 
     def label(arm: str, num_seeds: int) -> str:
         planned = study["num_seeds"]
-        return arm if num_seeds == planned else f"{arm} ({num_seeds} of {planned} seeds)"
+        if num_seeds == planned:
+            return arm
+        of = f" of {planned}" if num_seeds < planned else ""
+        return f"{arm} ({num_seeds}{of} seeds)"
 
     columns, conditions = STUDY_COLUMNS[name], study["conditions"]
     has_arms = any(len(arms) > 1 for arms in conditions.values())

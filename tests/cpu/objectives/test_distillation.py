@@ -85,6 +85,9 @@ def test_the_vocabulary_in_chunks_has_the_value_and_gradient_of_the_whole(order,
         torch.autograd.grad((found * weights).sum(), (hidden, head)), wanted, strict=True
     ):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    frozen = vocabulary_kl(hidden, head.detach(), theirs, their_head, temperature=0.7, order=order)
+    (alone,) = torch.autograd.grad((frozen * weights).sum(), hidden)
+    torch.testing.assert_close(alone, wanted[0], rtol=1e-4, atol=1e-5)
 
 
 def batch(**fields):

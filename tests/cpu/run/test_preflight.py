@@ -33,7 +33,8 @@ def model_files_of(directory, *overrides, **changes):
 
 
 def test_a_family_without_a_renderer_of_ours_asks_for_one(directory):
-    assert model_files_of(directory, model_type="olmo3").model.architecture == "olmo3"
+    found = model_files_of(directory, model_type="olmo3", rope_parameters={})
+    assert found.model.architecture == "olmo3"
     (directory / "renderer.json").unlink()
     with pytest.raises(ConfigError, match=r"olmo3, and .* has no chat template\. Set"):
         model_files_of(directory)
