@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -182,14 +183,17 @@ def equality() -> dict[str, Any]:
 
 
 def families() -> dict[str, Any]:
-    """The same with 50,000 tokens and more of each family and dtype. Goes on where it stopped."""
+    """The same with 50,000 tokens and more of each family and dtype, and of adapters of those whose
+    layers are not plain attention. Goes on where it stopped."""
     import conftest  # noqa: F401  what is set before torch starts
-    from schedules import FAMILIES, control_arms, family_arms
+    from schedules import FAMILIES, MODELS, control_arms, family_arms, lora_arms
 
     stored = HERE / "families.json"
     figures = json.loads(stored.read_text())["figures"]["arms"] if stored.exists() else {}
     result: dict[str, Any] = {"commands": ["python docs/proof/run.py families"]}
-    for arm in (*family_arms(num_seeds=20), *(a for a in control_arms() if a.model in FAMILIES)):
+    adapted = [replace(a, seeds=tuple(range(20))) for a in lora_arms() if a.model not in MODELS]
+    controls = [arm for arm in control_arms() if arm.model in FAMILIES]
+    for arm in (*family_arms(num_seeds=20), *adapted, *controls):
         if str(arm) not in figures:
             figures[str(arm)] = compared(arm)
             result["figures"] = totals(figures)

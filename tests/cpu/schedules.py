@@ -293,10 +293,12 @@ def control_arms() -> list[Arm]:
 
 def lora_arms(**settings: Any) -> list[Arm]:
     """With an adapter, unmerged on both sides."""
+    ranks = [(model, 4 + i) for i, model in enumerate([*MODELS, "deepseek_v3", "qwen3_next"])]
+    ranks += [("deepseek_v3, latents of 512", 32)]
     return [
-        Arm(model=model, dtype=dtype, threads=(2, 1), lora_rank=4 + i, seeds=(i,), **settings)
-        for i, (model, dtype) in enumerate(product([*MODELS, "deepseek_v3"], DTYPES))
-    ] + [Arm(model="deepseek_v3, latents of 512", dtype="bfloat16", lora_rank=32, **settings)]
+        Arm(model=model, dtype=dtype, threads=(2, 1), lora_rank=rank, seeds=(i,), **settings)
+        for i, ((model, rank), dtype) in enumerate(product(ranks, DTYPES))
+    ]
 
 
 def replaying_arms(**settings: Any) -> list[Arm]:

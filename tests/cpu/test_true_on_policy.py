@@ -58,7 +58,7 @@ def arms():
         ),
         *(families[i] for i in (0, 3, 4, 7, 8)),  # each once, in one dtype or the other
         *(a for kind in (recomputing_arms, lora_arms, replaying_arms) for a in kind(**SHORT)[::3]),
-        lora_arms(**SHORT)[-2],  # of latents, whose adapter is multiplied head by head
+        lora_arms(**SHORT)[5],  # of latents, whose adapter is multiplied head by head
     ]
 
 
