@@ -11,7 +11,14 @@ from lockstep.config import read_json
 from lockstep.errors import CheckpointError
 from lockstep.models import families as families  # they register themselves
 from lockstep.models.attention_config import LatentShape, LinearShape, RopeScaling
-from lockstep.models.reading import EXPERT_COUNTS, FAMILIES, NO_LIMIT, Reading, read_common
+from lockstep.models.reading import (
+    EXPERT_COUNTS,
+    FAMILIES,
+    NO_LIMIT,
+    Reading,
+    read_common,
+    text_of,
+)
 
 NormWeights = Literal["plain", "wide", "centered"]
 
@@ -107,8 +114,11 @@ class ModelConfig(_Kind):
     num_extra_layers: int = 0
     """Layers behind the last one that predict further tokens. A checkpoint keeps their tensors as
     they are; they are neither run nor trained."""
-    extra_tensors: str = ""
-    """Beginning of the names of such tensors where they are no numbered layers."""
+    extra_tensors: tuple[str, ...] = ()
+    """Beginnings of the names of such tensors where they are no numbered layers, and of those of
+    towers that read images."""
+    prefix: str = "model."
+    """Beginning of the names of the decoder's tensors, its head left out, in a checkpoint."""
     dense_layers: tuple[int, ...] = ()
     """Layers of a mixture of experts that have a dense MLP, in order."""
     dense_intermediate_size: int = 0
@@ -126,6 +136,16 @@ class ModelConfig(_Kind):
     def num_rows(self) -> int:
         """Rows of the embedding and the head."""
         return self.vocab_size + self.num_padding_rows
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether its checkpoint has a tower that reads images, which is not run."""
+        return self.prefix != "model."
+
+    @property
+    def module_prefix(self) -> str:
+        """`prefix` in the names of transformers' modules, which PEFT writes."""
+        return "model.language_model." if self.has_vision else "model."
 
     @property
     def rotary_dim(self) -> int:
@@ -173,6 +193,7 @@ class ModelConfig(_Kind):
         and every setting that changes the numbers and is not implemented. Keys that transformers'
         own model of the architecture does not read are ignored.
         """
+        source, of_whole = text_of(source)
         architecture = str(source.get("model_type"))
         of_family = FAMILIES.get(architecture)
         if of_family is None:
@@ -185,7 +206,8 @@ class ModelConfig(_Kind):
         fields = read_common(reading) | of_family.read(reading)
         reading.check_shapes(fields)
         reading.finish(where)
-        return cls(architecture=architecture, **fields)
+        extra = (*fields.pop("extra_tensors", ()), *of_whole.pop("extra_tensors", ()))
+        return cls(architecture=architecture, extra_tensors=extra, **fields, **of_whole)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ModelConfig:

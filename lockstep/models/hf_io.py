@@ -31,7 +31,7 @@ from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
-from lockstep.models.shapes import CHOICE_BIAS, EMBEDDING, HEAD, Piece, decoder_layout
+from lockstep.models.shapes import CHOICE_BIAS, EMBEDDING, HEAD, Piece, decoder_layout, named
 from lockstep.models.sharding import is_sharded, local_part, mesh_of, part_like, shard, whole
 from lockstep.models.tensor_file import (
     DTYPE_NAMES,
@@ -205,7 +205,7 @@ def check_tensors(
 
 def _is_extra(name: str, config: ModelConfig) -> bool:
     """Whether a tensor is of a layer behind the last, which a checkpoint keeps as it is."""
-    if config.extra_tensors and name.startswith(config.extra_tensors):
+    if name.startswith(config.extra_tensors):
         return True
     found = re.match(r"model\.layers\.(\d+)\.", name)
     first = config.num_layers
@@ -451,7 +451,10 @@ def save_checkpoint(
         ).tensor_to_filename
     if HEAD in placed and HEAD not in tensors:
         tensors[HEAD] = Outgoing(
-            HEAD, tuple(model.embedding.shape), dtype, partial(source.view, EMBEDDING)
+            HEAD,
+            tuple(model.embedding.shape),
+            dtype,
+            partial(source.view, named(model.config, EMBEDDING)),
         )
     files = {
         file: [t for name, t in tensors.items() if placed[name] == file]

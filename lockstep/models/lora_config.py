@@ -135,8 +135,9 @@ def lora_sites(config: ModelConfig) -> list[Site]:
         places = [(piece.name.removesuffix(".weight"), piece.shape) for piece in parameter.pieces]
         if len(parameter.shape) == 3:  # Hugging Face may have a tensor per expert; PEFT has none
             owner, group = f"{owner}.experts", "experts"
-            places = [(f"model.{owner}.{part}", parameter.shape)]
-        for hf_name, shape in places:
+            places = [(f"{config.prefix}{owner}.{part}", parameter.shape)]
+        for in_file, shape in places:
+            hf_name = in_file.replace(config.prefix, config.module_prefix, 1)
             out.append(
                 Site(
                     name=f"{owner}.{hf_name.rpartition('.')[2]}",

@@ -46,6 +46,34 @@ _SCALINGS: dict[str, type[RopeScaling]] = {
 }
 
 
+_WHOLES = {
+    "gemma3": ("language_model.model.", "vision_tower.", "multi_modal_projector."),
+    "qwen3_5": ("model.language_model.", "model.visual."),
+    "qwen3_5_moe": ("model.language_model.", "model.visual."),
+}
+"""model_type of a model that reads images too -> beginnings of the names of its language model's
+tensors, and of those that read images."""
+
+# What transformers assumes of Gemma 3, whose published configs leave it out.
+_GEMMA3 = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096,
+}  # fmt: skip
+
+
+def text_of(source: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """(the config of the language model in that of one that reads images too, fields of
+    `ModelConfig` that follow); of a model of text alone, its own and none."""
+    kind, text = str(source.get("model_type")), source.get("text_config")
+    if kind not in _WHOLES or not isinstance(text, Mapping):
+        return source, {}
+    prefix, *towers = _WHOLES[kind]
+    whole = {"tie_word_embeddings": source.get("tie_word_embeddings")}
+    given = _GEMMA3 if kind == "gemma3" else {}
+    found = {**given, **whole, **text, "model_type": f"{kind}_text"}
+    return found, {"prefix": prefix, "extra_tensors": tuple(towers)}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
     """How configs of one model_type are read."""

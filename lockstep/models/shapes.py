@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.models.attention_config import LatentShape, LinearShape
@@ -72,7 +72,16 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
     out["final_norm"] = _whole("model.norm.weight", D)
     if not c.tie_embeddings:
         out["untied_head"] = _whole(HEAD, c.num_rows, D)
+    if c.has_vision:
+        for name, parameter in out.items():
+            pieces = (replace(p, name=named(c, p.name)) for p in parameter.pieces)
+            out[name] = replace(parameter, pieces=tuple(pieces))
     return out
+
+
+def named(config: ModelConfig, name: str) -> str:
+    """The name in a checkpoint of a tensor that is called so in one of text alone."""
+    return config.prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def _attention(c: ModelConfig, theirs: str) -> dict[str, ParameterLayout]:

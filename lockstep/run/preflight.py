@@ -349,6 +349,11 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
     directory = locate_model(config.model, files=files)
     kind = FallbackConfig if config.fallback else ModelConfig
     model = kind.from_directory(directory)
+    if isinstance(model, ModelConfig) and model.has_vision and config.vision == "refuse":
+        raise ConfigError(
+            f"model={config.model} reads images, and a run here reads text alone. vision=keep "
+            "trains its language model; what reads images stays in its checkpoints as it is."
+        )
     if config.max_tokens > model.max_positions:
         raise ConfigError(
             f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "

@@ -44,7 +44,7 @@ def _hybrid(reading: Reading, *, is_grouped: bool) -> dict[str, Any]:
         "has_qk_norm": True,
         "norm_weights": "centered",
         "rotary_share": r.number(share, "partial_rotary_factor"),
-        "extra_tensors": "mtp.",
+        "extra_tensors": ("mtp.",),
         **same_windows(r, None),
     }
 
