@@ -56,9 +56,14 @@ tensors, and of those that read images."""
 
 # What transformers assumes of Gemma 3, whose published configs leave it out.
 _GEMMA3 = {
-    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096,
-}  # fmt: skip
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+}
 
 
 def text_of(source: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
