@@ -50,7 +50,7 @@ def find_seats(config: Config) -> dict[str, Served]:
                 engine=seat.engine,
                 contract=config.contract,
                 dtype=config.compute_dtype,
-                **{key: getattr(config, key) for key in ("device", "threads", "seed")},
+                **{key: getattr(config, key) for key in ("device", "threads", "seed", "vision")},
             )
             read_model_files(choice, files=CONFIG_FILES)
         except LockstepError as error:
