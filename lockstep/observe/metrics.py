@@ -101,6 +101,7 @@ _TABLE: dict[str, tuple[tuple[str, str, Direction, str], ...]] = {
         ("without_signal", "groups", "down", "Groups of several episodes with equal rewards."),
         ("source/*", "episodes", "none", "Episodes of one part of a mixture."),
         ("seat/*", "episodes", "none", "Episodes of one seat, in a task that several play."),
+        ("without_signal/*", "groups", "down", "Groups of one seat with equal rewards."),
     ),
     "signal/": (
         ("replaced", "groups", "down", "Groups without a signal that others were played for."),

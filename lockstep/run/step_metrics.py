@@ -45,7 +45,7 @@ def step_metrics(
         parts = [t.reward_parts for t in scored if not t.seat]
         row |= {f"reward/{k}": v for k, v in _means(parts).items()}
     counters = _means([t.metrics for t in own])
-    row |= _by_source(groups) | _by_seat(every, rows)
+    row |= _by_source(groups) | _by_seat(groups, rows)
     row |= {
         "episodes/total": len(every),
         "episodes/failed": sum(t.status == "failed" for t in every),
@@ -93,14 +93,23 @@ def _by_source(groups: Sequence[Group]) -> dict[str, float]:
     return row
 
 
-def _by_seat(trajectories: Sequence[Trajectory], rows: Sequence[Sample]) -> dict[str, float]:
-    """Mean reward of each seat and its raw parts, frozen seats included; and the mismatch of its
-    trained tokens."""
+def _by_seat(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, float]:
+    """Mean reward of each seat and its raw parts, frozen seats included; its groups without a
+    signal; and the mismatch of its trained tokens."""
+    trajectories = [t for g in groups for t in g.trajectories]
     seat_of = {t.id: t.seat for t in trajectories if t.seat}
     row: dict[str, float] = {}
     for seat in sorted(set(seat_of.values())):
         played = [t for t in trajectories if t.seat == seat and t.status != "failed" and t.rewards]
         row[f"episodes/seat/{seat}"] = sum(t.seat == seat for t in trajectories)
+        by_group = [
+            [t.reward for t in g.trajectories if t.status != "failed" and t.rewards]
+            for g in groups
+            if g.trajectories[0].seat == seat
+        ]
+        row[f"episodes/without_signal/{seat}"] = sum(
+            len(of_group) > 1 and len(set(of_group)) == 1 for of_group in by_group
+        )
         if played:
             row[f"reward/{seat}/mean"] = float(np.mean([t.reward for t in played]))
         parts = _means([t.reward_parts for t in played])

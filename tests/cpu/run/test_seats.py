@@ -158,6 +158,13 @@ def test_two_adapters_are_trained_each_on_its_seat_with_a_kl_of_zero(two_adapter
         assert row["training/rows"] == 12 and row["reward/mean"] == row["reward/first/mean"]
         assert row["mismatch/by_seat/second/k3"] == 0.0
         assert row["train/grad_norm"] != row["policy/second/train/grad_norm"] > 0
+        silent = [
+            g.trajectories[0].seat
+            for g in load_run(two_adapters).groups(int(row["step"]))
+            if len({t.reward for t in g.trajectories}) == 1
+        ]
+        for seat in DuelConfig.SEATS:
+            assert row[f"episodes/without_signal/{seat}"] == silent.count(seat)
     first, last = adapters_of(two_adapters, 1), adapters_of(two_adapters)
     assert len({*first.values(), *last.values()}) == 4
     for record in load_run(two_adapters).trajectories(2):
