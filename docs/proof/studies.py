@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -633,7 +634,10 @@ def store(name: str, condition: str, arm: str, seed: int, found: Mapping[str, An
         "num_seeds": study.num_seeds,
         "conditions": conditions,
     }
-    RESULTS.write_text(json.dumps(rounded(results), indent=1) + "\n")
+    text = json.dumps(rounded(results), indent=1)
+    # A curve in a line: the file has a thousand of them.
+    text = re.sub(r"\[([^\[\]{}\"]*)\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+    RESULTS.write_text(text + "\n")
 
 
 # -- figures --------------------------------------------------------------------------------------
