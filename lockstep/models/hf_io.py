@@ -204,7 +204,8 @@ def check_tensors(
 
 
 def _is_extra(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of a layer behind the last, which a checkpoint keeps as it is."""
+    """Whether a checkpoint keeps a tensor as it is: one of a layer behind the last, or of what
+    reads images."""
     if name.startswith(config.extra_tensors):
         return True
     found = re.match(r"model\.layers\.(\d+)\.", name)

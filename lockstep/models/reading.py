@@ -73,9 +73,11 @@ def text_of(source: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any
     if kind not in _WHOLES or not isinstance(text, Mapping):
         return source, {}
     prefix, *towers = _WHOLES[kind]
-    whole = {"tie_word_embeddings": source.get("tie_word_embeddings")}
-    given = _GEMMA3 if kind == "gemma3" else {}
-    found = {**given, **whole, **text, "model_type": f"{kind}_text"}
+    of_whole = {
+        "model_type": f"{kind}_text",
+        "tie_word_embeddings": source.get("tie_word_embeddings"),  # whatever the text's says
+    }
+    found = {**(_GEMMA3 if kind == "gemma3" else {}), **text, **of_whole}
     return found, {"prefix": prefix, "extra_tensors": tuple(towers)}
 
 

@@ -103,9 +103,10 @@ def _by_seat(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, float
         played = [t for t in trajectories if t.seat == seat and t.status != "failed" and t.rewards]
         row[f"episodes/seat/{seat}"] = sum(t.seat == seat for t in trajectories)
         by_group = [
-            [t.reward for t in g.trajectories if t.status != "failed" and t.rewards]
+            [t.reward for t in part.trajectories if t.status != "failed" and t.rewards]
             for g in groups
-            if g.trajectories[0].seat == seat
+            for part in g.by_seat()
+            if part.trajectories[0].seat == seat
         ]
         row[f"episodes/without_signal/{seat}"] = sum(
             len(of_group) > 1 and len(set(of_group)) == 1 for of_group in by_group

@@ -105,7 +105,7 @@ class Optimizer:
             if self.masters[name] is not parameter and name not in meshes:
                 # The gradient goes to the master while backward is running, and its memory back. A
                 # hook keeps what it names, and the cycle through a parameter is never collected.
-                hook = partial(_call, weakref.WeakMethod(self._collect), name)
+                hook = partial(_call_while_alive, weakref.WeakMethod(self._collect), name)
                 parameter.register_post_accumulate_grad_hook(hook)
         self.configure(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
@@ -287,7 +287,7 @@ class Optimizer:
         return self.parameters[name].dtype != torch.float32
 
 
-def _call(
+def _call_while_alive(
     method: weakref.WeakMethod[Callable[[str, Tensor], None]], name: str, parameter: Tensor
 ) -> None:
     if (collect := method()) is not None:

@@ -107,6 +107,22 @@ def test_a_trained_model_is_saved_with_what_reads_images_as_it_was(whole, tmp_pa
         assert (logits_of(model) - wanted).abs().max() / wanted.abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_config_that_leaves_out_what_transformers_assumes_is_read_as_it_reads_it(is_tied):
+    """As Gemma 3 is published. The whole says whether the head is tied, whatever the text says."""
+    transformers = pytest.importorskip("transformers")
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }  # fmt: skip
+    sparse = {"model_type": "gemma3", "text_config": text, "tie_word_embeddings": is_tied}
+    whole = transformers.Gemma3Config(text_config=dict(text), tie_word_embeddings=is_tied).to_dict()
+    found = ModelConfig.from_hf(sparse)
+    assert found == ModelConfig.from_hf(whole)
+    assert found.tie_embeddings == is_tied
+
+
 def test_adapters_have_the_names_of_transformers_modules(whole):
     made, directory = whole
     shape = lora_shape(
