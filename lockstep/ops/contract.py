@@ -63,8 +63,6 @@ class Fingerprint:
     """Keys that attention sums in one piece; 0: the kernel decides."""
     row_quantum: int = 1
     """Rows of a GEMM are padded to a multiple of this."""
-    least_outputs: int = 1
-    """Weights with fewer outputs are padded to as many."""
     head_quantum: int = 1
     """Query rows of a key head are padded to a multiple of this in attention."""
     gemm: str = "native"
@@ -99,7 +97,7 @@ class Fingerprint:
                 f"{text!r} is not a fingerprint of the numerics that this version knows"
                 + (f": unknown {', '.join(unknown)}." if unknown else ".")
             )
-        numbers = {"key_block", "row_quantum", "least_outputs", "head_quantum", "tensor_parallel"}
+        numbers = {"key_block", "row_quantum", "head_quantum", "tensor_parallel"}
         values: dict[str, Any] = {k: int(v) if k in numbers else v for k, v in given.items()}
         return cls(**values)
 

@@ -7,6 +7,7 @@ This holds for the forward; backward is stock.
 Where stock torch depends on the batch, and what is done instead:
 
     GEMMs of few rows (other kernels, other orders)    rows padded to a quantum; packed weights
+    small GEMMs on several threads (a sum is split)    outputs padded; a single product halved
     silu, sigmoid (vector body and tail round apart)   exp, add, divide: each the same in both
     attention (order by chunk, cache and batch)        fixed blocks of keys, summed left to right
     experts (a GEMM of few rows; index_add)            the same GEMM rule; summed in slot order
@@ -53,22 +54,20 @@ TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a secon
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
 PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
 BATCHED_WIDTH = 8  # narrower weights take other kernels in a batched product than in a single one
+LEAST_ROWS = 4  # kernels for fewer differ occasionally, even where a test finds no difference
+VECTOR = 16  # float32 numbers in a register of AVX-512, the widest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """Settings under which a machine's GEMMs are invariant; found by `ops.selftest`."""
 
-    row_quantum: int = 4
-    """Rows of every GEMM are padded to a multiple of this. At least four: kernels for fewer rows
-    differ occasionally, even where a test finds no difference."""
-    head_quantum: int = 4
+    row_quantum: int = LEAST_ROWS
+    """Rows of every GEMM are padded to a multiple of this."""
+    head_quantum: int = LEAST_ROWS
     """Query rows of one key head are padded to a multiple of this in attention."""
     key_quantum: int = 16
     """Attention reads a multiple of this many keys: it fills a vector register."""
-    least_outputs: int = 1
-    """Weights with fewer outputs are padded to as many. For few, MKL on AMD's CPUs adds up in
-    another order by several threads than by one."""
     is_packing: bool = True
     """GEMMs of few rows read weights that are packed once per update. They give the bits of the
     large GEMM, and are as fast as the stock kernel for one row."""
@@ -134,12 +133,11 @@ class InvariantOps(GemmOps):
         is a parameter itself."""
         (M, dtype), N = (len(x_MK), x_MK.dtype), len(weight_NK)
         owner = weight_NK if owner is None else owner
-        if (missing := self.rules.least_outputs - N) > 0:
+        if extra := -M % self.rules.row_quantum:
+            x_MK = F.pad(x_MK, (0, 0, 0, extra))
+        if (missing := _least_outputs(M + extra) - N) > 0:
             weight_NK = F.pad(weight_NK, (0, 0, 0, missing))
             bias_N = None if bias_N is None else F.pad(bias_N, (0, missing))
-        extra = -M % self.rules.row_quantum
-        if extra:
-            x_MK = F.pad(x_MK, (0, 0, 0, extra))
         is_wide = is_widened(dtype)
         if self._reads_packed(M, weight_NK, owner, is_wide or dtype == torch.float32):
             packed, weight_NK = self._packed.of(weight_NK, owner, index)
@@ -170,8 +168,8 @@ class InvariantOps(GemmOps):
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         rows = x.shape[1]
         if extra := -rows % self.rules.head_quantum:
-            return torch.bmm(F.pad(x, (0, 0, 0, extra)), y)[:, :rows]
-        return torch.bmm(x, y)
+            return _product(F.pad(x, (0, 0, 0, extra)), y)[:, :rows]
+        return _product(x, y)
 
     def expert_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
@@ -181,17 +179,15 @@ class InvariantOps(GemmOps):
         is_even = 0 < rows <= PACKED_ROWS and counts.count(rows) == E
         # A packed weight is made wide once, a batch of them in each call.
         is_batched = min(N, K) >= BATCHED_WIDTH and not (is_wide and N * K >= PACKED_SIZE)
-        if is_even and is_batched and self.rules.least_outputs <= N:
+        if is_even and is_batched and N >= VECTOR:
             x_EMK = x_RK.view(E, rows, K)
             if extra := -rows % self.rules.row_quantum:
                 x_EMK = F.pad(x_EMK, (0, 0, 0, extra))
             if is_wide:
                 x_EMK, weight_ENK = x_EMK.float(), weight_ENK.float()
                 bias_EN = None if bias_EN is None else bias_EN.float()
-            if bias_EN is None:
-                out = torch.bmm(x_EMK, weight_ENK.transpose(1, 2))
-            else:
-                out = torch.baddbmm(bias_EN[:, None], x_EMK, weight_ENK.transpose(1, 2))
+            bias_E1N = None if bias_EN is None else bias_EN[:, None]
+            out = _product(x_EMK, weight_ENK.transpose(1, 2), added=bias_E1N)
             out_RN = out[:, :rows].reshape(len(x_RK), N)
             return out_RN.to(x_RK.dtype) if is_wide else out_RN
         out = x_RK.new_empty(len(x_RK), N)
@@ -286,12 +282,43 @@ class _PackedWeights:
         entry = self._of.get(owner)
         if entry is None or entry[0] != owner._version:
             entry = self._of[owner] = (owner._version, {})
-        found = entry[1].get(index)
+        key = index, len(weight)  # padded by the number of rows and threads
+        found = entry[1].get(key)
         if found is None:
             wide = weight.detach().float()
             packed = torch.ops.mkl._mkl_reorder_linear_weight(wide, PACKED_ROWS)
-            found = entry[1][index] = (packed, wide)
+            found = entry[1][key] = (packed, wide)
         return found
+
+
+def _least_outputs(num_rows: int) -> int:
+    """Outputs to which a GEMM of `num_rows` rows is padded.
+
+    MKL on AMD's CPUs splits the sums of a GEMM over threads if it has too few rows and outputs to
+    give each thread a part of them: the sum is then added up in another order. Of fewer outputs
+    than a register holds, packed weights and single columns have kernels of their own.
+    Measured with 1 to 64 threads: tests/cpu/ops/test_invariant.py repeats it.
+    """
+    num_threads = torch.get_num_threads()
+    return VECTOR * (num_threads if num_rows <= VECTOR * num_threads else 1)
+
+
+def _product(x: Tensor, y: Tensor, *, added: Tensor | None = None) -> Tensor:
+    """x [B, M, K] times y [B, K, N], and `added` [B or 1, M or 1, N].
+
+    MKL splits the sums of a small product over threads only if it is alone, so a single product
+    is computed as two: its rows in halves or, where they cannot be halved, twice.
+    """
+    if len(x) > 1:
+        return torch.bmm(x, y) if added is None else torch.baddbmm(added, x, y)
+    (_, M, K), N = x.shape, y.shape[2]
+    if M % (2 * LEAST_ROWS):
+        twice = None if added is None else added.expand(2, -1, -1)
+        return _product(x.expand(2, -1, -1), y.expand(2, -1, -1), added=twice)[:1]
+    if added is not None and added.shape[1] > 1:
+        added = added.reshape(2, M // 2, N)
+    halves = x.reshape(2, M // 2, K)
+    return _product(halves, y.expand(2, -1, -1), added=added).view(1, M, N)
 
 
 def _activate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
@@ -360,7 +387,7 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[
     Torch's softmax adds every 8th or 16th element into one lane: keys past a masked end add exact
     zeros, and a sink after a multiple of 16 keys is always the last of its lane.
     """
-    scores = torch.baddbmm(mask, q, k.transpose(1, 2))
+    scores = _product(q, k.transpose(1, 2), added=mask)
     if sinks is not None:
         scores = torch.cat([scores, sinks], -1)
     return scores, scores.softmax(-1)
@@ -370,10 +397,10 @@ def _weigh_values(probs: Tensor, v: Tensor) -> Tensor:
     """probs [N, R, L or L + 1] times v [N, L, D], block by block from the left. Within a block the
     kernel adds one key after the other, so leaving out keys past a masked end changes nothing."""
     here = slice(min(KEY_BLOCK, v.shape[1]))
-    out = torch.bmm(probs[..., here], v[:, here])
+    out = _product(probs[..., here], v[:, here])
     for at in range(KEY_BLOCK, v.shape[1], KEY_BLOCK):
         here = slice(at, min(at + KEY_BLOCK, v.shape[1]))
-        out = torch.baddbmm(out, probs[..., here], v[:, here])
+        out = _product(probs[..., here], v[:, here], added=out)
     return out
 
 

@@ -18,7 +18,6 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -37,12 +36,11 @@ from lockstep.ops.context import (
     PagedContext,
 )
 from lockstep.ops.contract import CHUNK, COVERED_DTYPES, Fingerprint
-from lockstep.ops.invariant import InvariantOps, Rules
+from lockstep.ops.invariant import InvariantOps
 
 Tensor = torch.Tensor
 
 LARGEST_QUANTUM = 32
-LEAST_OUTPUTS = 32  # of a product by several threads
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 64, 65, 127)
 MANY_ROWS = 2048  # as in a packed batch; tried where it costs little
 MANY_ROWS_MULTIPLIES = 1 << 30  # a tenth of a second on one core
@@ -125,8 +123,7 @@ def prove(model: Any, *, ops: Ops | None = None) -> Proof:
 
 def _ops_of(device: torch.device) -> Ops:
     if device.type == "cpu":
-        is_alone = torch.get_num_threads() == 1
-        return InvariantOps(Rules(least_outputs=1 if is_alone else LEAST_OUTPUTS))
+        return InvariantOps()
     from lockstep.ops.cuda import CudaOps
 
     return CudaOps()
@@ -286,13 +283,18 @@ def _first_failure(ops: Ops, calls: Sequence[_Call]) -> tuple[str, str, int]:
 
 
 def _unrounded(ops: Ops, call: _Call) -> Iterator[_Call]:
-    """The call and, of a product that is rounded only at its end, that of its operands in the dtype
-    in which it is computed: two sums that differ are seldom rounded apart."""
+    """The call and, if its op computes in a wider dtype than that of its operands, the call with
+    operands of that dtype: rounding hides nearly every difference of two sums."""
     yield call
     dtype = call.args[0].dtype
-    if call.op in ("linear", "expert_linear", "grouped") and ops.gradient_dtype(dtype) != dtype:
-        args = (a.float() if isinstance(a, Tensor) else a for a in call.args)
-        yield _Call(call.op, tuple(args), call.kwargs)
+    if ops.gradient_dtype(dtype) != dtype:
+
+        def wide(value: Any) -> Any:
+            is_number = isinstance(value, Tensor) and value.is_floating_point()
+            return value.float() if is_number else value
+
+        kwargs = {name: wide(value) for name, value in call.kwargs.items()}
+        yield _Call(call.op, tuple(wide(value) for value in call.args), kwargs)
 
 
 def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
@@ -313,10 +315,7 @@ def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
             with torch.inference_mode():
                 fed = run(rows)
             yield "" if _same(fed, part) else "packed weights"
-        if call.args[0].device.type == "cpu" and torch.get_num_threads() > 1:
-            with _threads(1):
-                alone = run(slice(None))
-            yield "" if _same(alone, full) else call.op
+        yield from _alone(call, lambda: run(slice(None)), full)
         repeat = MANY_ROWS // total + 1
         per_row = call.args[1].numel() if call.op == "linear" else call.args[0][0].numel()
         if repeat * total * per_row <= MANY_ROWS_MULTIPLIES:
@@ -324,14 +323,17 @@ def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
             yield "" if _same([m[-total:] for m in many], full) else call.op
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+def _alone(call: _Call, run: Callable[[], list[Tensor]], full: list[Tensor]) -> Iterator[str]:
+    """Compares several threads, which computed `full`, with one."""
+    count = torch.get_num_threads()
+    if call.args[0].device.type != "cpu" or count == 1:
+        return
+    torch.set_num_threads(1)
     try:
-        yield
+        alone = run()
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(count)
+    yield "" if _same(alone, full) else call.op
 
 
 def _selections(total: int) -> Iterator[slice]:
@@ -398,10 +400,7 @@ def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
                 with torch.inference_mode():
                     fed = run(counts)
                 yield "" if _same(fed, part) else "packed weights"
-        if x_RK.device.type == "cpu" and torch.get_num_threads() > 1:
-            with _threads(1):
-                alone = run([most - i % 2 for i in range(num_experts)])
-            yield "" if _same(alone, full) else call.op
+        yield from _alone(call, lambda: run([most - i % 2 for i in range(num_experts)]), full)
 
 
 def _group_checks(ops: Ops, call: _Call) -> Iterator[str]:
@@ -431,7 +430,9 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
     spec, length = replace(spec, layer=0), int(packed.lengths[0])
     num_heads = q.shape[1] if ops.reads_work(q.device) else None
     with torch.no_grad():
-        full = ops.attention(q, k, v, spec, packed)[:length]
+        full = ops.attention(q, k, v, spec, packed)
+        yield from _alone(call, lambda: [ops.attention(q, k, v, spec, packed)], [full])
+        full = full[:length]
         for page_size in (KEY_BLOCK, 16):
             keys, values = k.new_zeros(
                 2, 1, k.shape[1], -(-length // page_size), page_size, k.shape[2]
@@ -459,32 +460,34 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
 
 def _state_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """The first row's positions through a sampler's states: three parts of a prompt that end at
-    different borders, then a token of each at a time."""
+    different borders, then a token of each at a time; and one sequence alone."""
     rowwise, length = STATEFUL[call.op], int(call.args[-1].lengths[0])
     rows, layer = [call.args[i] for i in rowwise], call.args[-2]
     rest = [a for i, a in enumerate(call.args[:-2]) if i not in rowwise]
     k, v = (rows[i if len(rows) > 2 else 0] for i in (1, 2))
-    states = States.zeros(
-        layer + 1,
-        3,
-        heads=(k.shape[1], v.shape[1]),
-        widths=(k.shape[-1], v.shape[-1]),
-        tail=(rest[0].shape[1] - 1, rest[0].shape[0]) if rest else (1, 1),
-        dtype=v.dtype,
-        device=v.device,
-    )
     op, keys = getattr(ops, call.op), v.new_empty(0)
     with torch.no_grad():
-        full = op(*call.args)[:length]
-        ends = [min(n * CHUNK, (length - 1) // CHUNK * CHUNK) for n in (1, 2, 3)]
-        starts = np.zeros(3, np.int64)
+        full = op(*call.args)
+        yield from _alone(call, lambda: [op(*call.args)], [full])
+        full = full[:length]
+    for count in (3, 1):
+        states = States.zeros(
+            layer + 1,
+            count,
+            heads=(k.shape[1], v.shape[1]),
+            widths=(k.shape[-1], v.shape[-1]),
+            tail=(rest[0].shape[1] - 1, rest[0].shape[0]) if rest else (1, 1),
+            dtype=v.dtype,
+            device=v.device,
+        )
+        ends = [min(n * CHUNK, (length - 1) // CHUNK * CHUNK) for n in range(1, count + 1)]
+        starts = np.zeros(count, np.int64)
         for stops in (np.array(ends), *(np.array(ends) + i for i in range(1, CHUNK + 2))):
             fed = stops - starts
             if not fed.all() or stops.max() > length:
                 break
-            step = StateStep.of(
-                states, np.arange(3), starts, stops, num_rows=3 if starts.any() else 0
-            )
+            num_rows = count if starts.any() else 0
+            step = StateStep.of(states, np.arange(count), starts, stops, num_rows=num_rows)
             places = np.concatenate([np.arange(*ends) for ends in zip(starts, stops, strict=True)])
             context = PagedContext(keys, keys, keys, states=step)
             with torch.inference_mode():
@@ -506,7 +509,6 @@ def fingerprint(ops: Ops, dtype: torch.dtype, device: torch.device) -> Fingerpri
     settings: dict[str, Any] = {"key_block": ops.key_block, "gemm": ops.describe_gemm(dtype)}
     if isinstance(ops, InvariantOps):
         settings["row_quantum"] = ops.rules.row_quantum
-        settings["least_outputs"] = ops.rules.least_outputs
         settings["head_quantum"] = ops.rules.head_quantum
     machine, isa, libraries = _machine(device)
     return Fingerprint(

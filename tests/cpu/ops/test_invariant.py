@@ -289,6 +289,47 @@ def test_the_clamped_activation_has_the_gradient_of_its_formula():
 # -- packed weights and experts -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 8, 16, 64])
+def test_small_products_have_the_same_bits_on_any_number_of_threads(num_threads):
+    """MKL on AMD's CPUs splits the sums of a small product over threads, unless others are computed
+    with it: attention of one sequence with one key head, routers, adapters, gates."""
+    widths = {"linear": (1, 2, 5, 8, 9, 16, 23, 32, 40, 96, 200), "matmul": (16, 32, 48, 64)}
+    for op, inner in product(widths, (16, 64, 100, 2048)):
+        for width in widths[op]:
+            ops, x, y = InvariantOps(), normal(300, inner), normal(width, inner, seed=1)
+            for num_rows in (1, 4, 8, 12, 31, 64, 136, 300):
+                found = []
+                for threads, rows in ((1, x), (num_threads, x[:num_rows])):
+                    torch.set_num_threads(threads)
+                    with torch.inference_mode():
+                        if op == "linear":
+                            found.append(ops.linear(rows, y)[:num_rows])
+                        else:
+                            found.append(ops.matmul(rows[None], y.t()[None])[0, :num_rows])
+                assert torch.equal(*found), (op, num_rows, inner, width)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4, 16])
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_one_sequence_with_one_key_head_decodes_to_the_bits_of_the_prefill(num_threads, head_dim):
+    """A product that is alone in its batch: float32, since bfloat16 rounds the difference away in
+    all but a few of a thousand tokens."""
+    ops, length = InvariantOps(), 200
+    q = normal(length, 8, head_dim)
+    k, v = normal(length, 1, head_dim, seed=1), normal(length, 1, head_dim, seed=2)
+    spec = AttentionSpec(None, None, head_dim**-0.5)
+    torch.set_num_threads(1)
+    full = ops.attention(q, k, v, spec, PackedContext.of([length]))
+    torch.set_num_threads(num_threads)
+    keys, values = k.new_zeros(2, 1, 1, 13, 16, head_dim)
+    for at in range(length):
+        here = slice(at, at + 1)
+        context = PagedContext.of(keys, values, np.arange(13)[None], [at], [at + 1])
+        with torch.inference_mode():
+            out = ops.attention(q[here], k[here], v[here], spec, context)
+        assert torch.equal(out, full[here]), at
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_weights_give_the_bits_of_the_unpacked_and_follow_a_change_in_place(dtype):
     backend = InvariantOps()
