@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import ClassVar, Literal
 
@@ -255,7 +255,7 @@ class WrongBoundary(_EditFault):
     def _subtracted(self, row: Sample) -> Sample:
         """All log-probs are laid from the computed end of the prompt on in order, and every token
         with one is trained."""
-        cut, length = turns(row)[-1][0], _by_subtraction(row)
+        cut, length = turns(row)[-1][0], length_by_subtraction(row)
         values = row.columns["rollout_logprobs"][row.columns["turn"] >= 0]
         begin = max(length, 1)
         out = taken(row, np.arange(cut))
@@ -270,15 +270,8 @@ class WrongBoundary(_EditFault):
         out.loss_mask[:] = is_reply
         return with_logprobs(out, laid)
 
-    def prompt_length(self, row: Sample, before: Sample) -> int | None:
-        if row is before:
-            return None
-        if self.kind == "subtracted":
-            return _by_subtraction(before)
-        return int(np.flatnonzero(row.loss_mask)[0]) if row.num_trained else None
 
-
-def _by_subtraction(row: Sample) -> int:
+def length_by_subtraction(row: Sample) -> int:
     """The prompt's length as the row without its last reply, minus all replies."""
     return turns(row)[-1][0] - int((row.columns["turn"] >= 0).sum())
 
@@ -393,35 +386,13 @@ class InjectedControlTokens(_EditFault):
     """Control tokens in each row."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        if (place := self._place(row, renderer)) is None:
+        if (place := self.place(row, renderer)) is None:
             return row
         out = with_inserted(row, place[1], [renderer.stop_ids[0]] * self.count)
         own = out.columns["rollout_logprobs"]
         return with_logprobs(out, np.where(out.loss_mask, np.nan, own))
 
-    def said(
-        self, before: Sample, messages: Sequence[Message], renderer: Renderer
-    ) -> Sequence[Message]:
-        """The messages with the control tokens' names in the text that they were in."""
-        if (place := self._place(before, renderer)) is None:
-            return messages
-        decode = renderer.tokenizer.decode
-        begin, at, end = place
-        text = decode(before.token_ids[begin + 1 : end])
-        offset = len(decode(before.token_ids[begin + 1 : at]))
-        name = decode([renderer.stop_ids[0]]) * self.count
-        out = list(messages)
-        for number in reversed(range(len(out))):
-            content = out[number].content
-            first = text.find(content) if content and out[number].role != "assistant" else -1
-            if 0 <= first < offset < first + len(content):
-                inside = offset - first
-                content = content[:inside] + name + content[inside:]
-                out[number] = replace(out[number], content=content)
-                break
-        return out
-
-    def _place(self, row: Sample, renderer: Renderer) -> tuple[int, int, int] | None:
+    def place(self, row: Sample, renderer: Renderer) -> tuple[int, int, int] | None:
         """(control token before, place, control token after) of the last text before the last turn
         that others wrote, and that is more than the opening of a turn."""
         observed = row.columns["turn"] < 0
@@ -470,31 +441,6 @@ class LostRoutes(RowFault):
         out = taken(row, np.arange(len(row)))
         begin = int(np.flatnonzero(turn == hit[-1] - 1).max(initial=-1)) + 1
         out.columns["routed_experts"][:begin] = UNKNOWN_EXPERT
-        return out
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroRoutes(RowFault):
-    """Routes that the engine did not return are zeros, as in a buffer that it never wrote: expert 0
-    as often as a token has experts. For dumps: a run that replays such routes refuses them, and
-    others record none."""
-
-    needs: ClassVar = "a router"
-    only_in_dumps: ClassVar = "a route with one expert twice is refused where it is replayed"
-
-    part: Literal["all", "prefix", "layer"] = "prefix"
-    """all: of the whole row. prefix: of all positions before its last turn, which the engine had in
-    its cache. layer: of one layer, chosen by the row."""
-
-    def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        if "routed_experts" not in row.columns or not turns(row):
-            return row
-        out = taken(row, np.arange(len(row)))
-        routes = out.columns["routed_experts"]
-        if self.part == "layer":
-            routes[:, derive_seed(self.seed, "layer", row.id) % routes.shape[1]] = 0
-        else:
-            routes[: turns(row)[-1][0] if self.part == "prefix" else len(row)] = 0
         return out
 
 
@@ -605,25 +551,6 @@ class QuantisedLogprobs(_ValueFault):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NonfiniteLogprobs(_ValueFault):
-    """Some trained tokens have no finite log-prob: an op that overflowed, or a token outside of
-    top-p. For dumps: in a run, the episode of such a token fails."""
-
-    shares: ClassVar = ("share", "token_share")
-    only_in_dumps: ClassVar = "an episode whose log-probs are not finite fails and is never trained"
-
-    value: Literal["nan", "-inf"] = "nan"
-    """Value that replaces the log-prob."""
-    token_share: float = 0.02
-    """Share of the trained tokens that are hit."""
-
-    def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        rng = np.random.default_rng(derive_seed(self.seed, "nonfinite", row.id))
-        is_hit = rng.random(len(logprobs)) < self.token_share
-        return np.where(is_hit, np.float32(self.value), logprobs)
-
-
-@dataclass(frozen=True, kw_only=True)
 class _RatioFault(_ValueFault):
     """Base of faults whose log-probs are of another distribution than the one at hand."""
 
@@ -672,16 +599,6 @@ class LateVersion(_RatioFault):
         is_first = np.arange(len(logprobs)) < len(logprobs) * rng.uniform(0.3, 0.7)
         other = self.bounded(logprobs - self.log_ratios(logprobs, row), logprobs)
         return np.where(is_first, other, logprobs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbabilitiesAsLogprobs(_ValueFault):
-    """Probabilities instead of log-probs. For dumps: a run refuses them, for they are above 0."""
-
-    only_in_dumps: ClassVar = "a log-prob above 0 is refused where it is sampled"
-
-    def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        return np.exp(logprobs)
 
 
 # -- editing a row --------------------------------------------------------------------------------

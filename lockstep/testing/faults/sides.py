@@ -17,7 +17,7 @@ from lockstep.renderers.base import Renderer
 from lockstep.run.hooks import LogProbs
 from lockstep.run_config import Config
 from lockstep.testing.engines import BrokenEngine
-from lockstep.testing.faults.base import FaultConfig, Learn
+from lockstep.testing.faults.base import FaultConfig
 from lockstep.types import Delta, Request, Sample
 
 if TYPE_CHECKING:
@@ -73,9 +73,6 @@ class _NoiseFault(_SamplerFault):
         assert isinstance(config, EmbeddedConfig), "checked before the run"
         noisy = self.noisy(context.model)
         return NoisyEngine(noisy, config, token_bytes=context.token_bytes)
-
-    def make_sampler(self, model: Decoder) -> Decoder:
-        return self.noisy(model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +196,6 @@ class StaleWeights(_SamplerFault):
         assert isinstance(config, EmbeddedConfig), "checked before the run"
         return StaleEngine(config, context, lag=self.lag, is_honest=self.is_honest)
 
-    @property
-    def age(self) -> int:
-        return self.lag if self.is_honest else 0
-
-    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
-        return learn(self.lag)
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnmergedAdapter(_SamplerFault):
@@ -213,10 +203,6 @@ class UnmergedAdapter(_SamplerFault):
     or is asked for the base model. In the first step both are the same."""
 
     verifies_sync: ClassVar = False
-    least: ClassVar = {"updates": 1}
-
-    updates: int = 8
-    """Updates of the adapter of a dump. In a run the adapter is trained."""
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         super().check(config, model, renderer)
@@ -231,9 +217,6 @@ class UnmergedAdapter(_SamplerFault):
         from lockstep.testing.faulty_decoders import without_adapter
 
         return make_engine(config, replace(context, model=without_adapter(context.model)))
-
-    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
-        return learn(self.updates, has_adapter=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +253,6 @@ class QuantisedRollout(_SamplerFault):
 
         assert isinstance(config, EmbeddedConfig), "checked before the run"
         return QuantisedEngine(config, context, scheme=self.scheme)
-
-    def make_sampler(self, model: Decoder) -> Decoder:
-        return self.rounded(model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,15 +459,7 @@ class ScoredAfterUpdate(FaultConfig):
     logs the training forward of a later epoch, or computes them when it writes. A run's metrics are
     those before the update; its recorded trajectories are not."""
 
-    least: ClassVar = {"updates": 1}
-
-    updates: int = 1
-    """Updates on the rows of a dump. In a run they are trainer.updates_per_batch."""
-
     def after_update(self, rows: Sequence[Sample], log_probs: LogProbs) -> None:
         for row, values in zip(rows, log_probs(rows), strict=True):
             for name in {"logprobs", "old_logprobs"} & row.columns.keys():
                 row.set(name, values)
-
-    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
-        return learn(self.updates, is_by_these_rows=True)
