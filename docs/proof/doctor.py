@@ -32,6 +32,30 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from doctor_faults import (
+    ActiveDropout,
+    ClampedLogprobs,
+    DraftLogprobs,
+    DroppedSeparators,
+    DroppedThinking,
+    DuplicatedPrompt,
+    FillerLogprobs,
+    IgnoredRopeScaling,
+    InjectedControlTokens,
+    LateAdvantages,
+    LateVersion,
+    PackingLeak,
+    PaddedRows,
+    PaddingAttended,
+    PostProcessedReplies,
+    QuantisedLogprobs,
+    RerenderedHistory,
+    TokensAfterStop,
+    TrainedObservations,
+    WrongBoundary,
+    WrongPositions,
+    WrongTemplate,
+)
 from faulty_dumps import (
     AdapterOfUpdates,
     NonfiniteLogprobs,
@@ -69,41 +93,15 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import renderer_of
 from lockstep.testing.engines import BrokenEngine
 from lockstep.testing.faults import FaultConfig
-from lockstep.testing.faults.rows import (
-    ClampedLogprobs,
-    DraftLogprobs,
-    DroppedFinalTokens,
-    DroppedSeparators,
-    DroppedThinking,
-    DuplicatedPrompt,
-    FillerLogprobs,
-    InjectedControlTokens,
-    LateAdvantages,
-    LateVersion,
-    PaddedRows,
-    PostProcessedReplies,
-    QuantisedLogprobs,
-    RerenderedHistory,
-    RetokenizedRows,
-    ShiftedLogprobs,
-    TokensAfterStop,
-    TrainedObservations,
-    WrongBoundary,
-    WrongTemplate,
-)
+from lockstep.testing.faults.rows import DroppedFinalTokens, RetokenizedRows, ShiftedLogprobs
 from lockstep.testing.faults.sides import (
-    ActiveDropout,
-    IgnoredRopeScaling,
     IgnoredSinks,
     IgnoredWindow,
     KernelNoise,
-    PackingLeak,
-    PaddingAttended,
     ProcessedLogprobs,
     QuantisedRollout,
     SamplingNoise,
     StaleWeights,
-    WrongPositions,
 )
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Delta, Int32Array, Request

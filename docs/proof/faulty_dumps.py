@@ -1,7 +1,7 @@
 """Makes dumps of a trainer with a known defect. Proofs and tests of the doctor read them.
 
-`faulty_rows` applies faults of `lockstep.testing.faults` to the rows of a sound run and recomputes
-the log-probs that they change. Five faults exist in dumps only.
+`faulty_rows` applies faults of `lockstep.testing.faults` and `doctor_faults` to the rows of a sound
+run and recomputes the log-probs that they change. Five faults exist in dumps only.
 
 # T tokens  L routed layers  A active experts
 """
@@ -16,6 +16,12 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from doctor_faults import (
+    InjectedControlTokens,
+    ScoredAfterUpdate,
+    WrongBoundary,
+    length_by_subtraction,
+)
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.doctor.checks.rows import Rows
@@ -27,17 +33,13 @@ from lockstep.models.moe import Routing
 from lockstep.renderers.base import Renderer
 from lockstep.testing.faults.base import FaultConfig, RowFault, check_one, is_chosen
 from lockstep.testing.faults.rows import (
-    InjectedControlTokens,
-    WrongBoundary,
     _ValueFault,
-    length_by_subtraction,
     taken,
     turns,
 )
 from lockstep.testing.faults.sides import (
     ProcessedLogprobs,
     QuantisedRollout,
-    ScoredAfterUpdate,
     StaleWeights,
     UnmergedAdapter,
     _NoiseFault,

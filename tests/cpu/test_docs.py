@@ -714,7 +714,8 @@ def causes_table() -> str:
 
     def injected(fault: Any) -> str:
         """The option that injects the fault; empty for faults that only dumps have."""
-        kind = next(k for k in type(fault).__mro__ if k.__module__.startswith("lockstep."))
+        if (kind := type(fault)).__module__ == "faulty_dumps":
+            kind = kind.__mro__[1]
         if kind.__name__ in ("RowFault", "_ValueFault"):
             return ""
         default = {f.name: f.default for f in fields(kind) if f.name != "share"}

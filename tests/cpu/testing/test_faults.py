@@ -22,10 +22,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import plan, preflight
 from lockstep.testing.faults import FaultConfig, injected, parse_fault, split_faults
 from lockstep.testing.faults.rows import (
-    DraftLogprobs,
     DroppedFinalTokens,
-    LateAdvantages,
-    LateVersion,
     LostRoutes,
     RetokenizedRows,
     ShiftedLogprobs,
@@ -40,6 +37,7 @@ from lockstep.types import UNKNOWN_EXPERT, Ragged, Sample, frozen_ids
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
 
+from doctor_faults import DraftLogprobs, LateAdvantages, LateVersion
 from faulty_dumps import ZeroRoutes, faulty_rows
 
 TOKENIZER = Tokenizer.from_file(locate_model("tiny-qwen3"))

@@ -1,5 +1,8 @@
 """The faults of what the two sides compute, each in a run of its own."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,6 +13,10 @@ from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.store.run import load_run
 from lockstep.testing.faults import injected, split_faults
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
+
+import doctor_faults  # noqa: F401  its faults are known to --fault
 
 SMALL = (
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.at_start=false",

@@ -12,7 +12,11 @@ from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.testing.faults.rows import (
+from lockstep.types import Message, ToolCall, Trajectory
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
+
+from doctor_faults import (
     ClampedLogprobs,
     DroppedSeparators,
     DroppedThinking,
@@ -27,10 +31,6 @@ from lockstep.testing.faults.rows import (
     TrainedObservations,
     WrongBoundary,
 )
-from lockstep.types import Message, ToolCall, Trajectory
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
-
 from faulty_dumps import NonfiniteLogprobs, ProbabilitiesAsLogprobs, prompt_length
 
 USER = Message(role="user", content="What is the city of Ruth?")
