@@ -19,6 +19,7 @@ from typing import Any
 import investigation
 import numpy as np
 import torch
+from doctor_faults import with_dropout
 from scipy import stats
 from studies import BASELINE, REPORTED_NOISE
 
@@ -27,7 +28,6 @@ from lockstep.config import resolve
 from lockstep.correction.averaging import average_logprobs
 from lockstep.correction.config import Correction
 from lockstep.correction.weighing import correct
-from lockstep.models.variants import with_dropout
 from lockstep.ops.base import Ops
 from lockstep.ops.context import AttentionSpec, PackedContext
 from lockstep.recipes import find_recipe

@@ -4,7 +4,7 @@
     python docs/proof/dialogues.py jinja llama3    the rows whose names hold one of these words
     python docs/proof/dialogues.py --count 200     fewer than 10,000 of each
 
-Each row plays 10,000 random dialogues through the agent loop (`lockstep.testing.renderers`), which
+Each row plays 10,000 random dialogues through the agent loop (`tests/random_dialogues.py`), which
 raises at the first one that breaks an invariant. Each tokenizer encodes 10,000 texts that spell its
 control tokens, and is compared with the tokenizers library on texts that spell none: ids and speed.
 The figures are written to dialogues.json beside this file, rows that were not run as they stand.
@@ -28,6 +28,7 @@ from typing import Any
 from run import ROOT, host
 
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
+from random_dialogues import check_dialogues, hostile_text  # noqa: E402
 from real_tokenizers import (  # noqa: E402  fetched once, checked by their hashes
     NAMES,
     o200k_harmony,
@@ -45,7 +46,6 @@ from lockstep.renderers.config import (  # noqa: E402
 )
 from lockstep.renderers.registry import make_renderer  # noqa: E402
 from lockstep.renderers.tokenizer import Tokenizer  # noqa: E402
-from lockstep.testing.renderers import check_dialogues, hostile_text  # noqa: E402
 from lockstep.testing.tokenizers import byte_tokenizer  # noqa: E402
 
 RESULTS = Path(__file__).with_suffix(".json")

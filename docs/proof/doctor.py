@@ -10,7 +10,7 @@ without a defect: is a cause named? *pairs*: two faults at once: are both named,
 the share of the gap that goes away without it?
 
 Rows are episodes that a model really sampled. What is dumped of them comes from
-`lockstep.testing.dumps`. In every dump the two sides differ by dense noise besides, as two engines
+`faulty_dumps.py`. In every dump the two sides differ by dense noise besides, as two engines
 do, and a dump of that noise alone says what is too little to be found. What came out is written to
 doctor-PLAYER.json, misses by name.
 """
@@ -32,6 +32,40 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from doctor_faults import (
+    ActiveDropout,
+    ClampedLogprobs,
+    DraftLogprobs,
+    DroppedSeparators,
+    DroppedThinking,
+    DuplicatedPrompt,
+    FillerLogprobs,
+    IgnoredRopeScaling,
+    InjectedControlTokens,
+    LateAdvantages,
+    LateVersion,
+    PackingLeak,
+    PaddedRows,
+    PaddingAttended,
+    PostProcessedReplies,
+    QuantisedLogprobs,
+    RerenderedHistory,
+    TokensAfterStop,
+    TrainedObservations,
+    WrongBoundary,
+    WrongPositions,
+    WrongTemplate,
+)
+from faulty_dumps import (
+    AdapterOfUpdates,
+    NonfiniteLogprobs,
+    ProbabilitiesAsLogprobs,
+    ScoredAfterUpdates,
+    Source,
+    ZeroRoutes,
+    faulty_rows,
+    sampled_by,
+)
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, collect, sampling_of
@@ -57,49 +91,17 @@ from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import renderer_of
-from lockstep.testing.dumps import Source, faulty_rows
 from lockstep.testing.engines import BrokenEngine
 from lockstep.testing.faults import FaultConfig
-from lockstep.testing.faults.rows import (
-    ClampedLogprobs,
-    DraftLogprobs,
-    DroppedFinalTokens,
-    DroppedSeparators,
-    DroppedThinking,
-    DuplicatedPrompt,
-    FillerLogprobs,
-    InjectedControlTokens,
-    LateAdvantages,
-    LateVersion,
-    NonfiniteLogprobs,
-    PaddedRows,
-    PostProcessedReplies,
-    ProbabilitiesAsLogprobs,
-    QuantisedLogprobs,
-    RerenderedHistory,
-    RetokenizedRows,
-    ShiftedLogprobs,
-    TokensAfterStop,
-    TrainedObservations,
-    WrongBoundary,
-    WrongTemplate,
-    ZeroRoutes,
-)
+from lockstep.testing.faults.rows import DroppedFinalTokens, RetokenizedRows, ShiftedLogprobs
 from lockstep.testing.faults.sides import (
-    ActiveDropout,
-    IgnoredRopeScaling,
     IgnoredSinks,
     IgnoredWindow,
     KernelNoise,
-    PackingLeak,
-    PaddingAttended,
     ProcessedLogprobs,
     QuantisedRollout,
     SamplingNoise,
-    ScoredAfterUpdate,
     StaleWeights,
-    UnmergedAdapter,
-    WrongPositions,
 )
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Delta, Int32Array, Request
@@ -204,7 +206,7 @@ class Player:
             rewards[sample.id] = trajectories[name].rewards[int(leaf)]
         return Source(
             model=self.model, renderer=self.renderer, samples=samples,
-            sampler=noisy.make_sampler(self.model),
+            sampler=sampled_by(noisy, self.model),
             model_ids=self.model_ids, messages=messages, rewards=rewards,
         )  # fmt: skip
 
@@ -362,12 +364,12 @@ FAULTS: dict[str, Sequence[FaultConfig]] = {
     "dropout": [ActiveDropout(prob=0.02), ActiveDropout(prob=0.1), ActiveDropout(prob=0.3)],
     "other_weights": [StaleWeights(lag=lag, is_honest=False) for lag in (1, 4, 16)],
     "stale": [StaleWeights(lag=lag) for lag in (1, 4, 16)],
-    "adapter_not_merged": [UnmergedAdapter(updates=n) for n in (2, 8, 32)],
+    "adapter_not_merged": [AdapterOfUpdates(updates=n) for n in (2, 8, 32)],
     "quantised_rollout": [
         QuantisedRollout(number="int8"), QuantisedRollout(),
         QuantisedRollout(number="int4", inputs=32),
     ],
-    "after_update": [ScoredAfterUpdate(updates=n) for n in (1, 2, 4)],
+    "after_update": [ScoredAfterUpdates(updates=n) for n in (1, 2, 4)],
 }  # fmt: skip
 """Cause -> its strengths, weakest first."""
 CASES = [

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
@@ -82,35 +80,6 @@ def with_config(model: Decoder, **changed: Any) -> Decoder:
     with torch.device("meta"):
         twin = Decoder(replace(model.config, **changed))
     return sharing(twin, model)
-
-
-class DroppingAttention(Attention):
-    """Attention whose output has dropout."""
-
-    def __init__(self, *args, share: float, generator: torch.Generator) -> None:
-        super().__init__(*args)
-        self._share, self._generator = share, generator
-
-    def add_output(
-        self,
-        residual_TD: Tensor,
-        x_TK: Tensor,
-        ops: Ops,
-        adapters: AdapterRows | None,
-        norm: Tensor | None,
-    ) -> Tensor:
-        out_TD = self.o_proj(x_TK, ops, adapters)
-        out_TD = out_TD if norm is None else ops.rms_norm(out_TD, norm, self.eps)
-        kept_TD = torch.rand(out_TD.shape, generator=self._generator) >= self._share
-        kept_TD = (kept_TD / (1 - self._share)).to(out_TD.device, out_TD.dtype)
-        return residual_TD + out_TD * kept_TD
-
-
-def with_dropout(model: Decoder, share: float, *, seed: int) -> Decoder:
-    """`model` with dropout on the output of every attention, drawn anew in each call. seed: of a
-    generator on the CPU, so that every device drops the same."""
-    generator = torch.Generator().manual_seed(seed)
-    return with_attention(model, partial(DroppingAttention, share=share, generator=generator))
 
 
 class PerturbedRouter(MoE):

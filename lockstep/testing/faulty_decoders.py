@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from lockstep.agent.tasks import derive_seed
@@ -28,7 +27,6 @@ from lockstep.models.moe import MoE
 from lockstep.models.quantised import Scheme
 from lockstep.models.variants import sharing
 from lockstep.ops.base import Ops
-from lockstep.ops.context import PackedContext
 
 Tensor = torch.Tensor
 
@@ -45,69 +43,6 @@ def without_adapter(model: Decoder) -> Decoder:
     with torch.device("meta"):
         base = Decoder(model.config)
     return sharing(base, model, has_adapter=False)
-
-
-Arranged = tuple[Tensor, Tensor, PackedContext, Tensor | None]
-"""(ids, positions, context) that are run, and the index of each of the T tokens among them; None
-where they are the same."""
-
-
-def rearranged(
-    model: Decoder, arrange: Callable[[Tensor, Tensor, PackedContext], Arranged]
-) -> Decoder:
-    """`model` over the same parameters, whose packed rows are arranged in another way first."""
-    with torch.device("meta"):
-        return sharing(RearrangingDecoder(model.config, arrange), model)
-
-
-class RearrangingDecoder(Decoder):
-    """A decoder that lays out packed rows wrongly; a sampler's steps it leaves alone."""
-
-    def __init__(
-        self, config: ModelConfig, arrange: Callable[[Tensor, Tensor, PackedContext], Arranged]
-    ) -> None:
-        super().__init__(config)
-        self._arrange = arrange
-
-    def forward(self, ids_T: Tensor, positions_T: Tensor, context: Any, *inputs: Any) -> Tensor:
-        if not isinstance(context, PackedContext):
-            return super().forward(ids_T, positions_T, context, *inputs)
-        ids, positions, context, index_T = self._arrange(ids_T, positions_T, context)
-        out = super().forward(ids, positions, context, *inputs)
-        return out if index_T is None else out.index_select(0, index_T)
-
-
-def without_positions(ids_T: Tensor, positions_T: Tensor, context: PackedContext) -> Arranged:
-    """Every token at position 0."""
-    return ids_T, torch.zeros_like(positions_T), context, None
-
-
-def leaking(
-    ids_T: Tensor, positions_T: Tensor, context: PackedContext, *, rows: int, restarts: bool
-) -> Arranged:
-    """So many rows at a time as one."""
-    firsts = np.arange(0, len(context.lengths), rows)
-    lengths = np.add.reduceat(context.lengths, firsts)
-    joined = PackedContext(lengths, context.index, context.device)
-    if not restarts:
-        counted = np.concatenate([np.arange(length) for length in lengths])
-        positions_T = positions_T.clone()
-        positions_T[torch.from_numpy(context.index)] = torch.from_numpy(counted).to(positions_T)
-    return ids_T, positions_T, joined, None
-
-
-def padded(ids_T: Tensor, positions_T: Tensor, context: PackedContext, *, token: int) -> Arranged:
-    """Every row as long as the longest, with padding in front."""
-    longest, num_tokens = int(context.lengths.max()), len(ids_T)
-    rows = np.split(context.index, np.cumsum(context.lengths)[:-1])
-    # Padding is one more token, behind the T: place T.
-    index = np.concatenate([np.r_[np.full(longest - len(r), num_tokens), r] for r in rows])
-    ids = torch.cat([ids_T, ids_T.new_full((1,), token)])[torch.from_numpy(index)]
-    positions = torch.arange(longest).repeat(len(rows)).to(positions_T)
-    place_T = np.zeros(num_tokens + 1, np.int64)
-    place_T[index] = np.arange(len(index))
-    layout = PackedContext.of([longest] * len(rows), device=context.device)
-    return ids, positions, layout, torch.from_numpy(place_T[:-1]).to(ids_T.device)
 
 
 class Noise:

@@ -25,7 +25,7 @@ import shlex
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -706,14 +706,30 @@ def investigation_rows() -> str:
 
 
 def causes_table() -> str:
+    sys.path.insert(0, str(ROOT / "docs" / "proof"))
+    from doctor import CASES
+
+    from lockstep.config import tag, to_dict
     from lockstep.doctor.checks.causes import CAUSES
 
+    def injected(fault: Any) -> str:
+        """The option that injects the fault; empty for faults that only dumps have."""
+        if (kind := type(fault)).__module__ == "faulty_dumps":
+            kind = kind.__mro__[1]
+        if kind.__name__ in ("RowFault", "_ValueFault"):
+            return ""
+        default = {f.name: f.default for f in fields(kind) if f.name != "share"}
+        changed = {k: v for k, v in to_dict(fault).items() if v != default.get(k, v)}
+        words = [f"{k}={json.dumps(v)}".replace('"', "") for k, v in changed.items()]
+        return f"`--fault {','.join([tag(kind), *words])}`"
+
+    faults = {case.cause: injected(case.fault) for case in CASES[1::3]}  # the second strength
     lines = ["| cause | what is wrong | what to do | inject it |", "|---|---|---|---|"]
     for cause in CAUSES.values():
         name = f"`{cause.name}`"
         if cause.equivalents != cause.name:
             name += f" (class `{cause.equivalents}`)"
-        fault = f"`--fault {cause.fault}`" if cause.fault else ""
+        fault = faults.get(cause.name, "")
         lines.append(f"| {name} | {cause.title} | {cause.remedy} | {fault} |")
     return "\n".join(lines) + "\n"
 

@@ -33,6 +33,30 @@ class Layout:
     place: Int64Array
     """[M] index of the token among the N; -1 for one of no row or of another."""
 
+    @classmethod
+    def of(cls, found: Sequence[Laid], rows: Rows) -> Layout | None:
+        """The layout of these rows, which stand for some of `rows`; None if there are none."""
+        if not found:
+            return None
+        ids, positions, places = (
+            [np.asarray(part) for part in parts] for parts in zip(*found, strict=True)
+        )
+        place = np.concatenate(places).astype(np.int64)
+        return cls(
+            rows=Rows(
+                row_ids=tuple(map(str, range(len(ids)))),
+                offsets=np.cumsum([0, *map(len, ids)], dtype=np.int64),
+                token_ids=np.concatenate(ids).astype(np.int32),
+                loss_mask=(place >= 0) & rows.loss_mask[place],
+            ),
+            positions=np.concatenate(positions).astype(np.int64),
+            place=place,
+        )
+
+
+Laid = tuple[Sequence[int] | Int32Array, Int64Array, Int64Array]
+"""One row of a layout: its ids, their positions, and the places of its tokens in the real rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
@@ -68,7 +92,7 @@ def laid_out(
     arrangement: Arrangement, rows: Rows, chosen: Sequence[int], lines: Lines
 ) -> Layout | None:
     """The chosen rows under this arrangement, without those that it does not change."""
-    ids, mask, positions, places = [], [], [], []
+    out: list[Laid] = []
     for row in chosen:
         begin, end = int(rows.offsets[row]), int(rows.offsets[row + 1])
         found = arrangement.of_row(row, rows.token_ids[begin:end], lines)
@@ -80,25 +104,9 @@ def laid_out(
         if len(front) > MAX_PADDING_SHARE * (end - begin):
             continue
         own = np.arange(begin + left_out, end)
-        ids.append(np.concatenate([front, rows.token_ids[own]]))
-        mask.append(np.concatenate([np.zeros(len(front), np.bool_), rows.loss_mask[own]]))
-        # The first token of what is left has nothing to be predicted by.
-        if not len(front) and len(mask[-1]):
-            mask[-1][0] = False
-        positions.append(told)
-        places.append(np.concatenate([np.full(len(front), -1), own]))
-    if not ids:
-        return None
-    return Layout(
-        rows=Rows(
-            row_ids=tuple(map(str, range(len(ids)))),
-            offsets=np.cumsum([0, *map(len, ids)]).astype(np.int64),
-            token_ids=np.concatenate(ids).astype(np.int32),
-            loss_mask=np.concatenate(mask),
-        ),
-        positions=np.concatenate(positions).astype(np.int64),
-        place=np.concatenate(places).astype(np.int64),
-    )
+        place = np.concatenate([np.full(len(front), -1), own])
+        out.append((np.concatenate([front, rows.token_ids[own]]), told, place))
+    return Layout.of(out, rows)
 
 
 NONE = np.empty(0, np.int32)

@@ -20,7 +20,7 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.checks.tokens.context import opening_of
 from lockstep.doctor.checks.tokens.replies import control_spelling
 from lockstep.doctor.checks.tokens.wrong_template import BEGINNINGS, tools_in
-from lockstep.doctor.numerics.layouts import Layout
+from lockstep.doctor.numerics.layouts import Laid, Layout
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import encode_pieces, first_difference
@@ -556,36 +556,19 @@ def _without_last_system(text: str, *, family: Family) -> str | None:
 def with_prompt(prompt: Prompt, rows: Rows, chosen: Sequence[int]) -> Layout | None:
     """The chosen rows with another prompt before the same replies; None if it can be written for
     none of them."""
-    ids: list[Ids] = []
-    places: list[Int64Array] = []
-    names: list[str] = []
+    out: list[Laid] = []
     for row in chosen:
         parts = Parts.of(rows, row)
         other = None if parts is None else prompt.write(parts)
         if parts is None or other is None:
             continue
-        new: Ids = []
+        ids: Ids = []
         place: list[Int64Array] = []
         at = int(rows.offsets[row])
         for before, after, reply in zip(parts.observed, other.observed, parts.replies, strict=True):
             at += len(before)
-            new += [*after, *reply]
+            ids += [*after, *reply]
             place += [np.full(len(after), -1), np.arange(at, at + len(reply))]
             at += len(reply)
-        ids.append(new)
-        places.append(np.concatenate(place))
-        names.append(rows.row_ids[row])
-    if not ids:
-        return None
-    of_all = np.concatenate(places)
-    sizes = [len(row) for row in ids]
-    return Layout(
-        rows=Rows(
-            row_ids=tuple(names),
-            offsets=np.cumsum([0, *sizes], dtype=np.int64),
-            token_ids=np.concatenate([np.array(row, np.int32) for row in ids]),
-            loss_mask=(of_all >= 0) & rows.loss_mask[of_all],
-        ),
-        positions=np.concatenate([np.arange(size) for size in sizes]),
-        place=of_all,
-    )
+        out.append((ids, np.arange(len(ids)), np.concatenate(place)))
+    return Layout.of(out, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
@@ -16,14 +16,11 @@ from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.renderers.base import Renderer
 from lockstep.run.hooks import LogProbs, RunHooks, hooked
 from lockstep.run_config import Config
-from lockstep.types import Message, Sample
+from lockstep.types import Sample
 
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.models.decoder import Decoder
-
-Learn = Callable[..., "Decoder"]
-"""`testing.dumps.Source.learn`: trains the model of a dump."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,19 +80,6 @@ class FaultConfig(RunHooks):
         """Whether `make_trained` gives another decoder."""
         return type(self).make_trained is not RunHooks.make_trained
 
-    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
-        """For a dump: the trainer's decoder. model: what sampled the tokens."""
-        return self.make_trained(model)
-
-    def make_sampler(self, model: Decoder) -> Decoder:
-        """For a dump: the sampler's decoder. model: what it should run."""
-        return model
-
-    @property
-    def age(self) -> int:
-        """For a dump: versions by which tokens are older than the trainer."""
-        return 0
-
     def describe(self) -> str:
         """The fault in one line, with its settings."""
         settings = "".join(f" {f.name}={getattr(self, f.name)}" for f in fields(self))
@@ -108,21 +92,10 @@ class RowFault(FaultConfig):
     step, task and sample): a resumed run hits the same rows."""
 
     shares: ClassVar = ("share",)
-    only_in_dumps: ClassVar[str] = ""
-    """Why a run refuses it; empty if it does not."""
-
     share: float = 1.0
     """Share of the rows that are hit."""
     seed: int = 0
     """Seed of the choice."""
-
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        super().check(config, model, renderer)
-        if self.only_in_dumps:
-            raise ConfigError(
-                f"fault {tag(type(self))} cannot be in a run: {self.only_in_dumps}. It is for "
-                "dumps: lockstep.testing.dumps.faulty_rows."
-            )
 
     def is_hit(self, row: Sample) -> bool:
         return is_chosen(self.share, self.seed, row.id)
@@ -135,16 +108,6 @@ class RowFault(FaultConfig):
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
         """A new row with the fault; `row` itself if it does not apply."""
         raise NotImplementedError(f"{type(self).__name__} changes no row")
-
-    def said(
-        self, before: Sample, messages: Sequence[Message], renderer: Renderer
-    ) -> Sequence[Message]:
-        """For a dump: the messages of a row that this fault hits. before: the row without it."""
-        return messages
-
-    def prompt_length(self, row: Sample, before: Sample) -> int | None:
-        """For a dump: its prompt length of `row`, which was `before`; None if it is right."""
-        return None
 
 
 def is_chosen(share: float, seed: int, *names: str | int) -> bool:

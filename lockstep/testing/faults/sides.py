@@ -3,9 +3,8 @@ trainer's."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lockstep.agent.tasks import derive_seed
@@ -14,11 +13,10 @@ from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.renderers.base import Renderer
-from lockstep.run.hooks import LogProbs
 from lockstep.run_config import Config
 from lockstep.testing.engines import BrokenEngine
-from lockstep.testing.faults.base import FaultConfig, Learn
-from lockstep.types import Delta, Request, Sample
+from lockstep.testing.faults.base import FaultConfig
+from lockstep.types import Delta, Request
 
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
@@ -73,9 +71,6 @@ class _NoiseFault(_SamplerFault):
         assert isinstance(config, EmbeddedConfig), "checked before the run"
         noisy = self.noisy(context.model)
         return NoisyEngine(noisy, config, token_bytes=context.token_bytes)
-
-    def make_sampler(self, model: Decoder) -> Decoder:
-        return self.noisy(model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +194,6 @@ class StaleWeights(_SamplerFault):
         assert isinstance(config, EmbeddedConfig), "checked before the run"
         return StaleEngine(config, context, lag=self.lag, is_honest=self.is_honest)
 
-    @property
-    def age(self) -> int:
-        return self.lag if self.is_honest else 0
-
-    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
-        return learn(self.lag)
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnmergedAdapter(_SamplerFault):
@@ -213,10 +201,6 @@ class UnmergedAdapter(_SamplerFault):
     or is asked for the base model. In the first step both are the same."""
 
     verifies_sync: ClassVar = False
-    least: ClassVar = {"updates": 1}
-
-    updates: int = 8
-    """Updates of the adapter of a dump. In a run the adapter is trained."""
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         super().check(config, model, renderer)
@@ -231,9 +215,6 @@ class UnmergedAdapter(_SamplerFault):
         from lockstep.testing.faulty_decoders import without_adapter
 
         return make_engine(config, replace(context, model=without_adapter(context.model)))
-
-    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
-        return learn(self.updates, has_adapter=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +251,6 @@ class QuantisedRollout(_SamplerFault):
 
         assert isinstance(config, EmbeddedConfig), "checked before the run"
         return QuantisedEngine(config, context, scheme=self.scheme)
-
-    def make_sampler(self, model: Decoder) -> Decoder:
-        return self.rounded(model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,109 +363,3 @@ class IgnoredWindow(_TrainedFault):
         from lockstep.models.variants import without_windows
 
         return without_windows(model, layer=None if self.layer < 0 else self.layer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class IgnoredRopeScaling(_TrainedFault):
-    """The trainer turns queries and keys by the angles of a model without rope scaling, or of
-    another base: a config.json that is read by half."""
-
-    theta: float = 0.0
-    """Base of the angles; 0 keeps it, and leaves the scaling out."""
-
-    def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
-        super().check(config, model, renderer)
-        if self.theta == 0 and model.rope_scaling is None:
-            raise ConfigError(
-                f"fault {tag(type(self))}: model={config.model} has no rope scaling to ignore. Set "
-                "theta, or choose a gpt-oss."
-            )
-
-    def make_trained(self, model: Decoder) -> Decoder:
-        from lockstep.models.variants import with_config
-
-        changed = {"rope_theta": self.theta} if self.theta else {"rope_scaling": None}
-        return with_config(model, **changed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrongPositions(_TrainedFault):
-    """The trainer gives every token position 0: position ids that were never filled in."""
-
-    def make_trained(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_decoders import rearranged, without_positions
-
-        return rearranged(model, without_positions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackingLeak(_TrainedFault):
-    """The trainer's attention does not stop where a packed row begins: each sees those before it,
-    among `rows` that are packed together."""
-
-    least: ClassVar = {"rows": 2}
-
-    rows: int = 2
-    """Rows that see one another."""
-    restarts: bool = True
-    """Whether positions begin again in each row."""
-
-    def make_trained(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_decoders import leaking, rearranged
-
-        return rearranged(model, partial(leaking, rows=self.rows, restarts=self.restarts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaddingAttended(_TrainedFault):
-    """The trainer pads rows on the left to the longest of their batch, and attention sees it."""
-
-    least: ClassVar = {"token": 0}
-
-    token: int = 0
-    """Id of the padding."""
-
-    def make_trained(self, model: Decoder) -> Decoder:
-        from lockstep.testing.faulty_decoders import padded, rearranged
-
-        return rearranged(model, partial(padded, token=self.token))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActiveDropout(_TrainedFault):
-    """The trainer's attention has dropout, drawn again in each forward: a model that is in train
-    mode while its log-probs are computed."""
-
-    prob: float = 0.1
-    """Share that is dropped."""
-    seed: int = 0
-    """Seed of the draws."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.prob < 1:
-            raise ConfigError(f"prob={self.prob} must lie in (0, 1).")
-
-    def make_trained(self, model: Decoder) -> Decoder:
-        from lockstep.models.variants import with_dropout
-
-        return with_dropout(model, self.prob, seed=self.seed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredAfterUpdate(FaultConfig):
-    """The recorded log-probs of the trainer are those after the update on the row: a program that
-    logs the training forward of a later epoch, or computes them when it writes. A run's metrics are
-    those before the update; its recorded trajectories are not."""
-
-    least: ClassVar = {"updates": 1}
-
-    updates: int = 1
-    """Updates on the rows of a dump. In a run they are trainer.updates_per_batch."""
-
-    def after_update(self, rows: Sequence[Sample], log_probs: LogProbs) -> None:
-        for row, values in zip(rows, log_probs(rows), strict=True):
-            for name in {"logprobs", "old_logprobs"} & row.columns.keys():
-                row.set(name, values)
-
-    def make_other(self, model: Decoder, learn: Learn) -> Decoder:
-        return learn(self.updates, is_by_these_rows=True)

@@ -1,12 +1,19 @@
 """Decoders that differ from a model in one thing."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import torch
 
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
-from lockstep.models.variants import with_dropout, without_sinks, without_windows
+from lockstep.models.variants import without_sinks, without_windows
 from lockstep.ops.context import PackedContext
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
+
+from doctor_faults import with_dropout
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(0, 200, 96))
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from full_counts import PROOF
+from random_dialogues import check_dialogues, hostile_text
 
 from lockstep.errors import RendererError
 from lockstep.renderers.chatml import ChatMLRenderer
@@ -17,7 +18,6 @@ from lockstep.renderers.config import (
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.renderers.mistral import MISTRAL_TOKENS, V7_TOKENS
 from lockstep.renderers.registry import make_renderer
-from lockstep.testing.renderers import check_dialogues, hostile_text
 from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer, sentencepiece_tokenizer
 
 BYTES = byte_tokenizer()

@@ -1,5 +1,8 @@
 """The faults of what the two sides compute, each in a run of its own."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,6 +13,10 @@ from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.store.run import load_run
 from lockstep.testing.faults import injected, split_faults
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
+
+import doctor_faults  # noqa: F401  its faults are known to --fault
 
 SMALL = (
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.at_start=false",
@@ -63,11 +70,6 @@ def test_log_probs_that_are_taken_after_the_update_are_what_is_recorded(tmp_path
         (("--fault=unmerged_adapter",), r"needs an adapter to leave out: set lora\.rank=8"),
         (("--fault=ignored_window", "model=tiny-qwen3"), "with a sliding window; model=tiny-qwen3"),
         (("--fault=dropped_separators",), "renderer=harmony writes nothing between two messages"),
-        (("--fault=nonfinite_logprobs",), "cannot be in a run: an episode whose log-probs are not"),
-        (
-            ("--fault=probabilities_as_logprobs",),
-            "a log-prob above 0 is refused where it is sampled",
-        ),
         (("--fault=processed_logprobs",), "processes nothing: set its temperature"),
         (("--fault=processed_logprobs,top_p=2",), r"top_p=2.0 must lie in \(0, 1\]"),
         (("--fault=active_dropout,prob=1",), r"prob=1.0 must lie in \(0, 1\)"),

@@ -1,5 +1,8 @@
 """What each fault of rows and log-probs does to a row, and to nothing beside it."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,24 +12,26 @@ from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.testing.faults.rows import (
+from lockstep.types import Message, ToolCall, Trajectory
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
+
+from doctor_faults import (
     ClampedLogprobs,
     DroppedSeparators,
     DroppedThinking,
     DuplicatedPrompt,
     FillerLogprobs,
     InjectedControlTokens,
-    NonfiniteLogprobs,
     PaddedRows,
     PostProcessedReplies,
-    ProbabilitiesAsLogprobs,
     QuantisedLogprobs,
     RerenderedHistory,
     TokensAfterStop,
     TrainedObservations,
     WrongBoundary,
 )
-from lockstep.types import Message, ToolCall, Trajectory
+from faulty_dumps import NonfiniteLogprobs, ProbabilitiesAsLogprobs, prompt_length
 
 USER = Message(role="user", content="What is the city of Ruth?")
 TOOL = Message(role="tool", name="search", content="The city of Ruth is Lima, they say.")
@@ -159,11 +164,11 @@ def test_a_border_moves_the_mask_of_the_first_turn():
     first = int(np.flatnonzero(row.loss_mask)[0])
     early, late = WrongBoundary(by=-2), WrongBoundary(by=3)
     out = change(early, row)
-    assert np.flatnonzero(out.loss_mask)[0] == first - 2 == early.prompt_length(out, row)
+    assert np.flatnonzero(out.loss_mask)[0] == first - 2 == prompt_length(early, out, row)
     out = change(late, row)
-    assert np.flatnonzero(out.loss_mask)[0] == first + 3 == late.prompt_length(out, row)
+    assert np.flatnonzero(out.loss_mask)[0] == first + 3 == prompt_length(late, out, row)
     assert logprobs_of(out).tolist() == logprobs_of(row)[3:].tolist()
-    assert late.prompt_length(row, row) is None
+    assert prompt_length(late, row, row) is None
 
 
 def test_a_border_by_subtraction_is_negative_where_the_replies_are_longer_than_the_rest():
@@ -173,7 +178,7 @@ def test_a_border_by_subtraction_is_negative_where_the_replies_are_longer_than_t
     replies = int((row.columns["turn"] >= 0).sum())
     cut = len(row) - len(ids_of(row, 1))
     assert out.token_ids.tolist() == row.token_ids[:cut].tolist()
-    assert fault.prompt_length(out, row) == cut - replies < 0
+    assert prompt_length(fault, out, row) == cut - replies < 0
     assert logprobs_of(out).tolist() == logprobs_of(row)[replies - cut + 1 :].tolist()
     assert set(out.columns["advantages"][out.loss_mask]) == {0.5}
 

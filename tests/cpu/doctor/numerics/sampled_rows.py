@@ -1,5 +1,6 @@
 """Rows that a shipped model sampled, and what it makes of them with one thing changed."""
 
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,14 +14,13 @@ from lockstep.doctor.numerics.scorer import Scorer
 from lockstep.doctor.numerics.weights import Weights
 from lockstep.models.locate import locate_model
 from lockstep.models.moe import Routing
-from lockstep.models.variants import (
-    with_dropout,
-    with_perturbed_routers,
-    without_sinks,
-    without_windows,
-)
+from lockstep.models.variants import with_perturbed_routers, without_sinks, without_windows
 from lockstep.ops.context import PackedContext
 from lockstep.renderers.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "docs" / "proof"))
+
+from doctor_faults import with_dropout
 
 NUM_PROMPTS, GROUP, PROMPT, SIZE = 6, 6, 24, 104  # longer than the shipped model's window of 64
 

@@ -1,5 +1,8 @@
 """Other prompts before the same replies: written for rows, and found by the model."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from cpu.doctor.checks.text_dumps import played, rows_of
@@ -11,8 +14,11 @@ from lockstep.doctor.numerics.prompts import (
     read_messages_of,
     with_prompt,
 )
-from lockstep.testing.faults.rows import WrongTemplate
 from lockstep.types import Message
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "docs" / "proof"))
+
+from doctor_faults import WrongTemplate
 
 SAID = [
     Message(role="system", content="Be brief."),

@@ -1,5 +1,8 @@
 """Prompts that are not what the engine was sent, or not what the template writes."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from cpu.doctor.checks.text_dumps import looked, played, policy, rows_of
@@ -15,9 +18,12 @@ from lockstep.doctor.checks.tokens.wrong_template import (
     tools_in,
     undeclared_tool,
 )
-from lockstep.testing.faults.rows import DroppedSeparators, PaddedRows
-from lockstep.testing.faults.rows import WrongTemplate as Fault
 from lockstep.types import Message, ToolCall
+
+sys.path.insert(0, str(Path(__file__).parents[5] / "docs" / "proof"))
+
+from doctor_faults import DroppedSeparators, PaddedRows
+from doctor_faults import WrongTemplate as Fault
 
 CHECKS = (WrongTemplate, UnlikeTemplate, Padding, DroppedSeparator, InjectedControl)
 KINDS = ("system", "opening", "beginning", "space")

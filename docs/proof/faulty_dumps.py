@@ -1,7 +1,7 @@
-"""Dumps of a trainer with a known defect, to test importers and the doctor on.
+"""Makes dumps of a trainer with a known defect. Proofs and tests of the doctor read them.
 
-A fault is applied to the rows of a sound run; the log-probs that it changes are recomputed by the
-decoder that has the fault.
+`faulty_rows` applies faults of `lockstep.testing.faults` and `doctor_faults` to the rows of a sound
+run and recomputes the log-probs that they change. Five faults exist in dumps only.
 
 # T tokens  L routed layers  A active experts
 """
@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import singledispatch
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from doctor_faults import (
+    InjectedControlTokens,
+    ScoredAfterUpdate,
+    WrongBoundary,
+    length_by_subtraction,
+)
 
+from lockstep.agent.tasks import derive_seed
 from lockstep.doctor.checks.rows import Rows
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder
@@ -23,8 +32,18 @@ from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.models.moe import Routing
 from lockstep.renderers.base import Renderer
 from lockstep.testing.faults.base import FaultConfig, RowFault, check_one, is_chosen
-from lockstep.testing.faults.rows import turns
-from lockstep.testing.faults.sides import ProcessedLogprobs
+from lockstep.testing.faults.rows import (
+    _ValueFault,
+    taken,
+    turns,
+)
+from lockstep.testing.faults.sides import (
+    ProcessedLogprobs,
+    QuantisedRollout,
+    StaleWeights,
+    UnmergedAdapter,
+    _NoiseFault,
+)
 from lockstep.training.packing import pack, plan_microbatches
 from lockstep.types import UNKNOWN_EXPERT, Float32Array, Int32Array, Message, Sample
 
@@ -119,6 +138,166 @@ class Source:
         return model.requires_grad_(False)
 
 
+# -- faults that no run can have -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroRoutes(RowFault):
+    """Routes that the engine did not return are zeros, as in a buffer that it never wrote: expert 0
+    as often as a token has experts. A run that replays such routes refuses them."""
+
+    part: Literal["all", "prefix", "layer"] = "prefix"
+    """all: of the whole row. prefix: of all positions before its last turn, which the engine had in
+    its cache. layer: of one layer, chosen by the row."""
+
+    def changed(self, row: Sample, renderer: Renderer) -> Sample:
+        if "routed_experts" not in row.columns or not turns(row):
+            return row
+        out = taken(row, np.arange(len(row)))
+        routes = out.columns["routed_experts"]
+        if self.part == "layer":
+            routes[:, derive_seed(self.seed, "layer", row.id) % routes.shape[1]] = 0
+        else:
+            routes[: turns(row)[-1][0] if self.part == "prefix" else len(row)] = 0
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonfiniteLogprobs(_ValueFault):
+    """Some trained tokens have no finite log-prob: an op that overflowed, or a token outside of
+    top-p. In a run the episode of such a token fails."""
+
+    shares: ClassVar = ("share", "token_share")
+
+    value: Literal["nan", "-inf"] = "nan"
+    """Value that replaces the log-prob."""
+    token_share: float = 0.02
+    """Share of the trained tokens that are hit."""
+
+    def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
+        rng = np.random.default_rng(derive_seed(self.seed, "nonfinite", row.id))
+        is_hit = rng.random(len(logprobs)) < self.token_share
+        return np.where(is_hit, np.float32(self.value), logprobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbabilitiesAsLogprobs(_ValueFault):
+    """Probabilities instead of log-probs. A run refuses them, for they are above 0."""
+
+    def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
+        return np.exp(logprobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOfUpdates(UnmergedAdapter):
+    """The sampler runs the base model, and the trainer has an adapter after `updates` updates."""
+
+    least: ClassVar = {"updates": 1}
+
+    updates: int = 8
+    """Updates of the adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredAfterUpdates(ScoredAfterUpdate):
+    """The trainer's log-probs are those after `updates` updates on the rows."""
+
+    least: ClassVar = {"updates": 1}
+
+    updates: int = 1
+    """Updates on the rows of the dump."""
+
+
+# -- what a fault changes in a dump ----------------------------------------------------------------
+
+
+@singledispatch
+def trained_by(fault: FaultConfig, source: Source) -> Decoder:
+    """The decoder that the trainer runs. `source.model` sampled the tokens."""
+    return fault.make_trained(source.model)
+
+
+@trained_by.register
+def _(fault: StaleWeights, source: Source) -> Decoder:
+    return source.learn(fault.lag)
+
+
+@trained_by.register
+def _(fault: AdapterOfUpdates, source: Source) -> Decoder:
+    return source.learn(fault.updates, has_adapter=True)
+
+
+@trained_by.register
+def _(fault: ScoredAfterUpdates, source: Source) -> Decoder:
+    return source.learn(fault.updates, is_by_these_rows=True)
+
+
+@singledispatch
+def sampled_by(fault: FaultConfig, model: Decoder) -> Decoder:
+    """The decoder that the sampler runs in place of `model`."""
+    return model
+
+
+@sampled_by.register
+def _(fault: _NoiseFault, model: Decoder) -> Decoder:
+    return fault.noisy(model)
+
+
+@sampled_by.register
+def _(fault: QuantisedRollout, model: Decoder) -> Decoder:
+    return fault.rounded(model)
+
+
+@singledispatch
+def prompt_length(fault: FaultConfig, row: Sample, before: Sample) -> int | None:
+    """The wrong prompt length that the fault reports of `row`, which was `before`; None without."""
+    return None
+
+
+@prompt_length.register
+def _(fault: WrongBoundary, row: Sample, before: Sample) -> int | None:
+    if row is before:
+        return None
+    if fault.kind == "subtracted":
+        return length_by_subtraction(before)
+    return int(np.flatnonzero(row.loss_mask)[0]) if row.num_trained else None
+
+
+@singledispatch
+def said(
+    fault: FaultConfig, before: Sample, messages: Sequence[Message], renderer: Renderer
+) -> Sequence[Message]:
+    """The messages of a row that the fault hits. before: the row without it."""
+    return messages
+
+
+@said.register
+def _(
+    fault: InjectedControlTokens, before: Sample, messages: Sequence[Message], renderer: Renderer
+) -> Sequence[Message]:
+    """Writes the control tokens' names into the text that they were injected into."""
+    if (place := fault.place(before, renderer)) is None:
+        return messages
+    decode = renderer.tokenizer.decode
+    begin, at, end = place
+    text = decode(before.token_ids[begin + 1 : end])
+    offset = len(decode(before.token_ids[begin + 1 : at]))
+    name = decode([renderer.stop_ids[0]]) * fault.count
+    out = list(messages)
+    for number in reversed(range(len(out))):
+        content = out[number].content
+        first = text.find(content) if content and out[number].role != "assistant" else -1
+        if 0 <= first < offset < first + len(content):
+            inside = offset - first
+            content = content[:inside] + name + content[inside:]
+            out[number] = replace(out[number], content=content)
+            break
+    return out
+
+
+# -- the dump --------------------------------------------------------------------------------------
+
+
 def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: int = 0) -> Rows:
     """The rows of `source` as a trainer with these faults would dump them.
 
@@ -139,15 +318,15 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
             "processed_logprobs changes how rows are sampled: sample them with "
             "fault.processing(engine), and call faulty_rows without the fault."
         )
-    base = FaultConfig
-    samplers = [f for f in faults if type(f).make_sampler is not base.make_sampler]
+    samplers = [f for f in faults if isinstance(f, _NoiseFault | QuantisedRollout)]
     check_one(samplers, "replace the sampler's decoder")
-    others = [f for f in faults if f.replaces_trained or type(f).make_other is not base.make_other]
+    learning = StaleWeights | AdapterOfUpdates | ScoredAfterUpdates
+    others = [f for f in faults if f.replaces_trained or isinstance(f, learning)]
     check_one(others, "replace the trainer's decoder")
     model, before = source.model, list(source.samples)
     sampler = source.sampler or model
     for fault in faults:
-        if (noisy := fault.make_sampler(model)) is not model:
+        if (noisy := sampled_by(fault, model)) is not model:
             sampler = noisy
             drawn = zip(before, source.scored(sampler, before), strict=True)
             before = [_redrawn(row, scored) for row, scored in drawn]
@@ -161,7 +340,7 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
     scored = source.scored(model, rows)
     hit = [at for at, row in enumerate(rows) if is_chosen(share, seed, "decoder", row.id)]
     for fault in faults:
-        if (other := fault.make_other(model, source.learn)) is not model:
+        if (other := trained_by(fault, source)) is not model:
             for at, found in zip(hit, source.scored(other, [rows[i] for i in hit]), strict=True):
                 scored[at] = found
     of_rows = [fault for fault in faults if isinstance(fault, RowFault)]
@@ -184,7 +363,7 @@ def faulty_rows(source: Source, *faults: FaultConfig, share: float = 1.0, seed: 
         rewards=np.array([source.rewards[row.id] for row in before]) if is_known else None,
         steps=np.zeros(len(rows), np.int64),
         trainer_version=np.array([int(row.columns["policy_version"].max()) for row in before])
-        + sum(fault.age for fault in faults),
+        + sum(f.lag for f in faults if isinstance(f, StaleWeights) and f.is_honest),
     )
 
 
@@ -197,9 +376,9 @@ def _redrawn(row: Sample, scored: Scored) -> Sample:
 
 
 def _prompt_length(faults: Sequence[RowFault], row: Sample, before: Sample) -> int:
-    said = [n for fault in faults if (n := fault.prompt_length(row, before)) is not None]
+    reported = [n for fault in faults if (n := prompt_length(fault, row, before)) is not None]
     first = turns(row)[0][0] if turns(row) else len(row)
-    return said[-1] if said else first
+    return reported[-1] if reported else first
 
 
 def _dialogue(
@@ -209,5 +388,5 @@ def _dialogue(
         return None
     for fault in faults:
         if row is not before and fault.is_hit(before):
-            messages = fault.said(before, messages, source.renderer)
+            messages = said(fault, before, messages, source.renderer)
     return tuple(messages)
