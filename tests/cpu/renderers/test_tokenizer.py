@@ -4,18 +4,14 @@ import pytest
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece_tokenizers import GEMMA_TOKENS, sentencepiece_json
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from lockstep.errors import RendererError
 from lockstep.renderers.harmony import HARMONY_TOKENS
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.testing.tokenizers import (
-    CHATML_TOKENS,
-    GEMMA_TOKENS,
-    byte_tokenizer,
-    sentencepiece_json,
-)
+from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer
 
 MERGES = [("<", "|"), ("|", ">"), ("e", "n"), ("en", "d"), ("<|", "end"), ("<|end", "|>")]
 CONTROL = (*HARMONY_TOKENS, *CHATML_TOKENS)

@@ -6,6 +6,7 @@ import random
 import pytest
 from full_counts import PROOF
 from random_dialogues import check_dialogues, hostile_text
+from sentencepiece_tokenizers import sentencepiece_tokenizer
 
 from lockstep.errors import RendererError
 from lockstep.renderers.chatml import ChatMLRenderer
@@ -18,7 +19,7 @@ from lockstep.renderers.config import (
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.renderers.mistral import MISTRAL_TOKENS, V7_TOKENS
 from lockstep.renderers.registry import make_renderer
-from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer, sentencepiece_tokenizer
+from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer
 
 BYTES = byte_tokenizer()
 QWEN25 = byte_tokenizer(control_tokens=CHATML_TOKENS[:2] + CHATML_TOKENS[4:6])
