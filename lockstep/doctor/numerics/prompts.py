@@ -8,11 +8,13 @@ and believed only if it gives the side's very numbers. No torch.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -73,81 +75,11 @@ class Family:
         return text + (self.reply_opening if has_opening else "")
 
 
-def _roles(form: str, **names: str) -> dict[str, str]:
-    roles = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"} | names
-    return {role: form.replace("ROLE", name) for role, name in roles.items() if name}
-
-
-_MISTRAL = {"system": "SYSTEM_PROMPT", "user": "INST", "tool": "TOOL_RESULTS"}
-_COMMAND = {"system": "SYSTEM", "user": "USER", "assistant": "CHATBOT", "tool": "SYSTEM"}
-
 FAMILIES: Mapping[str, Family] = {
-    "chatml": Family(before=_roles("<|im_start|>ROLE\n"), after={"": "<|im_end|>\n"}),
-    "llama3": Family(
-        first="<|begin_of_text|>",
-        before=_roles("<|start_header_id|>ROLE<|end_header_id|>\n\n", tool="ipython"),
-        after={"": "<|eot_id|>"},
-    ),
-    "harmony": Family(
-        before=_roles("<|start|>ROLE<|message|>"),
-        after={"": "<|end|>"},
-        opening="<|start|>assistant",
-    ),
-    "gemma": Family(
-        first="<bos>",
-        before=_roles("<start_of_turn>ROLE\n", system="", tool="", assistant="model"),
-        after={"": "<end_of_turn>\n"},
-    ),
-    "phi3": Family(before=_roles("<|ROLE|>\n"), after={"": "<|end|>\n"}),
-    "phi4": Family(before=_roles("<|im_start|>ROLE<|im_sep|>"), after={"": "<|im_end|>"}),
-    "zephyr": Family(before=_roles("<|ROLE|>\n"), after={"": "</s>\n"}),
-    "glm4": Family(
-        first="[gMASK]<sop>",
-        before=_roles("<|ROLE|>\n", tool="observation"),
-        after={},
-        opening="<|assistant|>",
-    ),
-    "mistral": Family(
-        first="<s>",
-        before={"user": "[INST] ", "assistant": ""},
-        after={"user": " [/INST]", "assistant": "</s>"},
-    ),
-    "mistral v7": Family(
-        first="<s>",
-        before=_roles("[ROLE] ", **_MISTRAL) | {"assistant": ""},
-        after=_roles("[/ROLE]", **_MISTRAL) | {"assistant": "</s>"},
-    ),
-    "llama2": Family(
-        first="<s>",
-        before={"system": "<<SYS>>\n", "user": "[INST] ", "assistant": " "},
-        after={"system": "\n<</SYS>>\n\n", "user": " [/INST]", "assistant": " </s>"},
-    ),
-    "deepseek": Family(
-        first="<\uff5cbegin\u2581of\u2581sentence\uff5c>",
-        before={"system": "", "user": "<\uff5cUser\uff5c>", "assistant": "<\uff5cAssistant\uff5c>"},
-        after={"assistant": "<\uff5cend\u2581of\u2581sentence\uff5c>"},
-    ),
-    "command-r": Family(
-        first="<BOS_TOKEN>",
-        before=_roles("<|START_OF_TURN_TOKEN|><|ROLE_TOKEN|>", **_COMMAND),
-        after={"": "<|END_OF_TURN_TOKEN|>"},
-    ),
-    "headings": Family(
-        before=_roles(
-            "### ROLE:\n", system="System", user="User", assistant="Assistant", tool="Tool"
-        ),
-        after={"": "\n\n"},
-    ),
-    "alpaca": Family(
-        before=_roles(
-            "### ROLE:\n", system="System", user="Instruction", assistant="Response", tool="Input"
-        ),
-        after={"": "\n\n"},
-    ),
-    "vicuna": Family(
-        before={"system": "", "user": "USER: ", "assistant": "ASSISTANT:"},
-        after={"system": " ", "user": " ", "assistant": "</s>"},
-    ),
+    name: Family(**told)
+    for name, told in tomllib.loads(
+        Path(__file__).with_name("families.toml").read_text("utf-8")
+    ).items()
 }
 """Formats that a program may take by mistake, by the names of their models."""
 
