@@ -531,10 +531,10 @@ def _completion(options: argparse.Namespace) -> int:
     example: eval "$(lockstep completion bash)"   in ~/.bashrc; zsh alike, after compinit
              lockstep completion fish | source    in ~/.config/fish/config.fish
     """
-    from lockstep.completion import SCRIPTS, candidates
+    from lockstep.completion import candidates, script
 
     if not options.words:
-        print(SCRIPTS[options.shell])
+        print(script(options.shell))
         return OK
     flags = {
         verb: ["--help", *(name for name, _ in (_JSON, _PLUGIN, *arguments) if name[0] == "-")]

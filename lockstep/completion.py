@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import describe
 from lockstep.errors import LockstepError
 from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
 
-SCRIPTS = {
-    "bash": r"""_lockstep() {
-  local line="${COMP_LINE:0:COMP_POINT}" IFS=$' \t\n'
-  local current="${line##* }"
-  local -a typed=($line)
-  [[ -z $current ]] && typed+=("")
-  IFS=$'\n'
-  COMPREPLY=($(lockstep completion bash "${typed[@]:1}" 2>/dev/null))
-  COMPREPLY=("${COMPREPLY[@]#"${current%"${current##*=}"}"}")  # bash replaces what follows the =
-}
-complete -o default -o nospace -F _lockstep lockstep""",
-    "zsh": r"""_lockstep() {
-  local -a found
-  found=("${(@f)$(lockstep completion zsh "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-  [[ -n $found ]] && compadd -Q -S '' -- $found || _files
-}
-compdef _lockstep lockstep""",
-    "fish": r"""function __lockstep
-  set -l typed (commandline -opc)
-  lockstep completion fish $typed[2..] "$(commandline -ct)" 2>/dev/null | string trim
-end
-complete -c lockstep -a '(__lockstep)'""",
-}
-"""Each asks `lockstep completion SHELL WORD...`, whose last word is the one that is being typed."""
+
+def script(shell: str) -> str:
+    """The script for bash, zsh or fish. It runs `lockstep completion SHELL WORD...`; the last word
+    is the one that is being typed."""
+    return Path(__file__).with_suffix(f".{shell}").read_text("utf-8").rstrip("\n")
 
 
 def candidates(words: Sequence[str], flags: Mapping[str, Sequence[str]]) -> list[str]:
