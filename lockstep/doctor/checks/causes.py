@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 Room = Literal["tokens", "template", "values", "numerics", "noise", "training"]
 
@@ -44,7 +44,7 @@ ENGINES = ("vllm", "sglang", "transformers")
 def _read(text: str) -> dict[str, Cause]:
     """The causes of a TOML text, in its order."""
     found: dict[str, Cause] = {}
-    for room, causes in tomllib.loads(text).items():
+    for room, causes in cast("dict[Room, Any]", tomllib.loads(text)).items():
         for name, told in causes.items():
             programs = told.pop("in", {})
             in_engines = {p: programs.pop(p) for p in list(programs) if p in ENGINES}
