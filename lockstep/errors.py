@@ -221,6 +221,14 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def shortened(value: object) -> str:
+    """The beginning of `repr(value)`, for an error; the name of the type if repr fails."""
+    try:
+        return str.__str__(repr(value))[:80].encode("utf-8", "backslashreplace").decode()
+    except BaseException:
+        return type(value).__name__
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error is Python's or torch's for want of memory, of a CPU or a GPU."""
     is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, LockstepError)

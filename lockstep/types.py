@@ -8,6 +8,7 @@ produced, and a `Sample` is one row of it to train on.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.display import block, number, table
-from lockstep.errors import AlignmentError, ConfigError, DataError, RoutingReplayError, TokenError
+from lockstep.errors import (
+    AlignmentError,
+    ConfigError,
+    DataError,
+    RoutingReplayError,
+    TokenError,
+    named,
+    shortened,
+)
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -154,6 +163,75 @@ class Ragged:
 # ---------------------------------------------------------------------------------------------
 
 
+MAX_JSON = 16_000_000
+"""Largest size of a payload or schema: its characters and values together."""
+MAX_DEPTH = 100
+"""Deepest nesting of a payload or schema. What contains itself is deeper."""
+MAX_BITS = 13_000
+"""Largest whole number, about 4000 digits. Python refuses to write one of more than 4300."""
+
+
+def plain_json(value: Any, where: str) -> Any:
+    """A copy of `value` that is made of dict, list, str, int, float, bool and None, so that it can
+    be stored and nobody else changes it. A tuple becomes a list.
+
+    where: name of the value in errors. Raises DataError, which names the first part that is not
+    JSON.
+
+    >>> plain_json({"grid": (1, 2)}, "payload")
+    {'grid': [1, 2]}
+    """
+    size = 0
+
+    def refuse(at: str, found: str) -> DataError:
+        return DataError(f"{at} is {found}; expected JSON (text, finite numbers, lists, dicts).")
+
+    def text_of(found: str) -> str:
+        nonlocal size
+        size += len(found)
+        return str.__str__(found)
+
+    def copied(found: Any, at: str, depth: int) -> Any:
+        nonlocal size
+        size += 1
+        if depth > MAX_DEPTH:
+            raise refuse(where, f"nested more than {MAX_DEPTH} deep (does it contain itself?)")
+        if size > MAX_JSON:
+            raise refuse(where, f"larger than {MAX_JSON:,} characters and values")
+        if found is None or isinstance(found, bool):
+            return found
+        if isinstance(found, str):
+            return text_of(found)
+        if isinstance(found, int) and found.bit_length() <= MAX_BITS:
+            return int.__int__(found)
+        if isinstance(found, float) and math.isfinite(found):
+            return float.__float__(found)
+        if isinstance(found, list | tuple):
+            listed = cast("Sequence[Any]", found)
+            return [copied(each, f"{at}[{i}]", depth + 1) for i, each in enumerate(listed)]
+        if not isinstance(found, Mapping):
+            raise refuse(at, shortened(found))
+        out: dict[str, Any] = {}
+        for key, each in cast("Mapping[Any, Any]", found).items():
+            if not isinstance(key, str):
+                raise refuse(at, f"a dict with the key {shortened(key)}, which is not text")
+            name = text_of(key)
+            out[name] = copied(each, f"{at}.{name}", depth + 1)
+        return out
+
+    return copied(value, where, 0)
+
+
+def _make_plain(owner: object, where: str, *names: str) -> None:
+    """Makes these fields of a frozen object plain text. Raises DataError for what is not text."""
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, str):
+            found = type(value).__name__
+            raise DataError(f"{where} {name} must be text, found {found}.")
+        object.__setattr__(owner, name, str.__str__(value))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """One call that the model made."""
@@ -164,6 +242,9 @@ class ToolCall:
     """The argument text exactly as the model wrote it; JSON in a well-formed call."""
     id: str = ""
     """Call id in protocols that have one (OpenAI); empty in harmony and ChatML."""
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "tool call", "name", "arguments", "id")
 
 
 _SPOKEN_KEYS = ["content", "name", "parse_error", "reasoning_content", "role", "thinking"]
@@ -192,8 +273,15 @@ class Message:
     `Renderer.parse`."""
 
     def __post_init__(self) -> None:
+        texts = ("role", "content", "thinking", "name", "tool_call_id", "parse_error")
+        _make_plain(self, "message", *texts)
         if self.role not in ROLES:
             raise DataError(f"message role {self.role!r} is not one of {', '.join(ROLES)}.")
+        try:
+            calls = [ToolCall(name=c.name, arguments=c.arguments, id=c.id) for c in self.tool_calls]
+        except (TypeError, AttributeError) as error:
+            raise DataError(f"message tool_calls must be ToolCalls: {error}.") from None
+        object.__setattr__(self, "tool_calls", tuple(calls))
         if self.tool_calls and self.role != "assistant":
             raise DataError(f"a {self.role} message has tool_calls; only an assistant's can.")
         if self.role == "tool" and not self.name:
@@ -269,6 +357,13 @@ class ToolSchema:
     description: str
     parameters: Mapping[str, Any]
     """JSON schema of the arguments: an object."""
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "tool", "name", "description")
+        parameters = plain_json(self.parameters, f"tool {self.name}: parameters")
+        if not isinstance(parameters, dict):
+            raise DataError(f"tool {self.name}: parameters must be a JSON schema (an object).")
+        object.__setattr__(self, "parameters", parameters)
 
     @classmethod
     def from_dict(cls, source: Any, *, where: str = "a tool") -> ToolSchema:
@@ -1112,12 +1207,35 @@ def _routes_of(segments: Sequence[Segment]) -> dict[str, npt.NDArray[np.int16]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem to solve. `payload` is JSON-able and belongs to the environment."""
+    """One problem to solve.
+
+    >>> Task(id="a", payload={"seen": {1}}).problem
+    'payload.seen is {1}; expected JSON (text, finite numbers, lists, dicts).'
+    """
 
     id: str
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the environment knows of it, as JSON. The task has its own copy, with lists in place of
+    tuples."""
     source: str = ""
     """Component of the mixture that it came from; "" if there is one source."""
+    problem: str = ""
+    """Reason why it cannot be played: its episodes fail with it. Set where the payload is not
+    JSON, which is then empty, or the id is not text."""
+
+    def __post_init__(self) -> None:
+        try:
+            _make_plain(self, "task", "id", "source", "problem")
+            payload, problem = plain_json(self.payload, "payload"), self.problem
+            if not isinstance(payload, dict):
+                raise DataError(f"payload is {shortened(payload)}; expected a dict.")
+        except Exception as error:  # a strange object may raise anything where it is read
+            payload, problem = dict[str, Any](), named(error).removeprefix("DataError: ")
+            for name in ("id", "source"):
+                if not isinstance(getattr(self, name), str):
+                    object.__setattr__(self, name, shortened(getattr(self, name)))
+        object.__setattr__(self, "payload", payload)
+        object.__setattr__(self, "problem", problem)
 
     @property
     def reference(self) -> str | None:

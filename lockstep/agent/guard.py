@@ -14,19 +14,24 @@ import math
 import random
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import numpy as np
 
+import lockstep.types
+from lockstep.agent.environment import Observation, Score
 from lockstep.agent.tasks import seed_globals
-from lockstep.errors import RolloutError, named
-
-T = TypeVar("T")
+from lockstep.errors import RolloutError, named, shortened
+from lockstep.launch.event_loop import VISITED, VisitedTask, is_interrupt
+from lockstep.types import Message, ToolSchema
 
 MAX_NUMBER = 1e30
 """Largest reward or counter: sums and squares of such numbers over a batch stay finite."""
+CLOSE_SECONDS = 10.0
+"""Seconds that an environment may take to close."""
 CANCEL_SECONDS = 1.0
 """Seconds that a cancelled hook has to clean up before it is closed by force."""
 
@@ -47,11 +52,12 @@ Settled = tuple[Any, BaseException | None]
 async def guarded(
     hook: Callable[[], Any],
     *,
+    check: Callable[[Any], Any] = lambda result: result,
     seconds: float | None = None,
     setting: str = "",
     seed: int | None = None,
 ) -> Any:
-    """Returns the result of `hook()`, awaited if it is awaitable.
+    """Returns `check` of the result of `hook()`, which is awaited if it is awaitable.
 
     seconds: time limit; None is none. setting: name of the setting that raises the limit. seed: of
     the global generators of Python and numpy, which go on where they were each time the hook goes
@@ -66,12 +72,12 @@ async def guarded(
     >>> await guarded(environment.reset, seconds=600)                           # doctest: +SKIP
     """
     late = TookTooLong(f"took longer than {seconds or 0:g} s{f' ({setting})' if setting else ''}")
-    return await _driven(_called(hook), seconds, late, seed)
+    return await _driven(_called(hook, check), seconds, late, seed)
 
 
-async def _called(hook: Callable[[], Any]) -> Any:
+async def _called(hook: Callable[[], Any], check: Callable[[Any], Any]) -> Any:
     result = hook()
-    return await result if inspect.isawaitable(result) else result
+    return check(await result if inspect.isawaitable(result) else result)
 
 
 @types.coroutine
@@ -100,6 +106,7 @@ def _driven(
     try:
         while True:
             before = task.cancelling()
+            visit = VISITED.set(task)
             if draws is not None:
                 random.setstate(draws[0])
                 np.random.set_state(draws[1])
@@ -110,12 +117,13 @@ def _driven(
             except StopIteration as stop:
                 settled: Settled = stop.value, None
                 break
-            except KeyboardInterrupt:
-                raise
             except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 settled = None, error
                 break
             finally:
+                VISITED.reset(visit)
                 num_own += max(0, task.cancelling() - before)
             thrown = None
             if seed is not None:
@@ -133,6 +141,8 @@ def _driven(
         for timer in timers:
             timer.cancel()
         settle(coroutine.close)
+    if isinstance(task, VisitedTask):  # which knows it of callbacks too
+        num_own, task.num_own = task.num_own, 0
     num_outside = task.cancelling() - num_before - num_cuts - num_own
     while task.cancelling() > num_before + max(0, num_outside):
         task.uncancel()
@@ -172,43 +182,104 @@ def described(error: BaseException) -> str:
     elif isinstance(error, ForeignExit):
         text, error = str(error), error.__cause__ or error
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+    while frames and frames[-1].filename in ("<string>", lockstep.types.__file__):
+        frames.pop()  # a constructor that refused its fields
+    if not frames or frames[-1].filename == __file__:  # a result that was refused
+        return text
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
 
 
-# -- numbers of foreign code ----------------------------------------------------------------------
+# -- values of foreign code ------------------------------------------------------------------------
+#
+# What foreign code returns is checked here, once, and copied: a plain value cannot change later, or
+# run code when it is read. Each of these raises TypeError or DataError.
 
 
-def numbers_problem(found: Any, where: str) -> str:
-    """Explains why `found` is no mapping from names to finite numbers, or returns "".
-
-    >>> numbers_problem({"right": 10**400}, "parts")
-    'parts.right is too large for a float; expected a finite number'
-    """
-    if not isinstance(found, Mapping):
-        return f"{where} is {shortened(found)}; expected a mapping from names to finite numbers"
-    for name, value in found.items():
-        if not isinstance(name, str):
-            return f"{where} has the key {shortened(name)}; expected text"
-        if problem := number_problem(value, f"{where}.{name}"):
-            return problem
-    return ""
-
-
-def number_problem(value: Any, where: str) -> str:
-    """Explains why `value` is no finite number, or returns ""."""
+def checked_number(found: Any, where: str) -> float:
+    """A finite number, as a float."""
     try:
-        if isinstance(value, int | float | np.number) and math.isfinite(value):
-            if abs(value) <= MAX_NUMBER:
-                return ""
-            return f"{where} is {float(value):g}; expected a number of at most {MAX_NUMBER:g}"
+        number = float(found) if isinstance(found, int | float | np.number) else math.nan
     except OverflowError:
-        return f"{where} is too large for a float; expected a finite number"
+        raise TypeError(f"{where} is too large for a float; expected a finite number") from None
     except TypeError:  # a complex number
-        pass
-    return f"{where} is {shortened(value)}; expected a finite number"
+        number = math.nan
+    if not math.isfinite(number):
+        raise TypeError(f"{where} is {shortened(found)}; expected a finite number")
+    if abs(number) > MAX_NUMBER:
+        raise TypeError(f"{where} is {number:g}; expected a number of at most {MAX_NUMBER:g}")
+    return number
 
 
-def shortened(value: Any) -> str:
-    """Returns the beginning of `repr(value)`, or the name of the type if repr fails."""
-    text, _ = settle(lambda: repr(value))
-    return text[:80] if isinstance(text, str) else type(value).__name__
+def checked_numbers(found: Any, where: str) -> dict[str, float]:
+    """Finite numbers by name.
+
+    >>> checked_numbers({"right": 10**400}, "parts")
+    Traceback (most recent call last):
+    TypeError: parts.right is too large for a float; expected a finite number
+    """
+    numbers: dict[str, float] = {}
+    for name, value in _pairs(found, where, "a mapping from names to finite numbers"):
+        if not isinstance(name, str):
+            raise TypeError(f"{where} has the key {shortened(name)}; expected text")
+        numbers[str.__str__(name)] = checked_number(value, f"{where}.{str.__str__(name)}")
+    return numbers
+
+
+def checked_messages(found: Any) -> tuple[Message, ...]:
+    """Messages, for a dialogue."""
+    plain: list[Message] = []
+    for message in _listed(found, "messages"):
+        if not isinstance(message, Message):
+            raise TypeError(f"returned {shortened(message)} among its messages; expected a Message")
+        # Made anew: a subclass, or a field that was set by force, has not been checked.
+        plain.append(
+            Message(**{each.name: getattr(message, each.name) for each in fields(Message)})
+        )
+    return tuple(plain)
+
+
+def checked_observation(found: Any) -> Observation:
+    """An answer to a turn; what ends the episode has no messages."""
+    if not isinstance(found, Observation):
+        raise TypeError(f"returned {shortened(found)}; expected an Observation")
+    return Observation(
+        messages=() if found.done else checked_messages(found.messages),
+        done=bool(found.done),
+        metrics=checked_numbers(found.metrics, "metrics"),
+    )
+
+
+def checked_tools(found: Any) -> tuple[ToolSchema, ...]:
+    """Tools that a prompt offers."""
+    for entry in (tools := tuple(_listed(found, "tools"))):
+        if not isinstance(entry, ToolSchema):
+            raise TypeError(f"tools has {shortened(entry)}; expected a ToolSchema, or @tool")
+    return tools
+
+
+def checked_score(found: Any, *, num_turns: int) -> Score:
+    """A score that can be trained on."""
+    if not isinstance(found, Score):
+        what = type(found).__name__
+        raise TypeError(f"returned {what}; expected lockstep.agent.environment.Score")
+    turn_rewards: dict[int, float] = {}
+    for turn, reward in _pairs(found.turn_rewards, "turn_rewards", "a mapping from turns"):
+        if not isinstance(turn, int) or turn not in range(num_turns):
+            text = f"turn_rewards has turn {shortened(turn)}"
+            raise TypeError(f"{text}; the episode has turns 0 to {num_turns - 1}")
+        turn_rewards[int(turn)] = checked_number(reward, f"turn_rewards[{turn}]")
+    reward = checked_number(found.reward, "reward")
+    parts = checked_numbers(found.parts, "parts")
+    return Score(reward=reward, parts=parts, turn_rewards=turn_rewards)
+
+
+def _listed(found: Any, what: str) -> Sequence[Any]:
+    if isinstance(found, str | bytes) or not isinstance(found, Sequence):
+        raise TypeError(f"returned {shortened(found)}; expected a list of {what}")
+    return cast("Sequence[Any]", found)
+
+
+def _pairs(found: Any, where: str, expected: str) -> Iterable[tuple[Any, Any]]:
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{where} is {shortened(found)}; expected {expected}")
+    return cast("Mapping[Any, Any]", found).items()

@@ -17,25 +17,24 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import (
-    Environment,
-    GroupScorer,
-    Observation,
-    Score,
-)
+from lockstep.agent.environment import Environment, GroupScorer, Score
 from lockstep.agent.gateway.session import GatewaySession
 from lockstep.agent.guard import (
+    CLOSE_SECONDS,
+    checked_messages,
+    checked_numbers,
+    checked_observation,
+    checked_score,
+    checked_tools,
     described,
     guarded,
-    number_problem,
-    numbers_problem,
     settle,
-    shortened,
 )
 from lockstep.agent.harness import Endpoint, EnvironmentFactory, Harness
 from lockstep.agent.rescoring import Rescorer
@@ -50,13 +49,12 @@ from lockstep.agent.turns import (
     fork_without_thinking,
 )
 from lockstep.engines.base import Capabilities, Engine
-from lockstep.errors import ConfigError, named
+from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.large_texts import TextTooLargeError
 from lockstep.types import (
     Group,
     Int32Array,
-    Message,
     SamplingParams,
     Task,
     Trajectory,
@@ -64,9 +62,6 @@ from lockstep.types import (
 
 if TYPE_CHECKING:
     from lockstep.agent.gateway.server import GatewayServer
-
-CLOSE_SECONDS = 10.0
-"""Seconds that an environment may take to close."""
 
 OpenGateway = Callable[[], Awaitable["GatewayServer"]]
 """Starts the gateway if it does not run yet."""
@@ -188,7 +183,10 @@ class _Episode:
         self.stage = "the environment could not be made"
         started = time.monotonic()
         try:
-            environment = self.environment = await self._call(partial(make_environment, task))
+            if task.problem:
+                raise DataError(f"task {task.id}: {task.problem}")
+            own = replace(task)  # with a payload of its own, which may be changed
+            environment = self.environment = await self._call(partial(make_environment, own))
             started = time.monotonic()
             if isinstance(environment, Harness):
                 await self._play_over_http(environment, task)
@@ -208,9 +206,9 @@ class _Episode:
         trajectory, budget, renderer = self.trajectory, self.budget, self.sampler.renderer
         limit = self.sampler.max_tokens
         self.stage = "environment.reset"
-        messages = await self._call(environment.reset)
-        _check_messages(messages)
-        tools = await self._call(lambda: environment.tools)
+        messages = await self._call(lambda: environment.reset(), checked_messages)
+        self.stage = "environment.tools"
+        tools = await self._call(lambda: environment.tools, checked_tools)
         self.stage = "renderer.render"
         try:
             ids = await self.sampler.encoded(partial(renderer.render, messages, tools))
@@ -242,14 +240,12 @@ class _Episode:
             count(trajectory, "turns", 1)
             count(trajectory, "parse_errors", bool(reply.message.parse_error))
             self.stage = "environment.step"
-            observation = await self._call(partial(environment.step, reply.message))
-            if not isinstance(observation, Observation):
-                raise TypeError(f"returned {shortened(observation)}; expected an Observation")
+            step = methodcaller("step", reply.message)
+            observation = await self._call(partial(step, environment), checked_observation)
             self._count(observation.metrics)
             if observation.done:
                 trajectory.status = "finished"
                 return
-            _check_messages(observation.messages)
             trajectory.error = self._exhausted(reply, len(path_ids), turn, deadline)
             if not trajectory.error:
                 self.stage = "renderer.extend"
@@ -326,21 +322,21 @@ class _Episode:
             else:
                 await session.finish(error="" if session.has_reward else late)
             await gateway.sessions.remove(session.id)
-            self._count(harness.metrics)
+            self._count(await self._call(lambda: checked_numbers(harness.metrics, "metrics")))
         if late and trajectory.status == "finished":
             trajectory.status, trajectory.error = "truncated", late
 
-    async def _call(self, hook: Callable[[], Any]) -> Any:
+    async def _call(
+        self, hook: Callable[[], Any], check: Callable[[Any], Any] = lambda found: found
+    ) -> Any:
         """Calls a hook of the environment, whose draws from global generators depend on the episode
-        and on nothing else."""
+        and on nothing else. Returns `check` of its result."""
         self.num_hooks += 1
         seed = derive_seed(self.seed, "hook", self.num_hooks)
-        return await guarded(hook, seconds=self.budget.max_seconds, seed=seed)
+        return await guarded(hook, check=check, seconds=self.budget.max_seconds, seed=seed)
 
     def _count(self, metrics: Mapping[str, float]) -> None:
         """Adds an environment's counters to the trajectory's."""
-        if problem := numbers_problem(metrics, "metrics"):
-            raise ValueError(problem)
         for name, value in metrics.items():
             count(self.trajectory, name, value)
 
@@ -392,9 +388,10 @@ class _Episode:
 
     async def score(self) -> None:
         """Scores the episode by its environment, unless it failed."""
-        if self.trajectory.status == "failed" or self.environment is None:
+        environment = self.environment
+        if self.trajectory.status == "failed" or environment is None:
             return
-        if isinstance(harness := self.environment, Harness):
+        if isinstance(harness := environment, Harness):
             if self.given_score is not None:
                 self.set_score(self.given_score)
             elif self.session is None or not self.session.has_reward:
@@ -402,13 +399,13 @@ class _Episode:
                 self.fail(f"{text} (POST /sessions/SESSION/reward){_shown_output(harness)}")
             return
         try:
-            score = await self._call(self.environment.score)
+            score = await self._call(lambda: environment.score())
         except Exception as error:
             self.fail("environment.score", error)
         else:
             self.set_score(score)
 
-    def set_score(self, score: Score) -> None:
+    def set_score(self, found: Any) -> None:
         """Puts rewards on the leaves and on turns. All leaves get the reward: a path that was left
         because thinking was forgotten led to the same end. A score that cannot be trained on fails
         the episode.
@@ -421,17 +418,17 @@ class _Episode:
         if self.session is not None:
             self.session.drop_rewards()
             leaves, turn_ends = self.session.rewarded_ends(), self.session.turn_ends
-        problem, error = settle(lambda: _score_problem(score, num_turns=len(turn_ends)))
-        if error is not None:
-            problem = named(error)
+        score, error = settle(lambda: checked_score(found, num_turns=len(turn_ends)))
+        stage = "harness.run" if self.session else "environment.score"
         if not leaves:
-            problem = "the agent left before it received a reply: there is no turn to reward"
-        if problem:
-            self.fail(f"{'harness.run' if self.session else 'environment.score'}: {problem}")
+            self.fail(f"{stage}: the agent left before it received a reply: no turn to reward")
+            return
+        if error is not None:
+            self.fail(stage, error)
             return
         for leaf in leaves:
-            trajectory.rewards[leaf] = float(score.reward)
-        trajectory.reward_parts.update({name: float(v) for name, v in score.parts.items()})
+            trajectory.rewards[leaf] = score.reward
+        trajectory.reward_parts.update(score.parts)
         for turn, reward in score.turn_rewards.items():
             trajectory.set_segment_reward(turn_ends[turn], reward)
 
@@ -441,7 +438,7 @@ class _Episode:
         if environment is None:
             return
         try:
-            await guarded(environment.close, seconds=CLOSE_SECONDS)
+            await guarded(lambda: environment.close(), seconds=CLOSE_SECONDS)
         except Exception as error:
             count(self.trajectory, "close_errors", 1)
             if not self.trajectory.error:
@@ -463,31 +460,6 @@ class _Episode:
 
 def _shown_output(harness: Harness) -> str:
     return f". It printed: {harness.output}" if harness.output else ""
-
-
-def _check_messages(messages: Any) -> None:
-    """Raises TypeError for anything that is no list of messages."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise TypeError(f"returned {shortened(messages)}; expected a list of messages")
-    for message in messages:
-        if not isinstance(message, Message) or not isinstance(message.content, str):
-            raise TypeError(f"returned {shortened(message)} among its messages; expected a Message")
-
-
-def _score_problem(score: Any, *, num_turns: int) -> str:
-    """Why the score cannot be trained on; "" if it can."""
-    if not isinstance(score, Score):
-        return f"returned {type(score).__name__}; expected lockstep.agent.environment.Score"
-    turn_rewards = score.turn_rewards
-    if not isinstance(turn_rewards, Mapping):
-        return f"turn_rewards is {shortened(turn_rewards)}; expected a mapping from turns"
-    for turn, reward in turn_rewards.items():
-        if not isinstance(turn, int) or turn not in range(num_turns):
-            text = f"turn_rewards has turn {shortened(turn)}"
-            return f"{text}; the episode has turns 0 to {num_turns - 1}"
-        if problem := number_problem(reward, f"turn_rewards[{turn}]"):
-            return problem
-    return number_problem(score.reward, "reward") or numbers_problem(score.parts, "parts")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -602,7 +574,7 @@ async def _scorer_of(
 ) -> GroupScorer | None:
     """The group scorer of a task; if it cannot be had, one that fails with the reason."""
     try:
-        return await guarded(partial(group_scorer, task))
+        return await guarded(partial(group_scorer, replace(task)))
     except Exception as error:
         reason = error
 
@@ -613,16 +585,21 @@ async def _scorer_of(
 
 
 async def _score_together(score_group: GroupScorer, episodes: Sequence[_Episode]) -> None:
-    alive = [e for e in episodes if e.trajectory.status != "failed" and e.environment]
+    alive = [e for e in episodes if e.trajectory.status != "failed" and e.environment is not None]
     if not alive:
         return
+
+    def check(found: Any) -> list[Any]:
+        if len(scores := list(found)) != len(alive):
+            raise ValueError(f"{len(scores)} scores for {len(alive)} environments")
+        return scores
+
     try:
-        scores: Any = await guarded(
+        scores = await guarded(
             lambda: score_group([cast("Environment", e.environment) for e in alive]),
+            check=check,
             seconds=alive[0].budget.max_seconds,
         )
-        if len(scores) != len(alive):
-            raise ValueError(f"{len(scores)} scores for {len(alive)} environments")
     except Exception as error:
         for episode in alive:
             episode.fail("score_group", error)

@@ -11,20 +11,20 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.guard import described, guarded, shortened
-from lockstep.agent.loop import CLOSE_SECONDS, EpisodeSlots, run_episode
+from lockstep.agent.guard import CLOSE_SECONDS, checked_messages, described, guarded
+from lockstep.agent.loop import EpisodeSlots, run_episode
 from lockstep.agent.match import Match, OutOfBudget
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import Budget
 from lockstep.engines.base import Engine
-from lockstep.errors import RolloutError
+from lockstep.errors import DataError, RolloutError, shortened
 from lockstep.renderers.base import Renderer
 from lockstep.types import Group, Message, SamplingParams, Task, Trajectory
 
@@ -219,20 +219,25 @@ class _Table:
 
         stage = "the match could not be made"
         try:
-            self.match = await call(partial(make_match, self.task), seconds)
+            if self.task.problem:
+                raise DataError(f"task {self.task.id}: {self.task.problem}")
+            self.match = await call(partial(make_match, replace(self.task)), seconds)
             try:
                 stage = "match.play"
                 # Each conversation has its own clock, which ends before this one.
                 await call(played, 2 * seconds)
                 stage = "match.score"
-                self.scores = await call(self.match.score, seconds)
+                self.scores = await call(lambda: self.match.score(), seconds)
             finally:
                 with suppress(Exception):  # the match is over
-                    await guarded(self.match.close, seconds=CLOSE_SECONDS)
+                    await guarded(lambda: self.match.close(), seconds=CLOSE_SECONDS)
         except Exception as error:
             self.failure = f"{stage}: {described(error)}"
 
     async def _ask(self, seat: str, messages: Sequence[Message], *, player: int = 0) -> Message:
+        messages = checked_messages(messages)
+        if not isinstance(player, int):
+            raise RolloutError(f"player={shortened(player)} of seat {seat}: expected a number")
         found = self.players.get((seat, player))
         if found is None:
             if seat not in self.seats:

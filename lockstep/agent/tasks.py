@@ -10,12 +10,20 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LockstepError,
+    named,
+    shortened,
+)
 from lockstep.store.files import read_jsonl
 from lockstep.types import Message, Task
 
@@ -59,8 +67,15 @@ class TaskSource:
         raise NotImplementedError
 
     def take(self, count: int) -> list[Task]:
-        """Returns the next `count` tasks; fewer at the end of a finite source."""
-        return [task for _, task in zip(range(count), self, strict=False)]
+        """Returns the next `count` tasks; fewer at the end of a finite source. What is no task
+        becomes one that cannot be played. Raises DataError if the source raises."""
+        try:
+            return [_as_task(found) for _, found in zip(range(count), self, strict=False)]
+        except (LockstepError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            where = f"the source of tasks, {type(self).__name__},"
+            raise DataError(f"{where} raised {named(error)} in place of a task.") from error
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state; an equal source that loads it goes on with the next task."""
@@ -69,6 +84,14 @@ class TaskSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the state is from another source: tasks would be lost."""
         raise NotImplementedError
+
+
+def _as_task(found: Any) -> Task:
+    """Made anew: a subclass, or a field that was set by force, has not been checked."""
+    if isinstance(found, Task):
+        return Task(**{each.name: getattr(found, each.name) for each in fields(Task)})
+    shown = shortened(found)
+    return Task(id=shown, problem=f"the source of tasks gave {shown}; expected a Task")
 
 
 def _check_state(state: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
@@ -200,12 +223,12 @@ class MixtureSource(TaskSource):
             draw = random.Random(derive_seed("mixture", self._seed, self._drawn))
             name = draw.choices(names, [self._weights[n] for n in names])[0]
             try:
-                task = next(self._sources[name])
+                task = _as_task(next(self._sources[name]))
             except StopIteration:
                 self._ended.add(name)
                 continue
             self._drawn += 1
-            return Task(id=task.id, payload=task.payload, source=name)
+            return replace(task, source=name)
         raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:

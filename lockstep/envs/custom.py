@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.guard import guarded, number_problem, result_of, shortened
+from lockstep.agent.guard import checked_number, guarded, result_of
 from lockstep.agent.references import find, is_reference
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import ListSource, TaskSource, derive_seed
 from lockstep.agent.tools import Tool, ToolEnvironment, ToolLimits, in_daemon_thread, tool
 from lockstep.config import require
 from lockstep.envs.data_files import SUFFIXES, locate_data, read_rows, split_tasks
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, shortened
 from lockstep.launch.event_loop import run_to_end
 from lockstep.types import Message, Task
 
@@ -255,16 +255,17 @@ class CustomEnvironment(ToolEnvironment):
 
 
 def _score(found: Any, where: str) -> Score:
+    is_score = isinstance(found, Score)
     parts: Mapping[Any, Any] = found if isinstance(found, Mapping) else {}
-    numbers = parts or {"": found.reward if isinstance(found, Score) else found}
-    for name, value in numbers.items():
-        if problem := number_problem(value, f"{where}, {name!r}" if name else where):
-            hint = " Is a `return` missing?" if value is None else ""
-            raise DataError(f"{problem}, {{name: number}} or a Score.{hint}")
-    if isinstance(found, Score):
-        return found
-    values = {str(name): float(value) for name, value in numbers.items()}
-    return Score(reward=sum(values.values()), parts=values if parts else {})
+    try:
+        values = {str(n): checked_number(v, f"{where}, {n!r}") for n, v in parts.items()}
+        number = found.reward if is_score else found
+        reward = sum(values.values()) if parts else checked_number(number, where)
+    except TypeError as error:
+        missing = found is None or None in parts.values()
+        hint = " Is a `return` missing?" if missing else ""
+        raise DataError(f"{error}, {{name: number}} or a Score.{hint}") from None
+    return found if is_score else Score(reward=reward, parts=values)
 
 
 def _uses(dialogue: Sequence[Message]) -> tuple[ToolUse, ...]:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
@@ -89,7 +89,7 @@ class MixtureConfig(TaskConfig):
                 own = part.first_tasks(split=split, seed=derive_seed("part", name, seed))
                 if not own:
                     raise ConfigError(f"it has no task for the split {split!r}.")
-            firsts += [Task(id=task.id, payload=task.payload, source=name) for task in own]
+            firsts += [replace(task, source=name) for task in own]
         return firsts
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment | Harness:

@@ -5,15 +5,90 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
-from collections.abc import Callable, Coroutine, Generator
+import traceback
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 CANCEL_SECONDS = 1.0
 """Seconds that a cancelled task has to clean up before it is left."""
+
+VISITED: ContextVar[asyncio.Task[Any] | None] = ContextVar("visited", default=None)
+"""The task in which foreign code is being called; None where Lockstep's own code runs. Tasks and
+callbacks that foreign code makes inherit it."""
+
+
+class VisitedTask(asyncio.Task[Any]):
+    """A task that foreign code of another task cannot cancel."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], **options: Any) -> None:
+        self._maker = VISITED.get()
+        self.num_own = 0
+        """Cancellations by the foreign code that this task calls, without those taken back."""
+        super().__init__(work, **options)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        by = VISITED.get()
+        if by is self:
+            self.num_own += not self.done()
+        elif by is not None and self._maker is not by and not (self._maker and self._maker.done()):
+            raise RuntimeError(f"{self.get_name()} belongs to somebody else and is not cancelled")
+        return super().cancel(msg)
+
+    def uncancel(self) -> int:
+        if VISITED.get() is self:
+            self.num_own -= 1
+        return super().uncancel()
+
+
+class _Loop(asyncio.SelectorEventLoop if sys.platform != "win32" else asyncio.ProactorEventLoop):
+    """An event loop that goes on until what it was started for is done, whatever foreign code does:
+    stop it, cancel all tasks, or raise SystemExit in a task or callback of its own."""
+
+    _awaited: asyncio.Future[Any] | None = None
+
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        self._check_closed()
+        return VisitedTask(coro, loop=self, **options)
+
+    def run_until_complete(self, future: Any) -> Any:
+        self._awaited = asyncio.ensure_future(future, loop=self)
+        return super().run_until_complete(self._awaited)
+
+    def run_forever(self) -> None:
+        while True:
+            try:
+                super().run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                if self._awaited is None or self._awaited.done() or is_interrupt(error):
+                    raise
+            if self._awaited is None or self._awaited.done():
+                return
+
+    def set_default_executor(self, executor: Any) -> None:
+        raise RuntimeError("the threads of a run's event loop cannot be replaced")
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        raise RuntimeError("the threads of a run's event loop cannot be ended")
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether Ctrl-C raised the error, and not code that raises KeyboardInterrupt by itself."""
+    if (
+        not isinstance(error, KeyboardInterrupt)
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        return False
+    handler = signal.getsignal(signal.SIGINT)
+    code = getattr(getattr(handler, "func", handler), "__code__", None)
+    if code is None:  # Python's own handler leaves no trace
+        return True
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
@@ -22,8 +97,8 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     Unlike asyncio.run it works inside a running loop, which stands still meanwhile, as it does for
     any other call that takes time. Ctrl-C, and a notebook's button, interrupt `main` in both cases.
 
-    Tasks that foreign code left have CANCEL_SECONDS to end; asyncio.run would wait for one that
-    ignores its cancellation, and for a thread of its executor, without limit.
+    Tasks and generators that foreign code left have CANCEL_SECONDS to end; asyncio.run would wait
+    for one that ignores its cancellation, and for a thread of its executor, without limit.
 
     >>> async def cell():
     ...     return run_to_end(asyncio.sleep(0, "done"))
@@ -31,13 +106,12 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     'done'
     """
     with _outside_loop():
-        runner = asyncio.Runner()
+        runner = asyncio.Runner(loop_factory=_Loop)
         loop = runner.get_loop()
         try:
             return runner.run(main)
         finally:
-            loop.run_until_complete(_end_other_tasks())
-            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(_end_others())
             loop.close()
             asyncio.set_event_loop(None)
 
@@ -82,9 +156,28 @@ def _outside_loop() -> Generator[None]:
             asyncio.tasks._enter_task(outer, task)
 
 
-async def _end_other_tasks() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+async def _end_others() -> None:
+    """Ends the tasks and asynchronous generators that are left, and names those that will not."""
+    loop = asyncio.get_running_loop()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
         task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=CANCEL_SECONDS)
+    await _wait_for(left)
+    await _wait_for([loop.create_task(loop.shutdown_asyncgens(), name="asynchronous generators")])
+
+
+async def _wait_for(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    if not (waited := set(tasks)):
+        return
+    _, pending = await asyncio.wait(waited, timeout=CANCEL_SECONDS)
+    for task in pending:
+        task._log_destroy_pending = False  # pyright: ignore
+    if pending:
+        names = ", ".join(sorted({_name_of(task) for task in pending}))
+        text = f"left at the end of the run, and still busy {CANCEL_SECONDS:g} s later: {names}"
+        print(text, file=sys.stderr)
+
+
+def _name_of(task: asyncio.Task[Any]) -> str:
+    name, work = task.get_name(), getattr(task.get_coro(), "__qualname__", "")
+    return work if name.startswith("Task-") and work else name

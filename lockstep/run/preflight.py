@@ -16,6 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agent.config import FrozenSeat, OwnSeat, SeatConfig
+from lockstep.agent.guard import (
+    CLOSE_SECONDS,
+    checked_messages,
+    checked_tools,
+    described,
+    guarded,
+)
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
 from lockstep.agent.match import OutOfBudget
@@ -26,8 +33,10 @@ from lockstep.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    LockstepError,
     MissingExtraError,
     RendererError,
+    RolloutError,
     RunError,
 )
 from lockstep.launch.event_loop import run_to_end
@@ -143,7 +152,7 @@ def preflight(
     if not firsts:
         kind = "training" if is_training else "held-out"
         raise DataError(f"the task source has no {kind} task.")
-    next(config.task.tasks(split="eval", seed=config.seed), None)
+    config.task.tasks(split="eval", seed=config.seed).take(1)
     for first in firsts:
         _check_first_prompt(config, model_files, first)
     return model_files
@@ -560,18 +569,29 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
     async def first_prompt() -> int:
         if config.task.SEATS:
             return await _first_asked(config, model_files, task)
-        environment = config.task.environment(task, config.agent)
+        call = partial(guarded, seconds=config.agent.max_seconds, setting="agent.max_seconds")
+        environment = await call(lambda: config.task.environment(task, config.agent))
         if isinstance(environment, Harness):  # its agent says the first word
             if find_spec("aiohttp") is None:
                 raise MissingExtraError.of("aiohttp", extra="http", needed_for="the gateway")
             return 0
         try:
-            messages = await environment.reset()
-            return len(model_files.renderer.render(messages, environment.tools))
+            messages = await call(lambda: environment.reset(), check=checked_messages)
+            tools = await call(lambda: environment.tools, check=checked_tools)
+            return len(model_files.renderer.render(messages, tools))
         finally:
-            await environment.close()
+            await guarded(lambda: environment.close(), seconds=CLOSE_SECONDS)
 
-    size = run_to_end(first_prompt())
+    if task.problem:
+        return  # its episodes fail with it, and no other
+    try:
+        size = run_to_end(first_prompt())
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise RolloutError(
+            f"the prompt of task {task.id} cannot be had: {described(error)}"
+        ) from error
     if size + 1 >= config.max_tokens:
         raise ConfigError(
             f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: "
@@ -581,17 +601,18 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
 
 async def _first_asked(config: Config, model_files: ModelFiles, task: Any) -> int:
     """Tokens of the prompt of the seat that a match asks first."""
-    match, sizes = config.task.match(task, config.agent), list[int]()
+    match, sizes = await guarded(lambda: config.task.match(task, config.agent)), list[int]()
 
     async def ask(seat: str, messages: Sequence[Message], *, player: int = 0) -> Message:
-        sizes.append(len(model_files.renderer.render(messages, match.tools.get(seat, ()))))
+        asked = checked_messages(messages)
+        sizes.append(len(model_files.renderer.render(asked, match.tools.get(seat, ()))))
         raise OutOfBudget("the first prompt is enough")
 
     try:
         with suppress(OutOfBudget):
-            await match.play(ask)
+            await guarded(lambda: match.play(ask), seconds=config.agent.max_seconds)
     finally:
-        await match.close()
+        await guarded(lambda: match.close(), seconds=CLOSE_SECONDS)
     if not sizes:
         raise DataError(f"the match of task {task.id} ended before it asked a seat.")
     return sizes[0]

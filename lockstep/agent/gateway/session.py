@@ -36,7 +36,7 @@ from lockstep.agent.gateway.tree import (
     Tree,
     altered_from,
 )
-from lockstep.agent.guard import described, number_problem, numbers_problem
+from lockstep.agent.guard import checked_number, checked_numbers, described
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import (
     Observed,
@@ -211,16 +211,17 @@ class GatewaySession:
 
         Raises Refusal."""
         self._check_open()
-        problem = number_problem(reward, "reward") or numbers_problem(parts, "parts")
-        if problem:
-            raise Refusal(400, "invalid_reward", problem)
+        try:
+            number, numbers = checked_number(reward, "reward"), checked_numbers(parts, "parts")
+        except TypeError as problem:
+            raise Refusal(400, "invalid_reward", str(problem)) from None
         if leaf is not None and leaf not in self.turn_ends:
             text = f"no turn ends with segment {leaf}; the session's turns end with "
             text += f"{self.turn_ends}. Take `leaf` from the reply."
             raise Refusal(400, "unknown_leaf", text, parameter="leaf")
         self.last_used = time.monotonic()
-        self._rewards[leaf] = float(reward)
-        self.trajectory.reward_parts.update({name: float(v) for name, v in parts.items()})
+        self._rewards[leaf] = number
+        self.trajectory.reward_parts.update(numbers)
 
     def lost(self, leaf: int) -> None:
         """Records that the client was gone before it received the turn that ends with `leaf`. A

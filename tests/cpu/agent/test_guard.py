@@ -141,14 +141,17 @@ def test_a_nonsensical_score_fails_its_episode(score, text):
         (Observation(metrics={"a": 10**400}), "metrics.a is too large"),
         (Observation(metrics={"a": math.nan}), "metrics.a is nan"),
         (Observation(messages="text"), "returned 'text'; expected a list of messages"),
-        (Observation(messages=[Message(role="user", content=5)]), "expected a Message"),
+        (
+            lambda: Observation(messages=[Message(role="user", content=5)]),
+            "message content must be text, found int. (test_guard.py:",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_nonsensical_observation_fails_its_episode(observation, text):
     class Steps(Looks):
         async def step(self, message):
-            return observation
+            return observation() if callable(observation) else observation
 
     trajectory = play(FakeEngine(lambda request: CALL), Steps())
     assert trajectory.status == "failed" and text in trajectory.error, trajectory.error
