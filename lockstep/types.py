@@ -164,7 +164,7 @@ class Ragged:
 
 
 MAX_JSON = 16_000_000
-"""Largest size of a payload or schema: its characters and values together."""
+"""Largest size of a payload or schema: its characters, and 16 for each value."""
 MAX_DEPTH = 100
 """Deepest nesting of a payload or schema. What contains itself is deeper."""
 MAX_BITS = 13_000
@@ -193,11 +193,11 @@ def plain_json(value: Any, where: str) -> Any:
 
     def copied(found: Any, at: str, depth: int) -> Any:
         nonlocal size
-        size += 1
+        size += 16
         if depth > MAX_DEPTH:
             raise refuse(where, f"nested more than {MAX_DEPTH} deep (does it contain itself?)")
         if size > MAX_JSON:
-            raise refuse(where, f"larger than {MAX_JSON:,} characters and values")
+            raise refuse(where, f"larger than {MAX_JSON:,} characters, at 16 for each value")
         if found is None or isinstance(found, bool):
             return found
         if isinstance(found, str):

@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import inspect
 import math
-import random
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,8 @@ import lockstep.types
 from lockstep.agent.environment import Observation, Score
 from lockstep.agent.tasks import seed_globals
 from lockstep.errors import RolloutError, named, shortened
-from lockstep.launch.event_loop import VISITED, VisitedTask, is_interrupt
+from lockstep.launch.event_loop import VISITED, VisitedTask, is_interrupt, own_context
+from lockstep.launch.process_state import Visit, put_back
 from lockstep.types import Message, ToolSchema
 
 MAX_NUMBER = 1e30
@@ -99,19 +100,17 @@ def _driven(
         task.cancel()
 
     limits = () if seconds is None else (seconds, seconds + CANCEL_SECONDS)
-    timers = [asyncio.get_running_loop().call_later(limit, cut) for limit in limits]
+    loop, context = asyncio.get_running_loop(), own_context()
+    timers = [loop.call_later(limit, cut, context=context) for limit in limits]
     num_own = 0  # cancellations by the hook of its own task
+    own_before = task.num_own if isinstance(task, VisitedTask) else 0
     thrown: BaseException | None = None
-    draws: tuple[Any, Any] | None = None
+    state = Visit(None if seed is None else partial(seed_globals, seed))
     try:
         while True:
             before = task.cancelling()
             visit = VISITED.set(task)
-            if draws is not None:
-                random.setstate(draws[0])
-                np.random.set_state(draws[1])
-            elif seed is not None:
-                seed_globals(seed)
+            state.enter()
             try:
                 awaited = coroutine.send(None) if thrown is None else coroutine.throw(thrown)
             except StopIteration as stop:
@@ -123,11 +122,10 @@ def _driven(
                 settled = None, error
                 break
             finally:
+                state.leave()
                 VISITED.reset(visit)
                 num_own += max(0, task.cancelling() - before)
             thrown = None
-            if seed is not None:
-                draws = random.getstate(), np.random.get_state()
             try:
                 yield awaited
             except GeneratorExit:
@@ -140,12 +138,17 @@ def _driven(
     finally:
         for timer in timers:
             timer.cancel()
+        state.enter()
         settle(coroutine.close)
+        state.leave()
+        put_back(state.at_start)
     if isinstance(task, VisitedTask):  # which knows it of callbacks too
-        num_own, task.num_own = task.num_own, 0
+        num_own = task.num_own - own_before
     num_outside = task.cancelling() - num_before - num_cuts - num_own
     while task.cancelling() > num_before + max(0, num_outside):
         task.uncancel()
+    if isinstance(task, VisitedTask):
+        task.num_own = own_before
     if num_own:  # the last one may be pending still
         with contextlib.suppress(asyncio.CancelledError):
             yield

@@ -25,6 +25,7 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import Budget
 from lockstep.engines.base import Engine
 from lockstep.errors import DataError, RolloutError, shortened
+from lockstep.launch.event_loop import own_context
 from lockstep.renderers.base import Renderer
 from lockstep.types import Group, Message, SamplingParams, Task, Trajectory
 
@@ -243,7 +244,9 @@ class _Table:
             if seat not in self.seats:
                 raise RolloutError(f"no seat {seat!r}; the seats are {', '.join(self.seats)}")
             found = self.players[seat, player] = _Player(self, seat, player)
-            self.jobs.append(self.conversations.create_task(self._converse(found, seat)))
+            conversation = self._converse(found, seat)
+            job = self.conversations.create_task(conversation, context=own_context())
+            self.jobs.append(job)
         return await found.ask(messages)
 
     async def _converse(self, player: _Player, seat: str) -> Trajectory:

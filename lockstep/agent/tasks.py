@@ -122,7 +122,7 @@ class ListSource(TaskSource):
     ) -> None:
         if epochs is not None and epochs < 1:
             raise ConfigError(f"{name}: epochs={epochs} must be at least 1, or None for no end.")
-        self.tasks = list(tasks)
+        self.tasks = list(map(_as_task, tasks))
         if not self.tasks:
             raise DataError(f"{name}: there is no task.")
         self.name = name

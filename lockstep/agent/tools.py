@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation
@@ -27,12 +27,14 @@ from lockstep.agent.guard import (
     ForeignExit,
     Settled,
     TookTooLong,
+    checked_numbers,
     guarded,
     result_of,
     settle,
 )
 from lockstep.agent.json_schema import json_type, mismatch
-from lockstep.errors import ConfigError, SandboxError, ToolServerError
+from lockstep.errors import ConfigError, SandboxError, ToolServerError, shortened
+from lockstep.launch.process_state import AT_START, put_back
 from lockstep.types import Message, ToolCall, ToolSchema
 
 MAX_NAME_CHARS = 64
@@ -71,6 +73,12 @@ class ToolOutput:
     text: str
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Added to the trajectory's."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"the output's text is {shortened(self.text)}; expected text")
+        object.__setattr__(self, "text", str.__str__(self.text))
+        object.__setattr__(self, "metrics", checked_numbers(self.metrics, "metrics"))
 
 
 def tool(
@@ -263,9 +271,11 @@ class ToolFailure(Exception):
     def __init__(
         self, text: str, *, outcome: Outcome = "errors", metrics: Mapping[str, float] | None = None
     ) -> None:
-        super().__init__(text)
+        super().__init__(str(text))
+        if outcome not in get_args(Outcome):
+            raise TypeError(f"outcome is {shortened(outcome)}; expected one of {Outcome}")
         self.outcome: Outcome = outcome
-        self.metrics = metrics or {}
+        self.metrics = checked_numbers(metrics or {}, "metrics")
         """Counters of the tool itself."""
 
 
@@ -321,16 +331,16 @@ class ToolRunner:
         """Returns the result of a call. Raises TookTooLong, SandboxError and ToolServerError (not
         the model's fault), and ToolFailure for everything else that the tool raised."""
         call = functools.partial(entry.function, **arguments)
+        of_object = getattr(entry.function, "__call__", None)  # noqa: B004 - may be async
+        is_coroutine = any(map(inspect.iscoroutinefunction, (entry.function, of_object)))
         try:
             if entry.is_instant:
-                return _as_output(result_of(settle(call)))
-            of_object = getattr(entry.function, "__call__", None)  # noqa: B004 - may be async
-            is_coroutine = any(map(inspect.iscoroutinefunction, (entry.function, of_object)))
-            found = await guarded(
-                call if is_coroutine else lambda: in_daemon_thread(call),
-                seconds=None if entry.bounds_itself else self.limits.timeout_seconds,
-            )
-            return _as_output(found if is_coroutine else result_of(found))
+                return result_of(settle(lambda: _as_output(call())))
+            if is_coroutine:
+                seconds = None if entry.bounds_itself else self.limits.timeout_seconds
+                return await guarded(call, check=_as_output, seconds=seconds)
+            in_thread = functools.partial(in_daemon_thread, lambda: _as_output(call()))
+            return result_of(await guarded(in_thread, seconds=self.limits.timeout_seconds))
         except (TookTooLong, SandboxError, ToolServerError, ToolFailure):
             raise
         except ForeignExit as error:
@@ -338,13 +348,13 @@ class ToolRunner:
             text = "the tool cancelled itself" if is_cancelled else str(error)
             raise ToolFailure(text) from error
         except Exception as error:
-            name = type(error).__name__
-            raise ToolFailure(f"{name}: {error}" if str(error) else name) from error
+            name, (text, _) = type(error).__name__, settle(error.__str__)
+            raise ToolFailure(f"{name}: {text}" if text else name) from error
 
 
 def _as_output(value: Any) -> ToolOutput:
     if isinstance(value, ToolOutput):
-        return value
+        return ToolOutput(text=value.text, metrics=value.metrics)
     if value is None or isinstance(value, str):
         return ToolOutput(text=value or "")
     if isinstance(value, bytes):
@@ -360,9 +370,11 @@ def in_daemon_thread(call: Callable[[], Any]) -> asyncio.Future[Settled]:
     interpreter waits at exit for a pool's threads, but not for daemons."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Settled] = loop.create_future()
-    context = contextvars.copy_context()
+    context, at_start = contextvars.copy_context(), AT_START.get()
 
     def deliver(outcome: Settled) -> None:
+        if at_start is not None:
+            put_back(at_start)  # the call ran beside everything else
         if not future.done():  # else it was given up before the call came back
             future.set_result(outcome)
 

@@ -10,8 +10,10 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
+
+from lockstep.launch.process_state import AT_START, state_at_start
 
 T = TypeVar("T")
 
@@ -23,11 +25,19 @@ VISITED: ContextVar[asyncio.Task[Any] | None] = ContextVar("visited", default=No
 callbacks that foreign code makes inherit it."""
 
 
+def own_context() -> Context:
+    """A context for tasks and callbacks of Lockstep itself that foreign code causes."""
+    context = copy_context()
+    context.run(VISITED.set, None)
+    return context
+
+
 class VisitedTask(asyncio.Task[Any]):
-    """A task that foreign code of another task cannot cancel."""
+    """A task that foreign code cannot cancel, unless it was called by it or began it."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], **options: Any) -> None:
-        self._maker = VISITED.get()
+        context = options.get("context")
+        self._is_ours = (VISITED.get() if context is None else context.get(VISITED)) is None
         self.num_own = 0
         """Cancellations by the foreign code that this task calls, without those taken back."""
         super().__init__(work, **options)
@@ -36,8 +46,8 @@ class VisitedTask(asyncio.Task[Any]):
         by = VISITED.get()
         if by is self:
             self.num_own += not self.done()
-        elif by is not None and self._maker is not by and not (self._maker and self._maker.done()):
-            raise RuntimeError(f"{self.get_name()} belongs to somebody else and is not cancelled")
+        elif by is not None and self._is_ours:
+            raise RuntimeError(f"{_name_of(self)} is a task of Lockstep, and is not cancelled")
         return super().cancel(msg)
 
     def uncancel(self) -> int:
@@ -109,11 +119,16 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
         runner = asyncio.Runner(loop_factory=_Loop)
         loop = runner.get_loop()
         try:
-            return runner.run(main)
+            return runner.run(_remembering(main))
         finally:
             loop.run_until_complete(_end_others())
             loop.close()
             asyncio.set_event_loop(None)
+
+
+async def _remembering(main: Coroutine[Any, Any, T]) -> T:
+    AT_START.set(state_at_start())  # the handler of Ctrl-C included, which is asyncio's by now
+    return await main
 
 
 def running(

@@ -1,0 +1,177 @@
+"""State of the whole process that foreign code may change, and that is put back.
+
+An environment that turns gradients off, changes the working directory or raises on warnings would
+do so for the trainer and for all other episodes. Each pause and each end of its code puts back what
+it changed. Where that code goes on after a pause, it finds its own values again.
+"""
+
+from __future__ import annotations
+
+import gc
+import locale
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+Part = tuple[Callable[[], Any], Callable[[Any], object]]
+"""(reads a part of the state, writes it)."""
+Values = Mapping[str, Any]
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return ""
+
+
+def _set_warnings(filters: list[Any]) -> None:
+    warnings.filters[:] = filters  # pyright: ignore
+    getattr(warnings, "_filters_mutated", lambda: None)()  # their cache
+
+
+_OF_RUN: dict[str, Part] = {
+    "cwd": (_working_directory, lambda path: path and os.chdir(path)),
+    "recursion": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "switching": (sys.getswitchinterval, sys.setswitchinterval),
+    "stdout": (lambda: sys.stdout, lambda stream: setattr(sys, "stdout", stream)),
+    "stderr": (lambda: sys.stderr, lambda stream: setattr(sys, "stderr", stream)),
+    "locale": (lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    "timeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "logging": (lambda: logging.root.manager.disable, logging.disable),
+    "log level": (lambda: logging.root.level, logging.root.setLevel),
+    "collector": (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
+}
+"""Parts that Lockstep itself leaves alone during a run."""
+_OF_PYTHON: dict[str, Part] = {
+    "warnings": (lambda: list(warnings.filters), _set_warnings),
+    "numpy errors": (np.geterr, lambda found: np.seterr(**found)),
+}
+_DRAWS: dict[str, Part] = {
+    "random": (random.getstate, random.setstate),
+    "numpy": (np.random.get_state, np.random.set_state),
+}
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+
+
+@cache
+def _of_torch() -> dict[str, Part]:
+    import torch
+
+    cudnn, held = torch.backends.cudnn, list[Any]()
+
+    def set_inference(is_on: bool) -> None:
+        has_gradients = torch.is_grad_enabled()
+        # Left open, and alive: its end would restore what was before it.
+        held.append(torch.inference_mode(is_on))
+        held[-1].__enter__()
+        torch.set_grad_enabled(has_gradients)
+
+    def set_draws(state: bytes) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    return {
+        "inference": (torch.is_inference_mode_enabled, set_inference),
+        "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+        "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "device": (
+            torch.get_default_device,
+            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        ),
+        "threads": (torch.get_num_threads, torch.set_num_threads),
+        "determinism": (
+            torch.get_deterministic_debug_mode,
+            torch.set_deterministic_debug_mode,
+        ),
+        "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        "autocast": (
+            lambda: torch.is_autocast_enabled("cpu"),
+            lambda is_on: torch.set_autocast_enabled("cpu", is_on),
+        ),
+        "cudnn": (
+            lambda: (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+            lambda flags: cudnn.set_flags(flags[0], None, *flags[1:]),
+        ),
+        "torch draws": (lambda: torch.get_rng_state().numpy().tobytes(), set_draws),
+    }
+
+
+AT_START: ContextVar[Values | None] = ContextVar("at_start", default=None)
+"""The state with which a run began."""
+
+
+def state_at_start() -> Values:
+    """What a run begins with, for `AT_START`."""
+    handlers = [signal.getsignal(number) for number in _SIGNALS]
+    return {**_read(_OF_RUN), "environ": dict(os.environ), "path": sys.path[:], "signals": handlers}
+
+
+def put_back(values: Values) -> None:
+    """Puts back what differs from the start of a run. Variables, and folders to import from, that
+    were added since then stay: modules add them when they are imported."""
+    _write_changed(_OF_RUN, values)
+    for name, value in values["environ"].items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    if missing := [folder for folder in values["path"] if folder not in sys.path]:
+        sys.path[:0] = missing
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in zip(_SIGNALS, values["signals"], strict=True):
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+
+
+class Visit:
+    """The state in which one hook of foreign code runs: `enter` before each of its steps, `leave`
+    after it, and `put_back(visit.at_start)` at its end."""
+
+    def __init__(self, seed: Callable[[], object] | None) -> None:
+        """seed: seeds the generators of Python and numpy, which are then the hook's own."""
+        self.at_start = AT_START.get() or state_at_start()
+        self._parts = {**_OF_RUN, **_OF_PYTHON, **(_of_torch() if "torch" in sys.modules else {})}
+        self._inside: dict[str, Any] = {}
+        self._outside: Values = {}
+        self._seed = seed
+        self._draws: Values = {}
+
+    def enter(self) -> None:
+        self._outside = _read(self._parts) | {name: self.at_start[name] for name in _OF_RUN}
+        _write_changed(self._parts, self._inside)
+        for name, state in self._draws.items():
+            _DRAWS[name][1](state)
+        if self._seed is not None and not self._draws:
+            self._seed()
+
+    def leave(self) -> None:
+        if self._seed is not None:
+            self._draws = _read(_DRAWS)
+        self._inside = _write_changed(self._parts, self._outside)
+
+
+def _read(parts: Mapping[str, Part]) -> dict[str, Any]:
+    return {name: read() for name, (read, _) in parts.items()}
+
+
+def _write_changed(parts: Mapping[str, Part], values: Values) -> dict[str, Any]:
+    """Writes the values that differ. Returns what was there before, by name."""
+    found = _read({name: part for name, part in parts.items() if name in values})
+    changed = {name: value for name, value in found.items() if value != values[name]}
+    for name in changed:
+        with suppress(OSError):  # the working directory of before is gone
+            parts[name][1](values[name])
+    return changed
