@@ -339,7 +339,7 @@ class Tools(ToolEnvironment):
             Message(role="assistant", tool_calls=[ToolCall(name="act", arguments="{}")] * 2)
         )
         (first, second) = observation.messages
-        assert first.content == second.content and isinstance(first.content, str)
+        assert type(first.content) is type(second.content) is str
         return observation
 
     async def score(self):
