@@ -42,6 +42,10 @@ class ForeignExit(RolloutError):
     own. The original is the `__cause__`."""
 
 
+class Refused(TypeError):
+    """Foreign code returned something that cannot be used."""
+
+
 class TookTooLong(TimeoutError):
     """The guard cut the call off. A TimeoutError of the foreign code's own is not one of these."""
 
@@ -61,8 +65,9 @@ async def guarded(
     """Returns `check` of the result of `hook()`, which is awaited if it is awaitable.
 
     seconds: time limit; None is none. setting: name of the setting that raises the limit. seed: of
-    the global generators of Python and numpy, which go on where they were each time the hook goes
-    on: what runs meanwhile does not change its draws.
+    the global generators of Python, numpy and torch, which go on where they were each time the hook
+    goes on: what runs meanwhile does not change its draws. What else it changes of the process
+    (`lockstep.launch.process_state`) is put back.
     Raises TookTooLong after `seconds`, ForeignExit in place of anything that is no Exception, and
     otherwise what the hook raised. A late hook is cancelled; if it does not end within
     CANCEL_SECONDS, its coroutine is closed. A CancelledError comes through only if the task of the
@@ -105,7 +110,8 @@ def _driven(
     num_own = 0  # cancellations by the hook of its own task
     own_before = task.num_own if isinstance(task, VisitedTask) else 0
     thrown: BaseException | None = None
-    state = Visit(None if seed is None else partial(seed_globals, seed))
+    is_within = seed is None and VISITED.get() is task  # a tool's call in its environment's
+    state = Visit(None if seed is None else partial(seed_globals, seed), is_within=is_within)
     try:
         while True:
             before = task.cancelling()
@@ -187,7 +193,9 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     while frames and frames[-1].filename in ("<string>", lockstep.types.__file__):
         frames.pop()  # a constructor that refused its fields
-    if not frames or frames[-1].filename == __file__:  # a result that was refused
+    if isinstance(error, Refused):
+        return str(error)
+    if not frames or frames[-1].filename == __file__:
         return text
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
 
@@ -195,7 +203,7 @@ def described(error: BaseException) -> str:
 # -- values of foreign code ------------------------------------------------------------------------
 #
 # What foreign code returns is checked here, once, and copied: a plain value cannot change later, or
-# run code when it is read. Each of these raises TypeError or DataError.
+# run code when it is read. Each of these raises Refused or DataError.
 
 
 def checked_number(found: Any, where: str) -> float:
@@ -203,13 +211,13 @@ def checked_number(found: Any, where: str) -> float:
     try:
         number = float(found) if isinstance(found, int | float | np.number) else math.nan
     except OverflowError:
-        raise TypeError(f"{where} is too large for a float; expected a finite number") from None
+        raise Refused(f"{where} is too large for a float; expected a finite number") from None
     except TypeError:  # a complex number
         number = math.nan
     if not math.isfinite(number):
-        raise TypeError(f"{where} is {shortened(found)}; expected a finite number")
+        raise Refused(f"{where} is {shortened(found)}; expected a finite number")
     if abs(number) > MAX_NUMBER:
-        raise TypeError(f"{where} is {number:g}; expected a number of at most {MAX_NUMBER:g}")
+        raise Refused(f"{where} is {number:g}; expected a number of at most {MAX_NUMBER:g}")
     return number
 
 
@@ -218,12 +226,12 @@ def checked_numbers(found: Any, where: str) -> dict[str, float]:
 
     >>> checked_numbers({"right": 10**400}, "parts")
     Traceback (most recent call last):
-    TypeError: parts.right is too large for a float; expected a finite number
+    lockstep.agent.guard.Refused: parts.right is too large for a float; expected a finite number
     """
     numbers: dict[str, float] = {}
     for name, value in _pairs(found, where, "a mapping from names to finite numbers"):
         if not isinstance(name, str):
-            raise TypeError(f"{where} has the key {shortened(name)}; expected text")
+            raise Refused(f"{where} has the key {shortened(name)}; expected text")
         numbers[str.__str__(name)] = checked_number(value, f"{where}.{str.__str__(name)}")
     return numbers
 
@@ -233,7 +241,7 @@ def checked_messages(found: Any) -> tuple[Message, ...]:
     plain: list[Message] = []
     for message in _listed(found, "messages"):
         if not isinstance(message, Message):
-            raise TypeError(f"returned {shortened(message)} among its messages; expected a Message")
+            raise Refused(f"returned {shortened(message)} among its messages; expected a Message")
         # Made anew: a subclass, or a field that was set by force, has not been checked.
         plain.append(
             Message(**{each.name: getattr(message, each.name) for each in fields(Message)})
@@ -244,7 +252,7 @@ def checked_messages(found: Any) -> tuple[Message, ...]:
 def checked_observation(found: Any) -> Observation:
     """An answer to a turn; what ends the episode has no messages."""
     if not isinstance(found, Observation):
-        raise TypeError(f"returned {shortened(found)}; expected an Observation")
+        raise Refused(f"returned {shortened(found)}; expected an Observation")
     return Observation(
         messages=() if found.done else checked_messages(found.messages),
         done=bool(found.done),
@@ -256,7 +264,7 @@ def checked_tools(found: Any) -> tuple[ToolSchema, ...]:
     """Tools that a prompt offers."""
     for entry in (tools := tuple(_listed(found, "tools"))):
         if not isinstance(entry, ToolSchema):
-            raise TypeError(f"tools has {shortened(entry)}; expected a ToolSchema, or @tool")
+            raise Refused(f"tools has {shortened(entry)}; expected a ToolSchema, or @tool")
     return tools
 
 
@@ -264,12 +272,12 @@ def checked_score(found: Any, *, num_turns: int) -> Score:
     """A score that can be trained on."""
     if not isinstance(found, Score):
         what = type(found).__name__
-        raise TypeError(f"returned {what}; expected lockstep.agent.environment.Score")
+        raise Refused(f"returned {what}; expected lockstep.agent.environment.Score")
     turn_rewards: dict[int, float] = {}
     for turn, reward in _pairs(found.turn_rewards, "turn_rewards", "a mapping from turns"):
         if not isinstance(turn, int) or turn not in range(num_turns):
             text = f"turn_rewards has turn {shortened(turn)}"
-            raise TypeError(f"{text}; the episode has turns 0 to {num_turns - 1}")
+            raise Refused(f"{text}; the episode has turns 0 to {num_turns - 1}")
         turn_rewards[int(turn)] = checked_number(reward, f"turn_rewards[{turn}]")
     reward = checked_number(found.reward, "reward")
     parts = checked_numbers(found.parts, "parts")
@@ -278,11 +286,11 @@ def checked_score(found: Any, *, num_turns: int) -> Score:
 
 def _listed(found: Any, what: str) -> Sequence[Any]:
     if isinstance(found, str | bytes) or not isinstance(found, Sequence):
-        raise TypeError(f"returned {shortened(found)}; expected a list of {what}")
+        raise Refused(f"returned {shortened(found)}; expected a list of {what}")
     return cast("Sequence[Any]", found)
 
 
 def _pairs(found: Any, where: str, expected: str) -> Iterable[tuple[Any, Any]]:
     if not isinstance(found, Mapping):
-        raise TypeError(f"{where} is {shortened(found)}; expected {expected}")
+        raise Refused(f"{where} is {shortened(found)}; expected {expected}")
     return cast("Mapping[Any, Any]", found).items()

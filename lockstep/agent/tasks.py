@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -40,11 +41,13 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def seed_globals(*parts: int | str) -> None:
-    """Seeds the global generators of Python and numpy, which Lockstep never draws from, for foreign
-    code that does."""
+    """Seeds the global generators of Python and numpy, which Lockstep never draws from, and torch's
+    if it is loaded, for foreign code that draws."""
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(seed)
 
 
 def is_held_out(share: float, *key: str) -> bool:

@@ -12,7 +12,9 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import itertools
 import json
+import random
 import re
 import threading
 import types
@@ -64,6 +66,9 @@ class Tool(ToolSchema):
     bounds_itself: bool = False
     """The coroutine function keeps a time limit of its own and is awaited for as long as it takes:
     a call's wait for a free sandbox is not the model's fault."""
+    parallel: bool = True
+    """Run calls of one turn at once. Otherwise a call begins when the calls before it have ended,
+    and those after it wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +93,16 @@ def tool(
     name: str = "",
     description: str = "",
     is_instant: bool = False,
+    parallel: bool | None = None,
 ) -> Any:
     """Makes a typed function a tool; also a decorator, with or without arguments.
 
     The schema comes from the signature: str, int, float, bool, None, list[T], dict[str, T],
     Literal, unions, Optional, defaults, and `Annotated[T, "what it is"]`. The docstring's text
     before "Args:" is the description, its "Args:" section describes parameters.
+
+    parallel: see `Tool`. None: yes for a function, and no for a method, which shares the state of
+    its object with other calls.
 
     >>> @tool
     ... def add(a: int, b: int = 1) -> int:
@@ -105,13 +114,15 @@ def tool(
     Raises ConfigError for a parameter without a type, or of one that JSON cannot carry.
     """
     if function is None:
-        return lambda f: tool(f, name=name, description=description, is_instant=is_instant)
+        options: dict[str, Any] = {"is_instant": is_instant, "parallel": parallel}
+        return lambda f: tool(f, name=name, description=description, **options)
     return Tool(
         name=name or getattr(function, "__name__", type(function).__name__),
         description=description or _split_docstring(function)[0],
         parameters=_parameters_schema(function),
         function=function,
         is_instant=is_instant,
+        parallel=not inspect.ismethod(function) if parallel is None else parallel,
     )
 
 
@@ -295,11 +306,23 @@ class ToolRunner:
             raise ConfigError(f"two tools share a name: {[entry.name for entry in tools]}.")
 
     async def run(self, calls: Sequence[ToolCall]) -> tuple[list[Message], dict[str, float]]:
-        """Runs the calls one after the other. Returns one tool message per call, and counters."""
+        """Runs the calls, at once where their tools allow it. Returns one tool message per call, in
+        the order of the calls, and counters."""
+        found: list[tuple[ToolOutput, Outcome]] = []
+        for is_parallel, several in itertools.groupby(calls, self._is_parallel):
+            group = list(several)
+            if is_parallel and len(group) > 1:
+                # Each has draws of its own from global generators, however they interleave.
+                jobs = (self.call(call, seed=random.getrandbits(63)) for call in group)
+                ended = await asyncio.gather(*jobs, return_exceptions=True)
+                for error in filter(lambda each: isinstance(each, BaseException), ended):
+                    raise error
+                found += ended
+            else:
+                found += [await self.call(call) for call in group]
         replies: list[Message] = []
         counters: dict[str, float] = {}
-        for call in calls:
-            output, outcome = await self.call(call)
+        for call, (output, outcome) in zip(calls, found, strict=True):
             is_cut = len(output.text) > self.limits.output_chars
             happened = {"calls": True, outcome: outcome != "ok", "truncated": is_cut}
             own = {f"tool/{name}": 1.0 for name, is_so in happened.items() if is_so}
@@ -310,15 +333,20 @@ class ToolRunner:
             replies.append(Message(role="tool", name=name, content=text, tool_call_id=call.id))
         return replies, dict(counters)
 
-    async def call(self, call: ToolCall) -> tuple[ToolOutput, Outcome]:
-        """Runs one call. Returns what the model reads before it is cut, and the result."""
+    def _is_parallel(self, call: ToolCall) -> bool:
+        entry = self.tools.get(call.name)
+        return entry is None or (entry.parallel and not entry.is_instant)
+
+    async def call(self, call: ToolCall, *, seed: int | None = None) -> tuple[ToolOutput, Outcome]:
+        """Runs one call. Returns what the model reads before it is cut, and the result. seed: of
+        `guarded`."""
         entry = self.tools.get(call.name)
         if entry is None:
             known = ", ".join(self.tools) or "there are none"
             text = f"error: unknown tool {call.name!r}; tools: {known}"
             return ToolOutput(text=text), "unknown"
         try:
-            return await self._invoke(entry, parse_arguments(call.arguments, entry)), "ok"
+            return await self._invoke(entry, parse_arguments(call.arguments, entry), seed), "ok"
         except ValueError as error:
             return ToolOutput(text=f"error: {error}"), "invalid_arguments"
         except TookTooLong:
@@ -327,7 +355,7 @@ class ToolRunner:
         except ToolFailure as error:
             return ToolOutput(text=f"error: {error}", metrics=error.metrics), error.outcome
 
-    async def _invoke(self, entry: Tool, arguments: dict[str, Any]) -> ToolOutput:
+    async def _invoke(self, entry: Tool, arguments: dict[str, Any], seed: int | None) -> ToolOutput:
         """Returns the result of a call. Raises TookTooLong, SandboxError and ToolServerError (not
         the model's fault), and ToolFailure for everything else that the tool raised."""
         call = functools.partial(entry.function, **arguments)
@@ -338,7 +366,7 @@ class ToolRunner:
                 return result_of(settle(lambda: _as_output(call())))
             if is_coroutine:
                 seconds = None if entry.bounds_itself else self.limits.timeout_seconds
-                return await guarded(call, check=_as_output, seconds=seconds)
+                return await guarded(call, check=_as_output, seconds=seconds, seed=seed)
             in_thread = functools.partial(in_daemon_thread, lambda: _as_output(call()))
             return result_of(await guarded(in_thread, seconds=self.limits.timeout_seconds))
         except (TookTooLong, SandboxError, ToolServerError, ToolFailure):
@@ -373,8 +401,7 @@ def in_daemon_thread(call: Callable[[], Any]) -> asyncio.Future[Settled]:
     context, at_start = contextvars.copy_context(), AT_START.get()
 
     def deliver(outcome: Settled) -> None:
-        if at_start is not None:
-            put_back(at_start)  # the call ran beside everything else
+        put_back(at_start)  # the call ran beside everything else
         if not future.done():  # else it was given up before the call came back
             future.set_result(outcome)
 

@@ -121,9 +121,11 @@ def state_at_start() -> Values:
     return {**_read(_OF_RUN), "environ": dict(os.environ), "path": sys.path[:], "signals": handlers}
 
 
-def put_back(values: Values) -> None:
-    """Puts back what differs from the start of a run. Variables, and folders to import from, that
-    were added since then stay: modules add them when they are imported."""
+def put_back(values: Values | None) -> None:
+    """Puts back what differs from the start of a run; None outside of one. Variables, and folders
+    to import from, that were added since then stay: modules add them when they are imported."""
+    if values is None:
+        return
     _write_changed(_OF_RUN, values)
     for name, value in values["environ"].items():
         if os.environ.get(name) != value:
@@ -140,17 +142,26 @@ class Visit:
     """The state in which one hook of foreign code runs: `enter` before each of its steps, `leave`
     after it, and `put_back(visit.at_start)` at its end."""
 
-    def __init__(self, seed: Callable[[], object] | None) -> None:
-        """seed: seeds the generators of Python and numpy, which are then the hook's own."""
-        self.at_start = AT_START.get() or state_at_start()
-        self._parts = {**_OF_RUN, **_OF_PYTHON, **(_of_torch() if "torch" in sys.modules else {})}
+    def __init__(self, seed: Callable[[], object] | None, *, is_within: bool) -> None:
+        """seed: seeds the generators of Python, numpy and torch, which are then the hook's own.
+        is_within: another visit of the same task keeps the state."""
+        self.at_start = None if is_within else AT_START.get()
+        self._parts: dict[str, Part] = {}
+        if not is_within:
+            self._parts = {**_OF_RUN, **_OF_PYTHON}
+            if "torch" in sys.modules:
+                self._parts |= _of_torch()
+                if seed is None:
+                    del self._parts["torch draws"]
         self._inside: dict[str, Any] = {}
-        self._outside: Values = {}
+        self._outside: dict[str, Any] = {}
         self._seed = seed
         self._draws: Values = {}
 
     def enter(self) -> None:
-        self._outside = _read(self._parts) | {name: self.at_start[name] for name in _OF_RUN}
+        self._outside = _read(self._parts)
+        if self.at_start is not None:
+            self._outside |= {name: self.at_start[name] for name in _OF_RUN}
         _write_changed(self._parts, self._inside)
         for name, state in self._draws.items():
             _DRAWS[name][1](state)

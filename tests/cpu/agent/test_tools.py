@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import sys
 import threading
 import time
@@ -329,18 +330,64 @@ def test_an_instant_tool_runs_on_the_loop_and_a_plain_one_does_not():
     assert [reply.content for reply in replies] == ["MainThread", "lockstep-tool"]
 
 
-def test_calls_of_one_message_run_in_order_and_counters_add_up():
-    seen: list[int] = []
+class Notes:
+    """Sleeps less the higher the number, and keeps the order in which calls end."""
 
-    @tool
-    async def note(number: int) -> str:
-        await asyncio.sleep(0.01 / number)
-        seen.append(number)
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    async def note(self, number: int) -> str:
+        await asyncio.sleep(0.5 / number)
+        self.seen.append(number)
         return str(number)
 
-    replies, counters = run([note], [call("note", number=n) for n in (1, 2, 3)])
-    assert seen == [1, 2, 3] and [reply.content for reply in replies] == ["1", "2", "3"]
+    def plain(self, number: int) -> str:
+        time.sleep(0.5 / number)
+        self.seen.append(number)
+        return str(number)
+
+
+@pytest.mark.parametrize("name", ["note", "plain"])
+@pytest.mark.parametrize(
+    ("parallel", "seen"), [(True, [3, 2, 1]), (False, [1, 2, 3]), (None, [1, 2, 3])]
+)
+def test_calls_of_one_turn_run_at_once_unless_the_tool_says_otherwise(name, parallel, seen):
+    notes = Notes()
+    entry = tool(getattr(notes, name), parallel=parallel)
+    replies, counters = run([entry], [call(name, number=n) for n in (1, 2, 3)])
+    assert notes.seen == seen and [reply.content for reply in replies] == ["1", "2", "3"]
     assert counters == {"tool/calls": 3}
+
+
+def test_a_tool_that_runs_alone_waits_for_the_calls_before_it_and_keeps_those_after_it_waiting():
+    notes = Notes()
+    tools = [tool(notes.note, name="beside", parallel=True), tool(notes.note, name="alone")]
+    names = ["beside"] * 2 + ["alone"] + ["beside"] * 2
+    calls = [call(name, number=n) for n, name in enumerate(names, 1)]
+    run(tools, calls)
+    assert notes.seen == [2, 1, 3, 5, 4]
+
+
+def test_each_call_of_a_turn_has_the_whole_limit_and_the_same_draws_however_they_interleave():
+    def drawn(pauses):
+        @tool
+        async def draw(at: int) -> str:
+            await asyncio.sleep(pauses[at])
+            return str(random.random())
+
+        random.seed(5)
+        replies, _ = run([draw], [call("draw", at=at) for at in range(3)], timeout_seconds=5.0)
+        return [reply.content for reply in replies]
+
+    assert drawn([0.0, 0.02, 0.04]) == drawn([0.04, 0.0, 0.02])
+    began = time.monotonic()
+    found = run([tool(time_out)], [call("time_out")] * 20, timeout_seconds=0.3)[1]
+    assert found["tool/timeouts"] == 20 and time.monotonic() - began < 3
+
+
+async def time_out() -> str:
+    await asyncio.sleep(30)
+    return ""
 
 
 # -- an environment made of tools -------------------------------------------------------------
