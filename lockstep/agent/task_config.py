@@ -16,6 +16,7 @@ from lockstep.config import check_numbers, require
 from lockstep.types import Message, Task
 
 Split = Literal["train", "eval"]
+IN_PROCESS = "in this process: a call that holds Python's lock cannot be ended at its limit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,11 @@ class TaskConfig:
     def label(self, task: Task) -> str:
         """A kind of task to report apart in evaluations ("2-hop"); "" for none."""
         return ""
+
+    @property
+    def limits_notice(self) -> str:
+        """Says at the start of a run which limits cannot hold; "" where all can."""
+        return "" if type(self).__module__.startswith("lockstep.") else IN_PROCESS
 
     async def close(self) -> None:
         """Ends resources that the episodes shared, such as the processes of a sandbox. Called once,

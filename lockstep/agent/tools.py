@@ -363,11 +363,11 @@ class ToolRunner:
         is_coroutine = any(map(inspect.iscoroutinefunction, (entry.function, of_object)))
         try:
             if entry.is_instant:
-                return result_of(settle(lambda: _as_output(call())))
+                return result_of(settle(lambda: as_output(call())))
             if is_coroutine:
                 seconds = None if entry.bounds_itself else self.limits.timeout_seconds
-                return await guarded(call, check=_as_output, seconds=seconds, seed=seed)
-            in_thread = functools.partial(in_daemon_thread, lambda: _as_output(call()))
+                return await guarded(call, check=as_output, seconds=seconds, seed=seed)
+            in_thread = functools.partial(in_daemon_thread, lambda: as_output(call()))
             return result_of(await guarded(in_thread, seconds=self.limits.timeout_seconds))
         except (TookTooLong, SandboxError, ToolServerError, ToolFailure):
             raise
@@ -380,7 +380,8 @@ class ToolRunner:
             raise ToolFailure(f"{name}: {text}" if text else name) from error
 
 
-def _as_output(value: Any) -> ToolOutput:
+def as_output(value: Any) -> ToolOutput:
+    """What a function returned, as text for the model."""
     if isinstance(value, ToolOutput):
         return ToolOutput(text=value.text, metrics=value.metrics)
     if value is None or isinstance(value, str):

@@ -6,21 +6,38 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.guard import checked_number, guarded, result_of
-from lockstep.agent.references import find, is_reference
-from lockstep.agent.task_config import Split, TaskConfig
+from lockstep.agent.references import LIVE, find, is_reference
+from lockstep.agent.task_config import IN_PROCESS, Split, TaskConfig
 from lockstep.agent.tasks import ListSource, TaskSource, derive_seed
-from lockstep.agent.tools import Tool, ToolEnvironment, ToolLimits, in_daemon_thread, tool
-from lockstep.config import require
+from lockstep.agent.tools import (
+    Tool,
+    ToolEnvironment,
+    ToolFailure,
+    ToolLimits,
+    ToolOutput,
+    in_daemon_thread,
+    tool,
+)
+from lockstep.children import Child
+from lockstep.config import check_numbers, require
 from lockstep.envs.data_files import SUFFIXES, locate_data, read_rows, split_tasks
-from lockstep.errors import ConfigError, DataError, shortened
+from lockstep.errors import (
+    ChildRefusal,
+    ChildTimeoutError,
+    ConfigError,
+    DataError,
+    RolloutError,
+    shortened,
+)
 from lockstep.launch.event_loop import run_to_end
 from lockstep.types import Message, Task
 
@@ -88,8 +105,16 @@ class CustomConfig(TaskConfig):
     """Tasks to evaluate on, as `path`. Empty: the test files of a folder, or else eval_share."""
     eval_share: float = 0.1
     """Share of the tasks that is held out, chosen by id; at least one."""
+    workers: int = 0
+    """Processes that run the tools and the reward, one call at a time each. A call that holds
+    Python's lock, such as a regular expression that explodes, is ended there at its limit; they
+    share no variables with each other. 0: threads of this process, where such a call stops the
+    whole run, past its limit."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "task.", "workers", least=0)
+        if self.workers and (live := [r for r in (*self.tools, self.reward) if r.startswith(LIVE)]):
+            raise ConfigError(f"task.workers: {live[0]} is no function of a file, which they find.")
         require(self, "task.", eval_share=(0 < self.eval_share < 1, "in (0, 1)"))
 
     def check(self) -> None:
@@ -117,7 +142,15 @@ class CustomConfig(TaskConfig):
         return [max(everything, key=lambda task: len(str(task.payload.get(self.question, task))))]
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        return CustomEnvironment(self, task, ToolLimits.of(agent))
+        return CustomEnvironment(self, task, ToolLimits.of(agent), seconds=agent.max_seconds)
+
+    async def close(self) -> None:
+        if "_children" in vars(self):
+            vars(self).pop("_children").close()
+
+    @property
+    def limits_notice(self) -> str:
+        return "" if self.workers else f"{IN_PROCESS} (in processes: task.workers=N)"
 
     def label(self, task: Task) -> str:
         """The column `label` of the task."""
@@ -153,6 +186,10 @@ class CustomConfig(TaskConfig):
             if not isinstance(each, Tool) and not callable(each):
                 raise ConfigError(f"task.tools={name}: expected a function, found {each!r:.60}.")
         return tuple(each if isinstance(each, Tool) else tool(each) for each in found)
+
+    @cached_property
+    def _children(self) -> FunctionWorkers:
+        return FunctionWorkers(self.workers)
 
     @cached_property
     def _reward(self) -> Reward:
@@ -218,11 +255,67 @@ class CustomConfig(TaskConfig):
         return Task(id=str(given), payload=payload), True
 
 
+class FunctionWorkers:
+    """Processes that run functions of the user, each one call at a time."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._children = [
+            Child.of_module("lockstep.envs.custom_child", name="a worker of task.workers")
+            for _ in range(num_workers)
+        ]
+        self._free = SimpleQueue[Child]()
+        for child in self._children:
+            self._free.put(child)
+
+    async def call(self, reference: str, seconds: float, **request: Any) -> dict[str, Any]:
+        """One call, in the first process that is free. Its limit begins then. Raises ToolFailure
+        for what the function raised, and when the limit is over."""
+
+        def ask() -> dict[str, Any]:
+            child = self._free.get()
+            try:
+                return child.ask({"reference": reference, **request}, seconds=seconds)
+            except ChildTimeoutError:
+                text = f"{reference} took longer than {seconds:g} s"
+                raise ToolFailure(text, outcome="timeouts") from None
+            except ChildRefusal as error:
+                raise ToolFailure(f"{error.kind}: {error}".removesuffix(": ")) from None
+            finally:
+                self._free.put(child)
+
+        return result_of(await in_daemon_thread(ask))
+
+    def tool(self, entry: Tool, reference: str, limits: ToolLimits) -> Tool:
+        """The tool, run by a worker."""
+
+        async def call(**arguments: Any) -> ToolOutput:
+            request = {"arguments": arguments, "episode": None}
+            found = await self.call(reference, limits.timeout_seconds, **request)
+            return ToolOutput(text=found["text"], metrics=found["metrics"])
+
+        return replace(entry, function=call, bounds_itself=True, is_instant=False)
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()
+
+
 class CustomEnvironment(ToolEnvironment):
     """One task, played with the user's tools and scored by the user's reward."""
 
-    def __init__(self, config: CustomConfig, task: Task, limits: ToolLimits) -> None:
-        self.tools, self.limits = config.functions, limits
+    def __init__(
+        self,
+        config: CustomConfig,
+        task: Task,
+        limits: ToolLimits,
+        *,
+        seconds: float = TRIAL_SECONDS,
+    ) -> None:
+        """seconds: limit of a reward that a worker runs."""
+        self.tools, self.limits, self._seconds = config.functions, limits, seconds
+        if config.workers:
+            named = zip(config.functions, config.tools, strict=True)
+            self.tools = [config._children.tool(*each, limits) for each in named]
         self._config, self._task = config, task
         self._dialogue: list[Message] = []
 
@@ -246,15 +339,26 @@ class CustomEnvironment(ToolEnvironment):
             answer=self.answer or "",
             calls=_uses(self._dialogue),
         )
+        if self._config.workers:
+            said = [message.to_dict() for message in episode.messages]
+            request = {"arguments": {}, "episode": asdict(episode) | {"messages": said}}
+            ask = self._config._children.call(self._config.reward, self._seconds, **request)
+            try:
+                found = await ask
+            except ToolFailure as error:
+                raise RolloutError(str(error)) from None
+            found["turn_rewards"] = {int(t): r for t, r in found["turn_rewards"].items()}
+            return Score(**found)
         if inspect.iscoroutinefunction(reward):
             found = await reward(episode)
         else:
             found = result_of(await in_daemon_thread(partial(reward, episode)))
             found = await found if inspect.isawaitable(found) else found
-        return _score(found, f"task.reward={self._config.reward} for task {self._task.id}")
+        return score_of(found, f"task.reward={self._config.reward} for task {self._task.id}")
 
 
-def _score(found: Any, where: str) -> Score:
+def score_of(found: Any, where: str) -> Score:
+    """The score that a reward function returned. where: its name in errors."""
     is_score = isinstance(found, Score)
     parts: Mapping[Any, Any] = found if isinstance(found, Mapping) else {}
     try:

@@ -659,6 +659,7 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
             f"{seat}: {_player(policy)}"
             for seat, policy in {**dict.fromkeys(config.task.SEATS), **config.seats}.items()
         ),
+        "functions": config.task.limits_notice,
         "tests": (
             f"{tests.num_tasks} held-out tasks, {'first and ' if tests.at_start else ''}last"
             f"{f', and every {tests.every} steps' if tests.every else ''}"

@@ -3,11 +3,15 @@
 import asyncio
 import json
 import math
+import os
 import sys
+import time
 
+import numpy as np
 import pytest
 
 import lockstep
+from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.tools import ToolLimits
 from lockstep.cli import main
@@ -327,3 +331,99 @@ def test_open_settings_follow_the_model_and_given_ones_stay():
     assert config_of(groups_per_step=3, max_tokens=200).max_tokens == 200
     assert [learning_rate(n, is_lora=False) for n in (10**9, 32 * 10**9)] == [1e-6, 1e-6]
     assert configure("agent", overrides=["model=tiny-qwen3"]).trainer.lr == 1e-3
+
+
+# -- functions in processes of their own --------------------------------------------------------
+
+
+WORKED = """
+import os, re
+
+def stuck(text: str) -> int:
+    "Never lets go of Python's lock."
+    return len(re.match(r"(a+)+$", "a" * 40 + text).group())
+
+def huge() -> int:
+    "The same in one product."
+    return 10 ** 10**9
+
+def add(a: int, b: int) -> int:
+    "Adds."
+    return a + b
+
+async def later(a: int) -> str:
+    "Awaits."
+    return f"{os.getpid()} {a}"
+
+def exits() -> int:
+    "Ends."
+    raise SystemExit(3)
+
+def dies() -> int:
+    "Ends the process."
+    os._exit(3)
+
+def fails() -> int:
+    "Raises."
+    raise ValueError("no such word")
+
+def reward(episode):
+    return {"calls": len(episode.calls), "right": episode.answer == episode.task["answer"]}
+
+def stuck_reward(episode):
+    return sum(range(10**11)) if episode.answer else 0.0
+"""
+
+
+def test_workers_run_tools_and_the_reward_and_are_killed_at_the_limit(here):
+    (here / "worked.py").write_text(WORKED)
+    names = ("stuck", "huge", "add", "later", "exits", "dies", "fails")
+    settings = {
+        "tools": tuple(f"worked.py:{name}" for name in names),
+        "reward": "worked.py:reward",
+        "path": "rows.jsonl",
+        "workers": 2,
+    }
+    rows = [json.dumps({"question": word, "answer": "5"}) for word in ("one", "two")]
+    (here / "rows.jsonl").write_text("\n".join(rows))
+    config = CustomConfig(**settings)
+    config.check()
+    (task, *_) = config.splits["train"]
+    environment = config.environment(task, AgentConfig(tool_timeout_seconds=3.0))
+    beats = []
+
+    async def beat():
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(0.05)
+
+    async def episode():
+        job = asyncio.create_task(beat())
+        await environment.reset()
+        arguments = {"stuck": '{"text": "b"}', "add": '{"a": 2, "b": 3}', "later": '{"a": 1}'}
+        calls = tuple(ToolCall(name=n, arguments=arguments.get(n, "{}")) for n in names)
+        observation = await environment.step(Message(role="assistant", tool_calls=calls))
+        await environment.step(Message(role="assistant", content="5"))
+        job.cancel()
+        return observation, await environment.score()
+
+    try:
+        observation, score = asyncio.run(episode())
+    finally:
+        asyncio.run(config.close())
+    stuck, huge, added, awaited, exited, died, failed = (m.content for m in observation.messages)
+    assert "took longer than 3 s" in stuck and "took longer than 3 s" in huge
+    assert added == "5" and awaited.split()[0] != str(os.getpid())
+    assert "SystemExit: 3" in exited and "exit code 3" in died
+    assert failed == "error: ValueError: no such word"
+    assert observation.metrics["tool/timeouts"] == 2
+    assert score.reward == 8 and score.parts == {"calls": 7, "right": 1}
+    assert max(np.diff(beats)) < 1.5  # the event loop went on meanwhile
+
+
+def test_a_run_says_at_its_start_that_functions_of_its_process_cannot_be_ended():
+    in_process = config_of().task
+    assert "Python's lock cannot be ended" in in_process.limits_notice
+    assert CustomConfig(workers=1).limits_notice == ""
+    with pytest.raises(ConfigError, match="live:reward is no function"):
+        CustomConfig(reward="live:reward", workers=1)
