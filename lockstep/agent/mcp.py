@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from lockstep.agent.json_schema import schema_problem, simplified
@@ -42,6 +44,7 @@ PING_SECONDS = 5.0
 """Seconds within which a server that was too slow for a call must answer another request, unless
 calls have less."""
 TAIL_BYTES = 500
+KEEPER = Path(__file__).with_name("mcp_keeper.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +146,9 @@ class ToolServer:
                 parameters=parameters,
                 function=partial(self._call, name, call_seconds),
                 bounds_itself=True,
+                parallel=is_read_only,
             )
-            for name, (description, parameters) in self._offered.items()
+            for name, (description, parameters, is_read_only) in self._offered.items()
         )
 
     async def close(self) -> None:
@@ -270,10 +274,13 @@ async def _client_of(address: ServerAddress, errors: TextIO) -> AsyncIterator[An
             )
             transport = streamable_http_client(address.url, http_client=http)
         else:
-            program, *arguments = shlex.split(address.command)
+            command = shlex.split(address.command)
+            command[0] = sys.executable if command[0] == "python" else command[0]
+            if sys.platform == "linux" and shutil.which(command[0]):
+                command = [sys.executable, "-I", "-S", str(KEEPER), *command]
             parameters = StdioServerParameters(
-                command=sys.executable if program == "python" else program,
-                args=arguments,
+                command=command[0],
+                args=command[1:],
                 env=variables,
                 encoding_error_handler="replace",
             )
@@ -288,8 +295,9 @@ def _tail(printed: TextIO) -> str:
 
 # -- the tools of a server ------------------------------------------------------------------------
 
-Offered = dict[str, tuple[str, dict[str, Any]]]
-"""Name -> (description, schema of the arguments)."""
+Offered = dict[str, tuple[str, dict[str, Any], bool]]
+"""Name -> (description, schema of the arguments, whether the server says that it only reads: calls
+of one turn then run at once)."""
 
 
 async def _listed(client: Any) -> list[Any]:
@@ -328,7 +336,8 @@ def check_offer(listed: Sequence[Any], address: ServerAddress, only: Sequence[st
         ):
             if is_wrong:
                 raise ToolServerError(f"{address}: the tool {each.name[:80]!r} {text}.")
-        offered[each.name] = (description, simplified(schema))
+        is_read_only = bool(getattr(each.annotations, "read_only_hint", False))
+        offered[each.name] = (description, simplified(schema), is_read_only)
     return offered
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -256,3 +257,58 @@ def test_a_server_over_http_is_used_alike():
     finally:
         process.kill()
         process.wait()
+
+
+DAEMON = """
+import json, os, subprocess, sys, time
+wild = "import os, time; os.setsid(); os.fork() and os._exit(0); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", wild], env={})
+if sys.argv[1] == "daemon" and os.fork():
+    os._exit(0)
+os.setsid() if sys.argv[1] == "daemon" else None
+print(os.getpid(), file=sys.stderr, flush=True)
+tools = [{"name": "pid", "inputSchema": {"type": "object"}}]
+answers = {
+    "initialize": {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {"tools": {}},
+        "serverInfo": {"name": "d", "version": "1"},
+    },
+    "tools/list": {"tools": tools},
+    "tools/call": {"content": [{"type": "text", "text": str(os.getpid())}]},
+}
+for line in sys.stdin:
+    call = json.loads(line)
+    if "id" in call:
+        known = {"result": answers.get(call["method"])}
+        reply = known if known["result"] else {"error": {"code": -32601, "message": "unknown"}}
+        print(json.dumps({"jsonrpc": "2.0", "id": call["id"], **reply}), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells who started a daemon")
+@pytest.mark.parametrize("kind", ["daemon", "plain"])
+def test_a_server_that_leaves_its_session_and_its_daemons_end_with_the_connection(kind, tmp_path):
+    script = tmp_path / "wild_server.py"
+    script.write_text(DAEMON)
+
+    def left():
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{name}/cmdline").read_bytes()
+                found += [name] * (
+                    str(script).encode() in text or b"os.setsid(); os.fork()" in text
+                )
+        return found
+
+    async def main():
+        server = ToolServer(ServerAddress(command=f"python {script} {kind}"))
+        (entry,) = await server.tools()
+        assert int((await entry.function()).text) > 0
+        assert len(left()) >= 2
+        await server.close()
+
+    asyncio.run(main())
+    assert left() == []
