@@ -57,6 +57,27 @@ def max_open_files() -> int | None:
     return None if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def signal_tree(pid: int, number: int) -> None:
+    """Sends a signal to a process and all of its descendants, those included that start meanwhile.
+    Linux tells them; elsewhere only the process gets it."""
+    signalled, waiting = set[int](), {pid}
+    while waiting:
+        for each in waiting:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each, number)
+        signalled |= waiting
+        waiting = {child for each in signalled for child in _children(each)} - signalled
+
+
+def _children(pid: int) -> set[int]:
+    found = set[int]()
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found |= set(map(int, file.read().split()))
+    return found
+
+
 def kill_group(pid: int) -> None:
     """Kills a process that was started with `start_new_session`, and all of its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

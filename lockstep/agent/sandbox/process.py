@@ -1,8 +1,8 @@
 """CPython in an isolated process: the common part of the sandboxes `bwrap` and `container`.
 
 Each program has a fresh process, started ahead of time; programs of a session share one. The
-process runs `inside.py` and is never trusted: its output is bounded here, and it is killed at its
-time limit.
+process runs `inside.py` and is never trusted: its output is bounded here, it is killed at its time
+limit, and it stands still between programs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lockstep.agent.sandbox.base import (
 )
 from lockstep.config import check_numbers
 from lockstep.errors import SandboxError
+from lockstep.system import signal_tree
 
 START_SECONDS = 30.0
 """Seconds for a process to start, before it has a program."""
@@ -175,6 +176,7 @@ class Worker:
         """Runs one program. Returns (ending, printed text, error). After any ending but ok, error
         and refused the process must not be used again."""
         self._mark = secrets.token_hex(8).encode()
+        self._signal(signal.SIGCONT)
         self._printed.clear()
         self._marked.clear()
         request = {"code": code, "mark": self._mark.decode(), "is_last": is_last}
@@ -189,6 +191,9 @@ class Worker:
                     await self._process.wait()
         except TimeoutError:
             return "timeout", self._text(), ""
+        # A program that wrote the report itself goes on; it stands still until the next one, whose
+        # time it then takes.
+        self._signal(signal.SIGSTOP)
         if report is None:
             await self._gone()
         elif report:
@@ -219,6 +224,11 @@ class Worker:
                 killer = await asyncio.create_subprocess_exec(*self._launch.kill_argv, **nowhere)
                 await killer.wait()
         await self._gone()
+
+    def _signal(self, number: int) -> None:
+        # A stopped client of containers would keep back what the program printed.
+        if self._process.returncode is None and not self._launch.kill_argv:
+            signal_tree(self._process.pid, number)
 
     def kill(self) -> None:
         """Kills it without waiting."""
