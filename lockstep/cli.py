@@ -84,10 +84,17 @@ def command() -> NoReturn:
     try:
         code = main()
     finally:
-        end = threading.Timer(END_SECONDS, os._exit, (code,))
+        end = threading.Timer(END_SECONDS, _leave, (code,))
         end.daemon = True
         end.start()
     sys.exit(code)
+
+
+def _leave(code: int) -> None:
+    main = threading.main_thread()
+    left = {each.name for each in threading.enumerate() if not each.daemon and each is not main}
+    print(f"ended beside threads that do not end: {', '.join(sorted(left))}", file=sys.stderr)
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

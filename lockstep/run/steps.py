@@ -10,6 +10,7 @@ sync                sync/                  the engine runs the new weights, by v
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ import torch
 
 from lockstep.agent.buffer import Batch
 from lockstep.agent.gateway.opening import RunGateway
+from lockstep.agent.guard import described, guarded
 from lockstep.agent.tasks import derive_seed, seed_globals
 from lockstep.errors import ContractError, OutOfMemoryError, RolloutError, is_out_of_memory, named
 from lockstep.launch.event_loop import run_to_end
@@ -49,6 +51,9 @@ from lockstep.training.rows import (
 from lockstep.types import Group, Sample, Task
 
 T = TypeVar("T")
+
+TASK_CLOSE_SECONDS = 60.0
+"""Seconds in which a task must end what its episodes shared."""
 
 
 def train_on_rank(
@@ -350,7 +355,10 @@ def play_over(
 
 async def _close(config: Config, parts: Parts, gateway: RunGateway) -> None:
     await gateway.close()
-    await config.task.close()
+    try:
+        await guarded(lambda: config.task.close(), seconds=TASK_CLOSE_SECONDS)
+    except Exception as error:  # the run is over: its engines must be closed still
+        print(f"task.close: {described(error)}", file=sys.stderr)
     for policy in (parts, *parts.own.values()):
         await policy.engine.close()
         if policy.publisher is not None:
