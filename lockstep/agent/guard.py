@@ -188,8 +188,8 @@ def described(error: BaseException) -> str:
     text = named(error)
     if isinstance(error, TookTooLong):
         text = f"TimeoutError: {error}"
-    elif isinstance(error, ForeignExit):
-        text, error = str(error), error.__cause__ or error
+    elif isinstance(error, ForeignExit) and error.__cause__ is not None:
+        text, error = str(error), error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
     while frames and frames[-1].filename in ("<string>", lockstep.types.__file__):
         frames.pop()  # a constructor that refused its fields
@@ -209,11 +209,10 @@ def described(error: BaseException) -> str:
 def checked_number(found: Any, where: str) -> float:
     """A finite number, as a float."""
     try:
-        number = float(found) if isinstance(found, int | float | np.number) else math.nan
+        is_real = isinstance(found, int | float | np.integer | np.floating)
+        number = float(found) if is_real else math.nan
     except OverflowError:
         raise Refused(f"{where} is too large for a float; expected a finite number") from None
-    except TypeError:  # a complex number
-        number = math.nan
     if not math.isfinite(number):
         raise Refused(f"{where} is {shortened(found)}; expected a finite number")
     if abs(number) > MAX_NUMBER:
