@@ -144,9 +144,10 @@ def _driven(
     finally:
         for timer in timers:
             timer.cancel()
-        state.enter()
-        settle(coroutine.close)
-        state.leave()
+        if inspect.getcoroutinestate(coroutine) == inspect.CORO_SUSPENDED:
+            state.enter()
+            settle(coroutine.close)
+            state.leave()
         put_back(state.at_start)
     if isinstance(task, VisitedTask):  # which knows it of callbacks too
         num_own = task.num_own - own_before

@@ -314,10 +314,10 @@ class ToolRunner:
             if is_parallel and len(group) > 1:
                 # Each has draws of its own from global generators, however they interleave.
                 jobs = (self.call(call, seed=random.getrandbits(63)) for call in group)
-                ended = await asyncio.gather(*jobs, return_exceptions=True)
-                for error in filter(lambda each: isinstance(each, BaseException), ended):
-                    raise error
-                found += ended
+                for ended in await asyncio.gather(*jobs, return_exceptions=True):
+                    if isinstance(ended, BaseException):
+                        raise ended
+                    found.append(ended)
             else:
                 found += [await self.call(call) for call in group]
         replies: list[Message] = []

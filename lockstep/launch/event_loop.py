@@ -63,12 +63,11 @@ class _Loop(asyncio.SelectorEventLoop if sys.platform != "win32" else asyncio.Pr
     _awaited: asyncio.Future[Any] | None = None
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        self._check_closed()
         return VisitedTask(coro, loop=self, **options)
 
     def run_until_complete(self, future: Any) -> Any:
-        self._awaited = asyncio.ensure_future(future, loop=self)
-        return super().run_until_complete(self._awaited)
+        self._awaited = awaited = asyncio.ensure_future(future, loop=self)
+        return super().run_until_complete(awaited)
 
     def run_forever(self) -> None:
         while True:
