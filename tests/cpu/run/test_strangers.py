@@ -499,3 +499,26 @@ def test_a_stranger_that_cancels_everything_or_stops_the_loop_ends_its_own_episo
     assert {t.status for t in found.values()} <= {"finished", "failed", "truncated"}
     assert time.monotonic() - began < 60
     assert "still busy 1 s later: asynchronous generators" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_a_run_that_a_stranger_keeps_from_its_event_loop(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    FAILING["step-blocks"] = fails_at("step", lambda: press() or time.sleep(120))
+
+    timers = [
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)) for seconds in (0.2, 0.6)
+    ]
+
+    def press():
+        while timers:
+            timers.pop().start()
+
+    TASKS_TO_PLAY[:] = [Task(id="reset-sigint"), Task(id="step-blocks")]
+    settings = ["task=stranger", *SMALL, "groups_per_step=3", "group_size=2"]
+    began = time.monotonic()
+    try:
+        outcome = train(resolve(find_recipe("quickstart"), settings), out=tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
+        del FAILING["step-blocks"]
+    assert outcome.status == "interrupted" and time.monotonic() - began < 60
