@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -99,11 +100,13 @@ def cut_front(tokenizer: Tokenizer, ids: Sequence[int], num_bytes: int) -> list[
             return list(ids[at:])
         size += len(tokenizer.token_bytes(id_))
         if size > num_bytes:
-            rest = tokenizer.decode_bytes(ids[: at + 1])[num_bytes:]
-            for end in range(at + 1, len(ids) + 1):
-                with suppress(UnicodeDecodeError):
-                    return [*tokenizer.encode(rest.decode()), *ids[end:]]
-                rest += tokenizer.token_bytes(ids[end]) if end < len(ids) else b""
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            with suppress(UnicodeDecodeError):
+                rest = decoder.decode(tokenizer.token_bytes(id_)[num_bytes - size :])
+                for end in range(at + 1, len(ids) + 1):
+                    if not decoder.getstate()[0]:
+                        return [*tokenizer.encode(rest), *ids[end:]]
+                    rest += decoder.decode(tokenizer.decode_bytes(ids[end : end + 1]))
             return list(ids[at:])
     return []
 
