@@ -35,6 +35,10 @@ class TemplateRefusal(RendererError):
     """The template called `raise_exception`: it has no form for such a dialogue."""
 
 
+class BrokenTemplateError(RendererError):
+    """The template fails, whatever the program that renders it."""
+
+
 class ChatTemplate:
     """Renders one template. Requests run one at a time; threads wait for each other. A process that
     was killed is started again by the next request."""
@@ -94,7 +98,9 @@ class ChatTemplate:
             if error.kind == "memory":  # memory that was taken may not come back
                 self._child.close()
             why = _REASONS[error.kind].format(str(error).rstrip("."))
-            raise RendererError(f"{self.where}: the chat template cannot be used: {why}.") from None
+            raise BrokenTemplateError(
+                f"{self.where}: the chat template cannot be used: {why}."
+            ) from None
         except ChildTimeoutError:
             raise self._slow(RENDER_SECONDS) from None
         except ChildError as error:
