@@ -20,7 +20,7 @@ from lockstep.models.locate import fetch, locate_model, shipped_models
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.config import RendererConfig
 from lockstep.renderers.registry import make_renderer
-from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.renderers.tokenizer import GENERATION_FILE, Tokenizer
 from lockstep.run.preflight import (
     DEFAULT_RENDERERS,
     RENDERER_FILE,
@@ -29,7 +29,6 @@ from lockstep.run.preflight import (
     stored_renderer,
 )
 
-GENERATION_FILE = "generation_config.json"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings of that file that change what an engine draws from."""
 _FILES = (
@@ -97,7 +96,7 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
     known = Tokenization(
         tokenizer=found,
         pad_id=_pad_id(found, directory),
-        eos_ids=_eos_ids(directory),
+        eos_ids=frozenset(found.eos_ids) or _eos_ids(directory),
         generation_defaults=generation_defaults(*_directories(facts, directory)),
     )
     try:
@@ -212,14 +211,11 @@ def _pad_id(tokenizer: Tokenizer, directory: Path) -> int | None:
 
 
 def _eos_ids(directory: Path) -> frozenset[int]:
-    """The ids that end a reply for an engine that loads this model; none if the files do not say
-    it in numbers."""
-    for name in (GENERATION_FILE, "config.json"):
-        found: Any = (settings_beside(directory, name) or {}).get("eos_token_id")
-        ids = found if isinstance(found, list) else [found]
-        if ids and all(type(id_) is int for id_ in ids):
-            return frozenset(ids)
-    return frozenset()
+    """The ids that end a reply for an engine that loads a model without a generation_config.json;
+    none if the file does not say it in numbers."""
+    found: Any = (settings_beside(directory, "config.json") or {}).get("eos_token_id")
+    ids = found if isinstance(found, list) else [found]
+    return frozenset(ids) if all(type(id_) is int for id_ in ids) else frozenset()
 
 
 # -- whether it is that of the rows ----------------------------------------------------------------

@@ -69,7 +69,7 @@ class HarmonyRenderer(TurnRenderer):
         self._constrain, self._call, self._return = ids[4:]
         stop_ids = (self._call, self._return, *([self._end] if self.config.stop_at_end else []))
         super().__init__(tokenizer, stop_ids=stop_ids)
-        self._closers = frozenset((self._end, self._call, self._return))
+        self._closers = frozenset((self._end, *self.stop_ids))
         self._opening: list[Piece] = [self._start, "assistant"]
 
     # -- messages to ids ----------------------------------------------------------------------

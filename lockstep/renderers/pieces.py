@@ -44,12 +44,11 @@ def split_turn(
 ) -> tuple[list[Piece], str]:
     """Returns the pieces of a sampled turn without its stop id, and the reason, if any, why the
     turn is incomplete."""
-    parts = split_ids(tokenizer, ids)
-    if not parts:
-        return parts, "the turn is empty"
-    if parts[-1] in stop_ids:
-        return parts[:-1], ""
-    return parts, "the turn was cut off"
+    if not len(ids):
+        return [], "the turn is empty"
+    if int(ids[-1]) in stop_ids:  # it may be a token of text
+        return split_ids(tokenizer, ids[:-1]), ""
+    return split_ids(tokenizer, ids), "the turn was cut off"
 
 
 def text_of(tokenizer: Tokenizer, parts: Iterable[Piece]) -> str:

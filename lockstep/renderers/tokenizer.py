@@ -35,6 +35,9 @@ _PROBE = 'Hello, world!\n\t  {"key": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\
 """Probe text: a tokenizer that does not return it byte for byte is refused."""
 
 
+GENERATION_FILE = "generation_config.json"
+
+
 class Tokenizer:
     """A BPE vocabulary that keeps every byte: a token is a run of bytes, or a control token.
 
@@ -71,6 +74,8 @@ class Tokenizer:
         """Source of the vocabulary, for messages."""
         self.lacks_prefix = False
         """Whether the file's own tokenizer writes a space before a text, and this one does not."""
+        self.eos_ids: tuple[int, ...] = ()
+        """Ids that end a reply by the generation_config.json beside the file."""
         self.num_encoded = 0
         """Number of tokens that `encode` has produced: the cost of tokenization."""
         self.vocab_size: int = 1 + max((*text_tokens, *control_tokens.values()), default=-1)
@@ -114,6 +119,7 @@ class Tokenizer:
         without = spec if has_prefix else without_prefix_space(spec)
         found = cls._from_spec(without, where=str(file), extra=extra)
         found.lacks_prefix = without != spec
+        found.eos_ids = _eos_ids(file.with_name(GENERATION_FILE), found.vocab_size)
         return found
 
     @classmethod
@@ -242,12 +248,23 @@ class Tokenizer:
                     ids += [vocab[piece] for piece in _merge(pieces, ranks, prob, generator)]
             return ids
 
-        return Tokenizer(
+        out = Tokenizer(
             encode,
             text_tokens={id_: self._token_bytes[id_] for id_ in self._known - self.control_ids},
             control_tokens=self._control_tokens,
             where=self.where,
         )
+        out.eos_ids = self.eos_ids
+        return out
+
+
+def _eos_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
+    """The ids of a generation_config.json that end a reply, as far as the tokenizer has them."""
+    named: Any = read_json(path, RendererError).get("eos_token_id") if path.is_file() else None
+    ids: list[Any] = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(id_) is int for id_ in ids):
+        raise RendererError(f"{path}: eos_token_id is {named!r}, expected an id or a list of ids.")
+    return tuple(id_ for id_ in ids if 0 <= id_ < vocab_size)
 
 
 def _storable(text: str) -> str:

@@ -86,9 +86,11 @@ class JinjaRenderer:
             self._set_stops(self.shape.stop)
 
     def _set_stops(self, *names: str) -> None:
-        """Sets the tokens that end a turn of text and one of calls, and `renderer.stop_tokens`."""
+        """Sets the tokens that end a turn of text and one of calls, `renderer.stop_tokens`, and the
+        model's own."""
         stops = dict.fromkeys(name for name in (*names, *self.config.stop_tokens) if name)
-        self.stop_ids: tuple[int, ...] = tuple(self.tokenizer.require(stops).values())
+        ids = dict.fromkeys((*self.tokenizer.require(stops).values(), *self.tokenizer.eos_ids))
+        self.stop_ids: tuple[int, ...] = tuple(ids)
 
     # -- messages to ids ----------------------------------------------------------------------
 
