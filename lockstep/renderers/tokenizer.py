@@ -110,11 +110,9 @@ class Tokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise RendererError(f"no tokenizer at {file}: expected a tokenizer.json.")
-        extra: dict[int, Mapping[str, Any]] = {}
         config_file = file.with_name("tokenizer_config.json")
-        if config_file.is_file():
-            declared = read_json(config_file, RendererError).get("added_tokens_decoder") or {}
-            extra = {int(id_): token for id_, token in declared.items()}
+        config = read_json(config_file, RendererError) if config_file.is_file() else {}
+        extra = config.get("added_tokens_decoder") or {}
         spec = read_json(file, RendererError)
         without = spec if has_prefix else without_prefix_space(spec)
         found = cls._from_spec(without, where=str(file), extra=extra)
@@ -129,18 +127,27 @@ class Tokenizer:
 
     @classmethod
     def _from_spec(
-        cls, spec: dict[str, Any], *, where: str, extra: Mapping[int, Mapping[str, Any]]
+        cls, spec: dict[str, Any], *, where: str, extra: Mapping[str, Mapping[str, Any]]
     ) -> Tokenizer:
-        text_tokens, control_tokens, plain = read_vocabulary(spec, extra=extra, where=where)
-        fast = FastTokenizer.from_str(json.dumps(plain))
-        return cls(
-            # In a batch, even of one text, the library lets other threads run.
-            lambda text: fast.encode_batch_fast([text], add_special_tokens=False)[0].ids,
-            text_tokens=text_tokens,
-            control_tokens=control_tokens,
-            where=where,
-            fast=fast,
-        )
+        try:
+            text_tokens, control_tokens, plain = read_vocabulary(spec, extra=extra, where=where)
+            fast = FastTokenizer.from_str(json.dumps(plain))
+            return cls(
+                # In a batch, even of one text, the library lets other threads run.
+                lambda text: _encoded(fast, [text], where)[0],
+                text_tokens=text_tokens,
+                control_tokens=control_tokens,
+                where=where,
+                fast=fast,
+            )
+        except RendererError:
+            raise
+        except Exception as error:  # the library's own errors have no other class
+            found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise RendererError(
+                f"{where}: expected a file of the tokenizers library, found a damaged one "
+                f"({found:.200}). Save it again, or fetch it again."
+            ) from None
 
     # -- text to ids --------------------------------------------------------------------------
 
@@ -163,9 +170,7 @@ class Tokenizer:
         """Encodes many texts in one call, several times as fast as `encode` for short ones."""
         if self._fast is None:
             return [self.encode(text) for text in texts]
-        texts = [_storable(text) for text in texts]
-        found = self._fast.encode_batch_fast(texts, add_special_tokens=False)
-        out = [encoding.ids for encoding in found]
+        out = _encoded(self._fast, [_storable(text) for text in texts], self.where)
         self.num_encoded += sum(map(len, out))
         return out
 
@@ -256,6 +261,17 @@ class Tokenizer:
         )
         out.eos_ids = self.eos_ids
         return out
+
+
+def _encoded(fast: Any, texts: list[str], where: str) -> list[list[int]]:
+    """Raises RendererError where a pattern of the file takes too many steps for a text."""
+    try:
+        found = fast.encode_batch_fast(texts, add_special_tokens=False)
+    except BaseException as error:  # a panic is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RendererError(f"{where}: the tokenizer cannot encode a text: {error}.") from None
+    return [encoding.ids for encoding in found]
 
 
 def _eos_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
