@@ -98,6 +98,9 @@ def _train(
     path = Path(out) if out else default_run_path(config.name)
     shown = open_view(is_json=view == "json")
     facts = {"architecture": model_files.model.architecture, "family": model_files.model.family}
+    if chosen := model_files.renderer_line:
+        facts["renderer"] = chosen
+        config = replace(config, renderer=model_files.renderer_config)
     last: dict[str, float] = {}
     memory = describe_memory(config, model_files)
     with RunDirectory.create(path, to_dict(config), facts=facts) as run:
@@ -111,7 +114,11 @@ def _train(
             RunHeader(
                 num_steps=config.sft.steps,
                 architecture=model_files.model.family,
-                lines=(f"memory     {memory}", f"run        {path}"),
+                lines=(
+                    *([f"renderer   {chosen}"] if chosen else []),
+                    f"memory     {memory}",
+                    f"run        {path}",
+                ),
             )
         )
         began = time.perf_counter()

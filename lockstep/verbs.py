@@ -165,6 +165,8 @@ class Rendered:
     rendering: Rendering
     renderer: Renderer
     model: str
+    why: str = ""
+    """Why the model's files chose the renderer; empty if they left no choice."""
 
     def __repr__(self) -> str:
         return f"Rendered({self.model}, {len(self.rendering.tokens)} tokens)"
@@ -174,11 +176,11 @@ class Rendered:
 
     def show(self, console: Console) -> None:
         """Prints the tokens, as the command does."""
-        rendering.show(self.rendering, self.renderer, self.model, console)
+        rendering.show(self.rendering, self.renderer, self.model, console, self.why)
 
     def to_json(self) -> dict[str, Any]:
         """The rendering as `--json` prints it."""
-        return rendering.to_json(self.rendering, self.renderer, self.model)
+        return rendering.to_json(self.rendering, self.renderer, self.model, self.why)
 
 
 def render(
@@ -206,5 +208,5 @@ def render(
         schemas = tuple(
             ToolSchema.from_dict(tool, where=f"tool {at}") for at, tool in enumerate(listed)
         )
-    made = rendering.find_renderer(model, renderer=renderer)
-    return Rendered(trace(made, dialogue, schemas), made, model)
+    made, why = rendering.find_renderer(model, renderer=renderer)
+    return Rendered(trace(made, dialogue, schemas), made, model, why)

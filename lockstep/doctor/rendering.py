@@ -32,15 +32,16 @@ _COLOURS: Mapping[Origin, str] = {
 }
 
 
-def find_renderer(model: str, *, renderer: str = "") -> Renderer:
-    """The renderer of a model, by name or directory. Raises ConfigError or RendererError."""
+def find_renderer(model: str, *, renderer: str = "") -> tuple[Renderer, str]:
+    """The renderer of a model, by name or directory, and why it is that one; "" if there was no
+    choice. Raises ConfigError or RendererError."""
     try:
         found = find_tokenization(Facts(), tokenizer=model, renderer=renderer)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--tokenizer ", "MODEL ", 1)) from None
     if found.renderer is None:
         raise ConfigError(f"{model}: {found.lacks['renderer']}")
-    return found.renderer
+    return found.renderer, found.why
 
 
 def read_dialogue(
@@ -90,13 +91,14 @@ def _read_json(path: str | Path) -> Any:
 # -- shown ----------------------------------------------------------------------------------------
 
 
-def to_json(rendering: Rendering, renderer: Renderer, model: str) -> dict[str, Any]:
+def to_json(rendering: Rendering, renderer: Renderer, model: str, why: str = "") -> dict[str, Any]:
     """The rendering as `--json` prints it."""
     counts = Counter(token.origin for token in rendering.tokens)
     control = sum(token.is_control for token in rendering.tokens)
     return {
         "model": model,
         "renderer": renderer.name,
+        **({"why": why} if why else {}),
         "counts": {**{origin: counts[origin] for origin in ORIGINS}, "control": control},
         "has_prefix_property": rendering.has_prefix_property,
         "tokens": [
@@ -127,8 +129,11 @@ def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def show(rendering: Rendering, renderer: Renderer, model: str, console: Console) -> None:
-    """Prints the tokens by origin, their counts, and whether the prefix property holds."""
+def show(
+    rendering: Rendering, renderer: Renderer, model: str, console: Console, why: str = ""
+) -> None:
+    """Prints the tokens by origin, their counts, and whether the prefix property holds. why: the
+    reason for the renderer."""
     found = to_json(rendering, renderer, model)
     counts = found["counts"]
     head = Text(f"{model} ({renderer.name}): {len(found['tokens'])} tokens", style="bold")
@@ -138,6 +143,8 @@ def show(rendering: Rendering, renderer: Renderer, model: str, console: Console)
             head.append(f"{counts[origin]} {origin}", style=f"not bold {_COLOURS[origin]}")
     head.append(f"; {counts['control']} of them control tokens", style="not bold")
     console.print(head)
+    if why:
+        console.print(Text(f"{renderer.name}: {why}"))
     console.print(_table(found["tokens"]))
     for prompt in found["prompts"]:
         where = f"prompt before message {prompt['before_message']}: {prompt['extended_tokens']} ids"

@@ -18,14 +18,17 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.models.config import ModelConfig
 from lockstep.models.locate import fetch, locate_model, shipped_models
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.config import JinjaConfig, RendererConfig
-from lockstep.renderers.jinja.source import has_template
+from lockstep.renderers.config import RendererConfig
 from lockstep.renderers.registry import make_renderer
-from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.run.preflight import RENDERER_FILE, RendererFile, renderer_of
-from lockstep.types import Message, ToolSchema
+from lockstep.renderers.tokenizer import GENERATION_FILE, Tokenizer
+from lockstep.run.preflight import (
+    DEFAULT_RENDERERS,
+    RENDERER_FILE,
+    RendererFile,
+    choose_model_renderer,
+    stored_renderer,
+)
 
-GENERATION_FILE = "generation_config.json"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings of that file that change what an engine draws from."""
 _FILES = (
@@ -37,11 +40,6 @@ _FILES = (
     RENDERER_FILE,
 )
 """Files that are fetched from the hub for a model: a few MB, no weights."""
-_PROBE = (
-    [Message(role="system", content="s"), Message(role="user", content="u")],
-    [ToolSchema(name="t", description="d", parameters={"type": "object", "properties": {}})],
-)
-"""Messages and tools whose rendering tells a template from a format that it resembles."""
 MAX_UNKNOWN_IDS = 0.01
 """Share of ids beyond the tokenizer from which it is another model's. A model may draw a few from
 the padding of its vocabulary."""
@@ -60,6 +58,8 @@ class Tokenization:
 
     tokenizer: Tokenizer | None = None
     renderer: Renderer | None = None
+    why: str = ""
+    """Why the model's files chose that renderer; empty if they left no choice."""
     pad_id: int | None = None
     """Padding id of the tokenizer's own settings."""
     eos_ids: frozenset[int] = frozenset()
@@ -96,31 +96,29 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
     known = Tokenization(
         tokenizer=found,
         pad_id=_pad_id(found, directory),
-        eos_ids=_eos_ids(directory),
+        eos_ids=frozenset(found.eos_ids) or _eos_ids(directory),
         generation_defaults=generation_defaults(*_directories(facts, directory)),
     )
     try:
-        made = make_renderer(_renderer_config(renderer or facts.renderer, directory), found)
-        if not renderer and not facts.renderer:
-            made = _by_own_template(made, directory)
+        if named := renderer or facts.renderer:
+            made, why = make_renderer(_renderer_config(named, directory), found), ""
+        else:
+            choice = choose_model_renderer(directory, _architecture(directory), found)
+            made, why = choice.renderer, choice.why
     except LockstepError as error:
         if renderer:
             raise
         lacks = {"renderer": f"{error} Name it: --renderer {'|'.join(_names())}"}
         return replace(known, lacks=lacks)
-    return replace(known, renderer=made)
+    return replace(known, renderer=made, why=why)
 
 
-def _by_own_template(made: Renderer, directory: Path) -> Renderer:
-    """The directory's chat template, if that declares a tool otherwise than the format of the
-    architecture: the dump's program writes by the template."""
-    if not has_template(directory) or (directory / RENDERER_FILE).is_file():
-        return made
-    with suppress(LockstepError):
-        own = make_renderer(JinjaConfig(), made.tokenizer)
-        if own.render(*_PROBE) != made.render(*_PROBE):
-            return own
-    return made
+def _architecture(directory: Path) -> str:
+    """Empty if the directory has only the tokenizer of a model."""
+    try:
+        return ModelConfig.from_directory(directory).architecture
+    except LockstepError:
+        return ""
 
 
 def _place_named(facts: Facts) -> Path:
@@ -151,24 +149,21 @@ def locate(named: str, *, may_fetch: bool) -> Path:
 
 
 def _renderer_config(named: str, directory: Path) -> RendererConfig:
-    """The settings that `named` means: JSON, or a name; empty takes the model's own."""
+    """The settings that `named` means: JSON, or a name, with the model's own settings for it."""
     if named.lstrip().startswith("{"):
         try:
             return from_dict(RendererFile, {"renderer": json.loads(named)}).renderer
         except (ValueError, ConfigError) as error:
             raise ConfigError(f"--renderer: {error}") from None
-    if named and named not in _names():
+    if named not in _names():
         raise ConfigError(
             f"--renderer {named}: expected one of {', '.join(_names())}, or settings as "
             "JSON. A renderer of your own comes with --plugin FILE.py."
         )
-    own = JinjaConfig() if has_template(directory) else None
-    try:
-        own = renderer_of(directory, ModelConfig.from_directory(directory))
-    except LockstepError:
-        if not named and (own is None or (directory / RENDERER_FILE).is_file()):
-            raise
-    if own is not None and named in ("", tag(type(own))):
+    own, default = stored_renderer(directory), DEFAULT_RENDERERS.get(_architecture(directory))
+    if own is None and default is not None:
+        own = default()
+    if own is not None and named == tag(type(own)):
         return own
     return from_dict(RendererFile, {"renderer": {"type": named}}).renderer
 
@@ -216,14 +211,11 @@ def _pad_id(tokenizer: Tokenizer, directory: Path) -> int | None:
 
 
 def _eos_ids(directory: Path) -> frozenset[int]:
-    """The ids that end a reply for an engine that loads this model; none if the files do not say
-    it in numbers."""
-    for name in (GENERATION_FILE, "config.json"):
-        found: Any = (settings_beside(directory, name) or {}).get("eos_token_id")
-        ids = found if isinstance(found, list) else [found]
-        if ids and all(type(id_) is int for id_ in ids):
-            return frozenset(ids)
-    return frozenset()
+    """The ids that end a reply for an engine that loads a model without a generation_config.json;
+    none if the file does not say it in numbers."""
+    found: Any = (settings_beside(directory, "config.json") or {}).get("eos_token_id")
+    ids = found if isinstance(found, list) else [found]
+    return frozenset(ids) if all(type(id_) is int for id_ in ids) else frozenset()
 
 
 # -- whether it is that of the rows ----------------------------------------------------------------

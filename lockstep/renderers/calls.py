@@ -3,13 +3,61 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from lockstep.types import ToolCall, ToolSchema
 
 _NOT_JSON = "a call is not JSON"
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _refuse(text)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+load_json = _DECODER.decode
+"""Reads JSON as its standard has it: NaN, Infinity and numbers like 1e999 raise ValueError."""
+
+
+@dataclass(slots=True)
+class ReadTurn:
+    """The text and calls of a turn, after its thinking."""
+
+    gap: str = "\n"
+    """Text that a template writes between words and a call."""
+    texts: list[str] = field(default_factory=list[str])
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    error: str = ""
+    _ends_with_call: bool = False
+
+    def say(self, words: str) -> None:
+        """Adds text outside of calls. Blanks between and behind calls are left out."""
+        if words.strip() or not self.calls:
+            self.texts.append(words)
+            self._ends_with_call = False
+
+    def add(self, found: ToolCall | str, text: str) -> None:
+        """Adds a call, or the text of one that is malformed, with the reason."""
+        self._ends_with_call = isinstance(found, ToolCall)
+        if isinstance(found, ToolCall):
+            self.calls.append(found)
+        else:
+            self.error = self.error or found
+            self.texts.append(text)
+
+    @property
+    def content(self) -> str:
+        """All text outside of calls, as it was sampled; without the gap before a last call."""
+        whole = "".join(self.texts)
+        return whole.removesuffix(self.gap) if self._ends_with_call else whole
 
 
 def read_call(
@@ -31,7 +79,7 @@ def read_call(
     'a call is not an object of "name" and "arguments"'
     """
     try:
-        call: Any = json.loads(text)
+        call: Any = load_json(text)
         arguments = _value_text(text, arguments_key) if isinstance(call, dict) else ""
     except (ValueError, RecursionError):
         return _NOT_JSON
@@ -76,17 +124,18 @@ def read_call_list(text: str, *, separator: str = "", **keys: Any) -> list[ToolC
     keys: as for `read_call`.
     """
     calls: list[ToolCall] = []
-    while text := text.strip(" \r\n\t,;"):
+    text, at = text.rstrip(" \r\n\t,;"), 0
+    while (at := _skip(text, at, " \r\n\t,;")) < len(text):
         try:
-            end = json.JSONDecoder().raw_decode(text)[1]
+            end = _DECODER.raw_decode(text, at)[1]
         except (ValueError, RecursionError):
             return _NOT_JSON
-        call = read_call(text[:end], **keys)
+        call = read_call(text[at:end], **keys)
         if isinstance(call, str):
             return call
         calls.append(call)
-        text = text[end:].strip()
-        if text and not text.startswith(separator):
+        at = _skip(text, end, " \r\n\t")
+        if at < len(text) and not text.startswith(separator, at):
             return f"something stands between calls that is not {separator}"
     return calls or "a call is missing"
 
@@ -95,7 +144,7 @@ def read_call_array(text: str, **keys: Any) -> list[ToolCall] | str:
     """Reads a JSON list of calls. Returns the reason, as text, if it is none. keys: as for
     `read_call`."""
     try:
-        found = json.loads(text)
+        found = load_json(text)
     except (ValueError, RecursionError):
         return _NOT_JSON
     if not isinstance(found, list):
@@ -125,21 +174,20 @@ def function_json(tool: ToolSchema) -> dict[str, Any]:
 
 def _value_text(text: str, key: str) -> str:
     """Returns the text of the value of `key` in the JSON object `text`, unchanged."""
-    decoder = json.JSONDecoder()
     found = ""
     at = text.index("{") + 1
     while True:
         at = _skip(text, at, " \t\r\n,")
         if text[at] == "}":
             return found
-        name, at = decoder.raw_decode(text, at)
+        name, at = _DECODER.raw_decode(text, at)
         begin = _skip(text, at, " \t\r\n:")
-        _, at = decoder.raw_decode(text, begin)
+        _, at = _DECODER.raw_decode(text, begin)
         if name == key:
             found = text[begin:at]
 
 
 def _skip(text: str, at: int, characters: str) -> int:
-    while text[at] in characters:
+    while at < len(text) and text[at] in characters:
         at += 1
     return at

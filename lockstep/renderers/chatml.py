@@ -28,7 +28,7 @@ from typing import Any
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Constraint, TokenIds, json_rule
-from lockstep.renderers.calls import call_text, function_json, read_call
+from lockstep.renderers.calls import ReadTurn, call_text, function_json, read_call
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.pieces import Piece, cut_prefix, encode_pieces, split_turn, text_of
 from lockstep.renderers.tokenizer import Tokenizer
@@ -116,10 +116,9 @@ class ChatMLRenderer(TurnRenderer):
         ids = [int(id_) for id_ in sampled_ids]
         if not self._thinks or not ids or ids[0] != self._think:
             return ids
-        control = self.tokenizer.control_ids
-        closed = next((at for at in range(1, len(ids)) if ids[at] in control), len(ids))
-        if closed == len(ids) or ids[closed] != self._think_end:
-            return ids[-1:] if ids[-1] == self._end else []
+        if self._think_end not in ids:
+            return ids[-1:] if ids[-1] in self.stop_ids else []
+        closed = ids.index(self._think_end)
         return cut_prefix(self.tokenizer, ids[closed + 1 :], b"\n\n")
 
     def _body(self, message: Message) -> list[Piece]:
@@ -245,12 +244,12 @@ class ChatMLRenderer(TurnRenderer):
         """
         parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
         thinking = ""
-        texts: list[str] = []
-        calls: list[ToolCall] = []
+        turn = ReadTurn()
         if parts and parts[0] == self._think:
-            closed = _block_end(parts, 0, self._think_end)
+            is_closed = self._think_end in parts
+            closed = parts.index(self._think_end) if is_closed else len(parts)
             thinking = text_of(self.tokenizer, parts[1:closed]).removeprefix("\n")
-            if closed < len(parts):
+            if is_closed:
                 thinking = thinking.removesuffix("\n")
             else:
                 error = error or "the thinking is not closed"
@@ -259,33 +258,26 @@ class ChatMLRenderer(TurnRenderer):
                 parts[0] = parts[0].removeprefix("\n\n")
         at = 0
         while at < len(parts):
-            part = parts[at]
+            part, closed = parts[at], at
             if isinstance(part, str):
-                has_call_next = at + 1 < len(parts) and parts[at + 1] == self._call
-                text = part.removesuffix("\n") if has_call_next else part
-                if text.strip() or not calls:
-                    texts.append(text)
+                turn.say(part)
                 at += 1
                 continue
-            closed = at
+            found: ToolCall | str
             if part != self._call:
                 found = f"{self.tokenizer.control_name(part)} is out of place"
             elif (closed := _block_end(parts, at, self._call_end)) == len(parts):
                 found = "a call is not closed"
             else:
                 found = read_call(text_of(self.tokenizer, parts[at + 1 : closed]))
-            if isinstance(found, ToolCall):
-                calls.append(found)
-            else:
-                texts.append(text_of(self.tokenizer, parts[at : closed + 1]))
-                error = error or found
+            turn.add(found, text_of(self.tokenizer, parts[at : closed + 1]))
             at = closed + 1
         return Message(
             role="assistant",
-            content="\n".join(text for text in texts if text),
+            content=turn.content,
             thinking=thinking,
-            tool_calls=tuple(calls),
-            parse_error=error,
+            tool_calls=tuple(turn.calls),
+            parse_error=error or turn.error,
         )
 
 

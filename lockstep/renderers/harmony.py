@@ -69,7 +69,7 @@ class HarmonyRenderer(TurnRenderer):
         self._constrain, self._call, self._return = ids[4:]
         stop_ids = (self._call, self._return, *([self._end] if self.config.stop_at_end else []))
         super().__init__(tokenizer, stop_ids=stop_ids)
-        self._closers = frozenset((self._end, self._call, self._return))
+        self._closers = frozenset((self._end, *self.stop_ids))
         self._opening: list[Piece] = [self._start, "assistant"]
 
     # -- messages to ids ----------------------------------------------------------------------
@@ -240,7 +240,8 @@ class HarmonyRenderer(TurnRenderer):
         message is kept whole in `content`, control tokens by name, and `parse_error` says why.
         """
         thinking: list[str] = []
-        content: list[str] = []
+        content = ""
+        is_kept_whole = False
         calls: list[ToolCall] = []
         parts = self._split([int(id_) for id_ in sampled_ids])
         errors = [] if parts else ["the turn is empty"]
@@ -249,21 +250,27 @@ class HarmonyRenderer(TurnRenderer):
             header, text = self._read(part, is_first=at == 0)
             if isinstance(header, str):
                 errors.append(header)
-                content.append(self.tokenizer.decode(part.ids))
+                gap = "\n" if content and not is_kept_whole else ""
+                content += gap + self.tokenizer.decode(part.ids)
+                is_kept_whole = True
                 continue
             channel, recipient = header
             if recipient:
                 calls.append(ToolCall(name=recipient, arguments=text))
+            elif channel == "analysis":
+                thinking.append(text)
             else:
-                (thinking if channel == "analysis" else content).append(text)
+                content += f"\n{text}" if content else text
+            if not recipient:
                 errors.append(self._problem(part, channel, is_last=is_last))
+            is_kept_whole = False
             if not is_last and part.end in self.stop_ids:
                 errors.append(
                     f"tokens follow {self.tokenizer.control_name(part.end)}, which ends a turn"
                 )
         return Message(
             role="assistant",
-            content="\n".join(content),
+            content=content,
             thinking="\n".join(thinking),
             tool_calls=tuple(calls),
             parse_error=next(filter(None, errors), ""),
@@ -289,7 +296,8 @@ class HarmonyRenderer(TurnRenderer):
         header = self._read_header(part.ids[: part.body - 1], is_first=is_first)
         body = part.ids[part.body : len(part.ids) - (part.end >= 0)]
         stray = next((id_ for id_ in body if id_ in self.tokenizer.control_ids), None)
-        if not isinstance(header, str) and stray is not None:
+        is_closed_thinking = header == ("analysis", "") and part.end == self._end
+        if not isinstance(header, str) and stray is not None and not is_closed_thinking:
             name = self.tokenizer.control_name(stray)
             return f"the control token {name} stands inside a message", ""
         if not isinstance(header, str) and header[1] and part.end != self._call:

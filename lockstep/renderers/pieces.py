@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -43,12 +44,11 @@ def split_turn(
 ) -> tuple[list[Piece], str]:
     """Returns the pieces of a sampled turn without its stop id, and the reason, if any, why the
     turn is incomplete."""
-    parts = split_ids(tokenizer, ids)
-    if not parts:
-        return parts, "the turn is empty"
-    if parts[-1] in stop_ids:
-        return parts[:-1], ""
-    return parts, "the turn was cut off"
+    if not len(ids):
+        return [], "the turn is empty"
+    if int(ids[-1]) in stop_ids:  # it may be a token of text
+        return split_ids(tokenizer, ids[:-1]), ""
+    return split_ids(tokenizer, ids), "the turn was cut off"
 
 
 def text_of(tokenizer: Tokenizer, parts: Iterable[Piece]) -> str:
@@ -99,11 +99,13 @@ def cut_front(tokenizer: Tokenizer, ids: Sequence[int], num_bytes: int) -> list[
             return list(ids[at:])
         size += len(tokenizer.token_bytes(id_))
         if size > num_bytes:
-            rest = tokenizer.decode_bytes(ids[: at + 1])[num_bytes:]
-            for end in range(at + 1, len(ids) + 1):
-                with suppress(UnicodeDecodeError):
-                    return [*tokenizer.encode(rest.decode()), *ids[end:]]
-                rest += tokenizer.token_bytes(ids[end]) if end < len(ids) else b""
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            with suppress(UnicodeDecodeError):
+                rest = decoder.decode(tokenizer.token_bytes(id_)[num_bytes - size :])
+                for end in range(at + 1, len(ids) + 1):
+                    if not decoder.getstate()[0]:
+                        return [*tokenizer.encode(rest), *ids[end:]]
+                    rest += decoder.decode(tokenizer.decode_bytes(ids[end : end + 1]))
             return list(ids[at:])
     return []
 

@@ -35,6 +35,9 @@ _PROBE = 'Hello, world!\n\t  {"key": [1, 2]} <|x|> \u00e9\u4e2d\u0416\U0001f600\
 """Probe text: a tokenizer that does not return it byte for byte is refused."""
 
 
+GENERATION_FILE = "generation_config.json"
+
+
 class Tokenizer:
     """A BPE vocabulary that keeps every byte: a token is a run of bytes, or a control token.
 
@@ -71,6 +74,8 @@ class Tokenizer:
         """Source of the vocabulary, for messages."""
         self.lacks_prefix = False
         """Whether the file's own tokenizer writes a space before a text, and this one does not."""
+        self.eos_ids: tuple[int, ...] = ()
+        """Ids that end a reply by the generation_config.json beside the file."""
         self.num_encoded = 0
         """Number of tokens that `encode` has produced: the cost of tokenization."""
         self.vocab_size: int = 1 + max((*text_tokens, *control_tokens.values()), default=-1)
@@ -105,15 +110,14 @@ class Tokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise RendererError(f"no tokenizer at {file}: expected a tokenizer.json.")
-        extra: dict[int, Mapping[str, Any]] = {}
         config_file = file.with_name("tokenizer_config.json")
-        if config_file.is_file():
-            declared = read_json(config_file, RendererError).get("added_tokens_decoder") or {}
-            extra = {int(id_): token for id_, token in declared.items()}
+        config = read_json(config_file, RendererError) if config_file.is_file() else {}
+        extra = config.get("added_tokens_decoder") or {}
         spec = read_json(file, RendererError)
         without = spec if has_prefix else without_prefix_space(spec)
         found = cls._from_spec(without, where=str(file), extra=extra)
         found.lacks_prefix = without != spec
+        found.eos_ids = _eos_ids(file.with_name(GENERATION_FILE), found.vocab_size)
         return found
 
     @classmethod
@@ -123,18 +127,27 @@ class Tokenizer:
 
     @classmethod
     def _from_spec(
-        cls, spec: dict[str, Any], *, where: str, extra: Mapping[int, Mapping[str, Any]]
+        cls, spec: dict[str, Any], *, where: str, extra: Mapping[str, Mapping[str, Any]]
     ) -> Tokenizer:
-        text_tokens, control_tokens, plain = read_vocabulary(spec, extra=extra, where=where)
-        fast = FastTokenizer.from_str(json.dumps(plain))
-        return cls(
-            # In a batch, even of one text, the library lets other threads run.
-            lambda text: fast.encode_batch_fast([text], add_special_tokens=False)[0].ids,
-            text_tokens=text_tokens,
-            control_tokens=control_tokens,
-            where=where,
-            fast=fast,
-        )
+        try:
+            text_tokens, control_tokens, plain = read_vocabulary(spec, extra=extra, where=where)
+            fast = FastTokenizer.from_str(json.dumps(plain))
+            return cls(
+                # In a batch, even of one text, the library lets other threads run.
+                lambda text: _encoded(fast, [text], where)[0],
+                text_tokens=text_tokens,
+                control_tokens=control_tokens,
+                where=where,
+                fast=fast,
+            )
+        except RendererError:
+            raise
+        except Exception as error:  # the library's own errors have no other class
+            found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise RendererError(
+                f"{where}: expected a file of the tokenizers library, found a damaged one "
+                f"({found:.200}). Save it again, or fetch it again."
+            ) from None
 
     # -- text to ids --------------------------------------------------------------------------
 
@@ -157,9 +170,7 @@ class Tokenizer:
         """Encodes many texts in one call, several times as fast as `encode` for short ones."""
         if self._fast is None:
             return [self.encode(text) for text in texts]
-        texts = [_storable(text) for text in texts]
-        found = self._fast.encode_batch_fast(texts, add_special_tokens=False)
-        out = [encoding.ids for encoding in found]
+        out = _encoded(self._fast, [_storable(text) for text in texts], self.where)
         self.num_encoded += sum(map(len, out))
         return out
 
@@ -242,12 +253,34 @@ class Tokenizer:
                     ids += [vocab[piece] for piece in _merge(pieces, ranks, prob, generator)]
             return ids
 
-        return Tokenizer(
+        out = Tokenizer(
             encode,
             text_tokens={id_: self._token_bytes[id_] for id_ in self._known - self.control_ids},
             control_tokens=self._control_tokens,
             where=self.where,
         )
+        out.eos_ids = self.eos_ids
+        return out
+
+
+def _encoded(fast: Any, texts: list[str], where: str) -> list[list[int]]:
+    """Raises RendererError where a pattern of the file takes too many steps for a text."""
+    try:
+        found = fast.encode_batch_fast(texts, add_special_tokens=False)
+    except BaseException as error:  # a panic is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RendererError(f"{where}: the tokenizer cannot encode a text: {error}.") from None
+    return [encoding.ids for encoding in found]
+
+
+def _eos_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
+    """The ids of a generation_config.json that end a reply, as far as the tokenizer has them."""
+    named: Any = read_json(path, RendererError).get("eos_token_id") if path.is_file() else None
+    ids: list[Any] = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(id_) is int for id_ in ids):
+        raise RendererError(f"{path}: eos_token_id is {named!r}, expected an id or a list of ids.")
+    return tuple(id_ for id_ in ids if 0 <= id_ < vocab_size)
 
 
 def _storable(text: str) -> str:

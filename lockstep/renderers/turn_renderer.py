@@ -20,8 +20,9 @@ class TurnRenderer(ABC):
     name: str
 
     def __init__(self, tokenizer: Tokenizer, *, stop_ids: tuple[int, ...]) -> None:
+        """stop_ids: those of the format. The model's own (`Tokenizer.eos_ids`) follow them."""
         self.tokenizer = tokenizer
-        self.stop_ids = stop_ids
+        self.stop_ids = tuple(dict.fromkeys((*stop_ids, *tokenizer.eos_ids)))
 
     @property
     def thinking_opening(self) -> tuple[int, ...]:

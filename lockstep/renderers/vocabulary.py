@@ -17,8 +17,9 @@ and models are trained to obey them.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from lockstep.errors import RendererError
@@ -35,6 +36,9 @@ MARKUP: frozenset[str] = frozenset(
 MOST_IDS = 1 << 24
 """Ids that a vocabulary may have; a larger one is a damaged file."""
 
+MOST_GROWTH = 64
+"""Times that a normalizer may make a text longer; real ones replace a space by one character."""
+
 SPACE = "\u2581"
 """How SentencePiece writes a space."""
 
@@ -42,18 +46,28 @@ Kind = Literal["byte-level", "sentencepiece"]
 
 
 def read_vocabulary(
-    spec: Mapping[str, Any], *, extra: Mapping[int, Mapping[str, Any]], where: str
+    spec: Mapping[str, Any], *, extra: Mapping[str, Mapping[str, Any]], where: str
 ) -> tuple[dict[int, bytes], dict[str, int], dict[str, Any]]:
     """Reads the content of a `tokenizer.json`: (text token -> its bytes, control token -> id, the
     file as the tokenizers library gets it, without anything that could produce a control token).
 
     extra: added tokens that another file declares, by id; `spec` wins if both declare one. Raises
-    RendererError for a tokenizer that cannot return every byte of a text.
+    RendererError for a tokenizer that cannot return every byte of a text, and for one that makes
+    texts or the list of ids too long.
     """
     model: dict[str, Any] = spec.get("model") or {}
     kind = _kind(spec, where)
-    declared = {int(token["id"]): token for token in _checked(spec.get("added_tokens"), where)}
-    added = dict(extra) | declared
+    tokens: Sequence[Mapping[str, Any]] = spec.get("added_tokens") or ()
+    _check_ids(((token["content"], token["id"]) for token in tokens), where, are_unique=True)
+    others = {int(id_): token for id_, token in extra.items()}
+    _check_ids(((token["content"], id_) for id_, token in others.items()), where)
+    _check_ids(model["vocab"].items(), where)
+    if (growth := _growth(spec.get("normalizer"))) > MOST_GROWTH:
+        raise RendererError(
+            f"{where}: the normalizer can make a text {growth} times as long; expected at most "
+            f"{MOST_GROWTH} times."
+        )
+    added = others | {token["id"]: token for token in tokens}
     symbols = {token["content"]: id_ for id_, token in added.items() if _is_text(token, kind)}
     control = {token["content"]: id_ for id_, token in added.items() if not _is_text(token, kind)}
     control_ids = frozenset(control.values())
@@ -115,18 +129,31 @@ def without_prefix_space(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {**spec, **{name: cleaned(spec.get(name), inner) for name, inner in _PARTS.items()}}
 
 
-def _checked(tokens: Sequence[Mapping[str, Any]] | None, where: str) -> Sequence[Mapping[str, Any]]:
-    """The added tokens, each with an id of its own. Raises RendererError."""
+def _check_ids(tokens: Iterable[tuple[str, Any]], where: str, *, are_unique: bool = False) -> None:
+    """Raises RendererError for what is no id, and for two tokens with one id."""
     names: dict[int, str] = {}
-    for token in tokens or ():
-        name, id_ = token["content"], token["id"]
-        if not isinstance(id_, int) or not 0 <= id_ < MOST_IDS:
+    for name, id_ in tokens:
+        if type(id_) is not int or not 0 <= id_ < MOST_IDS:
             raise RendererError(
-                f"{where}: {name!r} has the id {id_}: expected 0 to {MOST_IDS - 1}."
+                f"{where}: {name!r:.80} has the id {id_}: expected 0 to {MOST_IDS - 1}."
             )
-        if (other := names.setdefault(id_, name)) != name:
+        if are_unique and (other := names.setdefault(id_, name)) != name:
             raise RendererError(f"{where}: {name!r} and {other!r} have the same id, {id_}.")
-    return tokens or ()
+
+
+def _growth(normalizer: Mapping[str, Any] | None) -> int:
+    """How many times as long a normalizer can make a text, by what it inserts."""
+    found = normalizer or {}
+    match found.get("type"):
+        case "Sequence":
+            return math.prod(_growth(part) for part in found["normalizers"])
+        case "Replace":
+            size = len(found["pattern"].get("String", ""))  # a Regex may match nothing
+            return -(-len(found["content"]) // size) if size else 1 + len(found["content"])
+        case "Prepend":
+            return len(found["prepend"])
+        case _:
+            return 1
 
 
 def merge_parts(merge: str | Sequence[str]) -> list[str]:

@@ -49,16 +49,15 @@ from lockstep.models.lora_config import LoraShape
 from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.choice import Choice, choose_renderer
 from lockstep.renderers.config import (
     ChatMLConfig,
     HarmonyConfig,
-    JinjaConfig,
     Llama3Config,
     MistralConfig,
     RendererConfig,
 )
 from lockstep.renderers.jinja.renderer import JinjaRenderer
-from lockstep.renderers.jinja.source import has_template
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.checkpoints import checkpoint_of
@@ -92,6 +91,8 @@ class ModelFiles:
     renderer: Renderer
     lora: LoraShape | None = None
     """The adapter that is trained; None trains the model itself."""
+    renderer_line: str = ""
+    """The renderer that the model's files chose, and why; empty if they left no choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,11 +381,14 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
         getattr(config, "engine", None), EmbeddedConfig
     ):  # other engines draw from all rows, and the trainer's distribution is its engine's
         model = model.with_vocabulary(tokenizer.vocab_size)
-    chosen = config.renderer or renderer_of(directory, model)
+    if config.renderer is not None:
+        chosen = Choice(config=config.renderer, renderer=make_renderer(config.renderer, tokenizer))
+    else:
+        chosen = choose_model_renderer(directory, model.architecture, tokenizer)
     lora = None
     if config.lora is not None and isinstance(model, ModelConfig):
         lora = peft_format.resolve_shape(config.lora, model, directory, name=config.model)
-    return ModelFiles(directory, model, chosen, make_renderer(chosen, tokenizer), lora)
+    return ModelFiles(directory, model, chosen.config, chosen.renderer, lora, chosen.line)
 
 
 def check_critic(config: Config, model_files: ModelFiles) -> None:
@@ -518,40 +522,36 @@ def check_fallback(config: ModelChoice) -> None:
         raise MissingExtraError.of("transformers", extra="transformers", needed_for="fallback=true")
 
 
-def renderer_of(directory: Path, model: ModelConfig | FallbackConfig) -> RendererConfig:
-    """The renderer that a model was trained with: its own file, its architecture's format if the
-    tokenizer has its tokens, or its chat template."""
+def choose_model_renderer(directory: Path, architecture: str, tokenizer: Tokenizer) -> Choice:
+    """The renderer that a model was trained with: that of its own file, its architecture's format
+    if the model's chat template writes the same, or the template. architecture: may be unknown."""
+    if (stored := stored_renderer(directory)) is not None:
+        return Choice(config=stored, renderer=make_renderer(stored, tokenizer))
+    default = DEFAULT_RENDERERS.get(architecture)
+    found = choose_renderer(None if default is None else default(), tokenizer)
+    if found is None:
+        raise ConfigError(
+            f"no renderer is known for a model of {architecture or 'no known kind'}, and "
+            f"{directory} has no chat template. Set renderer=KIND, or keep {RENDERER_FILE} beside "
+            "the model's config.json; a format of your own is a renderer of your own "
+            "(documentation: Renderers)."
+        )
+    return found
+
+
+def stored_renderer(directory: Path) -> RendererConfig | None:
+    """The renderer that the file beside a model or an adapter names; None without such a file."""
     path = directory / RENDERER_FILE
-    if path.is_file():
-        try:
-            return from_dict(RendererFile, json.loads(path.read_text())).renderer
-        except ValueError as error:
-            raise ConfigError(f"{path}: {error}") from None
-    default = DEFAULT_RENDERERS.get(model.architecture)
-    has_own = has_template(directory)
-    if default is not None and not (has_own and _is_foreign(default(), directory)):
-        return default()
-    if has_own:
-        return JinjaConfig()
-    raise ConfigError(
-        f"no renderer is known for a model of {model.architecture}, and {directory} has no chat "
-        f"template. Set renderer=KIND, or keep {RENDERER_FILE} beside the model's config.json; a "
-        "format of your own is a renderer of your own (documentation: Renderers)."
-    )
-
-
-def _is_foreign(config: RendererConfig, directory: Path) -> bool:
-    """Whether the tokenizer lacks the tokens of a format: many models have Llama's architecture and
-    a template of their own."""
+    if not path.is_file():
+        return None
     try:
-        make_renderer(config, Tokenizer.from_file(directory))
-    except RendererError:
-        return True
-    return False
+        return from_dict(RendererFile, json.loads(path.read_text())).renderer
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def write_renderer(directory: Path, renderer: RendererConfig) -> None:
-    """Keeps `renderer` beside a checkpoint, for `renderer_of`."""
+    """Keeps `renderer` beside a checkpoint, for `stored_renderer`."""
     from lockstep.config import dumps
 
     (directory / RENDERER_FILE).write_text(dumps(RendererFile(renderer=renderer)))
@@ -645,6 +645,7 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
     if trainer.warmup_updates:
         rate += f" after {trainer.warmup_updates} updates of warm-up"
     said = {
+        "renderer": model_files.renderer_line,
         "step": (
             f"{config.groups_per_step} tasks x {config.group_size} episodes = "
             f"{config.groups_per_step * config.group_size} trajectories of at most "

@@ -18,11 +18,10 @@ from lockstep.ops.contract import ContractChoice
 from lockstep.run.build import choose_numerics, engine_context, load_model
 from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.preflight import (
-    RENDERER_FILE,
     ModelFiles,
     check_fallback,
     read_model_files,
-    renderer_of,
+    stored_renderer,
 )
 from lockstep.run_config import ServeConfig
 from lockstep.store.run import load_run
@@ -79,9 +78,7 @@ def _config_of(target: str, base: str) -> ServeConfig:
     base = base or read_json(stored, CheckpointError)["base_model_name_or_path"]
     if not base:
         raise ConfigError(f"{stored} names no base model. Add model=BASE.")
-    renderer = None
-    if (stored.parent / RENDERER_FILE).is_file():
-        renderer = renderer_of(stored.parent, ModelConfig.from_directory(locate_model(base)))
+    renderer = stored_renderer(stored.parent)
     return ServeConfig(model=base, renderer=renderer, lora=LoraConfig(path=target))
 
 
@@ -114,6 +111,8 @@ def open_served(
     config = served.config
     check_fallback(config)
     model_files = read_model_files(config)
+    if model_files.renderer_line:
+        on_wait(f"renderer   {model_files.renderer_line}")
     directory, model = model_files.directory, None
     if isinstance(config.engine, EmbeddedConfig):
         model = load_model(config, model_files, weights=served.weights)

@@ -438,9 +438,6 @@ def open_run(
     is_leader = ranks is None or ranks.is_leader
     path = Path(out) if out else default_run_path(config.name)
     config = replace(config, dtype=config.compute_dtype)  # a run says what it computed in
-    if ranks is not None:
-        ranks.check_same(to_dict(config))
-        path = ranks.from_leader(path)
     model = model_files.model
     facts: dict[str, Any] = {
         "architecture": model.architecture,
@@ -448,6 +445,12 @@ def open_run(
         "vocab_size": model.vocab_size,
         "faults": list(current_hooks().recorded),
     }
+    if model_files.renderer_line:  # a run says how its prompts are written, and why
+        facts["renderer"] = model_files.renderer_line
+        config = replace(config, renderer=model_files.renderer_config)
+    if ranks is not None:
+        ranks.check_same(to_dict(config))
+        path = ranks.from_leader(path)
     origin = None
     if start is not None:
         parent = load_run(start[0])

@@ -195,7 +195,7 @@ class GatewaySession:
     async def count_tokens(self, request: TurnRequest) -> int:
         """Ids of the prompt that `reply` would send. Nothing of the session changes."""
         self._check_open()
-        dialogue = Dialogue.of(request)
+        dialogue = Dialogue.of(request, self._tree)
 
         def ids() -> Int32Array:
             return self._prompt_ids(self._draft(dialogue).place)
@@ -286,7 +286,7 @@ class GatewaySession:
 
     async def _answer(self, request: TurnRequest) -> Answer:
         sampling = self._sampling_of(request)
-        dialogue = Dialogue.of(request)
+        dialogue = Dialogue.of(request, self._tree)
         limit = self._sampler.budget.max_turns
         if time.monotonic() >= self._deadline:
             raise self._exhaust("max_seconds", "the session's time is over")

@@ -6,14 +6,16 @@ costs the reading of its messages, however long the session is.
 
 An agent may change these without beginning another branch: the order of keys and the spelling of
 numbers in a call's arguments, the ids of calls (if the tool's message changes with them), the
-model's reasoning (left out, or under another name), and anything that a `Message` does not have.
+model's reasoning (left out, under another name, or put into the content), and anything that a
+`Message` does not have.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -123,8 +125,9 @@ class Dialogue:
     reply_keys: list[Key]
 
     @classmethod
-    def of(cls, request: TurnRequest) -> Dialogue:
-        """Raises Refusal if the dialogue does not end with something to answer."""
+    def of(cls, request: TurnRequest, tree: Tree | None = None) -> Dialogue:
+        """tree: the session's, which knows its turns in the form that clients give them. Raises
+        Refusal if the dialogue does not end with something to answer."""
         if not request.messages or request.messages[-1].role == "assistant":
             text = "the last message must be what the model answers (user, tool, system)."
             raise Refusal(400, "nothing_to_answer", text, parameter="messages")
@@ -137,6 +140,7 @@ class Dialogue:
                 out.batches.append(tuple(batch))
                 out.batch_keys.append(tuple(key))
                 batch, key = [], []
+                message = message if tree is None else tree.unmerged(message)
                 out.replies.append(message)
                 out.reply_keys.append(reply_key(message))
                 calls = [call.id for call in message.tool_calls]
@@ -196,6 +200,8 @@ class Tree:
         self._root_sizes: set[int] = set()
         """Batches of their prompts: an agent may begin with a history."""
         self._by_reply: dict[Key, Answer] = {}
+        self._merged: dict[Key, Answer] = {}
+        """Turns that a client sent back with the thinking in the content, by what it sent."""
 
     def find(self, dialogue: Dialogue) -> Found:
         """The deepest path that the dialogue begins with."""
@@ -232,6 +238,20 @@ class Tree:
         """Returns the newest turn that equals `reply`, anywhere in the session."""
         found = self._by_reply.get(reply_key(reply))
         return found if found is not None and _has_same_thinking(found, reply) else None
+
+    def unmerged(self, reply: Message) -> Message:
+        """A turn whose thinking a client put into the content, as the model wrote it; any other
+        reply as it is. The same turn is looked for once."""
+        key = reply_key(reply)
+        if key in self._by_reply:
+            return reply
+        if key not in self._merged:
+            turns = (a for a in reversed(self.answers) if _is_merged(reply, a.message))
+            if (found := next(turns, None)) is None:
+                return reply
+            self._merged[key] = found
+        was = self._merged[key].message
+        return replace(reply, content=was.content, thinking=was.thinking)
 
     # -- reasons ------------------------------------------------------------------------------
 
@@ -313,6 +333,33 @@ def altered(reply: Message, original: Message) -> Reason:
     if text.startswith(whole):
         return "altered_reply:completed"
     return "altered_reply:prefixed" if text.endswith(whole) else ""
+
+
+_WRAPPER = re.compile(
+    r"(?:\s|</?[^<>]{1,40}>|\[/?\w{1,20}\]|[*_#`:>|-]|(?:thinking|thoughts?|reasoning|"
+    r"analysis|commentary|assistant|final|answer|response)\b)*",
+    re.IGNORECASE,
+)
+"""Text that clients put around thinking: tags, marks of Markdown, a heading."""
+
+
+def _is_merged(reply: Message, turn: Message) -> bool:
+    """Whether a reply is a turn with its thinking put before its content.
+
+    >>> turn = Message(role="assistant", thinking="6+6 is 12.", content="12")
+    >>> _is_merged(Message(role="assistant", content="<think>6+6 is 12.</think>12"), turn)
+    True
+    """
+    thought, words = turn.thinking.strip(), turn.content.strip()
+    text = reply.content.rstrip()
+    if not thought or not text.endswith(words) or reply.thinking.strip() not in ("", thought):
+        return False
+    before, found, behind = text[: len(text) - len(words)].partition(thought)
+    wrappers = (before, behind)
+    is_wrapped = all(len(part) <= 200 and _WRAPPER.fullmatch(part) for part in wrappers)
+    return (
+        bool(found) and is_wrapped and _calls_key(reply.tool_calls) == _calls_key(turn.tool_calls)
+    )
 
 
 def _reason_at(place: Place) -> Reason:

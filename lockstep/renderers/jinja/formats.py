@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from lockstep.renderers.calls import read_call, read_call_list
+from lockstep.renderers.calls import ReadTurn, load_json, read_call, read_call_list
 from lockstep.renderers.jinja.marks import Marks, unmarked
 from lockstep.renderers.pieces import first_difference
-from lockstep.renderers.xml_calls import DIALECTS, TextParameters, read_xml_call
+from lockstep.renderers.xml_calls import (
+    DIALECTS,
+    TextParameters,
+    read_xml_call,
+    scan_xml_call,
+)
 from lockstep.types import ToolCall
 
 
@@ -93,18 +99,10 @@ def _spans(text: str, calls: Sequence[ToolCall]) -> list[_Span]:
 
 def _xml_span(text: str, at: int, call: ToolCall) -> _Span | None:
     for name, dialect in DIALECTS.items():
-        written = re.compile(
-            re.escape(dialect.open + call.name)
-            + rf'"?>?\s*(?:{dialect.parameter.pattern})+\s*'
-            + re.escape(dialect.close),
-            re.DOTALL,
-        )
-        found = written.search(text, at)
-        if found is None:
-            continue
-        read = read_xml_call(found[0], {}, dialect)
-        if isinstance(read, ToolCall) and json.loads(read.arguments) == json.loads(call.arguments):
-            return found.start(), found.end(), CallFormat(kind="xml", dialect=name)
+        begin = text.find(dialect.open + call.name, at)
+        read = scan_xml_call(text[begin:], {}, dialect) if begin >= 0 else ""
+        if isinstance(read, tuple) and json.loads(read[0].arguments) == json.loads(call.arguments):
+            return begin, begin + read[1], CallFormat(kind="xml", dialect=name)
     return None
 
 
@@ -112,11 +110,7 @@ def _json_span(text: str, at: int, call: ToolCall) -> _Span | None:
     arguments = json.loads(call.arguments)
     while (begin := text.find("{", at)) >= 0:
         at = begin + 1
-        try:
-            found, end = json.JSONDecoder().raw_decode(text, begin)
-        except ValueError:
-            continue
-        fields = cast("dict[str, Any]", found)
+        fields, end = _object(text, begin)
         keys = [key for key, value in fields.items() if value == arguments]
         if fields.get("name") == call.name and keys:
             others = tuple(key for key in fields if key not in ("name", keys[0]))
@@ -130,14 +124,18 @@ def _fields_span(text: str, at: int, call: ToolCall) -> _Span | None:
     from_ = text.find("{", begin)
     if begin < 0 or from_ < 0:
         return None
-    try:
-        found, end = json.JSONDecoder().raw_decode(text, from_)
-    except ValueError:
-        return None
+    found, end = _object(text, from_)
     if found != json.loads(call.arguments):
         return None
     between = text[begin + len(call.name) : from_]
     return begin, end, CallFormat(kind="fields", between=between)
+
+
+def _object(text: str, begin: int) -> tuple[dict[str, Any], int]:
+    """The JSON object at `begin` and its end; an empty one if there is none."""
+    with suppress(ValueError, RecursionError):
+        return json.JSONDecoder().raw_decode(text, begin)
+    return {}, begin
 
 
 def units(text: str, marks: Marks) -> list[str]:
@@ -153,84 +151,81 @@ def units(text: str, marks: Marks) -> list[str]:
 # -- reading a turn -------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class ReadTurn:
-    """The text and calls of a turn, after its thinking."""
-
-    texts: list[str]
-    calls: list[ToolCall]
-    error: str = ""
-
-    def fail(self, reason: str, text: str) -> None:
-        self.error = self.error or reason
-        self.texts.append(text)
-
-
 def read_calls(
-    text: str, format: CallFormat | None, parameters: TextParameters, mark: str
+    text: str, format: CallFormat | None, schemas: TextParameters, mark: str
 ) -> ReadTurn:
     """Reads text and calls of a turn. In `text`, control tokens appear by name, and names that the
-    model spelled contain `mark`. Text that makes no call is kept in `texts`."""
-    turn = ReadTurn([], [])
-    if format is not None and (format.open or format.kind == "xml"):
-        _read_blocks(text, format, parameters, mark, turn)
+    model spelled contain `mark`. Text that makes no call is kept in `texts`. Takes linear time."""
+    turn = ReadTurn(gap="\n" if format is None else format.gap)
+    if format is not None and _opening(format):
+        _read_blocks(text, format, schemas, mark, turn)
     elif format is not None and format.kind == "json":
         _read_list(text, format, mark, turn)
     else:
-        turn.texts.append(text)
+        turn.say(text)
     if format is not None and format.is_single and len(turn.calls) > 1:
-        return ReadTurn([text], [], "several calls in one turn, and the template has place for one")
+        why = "several calls in one turn, and the template has place for one"
+        return ReadTurn(texts=[text], error=why)
     return turn
 
 
+def _opening(format: CallFormat) -> str:
+    """Text with which a call begins; empty if only its name does."""
+    return format.open or (DIALECTS[format.dialect].open if format.kind == "xml" else "")
+
+
 def _read_blocks(
-    text: str, format: CallFormat, parameters: TextParameters, mark: str, turn: ReadTurn
+    text: str, format: CallFormat, schemas: TextParameters, mark: str, turn: ReadTurn
 ) -> None:
-    opening = format.open or DIALECTS[format.dialect].open
-    at = 0
-    while True:
-        begin = text.find(opening, at)
-        words = text[at:] if begin < 0 else text[at:begin].removesuffix(format.gap)
-        if format.head:
-            words, found, behind = words.partition(format.head)
-            words = words.removesuffix(format.gap) if found else words
-            words += behind if behind.strip() else ""
-        if turn.calls:
-            words = words.replace(format.tail, "", 1) if format.tail else words
-        if words.strip() or not turn.calls:
-            turn.texts.append(words)
-        if begin < 0:
-            return
-        inside = begin + len(format.open)
-        if format.kind == "xml" and not format.close:
-            last = DIALECTS[format.dialect].close
-            end = after = text.find(last, inside) + len(last)
-        else:
-            begins = text.find(format.between.strip(), inside) if format.between else inside
-            begins = begins + len(format.between.strip()) if begins >= 0 else inside
-            end = text.find(format.close, begins) if format.close else len(text)
-            after = end + len(format.close)
-        other = text.find(opening, begin + len(opening))
-        if end < inside or 0 <= other < end:
-            end = after = other if other >= 0 else len(text)
-            turn.fail("a call is not closed", text[begin:end])
-        else:
-            read = _read_one(text[inside:end], format, parameters, mark)
-            if isinstance(read, ToolCall):
-                turn.calls.append(read)
-            else:
-                turn.fail(read, text[begin:after])
-        at = after
+    opening = _opening(format)
+    at, is_behind_call = 0, False
+    while (begin := text.find(opening, at)) >= 0:
+        following = text.find(opening, begin + len(opening))
+        limit = following if following >= 0 else len(text)
+        found, end = _read_block(text[begin:limit], format, schemas, mark)
+        words = _without_tail(text[at:begin], format) if is_behind_call else text[at:begin]
+        if is_behind_call := isinstance(found, ToolCall):
+            words = _without_head(words, format)
+        at = begin + end
+        turn.say(words)
+        turn.add(found, text[begin:at])
+    turn.say(_without_tail(text[at:], format) if is_behind_call else text[at:])
 
 
-def _read_one(
-    text: str, format: CallFormat, parameters: TextParameters, mark: str
-) -> ToolCall | str:
+def _without_head(words: str, format: CallFormat) -> str:
+    """Takes out the text that stands before the first call, and blanks behind it."""
+    before, found, behind = words.rpartition(format.head) if format.head else (words, "", "")
+    return words if not found or behind.strip() else before.removesuffix(format.gap) or before
+
+
+def _without_tail(words: str, format: CallFormat) -> str:
+    behind = words.lstrip()
+    is_tail = format.tail and behind.startswith(format.tail)
+    return behind.removeprefix(format.tail) if is_tail else words
+
+
+def _read_block(
+    text: str, format: CallFormat, schemas: TextParameters, mark: str
+) -> tuple[ToolCall | str, int]:
+    """Reads the call at the beginning of a text, in which no other one begins: (the call or the
+    reason why it is malformed, its end)."""
+    dialect = DIALECTS[format.dialect]
+    if format.kind == "xml" and not format.close and dialect.close:
+        inside = len(format.open)
+        read = scan_xml_call(text[inside:], schemas, dialect, mark=mark)
+        return (read, len(text)) if isinstance(read, str) else (read[0], inside + read[1])
+    inside = len(format.open)
+    between = format.between.strip()
+    after_name = text.find(between, inside) + len(between)  # it may look like the end of a call
+    end = text.find(format.close, max(after_name, inside)) if format.close else len(text)
+    if end < 0:
+        return "a call is not closed", len(text)
+    return _read_one(text[inside:end], format, schemas, mark), end + len(format.close)
+
+
+def _read_one(text: str, format: CallFormat, schemas: TextParameters, mark: str) -> ToolCall | str:
     if format.kind == "xml":  # a tag that is a control token counts only as that
-        read = read_xml_call(text, parameters, DIALECTS[format.dialect])
-        if isinstance(read, str):
-            return read
-        return ToolCall(name=unmarked(read.name, mark), arguments=unmarked(read.arguments, mark))
+        return read_xml_call(text, schemas, DIALECTS[format.dialect], mark=mark)
     text = unmarked(text, mark)
     if format.kind == "json":
         return read_call(text, arguments_key=format.arguments_key, ignored_keys=format.other_keys)
@@ -240,7 +235,7 @@ def _read_one(
     if not name or not name.isprintable():
         return f"a call is not NAME {between} ARGUMENTS"
     try:
-        json.loads(arguments)
+        load_json(arguments)
     except (ValueError, RecursionError):
         return "a call's arguments are not JSON"
     return ToolCall(name=name, arguments=arguments)
@@ -252,16 +247,17 @@ def _read_list(text: str, format: CallFormat, mark: str, turn: ReadTurn) -> None
     head = format.head.rstrip("[ ")
     words, found, calls = text.partition(head) if head else ("", "", text)
     if head and not found:
-        turn.texts.append(text)
+        turn.say(text)
         return
     rest = whole = unmarked(calls, mark).strip()
     if head and rest.startswith("[") and rest.endswith("]"):
         rest = rest[1:-1]
     read = read_call_list(rest, arguments_key=format.arguments_key, ignored_keys=format.other_keys)
     if isinstance(read, list):
-        turn.texts += [words] if words.strip() else []
-        turn.calls += read
+        turn.say(words if words.strip() else "")
+        for call in read:
+            turn.add(call, "")
     elif head or re.match(r'\{\s*"name"', whole):
-        turn.fail(read, text)
+        turn.add(read, text)
     else:
-        turn.texts.append(text)
+        turn.say(text)

@@ -17,6 +17,7 @@ from lockstep.renderers.pieces import Piece
 from lockstep.renderers.tokenizer import Tokenizer
 
 _CANDIDATES = range(0xE000, 0xF8FF)  # private use: no font, no language and no protocol has them
+_ESCAPE = re.compile(r"\\u([ef][0-9a-f]{3})", re.IGNORECASE)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _JSON_TYPES = ("string", "object", "array", "number", "integer", "boolean", "null")
 _SCHEMA_KEYS = ("type", "properties", "required", "items", "enum", "default", "strict")
@@ -52,8 +53,9 @@ class Marks:
         """Returns a character that occurs in none of the texts, neither itself nor as a JSON
         escape."""
         whole = "\0".join(texts)
+        used = {*map(ord, set(whole)), *(int(code, 16) for code in _ESCAPE.findall(whole))}
         for code in _CANDIDATES:
-            if chr(code) not in whole and f"\\u{code:04x}" not in whole.lower():
+            if code not in used:
                 return chr(code)
         raise RendererError("the dialogue has every character of the private use area.")
 

@@ -38,7 +38,7 @@ _USERS, _TOOLS, _SEVERAL = (
     "take a tool's reply",
     "take several replies to one turn",
 )
-_CALL_AND_THOUGHT = Message(role="assistant", thinking="Hm.", tool_calls=CALL.tool_calls)
+THOUGHT_AND_CALL = Message(role="assistant", thinking="Hm.", tool_calls=CALL.tool_calls)
 DIALOGUES: Mapping[str, tuple[str, tuple[Message, ...]]] = {
     "plain": (_USERS, (USER, ANSWER, MORE)),
     "multi-turn": (_USERS, (USER, ANSWER, MORE, ANSWER, USER, ANSWER, MORE)),
@@ -52,7 +52,7 @@ DIALOGUES: Mapping[str, tuple[str, tuple[Message, ...]]] = {
     "a reply and a user": ("take a reply and a user's words", (USER, CALL, REPLY, MORE)),
     "system in the middle": ("take a system message later on", (USER, ANSWER, SYSTEM, MORE)),
     "thinking": ("drop thinking", (USER, _THOUGHT, MORE, _THOUGHT, USER)),
-    "thinking and calls": ("drop thinking", (USER, _CALL_AND_THOUGHT, REPLY, _THOUGHT, MORE)),
+    "thinking and calls": ("drop thinking", (USER, THOUGHT_AND_CALL, REPLY, _THOUGHT, MORE)),
 }
 """Name -> the ability that the dialogue needs, its messages. Every template must take a user's
 words. The model's turns in "truncated" lack their stop token."""

@@ -74,20 +74,23 @@ class JinjaRenderer:
         self._template = ChatTemplate(text, where=where, date=self.config.date)
         self._variables = {**special_tokens, **self.config.variables}
         self._marks = Marks(tokenizer)
-        self._texts: TextParameters = {}
+        self._schemas: TextParameters = {}
         finder = ShapeFinder(run=self._run, marks=self._marks, source=text, where=where)
-        self.shape = finder.find()
-        self._set_stops(self.shape.stop, self.shape.call_stop)
-        self.thinking_opening: tuple[int, ...] = self._thinking_opening()
         self.proof: Proof | None = None
-        self.proof = prove(self)
+        with self._template.probed():
+            self.shape = finder.find()
+            self._set_stops(self.shape.stop, self.shape.call_stop)
+            self.thinking_opening: tuple[int, ...] = self._thinking_opening()
+            self.proof = prove(self)
         if TAKES_TOOLS in self.proof.unsupported:
             self._set_stops(self.shape.stop)
 
     def _set_stops(self, *names: str) -> None:
-        """Sets the tokens that end a turn of text and one of calls, and `renderer.stop_tokens`."""
+        """Sets the tokens that end a turn of text and one of calls, `renderer.stop_tokens`, and the
+        model's own."""
         stops = dict.fromkeys(name for name in (*names, *self.config.stop_tokens) if name)
-        self.stop_ids: tuple[int, ...] = tuple(self.tokenizer.require(stops).values())
+        ids = dict.fromkeys((*self.tokenizer.require(stops).values(), *self.tokenizer.eos_ids))
+        self.stop_ids: tuple[int, ...] = tuple(ids)
 
     # -- messages to ids ----------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ class JinjaRenderer:
         piece instead. Raises RendererError, with the template's own message, for what it refuses.
         """
         declared = tools if self.config.tools_in_prompt else ()
-        self._texts |= text_parameters(tools)
+        self._schemas |= text_parameters(tools)
         if declared:
             self._require(TAKES_TOOLS)
         if self.config.thinking == "keep" and self._loses_thinking(messages):
@@ -248,20 +251,16 @@ class JinjaRenderer:
 
     def _behind_thinking(self, ids: list[int], how: Thinking) -> list[int]:
         """Returns the ids after the thinking and its closing tag; none if it is not closed."""
-        opened, closed = self._control(how.open.strip()), self._control(how.close.strip())
-        control = self.tokenizer.control_ids
-        begin = int(opened is not None)
-        first = next((at for at in range(begin, len(ids)) if ids[at] in control), len(ids))
+        tag = how.close.strip()
+        closed = self._control(tag)
         if closed is not None:
-            if ids[first : first + 1] != [closed]:
-                return []
-            rest = ids[first + 1 :]
+            rest = ids[ids.index(closed) + 1 :] if closed in ids else None
         else:
-            tag = how.close.strip().encode()
-            found = self.tokenizer.decode_bytes(ids[:first]).find(tag)
-            if found < 0:
-                return []
-            rest = [*cut_front(self.tokenizer, ids[:first], found + len(tag)), *ids[first:]]
+            found = self.tokenizer.decode_bytes(ids).find(tag.encode())
+            size = found + len(tag.encode())
+            rest = cut_front(self.tokenizer, ids, size) if found >= 0 else None
+        if rest is None:
+            return []
         blanks = how.close[len(how.close.rstrip()) :].encode()
         return cut_prefix(self.tokenizer, rest, blanks)
 
@@ -306,21 +305,25 @@ class JinjaRenderer:
         by name, and `parse_error` says why.
         """
         parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
-        mark = self._marks.choose(part for part in parts if isinstance(part, str))
+        try:
+            mark = self._marks.choose(part for part in parts if isinstance(part, str))
+        except RendererError as problem:
+            content = text_of(self.tokenizer, parts)
+            return Message(role="assistant", content=content, parse_error=str(problem))
         thinking, text, is_open = self._split_thinking(self._shown(parts, mark))
         if text.strip() and (self.shape.thinking is None or not self.shape.lead.strip()):
             text = text.removeprefix(self.shape.lead)  # Mistral's space before the words
         if not error:
             text = text.removesuffix(self.shape.words_end.removesuffix(self.shape.stop))
         error = error or ("the thinking is not closed" if is_open else "")
-        turn = read_calls(text, self.shape.calls, self._texts, mark)
+        turn = read_calls(text, self.shape.calls, self._schemas, mark)
         error = error or turn.error
         if not error:
             stray = [name for words in turn.texts for _, name in self._marks.names(words)]
             error = f"{stray[0]} is out of place" if stray else ""
         return Message(
             role="assistant",
-            content=unmarked("\n".join(words for words in turn.texts if words), mark),
+            content=unmarked(turn.content, mark),
             thinking=unmarked(thinking, mark),
             tool_calls=tuple(turn.calls),
             parse_error=error,
@@ -346,8 +349,7 @@ class JinjaRenderer:
         if opened:
             inside = inside.removeprefix(how.open[len(how.open.rstrip()) :])
         end = inside.find(closed)
-        names = self._marks.names(inside)
-        if end < 0 or (names and names[0][0] < end):
+        if end < 0:
             return inside, "", True
         before = how.close[: len(how.close) - len(how.close.lstrip())]
         behind = how.close[len(how.close.rstrip()) :]

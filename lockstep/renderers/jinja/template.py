@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,9 @@ from lockstep.errors import (
 )
 
 RENDER_SECONDS = 10.0  # a long dialogue takes about 10 ms
+PROBE_SECONDS = 60.0  # some 200 short dialogues, before the first prompt
+PROBE_CHARS = 1 << 17
+"""Characters that a template may write for a dialogue of a few words."""
 _WORKER = Path(__file__).with_name("template_worker.py")
 _REASONS = {
     "memory": "it takes more memory than a template may, or calls itself without end ({})",
@@ -27,6 +33,10 @@ _REASONS = {
 
 class TemplateRefusal(RendererError):
     """The template called `raise_exception`: it has no form for such a dialogue."""
+
+
+class BrokenTemplateError(RendererError):
+    """The template fails, whatever the program that renders it."""
 
 
 class ChatTemplate:
@@ -41,6 +51,7 @@ class ChatTemplate:
         if find_spec("jinja2") is None:
             raise MissingExtraError.of("jinja2", extra="jinja", needed_for="renderer=jinja")
         self.source, self.where = source, where
+        self._until = math.inf
         self._child = Child(
             [sys.executable, "-P", str(_WORKER)],
             name="the process that renders the chat template",
@@ -52,7 +63,31 @@ class ChatTemplate:
         """Returns the rendered text. Raises TemplateRefusal if the template refuses the dialogue,
         RendererError if it fails, breaks out of its sandbox or takes too long."""
         request = {"variables": dict(variables)}
-        return self._ask(lambda: self._child.ask(request, seconds=RENDER_SECONDS))
+        seconds = min(RENDER_SECONDS, self._until - time.monotonic())
+        if seconds <= 0:
+            raise self._slow(PROBE_SECONDS)
+        text = self._ask(lambda: self._child.ask(request, seconds=seconds))
+        if len(text) > PROBE_CHARS and self._until < math.inf:
+            raise RendererError(
+                f"{self.where}: the chat template writes {len(text)} characters for a few words; "
+                f"expected at most {PROBE_CHARS}."
+            )
+        return text
+
+    @contextmanager
+    def probed(self) -> Generator[None, None, None]:
+        """Bounds the time of all requests together, and the text of each. Raises RendererError when
+        the time is over, also if the code inside caught the error of the template."""
+        self._until = time.monotonic() + PROBE_SECONDS
+        yield
+        if time.monotonic() > self._until:
+            raise self._slow(PROBE_SECONDS)
+        self._until = math.inf
+
+    def _slow(self, seconds: float) -> RendererError:
+        return RendererError(
+            f"{self.where}: the chat template did not finish within {seconds:g} s."
+        )
 
     def _ask(self, send: Callable[[], Mapping[str, Any]]) -> str:
         try:
@@ -63,11 +98,11 @@ class ChatTemplate:
             if error.kind == "memory":  # memory that was taken may not come back
                 self._child.close()
             why = _REASONS[error.kind].format(str(error).rstrip("."))
-            raise RendererError(f"{self.where}: the chat template cannot be used: {why}.") from None
-        except ChildTimeoutError:
-            raise RendererError(
-                f"{self.where}: the chat template did not finish within {RENDER_SECONDS:g} s."
+            raise BrokenTemplateError(
+                f"{self.where}: the chat template cannot be used: {why}."
             ) from None
+        except ChildTimeoutError:
+            raise self._slow(RENDER_SECONDS) from None
         except ChildError as error:
             why = "Did the template take more memory than it may?"
             raise RendererError(f"{self.where}: {error} {why}") from None

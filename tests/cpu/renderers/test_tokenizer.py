@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from full_counts import PROOF
@@ -11,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from lockstep.errors import RendererError
 from lockstep.renderers.harmony import HARMONY_TOKENS
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer
+from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer, byte_tokenizer_json
 
 MERGES = [("<", "|"), ("|", ">"), ("e", "n"), ("en", "d"), ("<|", "end"), ("<|end", "|>")]
 CONTROL = (*HARMONY_TOKENS, *CHATML_TOKENS)
@@ -311,3 +312,81 @@ def test_a_space_before_every_text_can_be_left_out_to_read_ids(tmp_path):
         Tokenizer.from_file(tmp_path)
     tokenizer = Tokenizer.from_file(tmp_path, has_prefix=False)
     assert tokenizer.decode(tokenizer.encode("two words")) == "two words"
+
+
+def _replace(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _in_turn(*parts):
+    return {"type": "Sequence", "normalizers": list(parts)}
+
+
+def _split(pattern):
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    level["trim_offsets"] = True
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return {"type": "Sequence", "pretokenizers": [{**split, "invert": False}, level]}
+
+
+TOO_LARGE, DAMAGED, EXPANDS = "expected 0 to 16777215", "found a damaged one", "times as long"
+HOSTILE = {
+    # changes of a whole file: the error
+    "a vocabulary id": ({"model.vocab": {"ab": 2**31 - 2}}, TOO_LARGE),
+    "a negative id": ({"model.vocab": {"ab": -1}}, TOO_LARGE),
+    "a name as id": ({"model.vocab": {"ab": "7"}}, TOO_LARGE),
+    "a fraction as id": ({"model.vocab": {"ab": 1.5}}, TOO_LARGE),
+    "no id": ({"model.vocab": {"ab": None}}, TOO_LARGE),
+    "an endless id": ({"model.vocab": {"ab": 10**40}}, TOO_LARGE),
+    "an added id": ({"added_tokens": [{"content": "<x>", "id": 2**31 - 2}]}, TOO_LARGE),
+    "an added name": ({"added_tokens": [{"content": "<x>", "id": "x"}]}, TOO_LARGE),
+    "an added token without an id": ({"added_tokens": [{"content": "<x>"}]}, DAMAGED),
+    "an added token without a name": ({"added_tokens": [{"content": 3, "id": 400}]}, DAMAGED),
+    "added tokens that are none": ({"added_tokens": 3}, DAMAGED),
+    "merges of nothing": ({"model.merges": [["q", "zzz"]]}, DAMAGED),
+    "merges of one": ({"model.merges": [["q"]]}, DAMAGED),
+    "a vocabulary as a list": ({"model": {"type": "BPE", "vocab": [], "merges": []}}, DAMAGED),
+    "one character to many": ({"normalizer": _replace({"String": "a"}, "a" * 65)}, EXPANDS),
+    "in steps": ({"normalizer": _in_turn(*[_replace({"String": "e"}, "eee")] * 9)}, EXPANDS),
+    "nested": (
+        {"normalizer": _in_turn(_in_turn(*[_replace({"String": "e"}, "e" * 9)] * 2))},
+        EXPANDS,
+    ),
+    "nothing to many": ({"normalizer": _replace({"Regex": ""}, "b" * 64)}, EXPANDS),
+    "before each text": ({"normalizer": {"type": "Prepend", "prepend": "a" * 65}}, EXPANDS),
+    "a normalizer without parts": ({"normalizer": {"type": "Sequence"}}, DAMAGED),
+    "a normalizer that is a list": ({"normalizer": [1]}, DAMAGED),
+    "an open group": ({"pre_tokenizer": _split("((")}, DAMAGED),
+    "an unknown class": ({"pre_tokenizer": _split(r"\p{Foo}")}, DAMAGED),
+    "an open group in a normalizer": ({"normalizer": _replace({"Regex": "(?<"}, "b")}, DAMAGED),
+    "an unknown step": ({"pre_tokenizer": {"type": "Nope"}}, DAMAGED),
+    "a decoder that is a text": ({"decoder": "ByteLevel"}, DAMAGED),
+    "a pattern of endless steps": ({"pre_tokenizer": _split(r"(?:a|aa)+!?$")}, "cannot encode"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_file_is_refused_in_one_line_at_once(what):
+    changes, message = HOSTILE[what]
+    spec = json.loads(byte_tokenizer_json())
+    for name, value in changes.items():
+        *into, key = name.split(".")
+        part = spec[into[0]] if into else spec
+        part[key] = {**part[key], **value} if name == "model.vocab" else value
+    begun = time.process_time()
+    with pytest.raises(RendererError, match=message) as caught:
+        Tokenizer.from_json(json.dumps(spec)).encode("a" * 64 + "bc")
+    assert time.process_time() - begun < 5 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [{"2147483646": {"content": "<x>"}}, {"x": {"content": "<x>"}}, {"400": {}}, {"400": 1}, [1]],
+)
+def test_hostile_tokens_of_the_config_are_refused_in_one_line(tmp_path, declared):
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer_json())
+    config = json.dumps({"added_tokens_decoder": declared})
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(RendererError, match=f"{TOO_LARGE}|{DAMAGED}") as caught:
+        Tokenizer.from_file(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -65,6 +65,20 @@ def test_a_model_with_a_chat_template_is_written_by_it_where_no_format_of_ours_i
     assert model_files_of(directory, "fallback=true", model_type="olmo2").renderer.name == "jinja"
 
 
+def test_the_plan_of_a_run_says_why_it_is_written_by_its_template(directory):
+    (directory / "renderer.json").unlink()
+    for source, line in (
+        (TEMPLATE, "renderer   chatml: equals the model's chat template on"),
+        (
+            TEMPLATE.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}"),
+            "renderer   jinja: the",
+        ),
+    ):
+        (directory / "chat_template.jinja").write_text(source)
+        config = resolve(find_recipe("quickstart"), [f"model={directory}"])
+        assert any(said.startswith(line) for said in plan(config, read_model_files(config)))
+
+
 def test_the_plan_of_a_run_says_what_was_proved_of_its_template(directory):
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     recipe = find_recipe("quickstart")
@@ -96,7 +110,7 @@ def test_a_mistral_is_written_in_its_own_format_if_its_tokens_are_of_a_version_t
         (V7_TOKENS[0], "<s>[SYSTEM_PROMPT]a[/SYSTEM_PROMPT][INST]b[/INST]"),
         (LATER_TOKEN, None),  # by its own template
     ):
-        (directory / "chat_template.jinja").write_text(f"{TEMPLATE}{{# {named} #}}")
+        (directory / "chat_template.jinja").write_text(f"{TEMPLATE}{{# [INST] {named} #}}")
         found = model_files_of(directory, model_type="mistral", sliding_window=None).renderer
         assert found.name == ("jinja" if written is None else "mistral")
         if written is not None:

@@ -449,3 +449,70 @@ def test_random_draws_depend_on_what_is_asked_and_not_on_when():
         return {text(r.prompt_ids): r.seed for r in engine.requests}
 
     assert seeds(["a", "b"]) == seeds(["b", "a"])
+
+
+WRAPPERS = [
+    "<think>\n{}\n</think>\n\n{}",
+    "<think>{}</think>{}",
+    "<think>\n{}\n</think>\n{}  \n",
+    "{}\n</think>\n\n{}",  # the prompt opened the thinking
+    "<thinking>{}</thinking>\n{}",
+    "<reasoning>\n{}\n</reasoning>\n\n{}",
+    "[THINK]{}[/THINK]{}",
+    "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}",
+    "analysis{}assistantfinal{}".replace("assistantfinal", "\nassistant final: "),
+    "{}\n\n{}",
+    "{}{}",
+    "**Reasoning:** {}\n\n**Answer:** {}",
+    "> {}\n\n{}",
+    "<details><summary>Thoughts</summary>\n\n{}\n\n</details>\n\n{}",
+    "```thinking\n{}\n```\n{}",
+]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("has_call", [False, True])
+@pytest.mark.parametrize("has_both", [False, True])
+def test_thinking_that_a_client_puts_into_the_content_is_the_models_own(
+    wrapper, has_call, has_both
+):
+    thought = "The river is west.\nThe well is not."
+    calls = (look(at="the river"),) if has_call else ()
+    first = said("I go west.", *calls, thinking=thought)
+    engine = FakeEngine(turns(first, said("Done.", thinking="So.")))
+
+    async def script(agent):
+        for number in range(3):
+            reply = (await agent.ask(user("Where?") if number == 0 else user(f"{number}"))).message
+            merged = wrapper.format(reply.thinking, reply.content)
+            thinking = reply.thinking if has_both else ""
+            agent.messages[-1] = replace(reply, content=merged, thinking=thinking)
+
+    trajectory = play(engine, script)
+    (leaf,) = trajectory.leaves()
+    shown = RENDERER.tokenizer.decode(trajectory.path_ids(leaf))
+    assert shown.count(thought) == 1 and shown.count("I go west.") == 1
+    assert not trajectory.metrics.get("gateway/altered_replies")
+    assert sum(segment.is_sampled for segment in trajectory.segments) == 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "I thought: The river is west. So: I go west.",  # words of the agent's own
+        "<think>The river is east.</think>I go west.",
+        "<think>The river is west.</think>I go east.",
+        "I go west.\n<think>The river is west.</think>",
+    ],
+)
+def test_a_reply_that_only_resembles_a_turn_stays_as_the_agent_wrote_it(content):
+    engine = FakeEngine(turns(said("I go west.", thinking="The river is west.")))
+
+    async def script(agent):
+        reply = (await agent.ask(user("Where?"))).message
+        agent.messages[-1] = replace(reply, content=content, thinking="")
+        await agent.ask(user("Why?"))
+
+    trajectory = play(engine, script)
+    assert content in RENDERER.tokenizer.decode(engine.requests[-1].prompt_ids)
+    assert trajectory.num_turns == 2

@@ -1,0 +1,179 @@
+"""Chooses the renderer of a model: the format of its architecture, or its own chat template.
+
+Fine-tunes keep the architecture and change the format: Qwen3-Coder writes calls as tags, Qwen3's
+thinking models open each turn with `<think>`, a Llama may speak ChatML. So the format is used only
+if it writes the probes of `proof` as the template does, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.config import tag
+from lockstep.errors import MissingExtraError, RendererError
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.config import (
+    ChatMLConfig,
+    HarmonyConfig,
+    JinjaConfig,
+    MistralConfig,
+    RendererConfig,
+)
+from lockstep.renderers.jinja.proof import (
+    ANSWER,
+    CALL,
+    DIALOGUES,
+    REPLY,
+    SYSTEM,
+    THOUGHT_AND_CALL,
+    TOOL,
+    USER,
+)
+from lockstep.renderers.jinja.renderer import JinjaRenderer
+from lockstep.renderers.jinja.source import has_template, read_template
+from lockstep.renderers.jinja.template import BrokenTemplateError, TemplateRefusal
+from lockstep.renderers.pieces import first_difference
+from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Message, ToolSchema
+
+_SPECIFIED: dict[type, tuple[str, str]] = {
+    HarmonyConfig: ("openai-harmony", "<|channel|>"),
+    MistralConfig: ("mistral-common", "[INST]"),
+}
+"""Formats that their makers define by a library, which engines use in place of the template: the
+library, and a token that a template of the format writes."""
+
+
+_WITH_TOOLS: dict[str, tuple[Message, ...]] = {
+    "tools": (SYSTEM, USER),
+    "tools alone": (USER,),
+    "thinking before a reply": (USER, THOUGHT_AND_CALL, REPLY),
+    "blanks": (
+        Message(role="user", content="\n Who is \u00c9va?  "),
+        Message(role="assistant", content="\n Ciro. \n"),
+        Message(role="user", content="  And <b>\u4e2d</b>?\n"),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A renderer, and why it is used."""
+
+    config: RendererConfig
+    renderer: Renderer
+    why: str = ""
+    """One line; empty if there was nothing to choose from."""
+
+    @property
+    def line(self) -> str:
+        return f"{tag(type(self.config))}: {self.why}" if self.why else ""
+
+
+def choose_renderer(format: RendererConfig | None, tokenizer: Tokenizer) -> Choice | None:
+    """Returns the renderer of the model to which a tokenizer belongs; None if it has neither a
+    format nor a chat template.
+
+    format: the format of the model's architecture, if it has one of ours. Raises RendererError if
+    the template differs from the format and cannot be used.
+    """
+    has_own = has_template(Path(tokenizer.where).parent)
+    own = JinjaConfig()
+    if format is None:
+        if not has_own:
+            return None
+        why = "the model's chat template"
+        return Choice(config=own, renderer=make_renderer(own, tokenizer), why=why)
+    name = tag(type(format))
+    try:
+        made = make_renderer(format, tokenizer)
+    except RendererError:
+        if not has_own:
+            raise
+        why = f"the model's chat template; the tokenizer lacks the tokens of {name}"
+        return Choice(config=own, renderer=make_renderer(own, tokenizer), why=why)
+    if not has_own:
+        return Choice(config=format, renderer=made)
+    library, token = _SPECIFIED.get(type(format), ("", ""))
+    if library and token in read_template(tokenizer, own)[0]:
+        return Choice(config=format, renderer=made, why=f"as {library} writes it")
+    try:
+        template = JinjaRenderer(tokenizer, own)
+    except (MissingExtraError, BrokenTemplateError) as error:
+        why = f"the architecture's format, not compared with the model's chat template: {error}"
+        return Choice(config=format, renderer=made, why=why)
+    except RendererError as error:
+        raise RendererError(
+            f"{error} It may differ from {name}, the format of this architecture: set "
+            f"renderer={name} to use that."
+        ) from None
+    difference = ""
+    for variant in _variants(format, template):
+        num_probes, found = _compare(variant, template)
+        if not found:
+            lacks = "" if _has_tools(template) else "; the template has no tools"
+            why = f"equals the model's chat template on {num_probes} probes{lacks}"
+            return Choice(config=variant, renderer=make_renderer(variant, tokenizer), why=why)
+        difference = difference or found
+    why = f"the model's chat template, which differs from {name} in {difference}"
+    return Choice(config=own, renderer=template, why=why)
+
+
+def _variants(format: RendererConfig, template: JinjaRenderer) -> Iterator[RendererConfig]:
+    """The format, and for a template without thinking the format without empty thinking."""
+    yield format
+    if isinstance(format, ChatMLConfig) and template.shape.thinking is None:
+        yield replace(format, has_empty_thinking=False)
+
+
+def _has_tools(template: JinjaRenderer) -> bool:
+    """Whether a template writes declared tools or calls in any way."""
+    is_declared = template.render_whole((USER,), (TOOL,)) != template.render_whole((USER,))
+    return is_declared or template.shape.calls is not None
+
+
+def _compare(format: RendererConfig, template: JinjaRenderer) -> tuple[int, str]:
+    """Number of probes that a format and a template write alike, and the first difference; "" if
+    there is none. Left out: probes that the template refuses, and thinking and tools for which it
+    writes nothing."""
+    drops = {"thinking": "drop"} if hasattr(format, "thinking") else {}  # as templates do
+    made = make_renderer(replace(format, **drops), template.tokenizer)
+    num_same, show = 0, template.tokenizer.decode
+    has_thinking = template.shape.thinking is not None
+    for name, probe in _probes(has_thinking=has_thinking, has_tools=_has_tools(template)):
+        try:
+            if isinstance(probe, Message):
+                expected, found = template.reply_ids(probe), made.render_reply(probe)
+            else:
+                expected, found = template.render_whole(*probe), made.render(*probe)
+        except TemplateRefusal:
+            continue
+        except RendererError as error:
+            return num_same, f"{name}: {error}"
+        if found != expected:
+            at = first_difference(found, expected)
+            theirs, ours = show(expected[at : at + 6]), show(found[at : at + 6])
+            return num_same, f"{name}, token {at}: {theirs!r}, not {ours!r}"
+        num_same += 1
+    return num_same, ""
+
+
+_Prompt = tuple[tuple[Message, ...], tuple[ToolSchema, ...]]
+
+
+def _probes(*, has_thinking: bool, has_tools: bool) -> Iterator[tuple[str, _Prompt | Message]]:
+    """Prompts (messages, tools) and replies, with their names."""
+    dialogues = {name: messages for name, (_, messages) in DIALOGUES.items()}
+    for name, messages in {**dialogues, **_WITH_TOOLS}.items():
+        calls = any(m.tool_calls or m.role == "tool" for m in messages)
+        if (has_thinking or not any(m.thinking for m in messages)) and (has_tools or not calls):
+            is_told = has_tools and (name in _WITH_TOOLS or calls)
+            yield f"dialogue {name!r}", (messages, (TOOL,) if is_told else ())
+    yield "an answer", ANSWER
+    if has_tools:
+        yield "a call", CALL
+    if has_tools and has_thinking:
+        yield "a call with thinking", THOUGHT_AND_CALL

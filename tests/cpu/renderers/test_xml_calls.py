@@ -1,0 +1,158 @@
+"""Types of the values in calls that are written as tags."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.renderers.xml_calls import DIALECTS, read_xml_call, text_parameters
+from lockstep.types import ToolSchema
+
+STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+DEFS = {
+    "Zip": {"type": ["string", "null"]},
+    "Deep": {"anyOf": [{"$ref": "#/$defs/Zip"}, INTEGER]},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Loop"}]},
+}
+OPTIONAL = {"anyOf": [STRING, NULL]}
+WORDS = {"anyOf": [{"type": "array", "items": STRING}, STRING]}
+VALUES = [
+    # schema of the parameter, its text, its value
+    (STRING, "12345", "12345"),
+    (STRING, "null", "null"),
+    (STRING, '{"a": 1}', '{"a": 1}'),
+    (OPTIONAL, "12345", "12345"),
+    (OPTIONAL, "true", "true"),
+    (OPTIONAL, "True", "True"),
+    (OPTIONAL, "3.10", "3.10"),
+    (OPTIONAL, "007", "007"),
+    (OPTIONAL, "NaN", "NaN"),
+    (OPTIONAL, "-Infinity", "-Infinity"),
+    (OPTIONAL, "1e999", "1e999"),
+    (OPTIONAL, "[1, NaN]", "[1, NaN]"),
+    (OPTIONAL, '{"a": 1}', '{"a": 1}'),
+    (OPTIONAL, "null", None),
+    (OPTIONAL, "None", None),
+    (OPTIONAL, "", ""),
+    ({"type": ["string", "null"]}, "5", "5"),
+    ({"type": ["null", "string"]}, "null", None),
+    ({"oneOf": [STRING, {"type": "boolean"}]}, "true", "true"),
+    ({"oneOf": [INTEGER, STRING]}, "12345", "12345"),
+    ({"allOf": [OPTIONAL, {"description": "A code."}]}, "12345", "12345"),
+    ({"anyOf": [{"anyOf": [INTEGER, {"oneOf": [STRING]}]}, NULL]}, "1", "1"),
+    ({"type": "string", "nullable": True}, "null", None),
+    ({"type": "string", "nullable": True}, "1", "1"),
+    ({"enum": ["1", "2", "auto"]}, "1", "1"),
+    ({"enum": [1, 2, "auto"]}, "1", 1),
+    ({"enum": [1, 2, "auto"]}, "auto", "auto"),
+    ({"type": ["string", "integer"], "enum": ["a", 5]}, "5", 5),
+    ({"const": "42"}, "42", "42"),
+    ({"const": 42}, "42", 42),
+    ({"anyOf": [{"const": "none"}, {"const": "7"}, INTEGER]}, "7", "7"),
+    ({"$ref": "#/$defs/Zip"}, "12345", "12345"),
+    ({"$ref": "#/$defs/Deep"}, "12345", "12345"),
+    ({"$ref": "#/$defs/Loop"}, "12345", "12345"),
+    ({"$ref": "https://example.com/other.json"}, "12345", "12345"),
+    (WORDS, '["a", "b"]', ["a", "b"]),
+    (WORDS, "42", "42"),
+    (WORDS, '{"a": 1}', '{"a": 1}'),
+    (WORDS, '["\\ud800"]', ["\ud800"]),
+    ({"description": "Anything."}, "12345", "12345"),
+    ({"description": "Anything."}, "[1]", [1]),
+    ({"title": "Q"}, "null", None),
+    (True, "12345", "12345"),
+    (INTEGER, "12345", 12345),
+    (INTEGER, "12 apples", "12 apples"),
+    (INTEGER, "9" * 5000, "9" * 5000),
+    ({"type": "number"}, "NaN", "NaN"),
+    ({"type": "number"}, "1e999", "1e999"),
+    ({"type": "number"}, "1.50", 1.5),
+    ({"type": ["integer", "null"]}, "None", None),
+    ({"type": "boolean"}, "False", False),
+    ({"type": "array"}, '[1, "2"]', [1, "2"]),
+    ({"type": "object"}, '{"a": Infinity}', '{"a": Infinity}'),
+    ({"type": "integer", "format": "int64"}, "1.0", 1.0),
+    (None, "12345", 12345),  # not declared
+]
+
+
+def said(dialect, parameters):
+    """One call; a parameter whose value is a list has no end tag."""
+    opening, tags = {
+        "qwen": ("<function=find>", "<parameter={}>\n{}\n|</parameter>\n|</function>"),
+        "glm": ("find", "\n<arg_key>{}</arg_key>\n<arg_value>{}|</arg_value>|"),
+        "minimax": (
+            '<invoke name="find">',
+            '<parameter name="{}">{}|</parameter>\n|</invoke>',
+        ),
+    }[dialect]
+    written, end, close = tags.split("|")
+    body = "".join(
+        written.format(key, value[0] if isinstance(value, list) else value)
+        + ("" if isinstance(value, list) else end)
+        for key, value in parameters
+    )
+    return f"{opening}\n{body}{close}"
+
+
+def arguments(dialect, parameters, properties=None):
+    declared = {} if properties is None else {"properties": properties, "$defs": DEFS}
+    tools = (
+        [] if properties is None else [ToolSchema(name="find", description="", parameters=declared)]
+    )
+    read = read_xml_call(said(dialect, parameters), text_parameters(tools), DIALECTS[dialect])
+    assert not isinstance(read, str), read
+    read.arguments.encode()  # no half of a surrogate pair, which no file can hold
+    return json.loads(read.arguments, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES)
+def test_a_value_has_the_type_that_the_tool_declares(dialect, schema, text, value):
+    properties = {"code": STRING} | ({} if schema is None else {"q": schema})
+    found = arguments(dialect, [("code", "x"), ("q", text)], properties)
+    assert found == {"code": "x", "q": value} and type(found["q"]) is type(value)
+
+
+@settings(deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>\n\r")))
+def test_an_optional_text_is_never_another_text(text):
+    for dialect in DIALECTS:
+        found = arguments(dialect, [("q", text)], {"q": OPTIONAL})["q"]
+        assert found == (None if text in ("null", "None") or text.strip() == "null" else text)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_parameter_without_an_end_tag_ends_where_the_next_one_begins(dialect):
+    properties = {"code": STRING, "zip": OPTIONAL, "n": INTEGER}
+    found = arguments(dialect, [("code", ["x"]), ("zip", ["1"]), ("n", "2")], properties)
+    assert found == {"code": "x", "zip": "1", "n": 2}
+    assert arguments(dialect, [("code", ["x"]), ("zip", "1")]) == {"code": "x", "zip": 1}
+    if dialect == "glm":
+        text = said(dialect, [("code", ["x"])])
+        assert "code of a call is not closed" in read_xml_call(text, {}, DIALECTS["glm"])
+    else:
+        assert arguments(dialect, [("n", "2"), ("code", ["x"])]) == {"n": 2, "code": "x"}
+        mention = said(dialect, [("other", ["y"])])  # no parameter of this tool: text
+        assert arguments(dialect, [("code", mention)], properties)["code"] == mention.strip()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a0"},
+        {"anyOf": [{"$ref": "#"}] * 50},
+        {"allOf": [{"$ref": "#/properties/q"}]},
+        json.loads('{"anyOf": [' * 400 + '{"type": "string"}' + "]}" * 400),
+    ],
+)
+def test_schemas_that_expand_are_looked_at_in_bounded_time(schema):
+    defs = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(60)}
+    parameters = {"properties": {"q": schema}, "$defs": defs, "anyOf": [{"$ref": "#"}] * 9}
+    texts = text_parameters([ToolSchema(name="f", description="", parameters=parameters)])
+    begun = time.process_time()
+    read = read_xml_call("<function=f><parameter=q>[1]</parameter></function>", texts)
+    assert time.process_time() - begun < 1
+    assert json.loads(read.arguments)["q"] in ([1], "[1]")
