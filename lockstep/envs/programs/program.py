@@ -73,11 +73,12 @@ class ProgramHarness(Harness):
         self._words, self._scorer = words_of(command), scorer
         self._pass_variables = pass_variables
         self._process: asyncio.subprocess.Process | None = None
+        self._task: Task | None = None
         self._mark = b""
         """Words in the environment of all that the program starts."""
 
     async def run(self, task: Task, endpoint: Endpoint) -> Score | None:
-        text = json.dumps({"id": task.id, **task.payload})
+        self._task, text = task, json.dumps({"id": task.id, **task.payload})
         self._mark = f"LOCKSTEP_SESSION_URL={endpoint.session_url}\0".encode()
         process = self._process = await asyncio.create_subprocess_exec(
             *self._words,
@@ -110,10 +111,16 @@ class ProgramHarness(Harness):
                 f"the program ended with {_ending(process.returncode)}: {_end(bytes(complaints))}"
                 f"{_end(bytes(printed))}"
             )
-        output = printed.decode(errors="replace").strip()
+        self.has_ended, output = True, printed.decode(errors="replace").strip()
         if self._scorer is None:
             return score_of(output)
         score, self.metrics = await self._scorer.score(task, output, ())
+        return score
+
+    async def score_cut(self) -> Score | None:
+        if self._scorer is None or self._task is None:
+            return None
+        score, self.metrics = await self._scorer.score(self._task, None, ())
         return score
 
     async def close(self) -> None:
