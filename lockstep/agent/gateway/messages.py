@@ -9,7 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply
-from lockstep.agent.gateway.fields import MESSAGES, MESSAGES_MESSAGE, MESSAGES_OUTPUT, TEXT_ONLY
+from lockstep.agent.gateway.fields import (
+    MESSAGES,
+    MESSAGES_MESSAGE,
+    MESSAGES_OUTPUT,
+    OTHERS,
+    TEXT_ONLY,
+)
 from lockstep.agent.gateway.reading import (
     Answered,
     Asked,
@@ -37,7 +43,9 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = False) -> Asked:
     """is_counted: the request is to count tokens and has no max_tokens. Raises Refusal (400)."""
     asked = Value(body)
-    found = asked.check_fields(MESSAGES) + asked["output_config"].check_fields(MESSAGES_OUTPUT)
+    found = asked.check_fields({**OTHERS, **MESSAGES}) + asked["output_config"].check_fields(
+        MESSAGES_OUTPUT
+    )
     if body.get("max_tokens") is None and not is_counted:
         raise asked["max_tokens"].refusal("is missing: it is required.")
     transcript = Transcript()
