@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.agent.environment import Score
 from lockstep.agent.harness import Endpoint, Harness
 from lockstep.agent.scoring import ScorerConfig
+from lockstep.children import own_variables
 from lockstep.errors import ConfigError, RolloutError
 from lockstep.system import kill_group
 from lockstep.types import Task
@@ -30,12 +31,6 @@ DRAIN_SECONDS = 1.0
 KILL_ROUNDS = 20
 """Searches for processes that a program left. One that cannot be killed does not hold up the run.
 """
-_PASSED = """
-PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR PWD VIRTUAL_ENV CONDA_PREFIX
-LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR CUDA_VISIBLE_DEVICES NO_PROXY no_proxy
-"""
-PASSED = frozenset(_PASSED.split())
-PASSED_PREFIXES = ("LC_", "PYTHON", "XDG_", "OMP_", "NODE_PATH")
 MAX_VARIABLE_BYTES = 100_000
 """Size of LOCKSTEP_TASK: Linux refuses a variable of 128 KiB. A larger task comes on stdin alone.
 """
@@ -147,16 +142,6 @@ class ConnectedHarness(Harness):
     async def run(self, task: Task, endpoint: Endpoint) -> Score | None:
         await endpoint.offer()
         return None
-
-
-def own_variables(names: Sequence[str]) -> dict[str, str]:
-    """Environment variables of this process that a program gets: those that it needs to start, and
-    `names`. Keys and tokens of the user are not among them."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in names or name in PASSED or name.startswith(PASSED_PREFIXES)
-    }
 
 
 def score_of(output: str) -> Score | None:
