@@ -282,7 +282,7 @@ def check_key(key: str, *, host: str, where: str) -> None:
 def cannot_listen(error: Exception, where: str) -> ConfigError:
     """The error for an address that a server cannot take. where: its settings."""
     is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    hint = " Another program listens there; port 0 takes a free one." if is_taken else ""
+    hint = " Another program listens there; port=0 takes a free one." if is_taken else ""
     return ConfigError(f"{where}: {getattr(error, 'strerror', None) or error}.{hint}")
 
 

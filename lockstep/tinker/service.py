@@ -60,6 +60,7 @@ from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.training_run import Done, TrainingRun, as_json
 from lockstep.tinker.wire import (
     MAX_SAMPLE_SEQ_ID,
+    MAX_SEQ_ID,
     PROTOBUF,
     check_optimizer,
     forward_backward_of,
@@ -757,7 +758,7 @@ class TinkerService:
         clone = target["cloned_sampler_id"].integer(0, MAX_SAMPLE_SEQ_ID // CLONE - 1) or 0
         cursor = body["prev_cursor"].integer(0, 2**63 - 1) or 0
         seconds = body["timeout"].number(0, 1e9)
-        for request_id in body["retrieved_request_ids"].entries():
+        for request_id in body["retrieved_request_ids"].entries(MAX_SEQ_ID):
             self._journal.mark_fetched(request_id.text())
         ends = time.monotonic() + min(
             self.config.hold_seconds, self.config.hold_seconds if seconds is None else seconds

@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.fields import CHAT, CHAT_MESSAGE, OTHERS
 from lockstep.agent.gateway.reading import (
+    MAX_TOOLS,
     Answered,
     Asked,
     Dialogues,
@@ -37,7 +38,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     for message in asked["messages"].entries():
         message.check_fields(CHAT_MESSAGE)
         _add(transcript, message)
-    entries = asked["tools"].entries() if body.get("tool_choice") != "none" else []
+    entries = asked["tools"].entries(MAX_TOOLS) if body.get("tool_choice") != "none" else []
     tools = tuple(tool_of(_function(tool)) for tool in entries)
     return asked_of(
         asked,

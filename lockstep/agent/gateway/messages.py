@@ -17,6 +17,7 @@ from lockstep.agent.gateway.fields import (
     TEXT_ONLY,
 )
 from lockstep.agent.gateway.reading import (
+    MAX_TOOLS,
     Answered,
     Asked,
     Dialogues,
@@ -55,7 +56,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = Fa
         message.check_fields(MESSAGES_MESSAGE)
         _add(transcript, message["role"], message["content"])
     has_tools = asked["tool_choice"]["type"].raw != "none"
-    tools = tuple(_tool(tool) for tool in asked["tools"].entries()) if has_tools else ()
+    tools = tuple(_tool(tool) for tool in asked["tools"].entries(MAX_TOOLS)) if has_tools else ()
     return asked_of(
         asked,
         transcript.messages,

@@ -18,6 +18,7 @@ from lockstep.agent.gateway.fields import (
     TEXT_ONLY,
 )
 from lockstep.agent.gateway.reading import (
+    MAX_TOOLS,
     Answered,
     Asked,
     Dialogues,
@@ -81,7 +82,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
 
 def _tools(listed: Value, left_out: list[str]) -> tuple[ToolSchema, ...]:
     tools: list[ToolSchema] = []
-    for entry in listed.entries():
+    for entry in listed.entries(MAX_TOOLS):
         match entry["type"].raw:
             case "function":
                 tools.append(tool_of(entry))

@@ -1,6 +1,8 @@
 """Bodies of the three dialects: what is honoured, what is refused, what comes back."""
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from gateways import MODEL, Gateway, says
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.fields import OTHERS
-from lockstep.agent.gateway.reading import Value, parse_body
+from lockstep.agent.gateway.reading import Value, beside, parse_body
 from lockstep.types import Message
 
 USER = {"role": "user", "content": "hi"}
@@ -228,6 +230,52 @@ def test_what_cannot_be_honoured_is_refused_by_its_field(case: str):
     assert caught.value.status == 400
     assert caught.value.parameter.startswith(field), str(caught.value)
     assert len(str(caught.value)) > len(field) + 10
+
+
+MANY, FAR_TOO_MANY = 10_001, 1001
+BIG = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(20_000)}}
+TOO_LARGE = {
+    "chat": (chat, {"messages": [USER] * MANY}, "messages"),
+    "parts": (chat, {"messages": [{**USER, "content": [{"type": "text"}] * MANY}]}, "messages[0]"),
+    "calls": (chat, {"messages": [{"role": "assistant", "tool_calls": [CALL] * MANY}]},
+              "messages[0].tool_calls"),
+    "chat tools": (chat, {"tools": [CHAT_TOOL] * FAR_TOO_MANY}, "tools"),
+    "chat schema": (chat, {"tools": [{"function": {**FUNCTION, "parameters": BIG}}]}, "tools[0]"),
+    "format": (chat, {"response_format": {"type": "json_schema", "json_schema": {"schema": BIG}}},
+               "response_format"),
+    "stop": (chat, {"stop": ["a"] * MANY}, "stop"),
+    "items": (responses, {"input": [USER] * MANY}, "input"),
+    "item parts": (responses, {"input": [{**USER, "content": [{}] * MANY}]}, "input[0].content"),
+    "response tools": (responses, {"tools": [RESPONSES_TOOL] * FAR_TOO_MANY}, "tools"),
+    "include": (responses, {"include": ["x"] * MANY}, "include"),
+    "messages": (messages, {"messages": [USER] * MANY}, "messages"),
+    "blocks": (messages, {"messages": [{**USER, "content": [{}] * MANY}]}, "messages[0].content"),
+    "anthropic tools": (messages, {"tools": [MESSAGES_TOOL] * FAR_TOO_MANY}, "tools"),
+    "system": (messages, {"system": [{}] * MANY}, "system"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOO_LARGE)
+def test_a_request_that_others_would_wait_for_is_refused(case, gateway: Gateway):
+    dialect, change, field = TOO_LARGE[case]
+    path, base = {
+        chat: ("/v1/chat/completions", chat_body()),
+        messages: ("/v1/messages", messages_body()),
+        responses: ("/v1/responses", {"model": MODEL, "input": "hi"}),
+    }[dialect]
+    status, found = gateway.ask("POST", path, {**base, **change})
+    assert status == 400 and found["error"]["message"].startswith(field), found
+    assert "more than" in found["error"]["message"]
+    if dialect is messages:
+        assert gateway.ask("POST", f"{path}/count_tokens", {**base, **change})[0] == 400
+
+
+def test_a_large_body_is_read_beside_the_event_loop():
+    async def thread_of(size):
+        return await beside(b" " * size, threading.current_thread)
+
+    assert asyncio.run(thread_of(1 << 16)) is threading.current_thread()
+    assert asyncio.run(thread_of(1 + (1 << 16))) is not threading.current_thread()
 
 
 def test_what_is_harmless_or_asks_for_what_happens_anyway_is_accepted():
