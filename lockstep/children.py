@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
@@ -40,7 +40,30 @@ ORPHAN_SECONDS = 30
 """Seconds past the limit of a request after which a child ends itself: its parent, which should
 have ended it, is gone."""
 
+_PASSED = """
+PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR PWD VIRTUAL_ENV CONDA_PREFIX
+LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR CUDA_VISIBLE_DEVICES NO_PROXY no_proxy
+"""
+PASSED = frozenset(_PASSED.split())
+PASSED_PREFIXES = ("LC_", "PYTHON", "XDG_", "OMP_", "NODE_PATH")
+OWN_KEYS = ("LOCKSTEP_KEY", "LOCKSTEP_SANDBOX_SECRET", "TINKER_API_KEY")
+"""Keys of this program's own servers. No child gets them unless the user names them."""
+
 Reply = dict[str, Any]
+
+
+def own_variables(names: Collection[str] = (), *, has_others: bool = False) -> dict[str, str]:
+    """Environment variables of this process that a child gets: those that it needs to start, and
+    `names`. has_others: all others too, keys and tokens of the user among them, but for
+    `OWN_KEYS`."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in names
+        or name in PASSED
+        or name.startswith(PASSED_PREFIXES)
+        or (has_others and name not in OWN_KEYS)
+    }
 
 
 class Child:
@@ -63,10 +86,13 @@ class Child:
         opening: Mapping[str, Any] | None = None,
         start_seconds: float = 60.0,
         environment: Mapping[str, str] | None = None,
+        has_variables: bool = False,
     ) -> None:
         """name: what errors call it. opening: arguments of the first request to each process.
         start_seconds: limit of the start and of that request. environment: variables on top of
-        those of this process."""
+        those that a process needs to start. has_variables: it gets the user's variables too, but
+        none of Lockstep's own keys."""
+        self._has_variables = has_variables
         self._command, self._name, self._start_seconds = list(command), name, start_seconds
         self._opening, self._environment = dict(opening or {}), dict(environment or {})
         self._turn, self._starting = threading.Lock(), threading.Lock()
@@ -88,7 +114,11 @@ class Child:
         """
         with self._starting:
             if self._process is None or not self._process.is_usable:
-                self._process = _Process(self._command, self._environment, self._name)
+                self._process = _Process(
+                    self._command,
+                    own_variables(has_others=self._has_variables) | self._environment,
+                    self._name,
+                )
                 weakref.finalize(self, self._process.end)
                 try:
                     self._opened = self._process.ask(self._opening, self._start_seconds)
@@ -146,7 +176,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=os.environ | environment,
+                env=environment,
                 start_new_session=True,  # a group of its own, which is killed as one
             )
         except OSError as error:

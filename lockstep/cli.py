@@ -368,9 +368,15 @@ def _serve_report(options: argparse.Namespace) -> int:
 
     if options.out:
         raise ConfigError("--serve writes no file: leave --out or --serve out.")
-    place = {"host": options.host or "127.0.0.1", "port": options.port or 0}
-    paths = [Path(path) for path in options.runs]
-    with ReportServer(paths, **place, tokenizer_of=tokenizer_of, recipe_of=recipe_of) as server:
+    server = ReportServer(
+        [Path(path) for path in options.runs],
+        host=options.host or "127.0.0.1",
+        port=options.port or 0,
+        key=os.environ.get("LOCKSTEP_KEY", ""),
+        tokenizer_of=tokenizer_of,
+        recipe_of=recipe_of,
+    )
+    with server:
         _print(options, {"url": server.url}, f"{server.url}  (Ctrl-C ends it)")
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):

@@ -18,6 +18,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import errno
 import inspect
 import json
 import math
@@ -38,6 +39,9 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.habits import KINDS, VALUES, hint
 
 T = TypeVar("T")
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Addresses of this machine that no other one reaches."""
 
 
 def resolve(config: T, overrides: Sequence[str]) -> T:
@@ -262,6 +266,24 @@ def require(config: Any, where: str, **rules: tuple[bool, str]) -> None:
     for name, (holds, expected) in rules.items():
         if not holds:
             raise ConfigError(f"{where}{name}={getattr(config, name)!r} must be {expected}.")
+
+
+def check_key(key: str, *, host: str, where: str) -> None:
+    """Raises ConfigError unless `key` may open a server that listens on `host`; "" is none."""
+    if host not in LOOPBACK and not key:
+        raise ConfigError(
+            f"{where} can be reached from other machines, so it needs a key: set LOCKSTEP_KEY. "
+            "Without one a server listens on 127.0.0.1 alone."
+        )
+    if key and (not key.isascii() or not key.isprintable() or " " in key):
+        raise ConfigError("the server's key must be printable ASCII without spaces.")
+
+
+def cannot_listen(error: Exception, where: str) -> ConfigError:
+    """The error for an address that a server cannot take. where: its settings."""
+    is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    hint = " Another program listens there; port=0 takes a free one." if is_taken else ""
+    return ConfigError(f"{where}: {getattr(error, 'strerror', None) or error}.{hint}")
 
 
 def check_choices(config: Any, where: str) -> None:

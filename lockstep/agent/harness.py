@@ -32,7 +32,9 @@ class Endpoint:
 class Harness:
     """One episode of such an agent. Made by a factory from a `Task`, used once.
 
-    An exception fails the trajectory (stored with its reason, never trained), and never the run.
+    An exception fails the trajectory (stored with its reason, never trained), and never the run. If
+    a budget of the run had ended the agent (max_tokens, agent.max_turns, agent.max_turn_tokens,
+    agent.max_seconds), the trajectory is truncated instead, and scored.
     """
 
     wait_seconds: float = 0.0
@@ -41,12 +43,18 @@ class Harness:
     """End of the agent's output, shown with an episode that has no reward."""
     lacks_reward: str = "the harness returned None"
     """Explains to the author of the agent why `run` returned None."""
+    has_ended: bool = False
+    """The agent has ended well: an exception of `run` is not its own."""
     metrics: Mapping[str, float] = {}
     """Counters that are added to the trajectory's when `run` has ended."""
 
     async def run(self, task: Task, endpoint: Endpoint) -> Score | None:
         """Runs the agent to its end. None if it has posted its reward to the session itself."""
         raise NotImplementedError
+
+    async def score_cut(self) -> Score | None:
+        """Scores an episode that a budget ended before `run` returned. None: the reward is what the
+        agent posted to the session, or 0."""
 
     async def close(self) -> None:
         """Frees the resources of `run`. Called once, also after a failure or at the time limit."""

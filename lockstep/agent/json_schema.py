@@ -1,51 +1,123 @@
 """Checks arguments against the JSON schema of a tool, in words that a model can act on.
 
-The package jsonschema decides, by draft 2020-12. Regular expressions are not tried: they come from
-servers of tools, and one of them can take for ever. Nothing is fetched.
+The package jsonschema decides, by draft 2020-12, within a number of steps: schemas come from
+servers of tools, and a short one can take for ever. Regular expressions are not tried for the same
+reason, and nothing is fetched.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import islice
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from jsonschema.exceptions import ValidationError, best_match
 from jsonschema.validators import extend
 from referencing import Registry
-from referencing.exceptions import Unresolvable
+from referencing.exceptions import PointerToNowhere, Unresolvable
+from referencing.jsonschema import DRAFT202012
 
-MAX_INLINED = 8
-"""Levels of references within references that `simplified` puts in place."""
+MAX_INLINED_CHARS = 32_768
+"""Length of a schema whose references `simplified` put in place; a longer one keeps them."""
+MAX_STEPS = 50_000
+"""Keywords that may be tried on a value, about a second; each character of the value adds 2."""
+MAX_SCHEMA_STEPS = 300_000
+"""Keywords that may be tried on a schema, several times what 16 kB of it take."""
+MAX_ERRORS = 100
+"""Errors of a value among which the one to report is chosen."""
 
 _ONE = ("additionalProperties", "items")
 _SEVERAL = ("allOf", "anyOf", "oneOf")
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly"}
 """Keywords that do not change which values are accepted."""
-
-_DRAFT = Draft202012Validator.VALIDATORS
-
-
-def _unchecked(*_: Any) -> Iterator[ValidationError]:
-    return iter(())
+_UNCHECKED = {"pattern", "patternProperties", "format"}
 
 
-def _unknown_keys(
-    validator: Any, allowed: Any, value: Any, schema: Any
-) -> Iterator[ValidationError]:
-    if "patternProperties" not in schema:
-        yield from _DRAFT["additionalProperties"](validator, allowed, value, schema)
+# -- bounded work ---------------------------------------------------------------------------------
 
 
-_Validator = extend(
+class _TooMuchWork(Exception):
+    """The text is for whoever wrote the schema."""
+
+
+_LEFT: ContextVar[float] = ContextVar("_LEFT")
+"""Steps that the work in progress may still take."""
+_HAS_PATTERNS: ContextVar[bool] = ContextVar("_HAS_PATTERNS", default=False)
+"""Whether regular expressions decide which keys the schema in use names."""
+
+
+@contextmanager
+def _limited(steps: float, *, has_patterns: bool = False) -> Iterator[None]:
+    """Inside of it, `_spend` raises _TooMuchWork once more than `steps` are spent."""
+    left, patterns = _LEFT.set(steps), _HAS_PATTERNS.set(has_patterns)
+    try:
+        yield
+    finally:
+        _LEFT.reset(left)
+        _HAS_PATTERNS.reset(patterns)
+
+
+def _spend(steps: float) -> None:
+    left = _LEFT.get() - steps
+    if left < 0:
+        raise _TooMuchWork("its schema takes too many steps")
+    _LEFT.set(left)
+
+
+def _counted(keyword: str, check: Any) -> Any:
+    """The keyword's check, at the price of what it looks at and writes."""
+
+    def counted(validator: Any, expected: Any, value: Any, schema: Any) -> Iterator[Any]:
+        _spend(1 + _size(expected) / 8 + _size(value) / 64)
+        if keyword.startswith("unevaluated"):
+            _spend(_size(value) ** 2 / 64)  # the package looks up each entry in a list
+        if keyword in ("additionalProperties", "unevaluatedProperties") and (
+            "patternProperties" in schema or (keyword[0] == "u" and _HAS_PATTERNS.get())
+        ):
+            return
+        for error in check(validator, expected, value, schema) or ():
+            _spend(1 + len(error.message) / 64)
+            yield error
+
+    return counted
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, list | dict) else 0
+
+
+def _unique(_: Any, expected: Any, value: Any, __: Any) -> Iterator[ValidationError]:
+    """`uniqueItems`, which the package tries by pairs."""
+    if expected and isinstance(value, list):
+        written = [canonical(each) for each in value]
+        _spend(len(written) + sum(map(len, written)) / 16)
+        if len(set(written)) < len(written):
+            yield ValidationError(f"{_short(value)} has non-unique elements")
+
+
+def _evolve(validator: Any, **changes: Any) -> Any:
+    """The validator of another part of the schema. The package would take the one of a dialect that
+    the part names, which tries regular expressions."""
+    _spend(3)
+    kept = {"registry": validator._registry, "_resolver": validator._resolver}
+    return _Validator(**{"schema": validator.schema, **kept, **changes})
+
+
+_Validator: Any = extend(
     Draft202012Validator,
     {
-        "pattern": _unchecked,
-        "patternProperties": _unchecked,
-        "additionalProperties": _unknown_keys,
-    },
+        keyword: _counted(keyword, _unique if keyword == "uniqueItems" else check)
+        for keyword, check in Draft202012Validator.VALIDATORS.items()
+        if keyword not in _UNCHECKED
+    }
+    | dict.fromkeys(_UNCHECKED, lambda *_: ()),
 )
+_Validator.evolve = _evolve
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -57,13 +129,20 @@ def mismatch(value: Any, schema: Any, where: str) -> str:
     >>> mismatch({"n": "3"}, {"properties": {"n": {"type": "integer"}}}, "size")
     'size.n must be integer, found string'
     """
+    steps = MAX_STEPS + 2 * len(json.dumps(value))
     try:
-        error = best_match(_Validator(schema, registry=Registry()).iter_errors(value))
-        return "" if error is None else _said(error, where, error.absolute_path)
+        with _limited(steps, has_patterns="patternProperties" in json.dumps(schema)):
+            errors = _Validator(schema, registry=Registry()).iter_errors(value)
+            error = best_match(islice(errors, MAX_ERRORS))
+            return "" if error is None else _said(error, where, error.absolute_path)
     except Unresolvable as unknown:
         return f"{where} cannot be checked: $ref {unknown.ref!r} leads nowhere"
     except RecursionError:
         return f"{where} cannot be checked: it is nested too deep"
+    except _TooMuchWork as error:
+        return f"{where} cannot be checked: {error}"
+    except ArithmeticError:
+        return f"{where} cannot be checked: a number in it is too large"
 
 
 def _said(error: ValidationError, where: str, path: Iterable[str | int]) -> str:
@@ -103,22 +182,32 @@ def schema_problem(schema: Any) -> str:
         found = schema.get("type") if isinstance(schema, Mapping) else schema
         return f"arguments are an object, and its type is {_short(found)}"
     try:
-        _Validator.check_schema(schema)
-        for reference in _references(schema):
-            resolve(reference, schema)
-    except SchemaError as error:
-        return f"{'/'.join(map(str, ['#', *error.absolute_path]))}: {error.message[:200]}"
+        with _limited(MAX_SCHEMA_STEPS):
+            # A reference may lead to a part that is no schema by its place.
+            return _invalid(schema) or _invalid(
+                {"$defs": {place: resolve(place, schema) for place in _references(schema)}}
+            )
     except LookupError as error:
         return str(error.args[0])
     except RecursionError:
         return "it is nested too deep"
+    except _TooMuchWork as error:
+        return f"it cannot be checked: {error}"
+
+
+def _invalid(schema: Any) -> str:
+    """The first place that is not as draft 2020-12 has it."""
+    errors = _Validator(Draft202012Validator.META_SCHEMA, registry=Registry()).iter_errors(schema)
+    for error in errors:
+        return f"{'/'.join(map(str, ['#', *error.absolute_path]))}: {error.message[:200]}"
     return ""
 
 
 def _references(schema: Any) -> Iterator[str]:
     if isinstance(schema, Mapping):
-        if isinstance(reference := schema.get("$ref"), str):
-            yield reference
+        yield from (
+            schema[name] for name in ("$ref", "$dynamicRef") if isinstance(schema.get(name), str)
+        )
         schema = list(schema.values())
     if isinstance(schema, list):
         for part in schema:
@@ -128,16 +217,13 @@ def _references(schema: Any) -> Iterator[str]:
 def resolve(reference: str, root: Any) -> Any:
     """Returns the schema that a `$ref` within `root` refers to. Raises LookupError if there is no
     such place, or it is in another document."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         raise LookupError(f"$ref {reference!r} is not of this schema (#/...)")
-    at = root
-    for part in [p for p in reference[1:].split("/") if p]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        try:
-            at = at[int(key)] if isinstance(at, list) else at[key]
-        except (LookupError, TypeError, ValueError):
-            raise LookupError(f"$ref {reference!r} leads nowhere") from None
-    return at
+    registry = Registry().with_resource("", DRAFT202012.create_resource(root))
+    try:
+        return registry.resolver().lookup(reference).contents
+    except (PointerToNowhere, LookupError, TypeError, ValueError):
+        raise LookupError(f"$ref {reference!r} leads nowhere") from None
 
 
 def simplified(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,15 +237,25 @@ def simplified(schema: Mapping[str, Any]) -> dict[str, Any]:
     >>> simplified({"properties": {"n": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}})
     {'properties': {'n': {'type': ['integer', 'null']}}}
     """
-    simple = _simplified(schema, schema, ())
+    try:
+        with _limited(8 * MAX_INLINED_CHARS):  # a part is written once for each reference around it
+            simple = _simplified(schema, schema, ())
+        with _limited(max(MAX_INLINED_CHARS, len(json.dumps(schema)))):
+            _spend(len(json.dumps(simple)))
+    except (_TooMuchWork, RecursionError):
+        with _limited(math.inf):
+            simple = _simplified(schema, schema, None)
     if "$ref" not in json.dumps(simple):
         simple = {k: v for k, v in simple.items() if k not in ("$defs", "definitions")}
     return simple
 
 
-def _simplified(schema: Any, root: Any, above: tuple[str, ...], name: str = "") -> Any:
+def _simplified(schema: Any, root: Any, above: tuple[str, ...] | None, name: str = "") -> Any:
+    """above: references that were put in place on the way here; None keeps all references."""
     if isinstance(schema, bool):
         return schema
+    if "$id" in schema and schema is not root:
+        above = None  # "#" is this part, for the references in it
     out: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _ONE:
@@ -171,12 +267,14 @@ def _simplified(schema: Any, root: Any, above: tuple[str, ...], name: str = "") 
         elif key != "title" or not _repeats(value, name):
             out[key] = value
     reference = out.get("$ref")
-    if reference is not None and reference not in above and len(above) < MAX_INLINED:
+    if reference is not None and above is not None and reference not in above:
         target = resolve(reference, root)
         beside = {k: v for k, v in out.items() if k != "$ref"}
         if isinstance(target, Mapping) and not (beside.keys() - _ANNOTATIONS):
             inner = _simplified(target, root, (*above, reference), name)
-            if "$ref" not in json.dumps(inner):
+            written = json.dumps(inner)
+            _spend(len(written))
+            if "$ref" not in written:
                 out = {**{k: v for k, v in inner.items() if k != "title"}, **beside}
     options = out.get("anyOf")
     if options is not None and not {"oneOf", "type"} & out.keys() and _are_disjoint(options):
@@ -200,6 +298,19 @@ def _are_disjoint(options: Sequence[Any]) -> bool:
 
 
 # -- JSON -----------------------------------------------------------------------------------------
+
+
+def canonical(value: Any) -> str:
+    """One text for all spellings of a JSON value: 1e3 and 1000.0 are 1000."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(of_key) for key, of_key in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def json_type(value: Any) -> str:

@@ -308,23 +308,40 @@ class _Episode:
                 max_seconds=budget.max_seconds,
             ),
         )
-        late = ""
+        problem: Exception | None = None
+        was_asking: list[bool] = []
+        # At the limit, before the guard cuts the agent off and it asks for nothing any more.
+        watch = asyncio.get_running_loop().call_later(
+            limit, lambda: was_asking.append(session.is_busy)
+        )
         try:
             self.given_score = await guarded(
                 partial(harness.run, task, endpoint), seconds=limit, setting="agent.max_seconds"
             )
-        except TimeoutError as error:
-            late = f"harness.run: {error}{_shown_output(harness)}"
+        except Exception as error:
+            problem = error
         finally:
-            # Its agent may have ended it, or be ending it.
-            if session.is_finished:
-                await session.finish()
-            else:
-                await session.finish(error="" if session.has_reward else late)
+            watch.cancel()
+            await session.finish()  # its agent may have ended it, or be ending it
             await gateway.sessions.remove(session.id)
             self._count(await self._call(lambda: checked_numbers(harness.metrics, "metrics")))
-        if late and trajectory.status == "finished":
-            trajectory.status, trajectory.error = "truncated", late
+        if problem is not None and not (trajectory.status == "failed" and session.turn_ends):
+            self._end_early(session, harness, problem, was_asking=any(was_asking))
+
+    def _end_early(
+        self, session: GatewaySession, harness: Harness, problem: Exception, *, was_asking: bool
+    ) -> None:
+        """Decides on an agent that did not come to its end: a budget of the run ended it, or the
+        episode has failed. was_asking: its time was over while a turn was sampled."""
+        is_late = isinstance(problem, TimeoutError)
+        text = str(problem) if is_late else described(problem)
+        text = f"harness.run: {text}{_shown_output(harness) if is_late else ''}"
+        is_cut = (bool(session.limit) or was_asking) and not harness.has_ended
+        if not session.turn_ends or not (is_cut or (is_late and session.has_reward)):
+            self.fail(text)
+            return
+        self.trajectory.status = "truncated"
+        self.trajectory.error = f"{session.limit}; then {text}" if session.limit else text
 
     async def _call(
         self, hook: Callable[[], Any], check: Callable[[Any], Any] = lambda found: found
@@ -391,17 +408,35 @@ class _Episode:
         environment = self.environment
         if self.trajectory.status == "failed" or environment is None:
             return
-        if isinstance(harness := environment, Harness):
-            if self.given_score is not None:
-                self.set_score(self.given_score)
-            elif self.session is None or not self.session.has_reward:
-                text = f"no reward: {harness.lacks_reward}, and none was posted to the session"
-                self.fail(f"{text} (POST /sessions/SESSION/reward){_shown_output(harness)}")
+        if isinstance(environment, Harness):
+            await self._score_harness(environment)
             return
         try:
             score = await self._call(lambda: environment.score())
         except Exception as error:
             self.fail("environment.score", error)
+        else:
+            self.set_score(score)
+
+    async def _score_harness(self, harness: Harness) -> None:
+        session, trajectory, score = self.session, self.trajectory, self.given_score
+        if score is None and session is not None and session.has_reward:
+            return
+        if score is None and session is not None and session.limit:
+            trajectory.status, trajectory.error = "truncated", trajectory.error or session.limit
+        if score is None and trajectory.status == "truncated":
+            try:
+                before = harness.metrics
+                score = await self._call(lambda: harness.score_cut())
+                if harness.metrics is not before:
+                    self._count(checked_numbers(harness.metrics, "metrics"))
+            except Exception as error:
+                self.fail("harness.score_cut", error)
+                return
+            score = score or Score(reward=0.0)
+        if score is None:
+            text = f"no reward: {harness.lacks_reward}, and none was posted to the session"
+            self.fail(f"{text} (POST /sessions/SESSION/reward){_shown_output(harness)}")
         else:
             self.set_score(score)
 

@@ -324,9 +324,9 @@ def check_offer(listed: Sequence[Any], address: ServerAddress, only: Sequence[st
         raise ToolServerError(f"{address} offers {count}.")
     offered: Offered = {}
     for each in taken:
-        schema, problem = each.input_schema, schema_problem(each.input_schema)
-        description = (each.description or "").strip()
+        schema, description = each.input_schema, (each.description or "").strip()
         size = len(description) + len(json.dumps(schema))
+        problem = "" if size > MAX_CHARS else schema_problem(schema)
         num_offers = names.count(each.name)
         for is_wrong, text in (
             (not TOOL_NAME.fullmatch(each.name), "has a name that calls cannot carry"),

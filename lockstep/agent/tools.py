@@ -346,7 +346,10 @@ class ToolRunner:
             text = f"error: unknown tool {call.name!r}; tools: {known}"
             return ToolOutput(text=text), "unknown"
         try:
-            return await self._invoke(entry, parse_arguments(call.arguments, entry), seed), "ok"
+            parse = functools.partial(parse_arguments, call.arguments, entry)
+            # A schema of somebody else's server may take a second.
+            arguments = parse() if entry.is_instant else await asyncio.to_thread(parse)
+            return await self._invoke(entry, arguments, seed), "ok"
         except ValueError as error:
             return ToolOutput(text=f"error: {error}"), "invalid_arguments"
         except TookTooLong:

@@ -10,7 +10,13 @@ Only reads: a run is not disturbed by being looked at.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hmac
+import math
+import socket
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
@@ -19,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from lockstep.config import LOOPBACK, cannot_listen, check_key
 from lockstep.errors import LockstepError, RunError
 from lockstep.observe.metrics import is_step_row
 from lockstep.renderers.tokenizer import Tokenizer
@@ -44,17 +51,23 @@ MAX_FOUND = 50
 LIVE = replace(REPORT, scripts=(*REPORT.scripts, "live.js"), is_served=True)
 RUNS = replace(LIVE, page="runs.html", scripts=("base.js", "runs.js"), label="Lockstep runs")
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+READ_SECONDS = 20.0
+"""Seconds that a reader may take to send its request, and again to take in the answer."""
+MAX_CONNECTIONS = 64
+"""Connections at a time. A further one replaces the one whose request takes longest to come."""
 
 
 class ReportServer(ThreadingHTTPServer):
     """Serves the runs at `paths`: run directories, or directories of runs, which may come and go.
 
     tokenizer_of: the tokenizer of a stored config; where it fails, ids are shown. recipe_of: see
-    `write_report`. port: 0 takes a free one. Raises RunError if a path does not exist.
+    `write_report`. port: 0 takes a free one. key: the password that browsers ask for, or a bearer's
+    token; "" lets in the users of this machine, and is refused for any other address. Raises
+    RunError if a path does not exist, ConfigError if the address cannot be taken.
     """
 
     daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS
 
     def __init__(
         self,
@@ -62,6 +75,7 @@ class ReportServer(ThreadingHTTPServer):
         *,
         host: str,
         port: int,
+        key: str = "",
         tokenizer_of: Callable[[Mapping[str, Any]], Tokenizer],
         recipe_of: Callable[[Run], Mapping[str, Any] | None],
     ) -> None:
@@ -70,18 +84,70 @@ class ReportServer(ThreadingHTTPServer):
                 raise RunError(f"{path} is no directory: expected a run, or a directory of runs.")
         self._paths, self._tokenizer_of, self._recipe_of = paths, tokenizer_of, recipe_of
         self._rows: dict[Path, tuple[str, dict[str, Any]]] = {}
-        self._is_local = host in _LOOPBACK
-        super().__init__((host, port), _Answer)
+        self._connections: dict[socket.socket, float] = {}
+        """Open ones -> when they began; inf once the request is there."""
+        self._key = key.encode()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        check_key(key, host=host, where=f"--host {host}")
+        try:
+            super().__init__((host, port), _Answer)
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise cannot_listen(error, f"--host {host} --port {port}") from error
 
     @property
     def url(self) -> str:
-        return f"http://{self.server_address[0]}:{self.server_address[1]}/"
+        host, port = self.server_address[:2]
+        return f"http://{f'[{host}]' if ':' in str(host) else host}:{port}/"
 
-    def trusts(self, host: str) -> bool:
-        """Whether a request to this Host may be answered: on the loopback address a page of
-        another site could otherwise read the runs under a name that it points here."""
-        name = urlsplit(f"//{host}").hostname or ""
-        return not self._is_local or name in _LOOPBACK
+    def refusal(self, headers: Mapping[str, str]) -> tuple[HTTPStatus, str] | None:
+        """The answer to a request without the key, or, where there is none, to a name of another
+        site, whose pages could read the runs."""
+        if not self._key:
+            with contextlib.suppress(ValueError):
+                if urlsplit(f"//{headers.get('Host', '')}").hostname in LOOPBACK:
+                    return None
+            return HTTPStatus.FORBIDDEN, "this server answers to localhost alone; see --host."
+        scheme, _, given = headers.get("Authorization", "").partition(" ")
+        given, found = given.strip(), b""
+        match scheme.lower():
+            case "basic":
+                with contextlib.suppress(ValueError):
+                    found = base64.b64decode(given, validate=True).partition(b":")[2]
+            case "bearer":
+                found = given.encode("utf-8", "surrogateescape")
+        if hmac.compare_digest(found, self._key):
+            return None
+        return HTTPStatus.UNAUTHORIZED, "this server needs its key, LOCKSTEP_KEY, as the password."
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        there = list(self._connections.items())
+        if len(there) >= MAX_CONNECTIONS:
+            slowest, begun = min(there, key=lambda connection: connection[1])
+            self._cut(request if begun == math.inf else slowest)
+        self._connections[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Twice a second: ends connections whose request does not come."""
+        for each, begun in list(self._connections.items()):
+            if time.monotonic() - begun > READ_SECONDS:
+                self._cut(each)
+
+    def _cut(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # its thread reads the end, and closes it
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # else the reader left
+            super().handle_error(request, client_address)
+
+    def has_come(self, request: socket.socket) -> None:
+        """Its thread answers it."""
+        self._connections[request] = math.inf
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def answer(self, target: str) -> tuple[str, str]:
         """(content type, body) of a request. LookupError if nothing is there."""
@@ -175,26 +241,29 @@ class ReportServer(ThreadingHTTPServer):
 
 class _Answer(BaseHTTPRequestHandler):
     server: ReportServer
+    timeout = READ_SECONDS
 
     def do_GET(self) -> None:
+        self.server.has_come(self.connection)
+        kind, refusal = "text/plain", self.server.refusal(self.headers)
         try:
-            if not self.server.trusts(self.headers.get("Host", "")):
-                raise PermissionError("this server answers to localhost alone; see --host.")
-            kind, body = self.server.answer(self.path)
-            status = HTTPStatus.OK
-        except LookupError:
-            status, kind, body = HTTPStatus.NOT_FOUND, "text/plain", "There is no such page or run."
-        except PermissionError as error:
-            status, kind, body = HTTPStatus.FORBIDDEN, "text/plain", str(error)
+            if refusal is None:
+                kind, body = self.server.answer(self.path)
+                refusal = HTTPStatus.OK, body
         except (LockstepError, OSError) as error:
-            status, kind, body = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", str(error)
+            refusal = HTTPStatus.INTERNAL_SERVER_ERROR, str(error)
+        except (LookupError, ValueError):
+            refusal = HTTPStatus.NOT_FOUND, "There is no such page or run."
+        status, body = refusal
         sent = body.encode()
-        with contextlib.suppress(ConnectionError):  # the reader left
+        with contextlib.suppress(ConnectionError, TimeoutError):  # the reader left
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(sent)))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
+            if status == HTTPStatus.UNAUTHORIZED:
+                self.send_header("WWW-Authenticate", "Basic")
             self.end_headers()
             self.wfile.write(sent)
 

@@ -161,7 +161,7 @@ def trace_datum(
     if has_spans:
         runs, found, unknown = _read_spans(datum, lookup)
     elif is_policy and index is not None:
-        for run in _find_runs(datum, lookup, index):
+        for run in _find_runs(datum, lookup, index, is_trained):
             (runs if _is_of(datum, run, is_trained) else others).append(run)
     is_known = np.zeros(len(targets), bool)
     for run in runs:
@@ -371,25 +371,88 @@ def _is_rounded(given: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
 # -- finding ---------------------------------------------------------------------------------------
 
 
-def _find_runs(datum: Datum, lookup: Lookup, index: DrawnIndex) -> Iterator[_Run]:
-    """The sequences that a datum without spans was made of, by their prompts in its own tokens."""
-    free = 0
-    for length, names in index.find(datum.token_ids):
-        begin = length - 1
-        if begin < free:
-            continue  # within a reply: a shorter prompt was known, and so is its reply
-        if (run := _likeliest(datum, begin, names, lookup)) is not None:
-            yield run
-            free = begin + run.length
-
-
-def _likeliest(datum: Datum, begin: int, names: list[str], lookup: Lookup) -> _Run | None:
-    """The one of some replies to a prompt that a datum has from target `begin` on: the same ids
-    and log-probs, or else the same ids, or else some of the log-probs. None if two fit equally."""
-    targets, logprobs = datum.inputs[TARGETS], datum.inputs["logprobs"]
+def _find_runs(
+    datum: Datum, lookup: Lookup, index: DrawnIndex, is_trained: npt.NDArray[np.bool_]
+) -> list[_Run]:
+    """The sequences that a datum without spans was made of, by their prompts in its own tokens:
+    those that drew every sampled target, or else the likeliest of each prompt."""
+    logprobs = datum.inputs["logprobs"]
     # Others are observations, whose log-probs are 0.0 by custom: they would fit a certain token's.
     is_sampled = (logprobs != 0) | (datum.inputs.get("advantages", logprobs) != 0)
-    fitting: list[tuple[tuple[bool, int], _Run]] = []
+    prompts = [(length - 1, names) for length, names in index.find(datum.token_ids)]
+    runs = _exact_runs(datum, prompts, lookup, np.stack([is_trained, is_sampled]))
+    if runs is not None:
+        return runs
+    runs, free = [], 0
+    for begin, names in prompts:
+        if begin < free:
+            continue  # within a reply: a shorter prompt was known, and so is its reply
+        if (run := _likeliest(datum, begin, names, lookup, is_sampled)) is not None:
+            runs.append(run)
+            free = begin + run.length
+    return runs
+
+
+def _exact_runs(
+    datum: Datum,
+    prompts: list[tuple[int, list[str]]],
+    lookup: Lookup,
+    places: npt.NDArray[np.bool_],
+) -> list[_Run] | None:
+    """Whole replies with the datum's ids and log-probs that together drew all trained targets, or
+    all sampled ones; None if there are none. A reply to a prompt may begin another reply to it, or
+    a longer prompt: of several, those that drew the most are taken, then the shortest, then the
+    latest.
+
+    prompts: (first target after it, sequences), shortest first. places: [2, N] trained, sampled.
+    """
+    targets, logprobs = datum.inputs[TARGETS], datum.inputs["logprobs"]
+    # [N + 1, 3]: targets from each one on that are trained, that are sampled, and all, negative.
+    left = np.vstack([*places, np.full(len(targets), -1)])[:, ::-1].cumsum(1).T[::-1]
+    left = np.vstack([left, np.zeros(3, np.int64)])
+    # (first target, what is drawn from there on, by which replies), the last first.
+    tails: list[tuple[int, tuple[int, ...], list[_Run]]] = [(len(targets), (0, 0, 0), [])]
+    for begin, names in reversed(prompts):
+        _, drawn_here, runs = tails[-1]
+        for name in reversed(names):
+            if drawn_here[:2] == tuple(left[begin, :2]) and (
+                not runs or places[1, runs[0].begin + runs[0].length - 1]
+            ):
+                break
+            if (drawn := lookup(name)) is None:
+                continue
+            end = begin + len(drawn.token_ids)
+            here = slice(begin, end)
+            if (
+                not np.array_equal(targets[here], drawn.token_ids)
+                or (places[1, here] & (logprobs[here] != drawn.logprobs)).any()
+            ):
+                continue
+            _, after, later = next(tail for tail in reversed(tails) if tail[0] >= end)
+            found = tuple(map(int, left[begin] - left[end] + after))
+            if found > drawn_here:
+                run = _Run(sequence_id=name, drawn=drawn, begin=begin, offset=0, length=end - begin)
+                drawn_here, runs = found, [run, *later]
+        tails.append((begin, drawn_here, runs))
+    _, drawn_here, runs = tails[-1]
+    num_trained, num_sampled, _ = drawn_here
+    is_whole = num_sampled == left[0, 1] or num_trained == left[0, 0] > 0
+    return runs if is_whole else None
+
+
+def _likeliest(
+    datum: Datum,
+    begin: int,
+    names: list[str],
+    lookup: Lookup,
+    is_sampled: npt.NDArray[np.bool_],
+) -> _Run | None:
+    """The one of some replies to a prompt that a datum has from target `begin` on, with a defect:
+    the same ids up to the end of the sampled targets, or else the most of the log-probs. None if
+    two fit equally."""
+    targets, logprobs = datum.inputs[TARGETS], datum.inputs["logprobs"]
+    num_sampled = _first_difference(is_sampled[begin:], np.ones(len(targets) - begin, bool))
+    fitting: list[tuple[tuple[bool, int, bool], _Run]] = []
     for name in names[: -MAX_CANDIDATES - 1 : -1]:  # the latest first
         drawn = lookup(name)
         if drawn is None:
@@ -401,10 +464,9 @@ def _likeliest(datum: Datum, begin: int, names: list[str], lookup: Lookup) -> _R
         has_ids = np.array_equal(targets[here], drawn.token_ids[:size])
         is_equal = given == drawn.logprobs[:size] if has_ids else np.isin(given, drawn.logprobs)
         links, most = int((is_equal & places).sum()), int(places.sum())
-        if has_ids and links == most and size == len(drawn.token_ids):
-            return run if most else None
         if most and (has_ids or links >= min(MIN_LINKS, most)):
-            fitting.append(((has_ids, links), run))
+            is_long = size >= (len(targets) - begin if num_sampled is None else num_sampled)
+            fitting.append(((has_ids and is_long, links, has_ids), run))
     fitting.sort(key=lambda found: found[0], reverse=True)
     if not fitting:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site
 from lockstep.agent.gateway.page import section
-from lockstep.agent.gateway.reading import Value, parse_body
+from lockstep.agent.gateway.reading import Value, beside, parse_body
 from lockstep.errors import MissingExtraError
 from lockstep.tinker.requests import TinkerError, not_found
 from lockstep.tinker.service import TinkerService
@@ -169,9 +169,8 @@ class TinkerServer:
         return self._checked(get)
 
     async def _body(self, request: web.Request) -> Value:
-        return Value(
-            parse_body(await self._listener.read(request, content_type="application/json"))
-        )
+        raw = await self._listener.read(request, content_type="application/json")
+        return Value(await beside(raw, lambda: parse_body(raw)))
 
     # -- single routes ----------------------------------------------------------------------------
 

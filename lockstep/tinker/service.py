@@ -60,9 +60,11 @@ from lockstep.tinker.samplers import SamplerPool
 from lockstep.tinker.training_run import Done, TrainingRun, as_json
 from lockstep.tinker.wire import (
     MAX_SAMPLE_SEQ_ID,
+    MAX_SEQ_ID,
     PROTOBUF,
     check_optimizer,
     forward_backward_of,
+    metadata_of,
     model_spec_of,
     optim_step_of,
     parse_forward_backward,
@@ -223,7 +225,7 @@ class TinkerService:
         session = Session(
             id=secrets.token_hex(8),
             created=time.time(),
-            metadata=body["user_metadata"].object(),
+            metadata=metadata_of(body["user_metadata"]),
             display_name=body["display_name"].text("") or None,
         )
         self._journal.put(session)
@@ -295,11 +297,10 @@ class TinkerService:
         if session is None:
             raise not_found(f"session {session_id[:80]!r} is not known.")
         samplers = self._samplers.known.values()
-        metadata = {str(k): str(v) for k, v in session.metadata.items()}
         return {
             "training_run_ids": [m.id for m in self._models.values() if m.session == session_id],
             "sampler_ids": [each.id for each in samplers if each.session == session_id],
-            "user_metadata": metadata or None,
+            "user_metadata": _notes(session.metadata),
             "display_name": session.display_name,
         }
 
@@ -348,7 +349,7 @@ class TinkerService:
         """Accepts a model's request 0. The client derives the same id."""
         session = self._session(body["session_id"].text())
         number = whole_number(body["model_seq_id"])
-        model_id = f"{session.id}:train:{number}"
+        model_id, metadata = f"{session.id}:train:{number}", metadata_of(body["user_metadata"])
         if spec.seed is None:  # a restart must draw the same again
             spec = replace(spec, seed=derive_seed(model_id) % 2**31)
         with self._journal.transaction():
@@ -360,7 +361,7 @@ class TinkerService:
                     spec=asdict(spec),
                     created=now,
                     last_request=now,
-                    metadata=body["user_metadata"].raw,
+                    metadata=metadata,
                 )
                 self._journal.put(model)
                 self._models[model_id] = model
@@ -457,6 +458,7 @@ class TinkerService:
     def save_weights(self, body: Value) -> dict[str, Any]:
         def read() -> dict[str, Any]:
             _check_ttl(body["ttl_seconds"])
+            metadata_of(body["user_metadata"])
             body["overwrite"].truth()
             if body["path"].raw is not None:
                 path_of(body["model_id"].text(), "weights", body["path"].text())
@@ -467,6 +469,7 @@ class TinkerService:
     def save_weights_for_sampler(self, body: Value) -> dict[str, Any]:
         def read() -> dict[str, Any]:
             _check_ttl(body["ttl_seconds"])
+            metadata_of(body["user_metadata"])
             if body["kind"].text("snapshot") not in ("snapshot", "inflight"):
                 raise body["kind"].wrong('"snapshot" or "inflight"')
             if body["path"].raw is not None:
@@ -755,7 +758,7 @@ class TinkerService:
         clone = target["cloned_sampler_id"].integer(0, MAX_SAMPLE_SEQ_ID // CLONE - 1) or 0
         cursor = body["prev_cursor"].integer(0, 2**63 - 1) or 0
         seconds = body["timeout"].number(0, 1e9)
-        for request_id in body["retrieved_request_ids"].entries():
+        for request_id in body["retrieved_request_ids"].entries(MAX_SEQ_ID):
             self._journal.mark_fetched(request_id.text())
         ends = time.monotonic() + min(
             self.config.hold_seconds, self.config.hold_seconds if seconds is None else seconds
@@ -786,7 +789,6 @@ class TinkerService:
         last: dict[str, Checkpoint] = {}
         for checkpoint in self.store.of_model(model_id):
             last.setdefault(_kind(checkpoint), checkpoint)
-        metadata = {str(k): str(v) for k, v in (model.metadata or {}).items()}
         return {
             "training_run_id": model.id,
             "base_model": model.spec["base_model"],
@@ -796,7 +798,7 @@ class TinkerService:
             "last_request_time": _time(model.last_request),
             "last_checkpoint": _shown(last["training"]) if "training" in last else None,
             "last_sampler_checkpoint": _shown(last["sampler"]) if "sampler" in last else None,
-            "user_metadata": metadata or None,
+            "user_metadata": _notes(model.metadata),
         }
 
     def counts(self) -> dict[str, int]:
@@ -924,8 +926,15 @@ def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
         "size_bytes": checkpoint.size_bytes,
         "public": False,
         "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
-        "user_metadata": checkpoint.metadata,
+        "user_metadata": _notes(checkpoint.metadata),
     }
+
+
+def _notes(metadata: Any) -> dict[str, str] | None:
+    """The sender's notes as clients read them; a journal may have others of before."""
+    if not isinstance(metadata, dict):
+        return None
+    return {str(name): str(value) for name, value in metadata.items()} or None
 
 
 def _time(seconds: float) -> str:

@@ -50,6 +50,7 @@ MAX_SAMPLES = 4096
 MAX_TOP_K = 1024
 """Ids with log-probs that a request may ask for at one place."""
 MAX_SEQ_ID = 2**31 - 1
+MAX_METADATA_CHARS = 16_384
 MAX_SAMPLE_SEQ_ID = 2**63 - 1
 """An unpickled sampling client counts from its random number times 10^9."""
 NO_LOGPROB = -99999.0
@@ -490,6 +491,15 @@ def whole_number(value: Value, least: int = 0, most: int = MAX_SEQ_ID) -> int:
     found = value.integer(least, most)
     if found is None:
         raise value.wrong(f"a whole number from {least}")
+    return found
+
+
+def metadata_of(value: Value) -> dict[str, str]:
+    """The sender's notes, which every listing repeats. Raises Refusal (400) unless they are text by
+    names, and short."""
+    found = {name: value[name].text() for name, raw in value.object().items() if raw is not None}
+    if (size := sum(map(len, (*found, *found.values())))) > MAX_METADATA_CHARS:
+        raise value.refusal(f"has {size} characters; at most {MAX_METADATA_CHARS} are kept.")
     return found
 
 

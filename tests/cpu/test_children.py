@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.children import Child
+from lockstep.children import OWN_KEYS, Child, own_variables
 from lockstep.errors import ChildError, ChildRefusal, ChildTimeoutError
 
 SERVED = """
@@ -226,3 +226,24 @@ def test_a_fork_starts_a_child_of_its_own(child):
     os.waitpid(fork, 0)
     assert os.read(reading, 10) == b"other"
     assert child.ask({"do": "echo"}, seconds=60)["pid"] == pid
+
+
+@pytest.mark.parametrize("has_variables", [False, True])
+def test_no_child_gets_the_keys_of_our_own_servers(has_variables, monkeypatch):
+    for name in OWN_KEYS:
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    program = "import os, sys; from lockstep.children import serve; serve(lambda: dict(os.environ))"
+    child = Child(
+        [sys.executable, "-c", program],
+        name="all",
+        environment={"MORE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        has_variables=has_variables,
+    )
+    found = child.ask({}, seconds=60)
+    child.close()
+    assert found["PATH"] and (found["LC_ALL"], found["MORE"]) == ("C.UTF-8", "1")
+    assert ("OPENAI_API_KEY" in found) is has_variables
+    assert not found.keys() & set(OWN_KEYS)
+    assert own_variables(["LOCKSTEP_KEY"])["LOCKSTEP_KEY"] == "secret", "where the user names it"

@@ -804,7 +804,8 @@ TABLES = {
     "task-math": partial(task_table, "math"),
     "task-retool": partial(task_table, "retool"),
     **{
-        f"gateway-{name}": partial(fields_table, name) for name in ("chat", "responses", "messages")
+        f"gateway-{name}": partial(fields_table, name)
+        for name in ("chat", "responses", "messages", "others")
     },
     "task-instructions": partial(task_table, "instructions"),
     "task-quickstart": partial(task_table, "quickstart"),

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.config import check_numbers, require
-from lockstep.errors import ConfigError
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from lockstep.config import check_key, check_numbers, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +41,9 @@ class GatewayConfig:
     """File that gets a line of JSON for each request: time, session, route, model, tokens, status,
     milliseconds and the code of an error; never what was said."""
 
-    @property
-    def is_local(self) -> bool:
-        return self.host in LOOPBACK
-
     def check_key(self, key: str) -> None:
         """Raises ConfigError unless `key` may open a server at this address; "" is none."""
-        if not self.is_local and not key:
-            raise ConfigError(
-                f"gateway.host={self.host} can be reached from other machines, so it needs a key: "
-                "set LOCKSTEP_KEY. Without one the gateway listens on 127.0.0.1 alone."
-            )
-        if key and (not key.isascii() or not key.isprintable() or " " in key):
-            raise ConfigError("the gateway's key must be printable ASCII without spaces.")
+        check_key(key, host=self.host, where=f"gateway.host={self.host}")
 
     def __post_init__(self) -> None:
         check_numbers(self, "gateway.", "read_seconds", "keep_alive_seconds")

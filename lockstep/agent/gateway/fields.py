@@ -73,6 +73,47 @@ OPENAI: Fields = {
 }
 """Fields that both OpenAI dialects have."""
 
+OTHERS: Fields = {
+    **{
+        name: refused(NO_CONSTRAINT, neutral)
+        for neutral, names in (
+            (0, "frequency_penalty presence_penalty min_p top_a min_tokens min_new_tokens"),
+            (0, "no_repeat_ngram_size xtc_probability dry_multiplier"),
+            (1, "repetition_penalty length_penalty typical_p"),
+            (False, "ignore_eos use_beam_search"),
+        )
+        for name in names.split()
+    },
+    **dict.fromkeys(("logit_bias", "vllm_xargs"), refused(NO_CONSTRAINT, {})),
+    **dict.fromkeys(
+        ("bad_words", "allowed_token_ids", "logits_processors", "stop_token_ids"),
+        refused(NO_CONSTRAINT, []),
+    ),
+    **dict.fromkeys(("n", "best_of"), refused("One reply is drawn for each request.", 1)),
+    **dict.fromkeys(
+        ("skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
+        refused("Replies are text without control tokens. Ask for ids: x-lockstep-ids.", True),
+    ),
+    **dict.fromkeys(
+        ("logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+        refused("Ask for ids and their log-probs: x-lockstep-ids.", False),
+    ),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning"), refused("It always comes.", True)),
+    "include_stop_str_in_output": refused("Replies end before it.", False),
+    **dict.fromkeys(
+        ("echo", "continue_final_message", "add_special_tokens"),
+        refused("The renderer writes the prompt.", False),
+    ),
+    "add_generation_prompt": refused("The renderer writes the prompt.", True),
+    **dict.fromkeys(
+        ("chat_template_kwargs", "mm_processor_kwargs"),
+        refused("They are settings of the renderer, the same for all requests.", {}),
+    ),
+    "documents": refused(TEXT_ONLY, []),
+    "priority": refused("Episodes have theirs from the run.", 0),
+}
+"""Fields of other servers, vLLM among them: refused in all dialects unless they change nothing."""
+
 CHAT = {
     **OPENAI,
     "messages": honoured("text; a last message of the assistant's is refused"),
@@ -85,9 +126,6 @@ CHAT = {
     "reasoning_effort": ignored("It is a setting of the renderer, the same for all requests."),
     "verbosity": VERBOSITY,
     "response_format": FORMAT,
-    **dict.fromkeys(
-        ("logit_bias", "frequency_penalty", "presence_penalty"), refused(NO_CONSTRAINT, {}, 0)
-    ),
     "modalities": refused(TEXT_ONLY, ["text"]),
     "function_call": refused("It is the old form: use tool_choice.", "auto", "none"),
     **dict.fromkeys(
@@ -102,11 +140,13 @@ CHAT_MESSAGE: Fields = dict.fromkeys((*_READ, *_NOTES), honoured())
 
 RESPONSES = {
     **OPENAI,
-    "input": honoured("text, or items: messages, calls and their outputs, reasoning"),
+    "input": honoured("text, or items: messages, calls and their outputs, reasoning, references"),
     "instructions": honoured("a system message before all others, of this request alone"),
     "previous_response_id": honoured("of the same session, unless it was sent with store=false"),
     "store": honoured("false: no later request can name this one; the session keeps it anyway"),
-    "max_output_tokens": honoured(),
+    **dict.fromkeys(("max_output_tokens", "seed"), honoured()),
+    "top_k": honoured("not OpenAI's, but usual; 0 and -1 are off"),
+    "stop": honoured("not OpenAI's; the reply that is sent ends before it; its ids are kept"),
     "include": honoured(f"{LOGPROBS}; {ENCRYPTED}, which is plain text in base64"),
     "text": honoured("verbosity is ignored; a format is refused"),
     "reasoning": ignored(
@@ -132,7 +172,7 @@ MESSAGES = {
     "max_tokens": honoured(),
     "tool_choice": CHOICE,
     "stop_sequences": honoured("the reply that is sent ends before it; its ids are kept"),
-    "top_k": honoured(),
+    **dict.fromkeys(("top_k", "seed"), honoured()),
     "thinking": ignored(
         "Whether the model thinks, and how long, is a matter of the model and its renderer.",
         {"type": "adaptive"},

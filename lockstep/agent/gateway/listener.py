@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import ssl
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
-from lockstep.agent.gateway.config import LOOPBACK, GatewayConfig
+from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.page import landing_page
+from lockstep.config import LOOPBACK, cannot_listen
 from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.system import max_open_files
 
@@ -137,13 +137,10 @@ class Listener:
             self._socket = await asyncio.get_running_loop().create_server(
                 make, config.host, config.port, backlog=ACCEPTED_AT_ONCE, ssl=secured
             )
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             await runner.cleanup()
-            hint = " port=0 takes a free one." if error.errno == errno.EADDRINUSE else ""
-            raise ConfigError(
-                f"gateway.host={config.host} gateway.port={config.port}: "
-                f"{error.strerror or error}.{hint}"
-            ) from error
+            where = f"gateway.host={config.host} gateway.port={config.port}"
+            raise cannot_listen(error, where) from error
         self._runner = runner
         self._port = self._socket.sockets[0].getsockname()[1]
 

@@ -9,8 +9,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply
-from lockstep.agent.gateway.fields import MESSAGES, MESSAGES_MESSAGE, MESSAGES_OUTPUT, TEXT_ONLY
+from lockstep.agent.gateway.fields import (
+    MESSAGES,
+    MESSAGES_MESSAGE,
+    MESSAGES_OUTPUT,
+    OTHERS,
+    TEXT_ONLY,
+)
 from lockstep.agent.gateway.reading import (
+    MAX_TOOLS,
     Answered,
     Asked,
     Dialogues,
@@ -37,7 +44,9 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = False) -> Asked:
     """is_counted: the request is to count tokens and has no max_tokens. Raises Refusal (400)."""
     asked = Value(body)
-    found = asked.check_fields(MESSAGES) + asked["output_config"].check_fields(MESSAGES_OUTPUT)
+    found = asked.check_fields({**OTHERS, **MESSAGES}) + asked["output_config"].check_fields(
+        MESSAGES_OUTPUT
+    )
     if body.get("max_tokens") is None and not is_counted:
         raise asked["max_tokens"].refusal("is missing: it is required.")
     transcript = Transcript()
@@ -47,7 +56,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = Fa
         message.check_fields(MESSAGES_MESSAGE)
         _add(transcript, message["role"], message["content"])
     has_tools = asked["tool_choice"]["type"].raw != "none"
-    tools = tuple(_tool(tool) for tool in asked["tools"].entries()) if has_tools else ()
+    tools = tuple(_tool(tool) for tool in asked["tools"].entries(MAX_TOOLS)) if has_tools else ()
     return asked_of(
         asked,
         transcript.messages,

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import TEXT_ONLY, Fields
 from lockstep.renderers.base import Constraint, Renderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
+T = TypeVar("T")
+
 MAX_SCHEMA_DEPTH = 64
 """Levels of a tool's parameters; renderers recurse into them."""
+MAX_SCHEMA_CHARS = 1 << 18
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0: logits divided by less overflow float32."""
 MAX_INTEGER = 2**31 - 1
+MAX_ENTRIES = 10_000
+"""Messages, or parts of one, that a request may have: others wait while they are gone through."""
+MAX_TOOLS = 1000
+LOOP_BYTES = 1 << 16
+"""Size of a body that is read on the event loop: a few milliseconds."""
 
 Dialogues = dict[str, list[Message]]
 """Response id -> its dialogue, of one session: the input of a request may be named by its response.
@@ -120,6 +129,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
+async def beside(raw: bytes, read: Callable[[], T]) -> T:
+    """The result of `read`, which parses a body; in a thread for a large one."""
+    return read() if len(raw) <= LOOP_BYTES else await asyncio.to_thread(read)
+
+
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
@@ -153,9 +167,11 @@ class Value:
             raise self.wrong("an object")
         return self.raw or {}
 
-    def entries(self) -> list[Value]:
+    def entries(self, most: int = MAX_ENTRIES) -> list[Value]:
         if self.raw is not None and not isinstance(self.raw, list):
             raise self.wrong("a list")
+        if len(self.raw or ()) > most:
+            raise self.refusal(f"has {len(self.raw)} entries, more than {most}.")
         return [Value(each, f"{self.where}[{at}]") for at, each in enumerate(self.raw or ())]
 
     def text(self, default: str | None = None) -> str:
@@ -294,12 +310,10 @@ def tool_of(entry: Value, *, parameters: str = "parameters") -> ToolSchema:
     name, schema = entry["name"], entry[parameters]
     if not _TOOL_NAME.fullmatch(name.text()):
         raise name.wrong("1 to 128 letters, digits or any of _ . : / -")
-    if _is_deep(schema.object()):
-        raise schema.refusal(f"is nested over {MAX_SCHEMA_DEPTH} levels.")
     return ToolSchema(
         name=name.raw,
         description=entry["description"].text(""),
-        parameters=schema.object() or {"type": "object", "properties": {}},
+        parameters=_bounded(schema) or {"type": "object", "properties": {}},
     )
 
 
@@ -339,11 +353,17 @@ def _schema_of(format: Value) -> dict[str, Any] | None:
             schema = place["schema"]
             if schema.raw is None:
                 raise schema.wrong("a JSON Schema")
-            if _is_deep(schema.object()):
-                raise schema.refusal(f"is nested over {MAX_SCHEMA_DEPTH} levels.")
-            return schema.object()
+            return _bounded(schema)
         case _:
             raise format["type"].unsupported("known are text, json_object and json_schema.")
+
+
+def _bounded(schema: Value) -> dict[str, Any]:
+    if _is_deep(found := schema.object()):
+        raise schema.refusal(f"is nested over {MAX_SCHEMA_DEPTH} levels.")
+    if (size := len(json.dumps(found))) > MAX_SCHEMA_CHARS:
+        raise schema.refusal(f"has {size} characters, more than {MAX_SCHEMA_CHARS}.")
+    return found
 
 
 def _is_deep(value: Any, levels: int = MAX_SCHEMA_DEPTH) -> bool:

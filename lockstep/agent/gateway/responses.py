@@ -5,12 +5,20 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.agent.gateway import chat
-from lockstep.agent.gateway.fields import ENCRYPTED, LOGPROBS, RESPONSES, RESPONSES_TEXT, TEXT_ONLY
+from lockstep.agent.gateway.fields import (
+    ENCRYPTED,
+    LOGPROBS,
+    OTHERS,
+    RESPONSES,
+    RESPONSES_TEXT,
+    TEXT_ONLY,
+)
 from lockstep.agent.gateway.reading import (
+    MAX_TOOLS,
     Answered,
     Asked,
     Dialogues,
@@ -42,7 +50,7 @@ KEEP_ALIVE = chat.KEEP_ALIVE
 def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     """Raises Refusal (400) that names the field."""
     asked = Value(body)
-    found = asked.check_fields(RESPONSES) + asked["text"].check_fields(RESPONSES_TEXT)
+    found = asked.check_fields({**OTHERS, **RESPONSES}) + asked["text"].check_fields(RESPONSES_TEXT)
     transcript = Transcript()
     if instructions := asked["instructions"].text(""):
         transcript.add(Message(role="system", content=instructions))
@@ -53,7 +61,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
             raise previous.refusal(text, "previous_response_not_found")
         for message in dialogues[previous.raw]:
             transcript.add(message)
-    _add_input(transcript, asked["input"])
+    _add_input(transcript, asked["input"], dialogues)
     for name in asked["include"].entries():
         if name.raw not in (LOGPROBS, ENCRYPTED):
             raise name.unsupported(f"known are {LOGPROBS} and {ENCRYPTED}.")
@@ -74,7 +82,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
 
 def _tools(listed: Value, left_out: list[str]) -> tuple[ToolSchema, ...]:
     tools: list[ToolSchema] = []
-    for entry in listed.entries():
+    for entry in listed.entries(MAX_TOOLS):
         match entry["type"].raw:
             case "function":
                 tools.append(tool_of(entry))
@@ -89,7 +97,7 @@ def _tools(listed: Value, left_out: list[str]) -> tuple[ToolSchema, ...]:
     return tuple(tools)
 
 
-def _add_input(transcript: Transcript, given: Value) -> None:
+def _add_input(transcript: Transcript, given: Value, dialogues: Dialogues) -> None:
     """Adds the messages of the items. One turn of the model is several items: reasoning, then a
     message, then calls."""
     if isinstance(given.raw, str):
@@ -104,6 +112,8 @@ def _add_input(transcript: Transcript, given: Value) -> None:
             turn.clear()
 
     for entry in given.entries():
+        if entry["type"].raw == "item_reference" or entry.object().keys() == {"id"}:
+            entry = _referenced(entry, dialogues)
         match entry["type"].raw or "message":
             case "message":
                 role, content = entry["role"].raw, _content(entry["content"])
@@ -132,6 +142,17 @@ def _add_input(transcript: Transcript, given: Value) -> None:
             case _:
                 raise entry["type"].unsupported(f"send the items themselves. {TEXT_ONLY}")
     flush()
+
+
+def _referenced(entry: Value, dialogues: Dialogues) -> Value:
+    """The item of an earlier response that an item refers to by its id."""
+    name = entry["id"].text()
+    number = name.partition("_")[2].partition("_")[0]
+    for item in _items_of(number, dialogues.get(f"resp_{number}", ())[-1:]):
+        if item["id"] == name.replace("ctc_", "fc_"):
+            return Value(item, entry.where)
+    text = "is no item of a response of this session that was stored. Send the item itself."
+    raise entry["id"].refusal(text, "item_not_found")
 
 
 def _content(value: Value) -> str:
@@ -229,32 +250,44 @@ def events(answered: Answered) -> Iterator[bytes]:
 
 def _items(answered: Answered) -> list[dict[str, Any]]:
     asked, reply = answered.asked, answered.replies[0]
-    message = reply.message
     status = "completed" if reply.finish_reason == "stop" else "incomplete"
-    items: list[dict[str, Any]] = []
-    if message.thinking:
-        content = {"type": "reasoning_text", "text": message.thinking}
-        item = {"id": f"rs_{answered.id}", "type": "reasoning", "summary": [], "content": [content]}
-        if ENCRYPTED in (asked.body.get("include") or ()):
-            item["encrypted_content"] = base64.b64encode(message.thinking.encode()).decode()
-        items.append({**item, "status": status})
-    if message.content or not message.tool_calls:
-        content = {
-            "type": "output_text",
-            "text": message.content,
-            "annotations": [],
-            "logprobs": answered.logprobs(reply) if asked.has_logprobs else [],
-        }
-        item = {"id": f"msg_{answered.id}", "type": "message", "role": "assistant"}
-        items.append({**item, "status": status, "content": [content]})
     custom = {one["name"] for one in asked.body.get("tools") or () if one.get("type") == "custom"}
-    for at, call in enumerate(message.tool_calls):
-        item = {"id": f"fc_{answered.id}_{at}", "type": "function_call", "call_id": call.id}
-        item |= {"name": call.name, "arguments": call.arguments, "status": "completed"}
-        if call.name in custom:
-            item |= {"id": f"ctc_{answered.id}_{at}", "type": "custom_tool_call"}
-            item["input"] = _free_text(item.pop("arguments"))
-        items.append(item)
+    items = _items_of(answered.id, [reply.message])
+    for item in items:
+        if item["type"] == "function_call":
+            item["status"] = "completed"
+            if item["name"] in custom:
+                name = item["id"].replace("fc_", "ctc_")
+                item |= {"id": name, "type": "custom_tool_call"}
+                item["input"] = _free_text(item.pop("arguments"))
+            continue
+        item["status"] = status
+        if item["type"] == "message":
+            item["content"][0] |= {
+                "annotations": [],
+                "logprobs": answered.logprobs(reply) if asked.has_logprobs else [],
+            }
+        elif ENCRYPTED in (asked.body.get("include") or ()):
+            thinking = reply.message.thinking.encode()
+            item["encrypted_content"] = base64.b64encode(thinking).decode()
+    return items
+
+
+def _items_of(number: str, replies: Sequence[Message]) -> list[dict[str, Any]]:
+    """The items of a response with that number: of its reply, which is left out if not known."""
+    items: list[dict[str, Any]] = []
+    for message in replies:
+        if message.thinking:
+            content = {"type": "reasoning_text", "text": message.thinking}
+            item = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "content": [content]}
+            items.append(item)
+        if message.content or not message.tool_calls:
+            content = {"type": "output_text", "text": message.content}
+            item = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+            items.append({**item, "content": [content]})
+        for at, call in enumerate(message.tool_calls):
+            item = {"id": f"fc_{number}_{at}", "type": "function_call", "call_id": call.id}
+            items.append({**item, "name": call.name, "arguments": call.arguments})
     return items
 
 

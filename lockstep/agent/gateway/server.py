@@ -33,7 +33,7 @@ from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import honoured
 from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of
 from lockstep.agent.gateway.page import section
-from lockstep.agent.gateway.reading import Answered, Asked, Value, event, parse_body
+from lockstep.agent.gateway.reading import Answered, Asked, Value, beside, event, parse_body
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
 from lockstep.errors import MissingExtraError
@@ -184,7 +184,8 @@ class GatewayServer:
     async def _value(self, request: web.Request, *fields: str) -> Value:
         """The body of a request about a session; an empty object without one. fields: all that it
         may have, where others are refused."""
-        body = Value(parse_body(await self._body(request, optional=True)))
+        raw = await self._body(request, optional=True)
+        body = Value(await beside(raw, partial(parse_body, raw)))
         if fields:
             body.check_fields(dict.fromkeys(fields, honoured()))
         return body
@@ -241,7 +242,7 @@ class GatewayServer:
         raw = await self._body(request)
         if session.is_finished:  # the shared one may have ended meanwhile
             session = self._session(request)
-        asked: Asked = dialect.read(parse_body(raw), session.dialogues)
+        asked: Asked = await beside(raw, lambda: dialect.read(parse_body(raw), session.dialogues))
         self._check_asked(asked)
         if key := self._turn_key(request, session, raw):
             asked = replace(asked, turn=replace(asked.turn, key=key))
@@ -356,8 +357,10 @@ class GatewayServer:
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        body = parse_body(await self._body(request))
-        asked = messages.read(body, session.dialogues, is_counted=True)
+        raw = await self._body(request)
+        asked = await beside(
+            raw, lambda: messages.read(parse_body(raw), session.dialogues, is_counted=True)
+        )
         self._check_asked(asked)
         return _json({"input_tokens": await session.count_tokens(asked.turn)})
 

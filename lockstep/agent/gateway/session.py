@@ -110,6 +110,8 @@ class GatewaySession:
         self._finishing: asyncio.Task[None] | None = None
         self._exhausted = ""
         """The budget that refused the last request; "" after a turn."""
+        self._cut = ""
+        """The budget that cut the last turn."""
         self.dialogues: Dialogues = {}
         """Dialogues that a later request may name; empty after the end."""
         self.last_used = time.monotonic()
@@ -128,6 +130,12 @@ class GatewaySession:
     def is_busy(self) -> bool:
         """Whether a turn is being sampled."""
         return bool(self._running)
+
+    @property
+    def limit(self) -> str:
+        """The budget that refused the agent's last request or cut its last turn; "" if none did. An
+        agent that fails then was ended by it."""
+        return self._exhausted or self._cut
 
     @property
     def has_reward(self) -> bool:
@@ -261,7 +269,7 @@ class GatewaySession:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         if not self._tree.answers:
-            error = error or "the agent asked for no turn"
+            error = error or self._exhausted or "the agent asked for no turn"
         if error:
             trajectory.status, trajectory.error = "failed", error
             trajectory.reward_parts.clear()
@@ -331,8 +339,18 @@ class GatewaySession:
             raise Refusal(status, code, f"{drafted.stage}: {described(error)}") from error
         finally:
             place.num_running -= 1
+        self._cut = self._budget_that_cut(turn, len(prompt_ids), request)
         num_reused_tokens = len(prompt_ids) - drafted.counts["tokens/encoded"]
         return self._add(turn, drafted, num_reused_tokens=num_reused_tokens)
+
+    def _budget_that_cut(self, turn: Turn, num_prompt_ids: int, request: TurnRequest) -> str:
+        num_ids = len(turn.ids)
+        if turn.finish_reason == "stop" or num_ids == request.max_tokens:  # as it was asked for
+            return ""
+        is_full = num_prompt_ids + num_ids >= self._sampler.max_tokens
+        name = "max_tokens" if is_full else "max_turn_tokens"
+        name = "max_seconds" if turn.finish_reason == "abort" else name
+        return f"{name}: the last turn was cut at {num_ids} tokens"
 
     def _enter(self, dialogue: Dialogue) -> tuple[_Draft, Int32Array]:
         """Adds the request to the tree, which does not change meanwhile. Returns its draft and

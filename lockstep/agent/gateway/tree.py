@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from lockstep.agent.gateway.exchange import Refusal, TurnRequest
+from lockstep.agent.json_schema import canonical
 from lockstep.agent.turns import Observed
 from lockstep.types import Message, ToolCall, ToolSchema
 
@@ -392,18 +393,9 @@ def _canonical(arguments: str) -> str:
 @lru_cache(maxsize=8192)
 def _read_canonical(arguments: str) -> str:
     try:
-        return json.dumps(_plain(json.loads(arguments)), sort_keys=True)
+        return canonical(json.loads(arguments))
     except (ValueError, RecursionError):
         return arguments
-
-
-def _plain(value: Any) -> Any:
-    """1e3 and 1000.0 are 1000 to clients that have one kind of number."""
-    if isinstance(value, dict):
-        return {key: _plain(of_key) for key, of_key in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _tools_key(tools: Sequence[ToolSchema]) -> Key:

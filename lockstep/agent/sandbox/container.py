@@ -6,7 +6,6 @@ Kata's, if that is too little.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from lockstep.agent.sandbox.process import (
     _ProcessConfig,
     inside_arguments,
 )
+from lockstep.children import own_variables
 from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 
@@ -65,7 +65,7 @@ class ContainerConfig(_ProcessConfig):
                 argv=[*container_argv(self, name), *arguments],
                 # Killing the command leaves the container running.
                 kill_argv=[self.command, "rm", "--force", name],
-                env=dict(os.environ),  # of the command; the container's is in argv
+                env=own_variables(has_others=True),  # of the command; the container's is in argv
             )
 
         return launch

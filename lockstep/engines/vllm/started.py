@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lockstep.children import own_variables
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
@@ -180,7 +181,8 @@ class VllmServer:
 
     def _environment(self) -> dict[str, str]:
         config = self._config
-        inherited = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
+        variables = own_variables(has_others=True)
+        inherited = {k: v for k, v in variables.items() if k not in NOT_INHERITED}
         if not self._has_gpu:
             # vLLM binds threads to cores of its own choice, and they wait by spinning: with a
             # trainer on the same cores both stand still.

@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.agent.environment import Score
 from lockstep.agent.harness import Endpoint, Harness
 from lockstep.agent.scoring import ScorerConfig
+from lockstep.children import own_variables
 from lockstep.errors import ConfigError, RolloutError
 from lockstep.system import kill_group
 from lockstep.types import Task
@@ -30,12 +31,6 @@ DRAIN_SECONDS = 1.0
 KILL_ROUNDS = 20
 """Searches for processes that a program left. One that cannot be killed does not hold up the run.
 """
-_PASSED = """
-PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR PWD VIRTUAL_ENV CONDA_PREFIX
-LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR CUDA_VISIBLE_DEVICES NO_PROXY no_proxy
-"""
-PASSED = frozenset(_PASSED.split())
-PASSED_PREFIXES = ("LC_", "PYTHON", "XDG_", "OMP_", "NODE_PATH")
 MAX_VARIABLE_BYTES = 100_000
 """Size of LOCKSTEP_TASK: Linux refuses a variable of 128 KiB. A larger task comes on stdin alone.
 """
@@ -73,11 +68,12 @@ class ProgramHarness(Harness):
         self._words, self._scorer = words_of(command), scorer
         self._pass_variables = pass_variables
         self._process: asyncio.subprocess.Process | None = None
+        self._task: Task | None = None
         self._mark = b""
         """Words in the environment of all that the program starts."""
 
     async def run(self, task: Task, endpoint: Endpoint) -> Score | None:
-        text = json.dumps({"id": task.id, **task.payload})
+        self._task, text = task, json.dumps({"id": task.id, **task.payload})
         self._mark = f"LOCKSTEP_SESSION_URL={endpoint.session_url}\0".encode()
         process = self._process = await asyncio.create_subprocess_exec(
             *self._words,
@@ -110,10 +106,16 @@ class ProgramHarness(Harness):
                 f"the program ended with {_ending(process.returncode)}: {_end(bytes(complaints))}"
                 f"{_end(bytes(printed))}"
             )
-        output = printed.decode(errors="replace").strip()
+        self.has_ended, output = True, printed.decode(errors="replace").strip()
         if self._scorer is None:
             return score_of(output)
         score, self.metrics = await self._scorer.score(task, output, ())
+        return score
+
+    async def score_cut(self) -> Score | None:
+        if self._scorer is None or self._task is None:
+            return None
+        score, self.metrics = await self._scorer.score(self._task, None, ())
         return score
 
     async def close(self) -> None:
@@ -140,16 +142,6 @@ class ConnectedHarness(Harness):
     async def run(self, task: Task, endpoint: Endpoint) -> Score | None:
         await endpoint.offer()
         return None
-
-
-def own_variables(names: Sequence[str]) -> dict[str, str]:
-    """Environment variables of this process that a program gets: those that it needs to start, and
-    `names`. Keys and tokens of the user are not among them."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in names or name in PASSED or name.startswith(PASSED_PREFIXES)
-    }
 
 
 def score_of(output: str) -> Score | None:

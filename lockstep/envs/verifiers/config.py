@@ -113,6 +113,7 @@ class VerifiersConfig(TaskConfig):
             name="verifiers",
             opening={"environment": environment, "limit": self.limit},
             start_seconds=self.start_seconds,
+            has_variables=True,  # its tools and judges have keys of the user's
         )
 
     def _open(self) -> dict[str, Any]:

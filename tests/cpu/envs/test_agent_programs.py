@@ -144,6 +144,31 @@ def test_a_program_that_goes_wrong_fails_its_episode_and_says_why(tmp_path, body
     assert trajectory.status == "failed" and error in trajectory.error
 
 
+@pytest.mark.parametrize(
+    ("body", "scorer", "reward", "parts"),
+    [
+        ('for n in range(9): ask("w" * 900 * n)', None, 0, {}),
+        ('print(0.75)\nfor n in range(9): ask("w" * 900 * n)', None, 0, {}),
+        ('post(os.environ["LOCKSTEP_SESSION_URL"] + "/reward", {"reward": 0.25})\n'
+         'for n in range(9): ask("w" * 900 * n)', None, 0.25, {}),
+        ('print("four")\nfor n in range(9): ask("w" * 900 * n)', ExactScorer(), 0,
+         {"correctness": 0, "answered": 0}),
+        ('try:\n    for n in range(9): ask("w" * 900 * n)\nexcept Exception: print(0.5)',
+         None, 0.5, {}),
+        ('try:\n    for n in range(9): ask("w" * 900 * n)\nexcept Exception: print("four")',
+         ExactScorer(), 1, {"correctness": 1, "answered": 1}),
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_a_program_that_dies_of_the_context_limit_is_truncated(
+    tmp_path, body, scorer, reward, parts
+):
+    (trajectory,) = play(program(tmp_path, body, scorer=scorer), [TASK])
+    assert trajectory.status == "truncated", trajectory.error
+    assert trajectory.error.startswith("max_tokens: the next turn would begin at token")
+    assert trajectory.reward == reward and trajectory.reward_parts == parts
+
+
 def test_a_program_that_is_late_is_killed_with_all_that_it_started(tmp_path):
     mark = tmp_path / "mark"
     child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"

@@ -1,22 +1,27 @@
 """The served report: runs that grow, end and go away, and search over everything stored."""
 
+import base64
+import contextlib
 import json
 import re
 import shutil
+import socket
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import pytest
 from synthetic_runs import HOSTILE, write_run
 
+from lockstep import report
 from lockstep.cli import BAD_INPUT, main
 from lockstep.errors import CheckpointError, RunError
-from lockstep.report.server import MAX_FOUND, ReportServer
+from lockstep.report.server import MAX_CONNECTIONS, MAX_FOUND, ReportServer
 from lockstep.store.run import RunDirectory, find_runs
 
 
@@ -24,12 +29,15 @@ def no_tokenizer(config):
     raise CheckpointError("the model is not on this machine")
 
 
+def server_of(paths, **place):
+    place = {"host": "127.0.0.1", "port": 0, **place}
+    return ReportServer(paths, **place, tokenizer_of=no_tokenizer, recipe_of=lambda run: None)
+
+
 @contextmanager
-def served(*paths):
+def served(*paths, **place):
     """(function that gets a path as text) of a server of these runs."""
-    server = ReportServer(
-        paths, host="127.0.0.1", port=0, tokenizer_of=no_tokenizer, recipe_of=lambda run: None
-    )
+    server = server_of(paths, **place)
     with server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -149,12 +157,70 @@ def test_what_does_not_exist_is_not_found(place, address):
         get(address)
 
 
-def test_wrong_arguments_are_one_sentence(place, tmp_path, capsys):
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::", "localhost"])
+def test_a_key_opens_the_runs_to_those_who_have_it(place, host):
+    def basic(password):
+        return f"Basic {base64.b64encode(f':{password}'.encode()).decode()}"
+
+    with served(place, host=host, key="k:1") as get:
+        for given in ("Bearer k:1", basic("k:1"), "basic " + basic("k:1")[6:]):
+            assert json.loads(get("runs.json", Authorization=given))["runs"]
+        assert json.loads(get("runs.json", Authorization=basic("k:1"), Host="any.name"))["runs"]
+        for given in ("", "Bearer", "Bearer k", basic("k"), "Basic k:1", "Basic !", "k:1"):
+            with pytest.raises(urllib.error.HTTPError, match="401") as raised:
+                get("runs.json", Authorization=given)
+            assert raised.value.headers["WWW-Authenticate"] == "Basic"
+            assert "LOCKSTEP_KEY" in raised.value.read().decode()
+
+
+@pytest.mark.parametrize(
+    "request_of", [b"", b"GET", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nA: b"]
+)
+def test_half_requests_hold_no_thread(place, request_of, monkeypatch):
+    monkeypatch.setattr(report.server, "READ_SECONDS", 1.0)
+    before = threading.active_count()
+    with served(place) as get:
+        address = urlsplit(get.url).hostname, urlsplit(get.url).port
+        held = [socket.create_connection(address) for _ in range(MAX_CONNECTIONS + 40)]
+        for each in held:
+            with contextlib.suppress(OSError):
+                each.sendall(request_of)
+        assert json.loads(get("runs.json"))["runs"], "answered while they wait"
+        assert threading.active_count() - before <= MAX_CONNECTIONS + 8
+        until = time.monotonic() + 20
+        while threading.active_count() - before > 2 and time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                held[-1].sendall(b"x")  # however slowly it goes on
+            time.sleep(0.1)
+        assert threading.active_count() - before <= 2
+        for each in held:
+            each.close()
+
+
+def test_wrong_arguments_are_one_sentence(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("LOCKSTEP_KEY", raising=False)
     with pytest.raises(RunError, match="is no directory: expected a run"):
-        ReportServer(
-            [tmp_path / "no"], host="127.0.0.1", port=0, tokenizer_of=no_tokenizer,
-            recipe_of=lambda run: None,
-        )  # fmt: skip
+        server_of([tmp_path / "no"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        busy = str(taken.getsockname()[1])
+        for words, text in (
+            (
+                ["--host", "0.0.0.0"],
+                "--host 0.0.0.0 can be reached from other machines, so it needs",
+            ),
+            (["--host", "::"], "--host :: can be reached from other machines, so it needs a key"),
+            (["--host", "no.such.host.invalid"], "needs a key: set LOCKSTEP_KEY"),
+            (["--port", "99999"], "--host 127.0.0.1 --port 99999: "),
+            (["--port", "-1"], "--host 127.0.0.1 --port -1: "),
+            (["--port", busy], f"--host 127.0.0.1 --port {busy}: Address already in use. Another"),
+        ):
+            assert main(["report", str(place), "--serve", *words]) == BAD_INPUT
+            said = " ".join(capsys.readouterr().err.split())
+            assert text in said and "Traceback" not in said
+        monkeypatch.setenv("LOCKSTEP_KEY", "k")
+        for host in ("no.such.host.invalid", "a..b", "192.0.2.1"):
+            assert main(["report", str(place), "--serve", "--host", host]) == BAD_INPUT
+            assert f"--host {host} --port 0: " in " ".join(capsys.readouterr().err.split())
     assert main(["report", str(place), "--serve", "--out", "x.html"]) == BAD_INPUT
     assert "--serve writes no file" in capsys.readouterr().err
     assert main(["report", str(place / "first"), "--port", "80"]) == BAD_INPUT

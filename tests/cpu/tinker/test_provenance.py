@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.doctor.checks.causes import CAUSES
 from lockstep.tinker.provenance import Drawn, DrawnIndex, trace_datum
@@ -326,3 +328,105 @@ def test_many_replies_to_one_prompt_are_told_apart():
         index=index_of(sequences),
     )
     assert len(asked) < 5, "the latest are looked at first, and the right one ends the search"
+
+
+def drawn_after(prompt, ids, version=0):
+    """A reply whose log-probs are a function of what is before each token, and of the version."""
+    whole = [*prompt, *ids]
+    logprobs = [-1e-3 - hash((version, *whole[: len(prompt) + at])) % 999 for at in range(len(ids))]
+    return Drawn(
+        prompt_ids=np.array(prompt, np.int32),
+        token_ids=np.array(ids, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        versions=np.full(len(ids), version, np.int32),
+    )
+
+
+def datum_of(prompt, *turns, advantages=None):
+    """A datum of turns: a reply, or ids that were observed."""
+    ids, logprobs = list(prompt), [0.0] * len(prompt)
+    for turn in turns:
+        is_reply = isinstance(turn, Drawn)
+        ids += turn.token_ids.tolist() if is_reply else turn
+        logprobs += turn.logprobs.tolist() if is_reply else [0.0] * len(turn)
+    inputs = {
+        "target_tokens": np.array(ids[1:], np.int64),
+        "logprobs": np.array(logprobs[1:], np.float32),
+    }
+    inputs["advantages"] = (inputs["logprobs"] != 0).astype(np.float32)
+    if advantages is not None:
+        inputs["advantages"] *= advantages
+    return Datum(token_ids=np.array(ids[:-1], np.int32), inputs=inputs)
+
+
+IDS = st.lists(st.integers(0, 1), min_size=1, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prompt=IDS,
+    turns=st.lists(st.tuples(IDS, IDS, st.integers(0, 1)), min_size=1, max_size=3),
+    others=st.lists(st.tuples(st.integers(0, 12), IDS, st.integers(0, 1)), max_size=12),
+    is_before=st.booleans(),
+    advantage=st.sampled_from([1.0, -1.0, 0.0]),
+)
+def test_rows_drawn_here_are_known_whatever_else_was_drawn(
+    prompt, turns, others, is_before, advantage
+):
+    """Prompts and replies of two ids: they extend one another, begin and contain one another."""
+    told, path, replies = [], list(prompt), {}
+    for at, (ids, observed, version) in enumerate(turns):
+        reply = replies[f"own{at}"] = drawn_after(path, ids, version)
+        path += [*ids, *observed]
+        told += [reply, observed]
+    more = {
+        f"other{at}": drawn_after(path[: 1 + size % len(path)], ids, version)
+        for at, (size, ids, version) in enumerate(others)
+    }
+    sequences = more | replies if is_before else replies | more
+    datum = datum_of(prompt, *told[:-1], advantages=advantage)
+    found = trace(datum, sequences)
+    assert found.status == "drawn", found.text
+    is_sampled = datum.inputs["logprobs"] != 0
+    expected = np.concatenate([turn.versions for turn in told if isinstance(turn, Drawn)])
+    assert np.array_equal(found.versions[is_sampled], expected)
+    datum.inputs["logprobs"][np.flatnonzero(is_sampled)[-1]] = -0.125
+    assert advantage == 0 or trace(datum, sequences).status in ("differs", "foreign")
+
+
+FULL = drawn_after([5, 17, 99], [1, 2, 3, 4, 5, 6])
+SHORT = drawn_after([5, 17, 99], [1])
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [SHORT],
+        [SHORT] * 300,
+        [drawn_after([5, 17, 99], [1, 2, 3])],
+        [drawn_after([5, 17, 99], [1, 2, 3, 4, 5, 6, 7])],
+        [drawn_after([5, 17, 99], [1, 2, 3, 4, 5, 6], version=1)] * 300,
+        [drawn_after([5, 17, 99, 1], [2]), drawn_after([5, 17, 99, 1, 2, 3], [4, 5, 6])],
+        [drawn_after([5, 17], [99, 1, 2])],
+        [FULL, SHORT, replace(FULL, logprobs=np.zeros_like(FULL.logprobs))],
+        [replace(FULL, token_ids=FULL.token_ids[:0], logprobs=FULL.logprobs[:0])],
+    ],
+    ids=range(9),
+)
+def test_later_draws_do_not_hide_a_row(between):
+    sequences = {"own": FULL, **{f"later{at}": reply for at, reply in enumerate(between)}}
+    assert trace(datum_of([5, 17, 99], FULL), sequences).status == "drawn"
+
+
+def test_a_reply_in_pieces_is_known_beside_a_longer_one():
+    first, second = FULL, drawn_after([5, 17, 99, 1, 2, 3, 4, 5, 6], [7, 8])
+    longer = drawn_after([5, 17, 99], [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    sequences = {"first": first, "second": second, "longer": longer}
+    assert trace(datum_of([5, 17, 99], first, second), sequences).status == "drawn"
+    observed = trace(datum_of([5, 17, 99], first, [7, 9], second), {"longer": longer, "one": first})
+    assert (observed.versions >= 0).sum() == len(first.token_ids), "7 and 9 were not sampled here"
+
+
+def test_a_row_that_was_cut_is_told_so_beside_a_shorter_reply():
+    cut = datum_of([5, 17, 99], drawn_after([5, 17, 99], [1, 2, 3, 4]))
+    assert trace(cut, {"own": FULL, "later": SHORT}).cause == "missing_final"

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.error
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 
@@ -289,3 +290,36 @@ def test_an_unmodified_client_goes_on_after_kill_9(tmp_path):
                 server.start()
 
         assert run(server.url, disturb) == expected
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [[1], "text", 5, True, {"a": 1}, {"a": ["b"]}, {"a": {"b": "c"}}, {"a": "x" * 20_000}],
+    ids=range(8),
+)
+def test_one_clients_notes_do_not_break_what_others_list(restarted, metadata):
+    wire = Wire(restarted.served)
+    asked = {"session_id": wire.session, "base_model": "org/tiny", "lora_config": {"rank": 8}}
+    assert wire.post("create_session", user_metadata=metadata)[0] == 400
+    status, said = wire.post("create_model", model_seq_id=0, user_metadata=metadata, **asked)
+    assert status == 400 and said["detail"].startswith("user_metadata")
+    for number, kept in enumerate((None, {}, {"a": "b", "c": None})):
+        status, made = wire.post("create_model", model_seq_id=number, user_metadata=kept, **asked)
+        assert status == 200 and wire.retrieve(made["request_id"])[0] == 200
+    assert wire.post(
+        "save_weights", model_id=made["model_id"], seq_id=1, path="p", user_metadata=metadata
+    )[0] == 400  # fmt: skip
+
+    async def store_as_it_once_was():
+        service = restarted.served.service
+        service._journal.put(replace(service._models[made["model_id"]], metadata=metadata))
+
+    restarted.served.wait(store_as_it_once_was())
+    restarted.restart(wire)
+    status, found = wire.get("training_runs")
+    assert status == 200 and len(found["training_runs"]) == 3
+    assert all(
+        values is None or all(isinstance(value, str) for value in values.values())
+        for values in (each["user_metadata"] for each in found["training_runs"])
+    )
+    assert wire.get(f"sessions/{wire.session}")[1]["user_metadata"] is None

@@ -1,6 +1,8 @@
 """Bodies of the three dialects: what is honoured, what is refused, what comes back."""
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ from gateways import MODEL, Gateway, says
 
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.reading import Value, parse_body
+from lockstep.agent.gateway.fields import OTHERS
+from lockstep.agent.gateway.reading import Value, beside, parse_body
 from lockstep.types import Message
 
 USER = {"role": "user", "content": "hi"}
@@ -208,7 +211,7 @@ REFUSED = {
     "no-tools": (chat, {"tool_choice": "required"}, "tool_choice"),
     "no-such-tool": (messages, {"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
     "choice": (responses, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-    "reference": (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    "reference": (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
     "unknown-id": (responses, {"previous_response_id": "resp_0"}, "previous_response_id"),
     "include": (responses, {"include": ["file_search_call.results"]}, "include[0]"),
 }
@@ -229,6 +232,52 @@ def test_what_cannot_be_honoured_is_refused_by_its_field(case: str):
     assert len(str(caught.value)) > len(field) + 10
 
 
+MANY, FAR_TOO_MANY = 10_001, 1001
+BIG = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(20_000)}}
+TOO_LARGE = {
+    "chat": (chat, {"messages": [USER] * MANY}, "messages"),
+    "parts": (chat, {"messages": [{**USER, "content": [{"type": "text"}] * MANY}]}, "messages[0]"),
+    "calls": (chat, {"messages": [{"role": "assistant", "tool_calls": [CALL] * MANY}]},
+              "messages[0].tool_calls"),
+    "chat tools": (chat, {"tools": [CHAT_TOOL] * FAR_TOO_MANY}, "tools"),
+    "chat schema": (chat, {"tools": [{"function": {**FUNCTION, "parameters": BIG}}]}, "tools[0]"),
+    "format": (chat, {"response_format": {"type": "json_schema", "json_schema": {"schema": BIG}}},
+               "response_format"),
+    "stop": (chat, {"stop": ["a"] * MANY}, "stop"),
+    "items": (responses, {"input": [USER] * MANY}, "input"),
+    "item parts": (responses, {"input": [{**USER, "content": [{}] * MANY}]}, "input[0].content"),
+    "response tools": (responses, {"tools": [RESPONSES_TOOL] * FAR_TOO_MANY}, "tools"),
+    "include": (responses, {"include": ["x"] * MANY}, "include"),
+    "messages": (messages, {"messages": [USER] * MANY}, "messages"),
+    "blocks": (messages, {"messages": [{**USER, "content": [{}] * MANY}]}, "messages[0].content"),
+    "anthropic tools": (messages, {"tools": [MESSAGES_TOOL] * FAR_TOO_MANY}, "tools"),
+    "system": (messages, {"system": [{}] * MANY}, "system"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOO_LARGE)
+def test_a_request_that_others_would_wait_for_is_refused(case, gateway: Gateway):
+    dialect, change, field = TOO_LARGE[case]
+    path, base = {
+        chat: ("/v1/chat/completions", chat_body()),
+        messages: ("/v1/messages", messages_body()),
+        responses: ("/v1/responses", {"model": MODEL, "input": "hi"}),
+    }[dialect]
+    status, found = gateway.ask("POST", path, {**base, **change})
+    assert status == 400 and found["error"]["message"].startswith(field), found
+    assert "more than" in found["error"]["message"]
+    if dialect is messages:
+        assert gateway.ask("POST", f"{path}/count_tokens", {**base, **change})[0] == 400
+
+
+def test_a_large_body_is_read_beside_the_event_loop():
+    async def thread_of(size):
+        return await beside(b" " * size, threading.current_thread)
+
+    assert asyncio.run(thread_of(1 << 16)) is threading.current_thread()
+    assert asyncio.run(thread_of(1 + (1 << 16))) is not threading.current_thread()
+
+
 def test_what_is_harmless_or_asks_for_what_happens_anyway_is_accepted():
     read_chat(
         chat_body(
@@ -239,6 +288,64 @@ def test_what_is_harmless_or_asks_for_what_happens_anyway_is_accepted():
     )  # fmt: skip
     read_messages(messages_body(metadata={"user_id": "u"}, thinking={"type": "adaptive"}))
     read_responses({"model": MODEL, "input": "x", "truncation": "disabled", "background": False})
+
+
+@pytest.mark.parametrize("dialect", [chat, responses, messages])
+def test_settings_of_other_servers_are_accepted_where_they_change_nothing(dialect):
+    base = {
+        chat: chat_body(),
+        messages: messages_body(),
+        responses: {"model": MODEL, "input": "hi"},
+    }[dialect]
+    own = {chat: {"n", "logprobs"}}.get(dialect, set())
+    neutral = {name: value for name, field in OTHERS.items() for value in field.neutral}
+    assert len(neutral) > 35
+    for top_k in (-1, 0):
+        found = dialect.read({**base, **neutral, "top_k": top_k, "seed": 7}, {}).turn
+        assert (found.top_k, found.seed, found.ignored) == (0, 7, ())
+    dialect.read({**base, **dict.fromkeys(OTHERS), "repetition_penalty": 1.0, "min_p": 0.0}, {})
+    for name, value in neutral.items():
+        other = not value if isinstance(value, bool) else {"a": 1} if value == {} else [1]
+        for asked in (other, 2, "x"):
+            if name not in own:
+                with pytest.raises(Refusal, match=f"{name} is .*cannot be honoured") as caught:
+                    dialect.read({**base, name: asked}, {})
+                assert caught.value.parameter == name
+
+
+def test_items_of_stored_responses_can_be_referred_to(gateway: Gateway):
+    _, made = gateway.ask("POST", "/sessions")
+    path = f"/s/{made['id']}/v1/responses"
+    user = {"role": "user", "content": "Q?"}
+    for tool in (RESPONSES_TOOL, {"type": "custom", "name": "weather"}):
+        body = {"model": MODEL, "input": [user], "tools": [tool]}
+        first = gateway.ask("POST", path, body)[1]["output"]
+        assert [item["type"] for item in first][:2] == ["reasoning", "message"]
+        told = {"call_id": first[2]["call_id"], "output": "sunny", "type": "function_call_output"}
+        references = [{"type": "item_reference", "id": item["id"]} for item in first]
+        untyped = [{"id": item["id"]} for item in first]
+        reused = []
+        for items in (first, references, untyped, [*references[:2], first[2]]):
+            body["input"] = [user, *items, told]
+            status, found = gateway.ask("POST", path, body)
+            assert status == 200, found
+            assert found["output"][1]["content"][0]["text"] == "It is sunny."
+            reused.append(found["usage"]["input_tokens"])
+        assert reused[1] == reused[2]
+        if tool is RESPONSES_TOOL:  # a custom tool's input is text, and this call had none
+            assert len(set(reused)) == 1, "the same tokens, however the items come"
+    for name in ("rs_0", "msg_", "fc_x_9", "", "resp_1", references[2]["id"] + "9"):
+        body["input"] = [user, {"type": "item_reference", "id": name}]
+        status, found = gateway.ask("POST", path, body)
+        assert (status, found["error"]["code"]) == (400, "item_not_found"), found
+        assert found["error"]["param"] == "input[1].id"
+    body = {"model": MODEL, "input": [user], "store": False}
+    (item, *_) = gateway.ask("POST", path, body)[1]["output"]
+    body["input"] = [user, {"type": "item_reference", "id": item["id"]}]
+    assert gateway.ask("POST", path, body)[0] == 400, "it was not to be stored"
+    _, other = gateway.ask("POST", "/sessions")
+    body["input"] = [user, references[0]]
+    assert gateway.ask("POST", f"/s/{other['id']}/v1/responses", body)[0] == 400
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,16 @@ class Plays(Harness):
         self.num_closed += 1
 
 
-def play(make, *, engine=None, num_tasks=1, group_size=1, renderer=RENDERER, **settings):
+def play(
+    make,
+    *,
+    engine=None,
+    num_tasks=1,
+    group_size=1,
+    renderer=RENDERER,
+    max_tokens=100_000,
+    **settings,
+):
     engine = engine or FakeEngine(turns(said("hello"), renderer=renderer))
     REGISTRIES.append(SessionRegistry())
     made = []
@@ -65,7 +75,7 @@ def play(make, *, engine=None, num_tasks=1, group_size=1, renderer=RENDERER, **s
             [Task(id=f"t{n}") for n in range(num_tasks)],
             group_size=group_size,
             sampling=sampling_of(agent),
-            budget=Budget.of(agent, max_tokens=100_000),
+            budget=Budget.of(agent, max_tokens=max_tokens),
             run_seed=0,
             gateway=gateway,
         )
@@ -157,6 +167,66 @@ def test_an_episode_without_a_reward_fails_with_its_reason(script, error):
     (trajectory,), (harness,), _ = play(lambda: Plays(script), max_seconds=0.1)
     assert trajectory.status == "failed" and error in trajectory.error
     assert not trajectory.rewards and harness.num_closed == 1
+
+
+LIMITS = {
+    "max_tokens": {"max_tokens": 150},
+    "max_turns": {"max_turns": 2},
+    "max_turn_tokens": {"max_turn_tokens": 3},
+    "max_seconds": {"max_seconds": 0.3},
+}
+ENDS = {
+    "raises": lambda: (_ for _ in ()).throw(KeyError("choices")),
+    "exits": lambda: sys.exit(1),
+    "gives up": lambda: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "has_posted"),
+    [("raises", False), ("raises", True), ("exits", False), ("exits", True), ("gives up", False)],
+)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_an_agent_that_a_limit_of_the_run_ended_is_truncated_and_scored(limit, end, has_posted):
+    async def script(agent):
+        if has_posted:
+            await agent.session.set_reward(0.25, parts={})
+        try:
+            for _ in range(50):
+                reply = await agent.ask(user("w" * 20))
+                if reply.finish_reason != "stop":
+                    raise ValueError("not a whole reply")
+        except (Refusal, ValueError):
+            return ENDS[end]()
+
+    slow = {"tokens_per_step": 1, "step_seconds": 0.02} if limit == "max_seconds" else {}
+    engine = FakeEngine(turns(said("hello")), **slow)
+    (trajectory,), _, _ = play(lambda: Plays(script), engine=engine, **LIMITS[limit])
+    assert trajectory.status == "truncated", trajectory.error
+    assert trajectory.error.startswith((f"{limit}: ", "harness.run: took longer than 0.3 s"))
+    assert trajectory.num_turns >= 1 and trajectory.reward == (0.25 if has_posted else 0.0)
+
+
+@pytest.mark.parametrize("case", ["own limit", "goes on", "engine", "own error", "bad score"])
+def test_an_agent_that_fails_of_itself_is_not_truncated(case):
+    async def script(agent):
+        await agent.ask(user("a"), max_tokens=2 if case == "own limit" else None)
+        if case == "goes on":
+            with pytest.raises(Refusal):
+                await agent.ask(user("w" * 500))
+            agent.messages = [user("w")]
+            await agent.ask()
+        if case in ("own error", "bad score"):
+            with pytest.raises(Refusal):
+                await agent.ask(user("w" * 500))
+        if case == "own error":
+            await agent.session.finish(error="the shop was closed")
+        if case == "bad score":
+            return Score(reward=math.nan)
+        raise RuntimeError("the browser crashed")
+
+    (trajectory,), _, _ = play(lambda: Plays(script), max_tokens=200)
+    assert trajectory.status == "failed" and not trajectory.rewards
 
 
 def test_an_agent_that_is_late_but_has_posted_is_truncated():
