@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.turns import OFFERED
 from lockstep.correction import measure
 from lockstep.correction.kl import support_bias
 from lockstep.errors import RolloutError
@@ -63,7 +66,7 @@ def step_metrics(
     for name, value in counters.items():
         if name in (f"tokens/{c}" for c in TOKEN_COUNTERS):
             row[name] = round(value * len(own))
-        elif name not in ("turns", "seconds"):
+        elif name not in ("turns", "seconds") and not name.startswith(OFFERED):
             row[f"episode/{name}"] = value
     if rows:
         advantages = np.concatenate([r.columns["advantages"][r.loss_mask] for r in rows])
@@ -153,6 +156,93 @@ def _support_bias(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, 
     )
     bias = support_bias(rollout, trainer, torch.from_numpy(np.concatenate(masks)))
     return {"mismatch/support_bias": float(bias) + 0.0}  # + 0.0: -0.0 is shown as 0.0
+
+
+LIMITS = {
+    "max_turn_tokens": "max_turn_tokens",
+    "max_tokens": "max_tokens",
+    "max_turns": "max_turns",
+    "max_seconds": "max_seconds",
+    "harness.run": "max_seconds",
+}
+"""Beginning of a truncated trajectory's `error` -> the limit that cut it."""
+MAX_TOOLS = 32
+"""Tools with figures of their own: those called most."""
+
+
+def health_metrics(
+    groups: Sequence[Group],
+    agent: AgentConfig,
+    *,
+    compares: bool,
+    decode: Callable[[Sequence[int]], str],
+) -> tuple[dict[str, float], dict[str, str]]:
+    """What `lockstep.observe.alarms.TRIGGERS` reads of a step's episodes beside `step_metrics`, and
+    trigger -> an example in words.
+
+    compares: whether the comparison of rewards within a group teaches. decode: ids as text.
+    """
+    own = [t for g in groups for t in g.trajectories if not t.policy]
+    scored = [t.reward for t in own if t.status != "failed" and t.rewards]
+    cuts = Counter(limit for t in own for limit in _limits_met(t, agent))
+    row: dict[str, float] = {f"episodes/cut/{name}": cuts[name] for name in LIMITS.values()}
+    row["episodes/same_reward"] = len(scored) if len(set(scored)) == 1 else 0
+    if compares and all(s.reward is None for t in own for s in t.segments):
+        row["episodes/groups"] = sum(
+            len(g.trajectories) > 1 and not g.trajectories[0].policy for g in groups
+        )
+    failures = Counter(t.error for t in own if t.status == "failed")
+    reasons = {"failed": failures.most_common(1)[0][0]} if failures else {}
+    offered = Counter(name for t in own for name in _offered(t))
+    calls, failed = Counter[str](), Counter[str]()
+    for name, reply in (call for t in own for call in _calls(t)):
+        calls[name] += 1
+        if reply is not None and reply.lstrip().lower().startswith("error"):
+            failed[name] += 1
+            reasons["tool_failing"] = " ".join(reply.split())[:200]
+    shown = sorted(offered, key=lambda name: (-calls[name], name))[:MAX_TOOLS]
+    for name in shown:
+        for kind, counted in (("offered", offered), ("calls", calls), ("failed", failed)):
+            row[f"tool/{kind}/{name}"] = counted[name]
+    uncalled = {name for name in shown if not calls[name]}
+    for group in groups if uncalled else ():
+        prompt = decode(group.trajectories[0].segments[0].token_ids.tolist())
+        for name in uncalled & _offered(group.trajectories[0]):
+            if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", prompt):
+                key = f"tool/hidden/{name}"
+                row[key] = row.get(key, 0) + len(group.trajectories)
+    return row, reasons
+
+
+def _limits_met(trajectory: Trajectory, agent: AgentConfig) -> set[str]:
+    """The limits that cut the episode, or a turn of it that an agent went on from."""
+    met = {
+        "max_turn_tokens"
+        for segment in trajectory.segments
+        if segment.finish_reason == "length" and len(segment) >= agent.max_turn_tokens
+    }
+    if agent.continue_cut_turns:  # such a turn goes on
+        met.clear()
+    limit = LIMITS.get(trajectory.error.partition(":")[0], "")
+    return met | {limit} if limit and trajectory.status == "truncated" else met
+
+
+def _offered(trajectory: Trajectory) -> set[str]:
+    return {n.removeprefix(OFFERED) for n in trajectory.metrics if n.startswith(OFFERED)}
+
+
+def _calls(trajectory: Trajectory) -> Iterator[tuple[str, str | None]]:
+    """(tool, the text that the model read) of each call; None where the episode ended before."""
+    replies: dict[int, list[str]] = {}
+    for segment in trajectory.segments:
+        if segment.parent is not None and not segment.is_sampled:
+            texts = [message.content for message in segment.messages if message.role == "tool"]
+            replies.setdefault(segment.parent, texts)
+    for index, segment in enumerate(trajectory.segments):
+        calls = [call for message in segment.messages for call in message.tool_calls]
+        for at, call in enumerate(calls if segment.is_sampled else ()):
+            texts = replies.get(index, [])
+            yield call.name, texts[at] if at < len(texts) else None
 
 
 def check_failures(groups: Sequence[Group], max_share: float, *, where: str) -> None:
