@@ -69,8 +69,8 @@ function chartSpecs() {
     { title: "Groups without a signal", unit: "share", series: [
       { label: "no signal", values: ratio("episodes/without_signal", "episodes/groups"), meaning: "Share of the groups whose episodes all got one reward." },
       { label: "replaced", values: ratio("signal/replaced", "episodes/groups"), meaning: "Groups that others were played for, for each group of the step." }] },
-    { title: "Tool errors", unit: "share", series: names.filter((name) => name.startsWith("tool/calls/")).map((name) => (
-      { label: name.slice(11), values: ratio(name.replace("calls", "failed"), name), meaning: "Share of this tool's calls that were answered with an error." })) },
+    { title: "Tool errors", unit: "share", series: names.filter((name) => name.startsWith("tool/answered/")).map((name) => (
+      { label: name.slice(14), values: ratio(name.replace("answered", "failed"), name), meaning: "Share of this tool's calls that were answered with an error." })) },
     { title: "Entropy", unit: "nats", series: [named("train/entropy", "entropy")] },
     { title: "Clip fraction", unit: "share", series: [
       named("train/clip_fraction", "clipped tokens"), named("critic/clip_fraction", "clipped values")] },

@@ -194,16 +194,17 @@ def health_metrics(
     failures = Counter(t.error for t in own if t.status == "failed")
     reasons = {"failed": failures.most_common(1)[0][0]} if failures else {}
     offered = Counter(name for t in own for name in _offered(t))
-    calls, failed = Counter[str](), Counter[str]()
+    calls, answered, failed = Counter[str](), Counter[str](), Counter[str]()
     for name, reply in (call for t in own for call in _calls(t)):
         calls[name] += 1
+        answered[name] += reply is not None
         if reply is not None and reply.lstrip().lower().startswith("error"):
             failed[name] += 1
             reasons["tool_failing"] = " ".join(reply.split())[:200]
     shown = sorted(offered, key=lambda name: (-calls[name], name))[:MAX_TOOLS]
     for name in shown:
-        for kind, counted in (("offered", offered), ("calls", calls), ("failed", failed)):
-            row[f"tool/{kind}/{name}"] = counted[name]
+        row |= {f"tool/offered/{name}": offered[name], f"tool/calls/{name}": calls[name]}
+        row |= {f"tool/answered/{name}": answered[name], f"tool/failed/{name}": failed[name]}
     uncalled = {name for name in shown if not calls[name]}
     for group in groups if uncalled else ():
         prompt = decode(group.trajectories[0].segments[0].token_ids.tolist())

@@ -18,7 +18,8 @@ HEALTHY = {
     "episodes/turns_mean": 2.4, "episodes/without_signal": 3, "episodes/same_reward": 0,
     "episodes/cut/max_turn_tokens": 3, "episodes/cut/max_tokens": 5, "episodes/cut/max_turns": 2,
     "episodes/cut/max_seconds": 0, "episode/parse_errors": 0.3, "train/lr_to_usual": 1.0,
-    "tool/offered/search": 64, "tool/calls/search": 90, "tool/failed/search": 40,
+    "tool/offered/search": 64, "tool/calls/search": 90, "tool/answered/search": 80,
+    "tool/failed/search": 40,
 }  # fmt: skip
 SAME = {"reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0, "episodes/same_reward": 64,
         "episodes/without_signal": 8}  # fmt: skip
@@ -66,7 +67,8 @@ CASES = {
         "83 % of the replies cannot be read in the renderer's format. Set renderer=jinja",
     ),
     "tool_failing": (
-        {"tool/calls/open": 9, "tool/offered/open": 64, "tool/failed/open": 9},
+        {"tool/calls/open": 9, "tool/offered/open": 64, "tool/answered/open": 8,
+         "tool/failed/open": 8},
         "100 % of the calls of open failed, for example: error: OSError: gone. "
         "Set agent.tool_timeout_seconds=60",
     ),
@@ -74,6 +76,10 @@ CASES = {
         {"tool/hidden/open": 64, "tool/offered/open": 64, "tool/calls/open": 0},
         "the prompt that the model reads does not contain open, and no episode calls it. "
         "Set renderer.tools_in_prompt=true",
+    ),
+    "tool_unknown": (
+        {"episode/tool/unknown": 0.9, "episode/tool/calls": 1.5},
+        "60 % of the calls name a tool that the task does not have. Set renderer=jinja",
     ),
     "tool_unused": (
         {"tool/offered/open": 64, "tool/calls/open": 0},
