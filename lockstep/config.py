@@ -60,7 +60,8 @@ def resolve(config: T, overrides: Sequence[str]) -> T:
         try:
             tree = _with_field(type(config), tree, key.strip().split("."), text, key.strip())
         except UnknownSettingError as error:
-            hinted = hint(key.strip(), text, [*tree, *flatten(tree), *error.beside])
+            known = [*tree, *flatten(tree), *error.beside, *_paths(type(config))]
+            hinted = hint(key.strip(), text, known)
             raise ConfigError(f"unknown setting {key.strip()!r}.{hinted}") from None
     return from_dict(type(config), tree)
 
@@ -132,14 +133,20 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
     """The dataclass `cls` from its JSON form, with every key and type checked."""
     hints, fields = _hints(cls), _field_names(cls)
     values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key == "type":
-            continue
-        where = f"{path}.{key}" if path else key
-        if key not in fields:
-            beside = [f"{path}.{field}" if path else field for field in fields]
-            raise ConfigError(f"unknown setting {where!r}.{hint(where, '', beside)}")
-        values[key] = _value(hints[key], value, where)
+    try:
+        for key, value in tree.items():
+            where = f"{path}.{key}" if path else key
+            if key not in ("type", *fields):
+                raise UnknownSettingError(
+                    [f"{path}.{field}" if path else field for field in fields], where
+                )
+            if key != "type":
+                values[key] = _value(hints[key], value, where)
+    except UnknownSettingError as error:
+        if path:  # the caller knows the settings of other sections too
+            raise
+        found = UnknownSettingError([*error.beside, *_paths(cls)], error.where)
+        raise ConfigError(str(found)) from None
     missing = [
         f.name
         for f in dataclasses.fields(cast(Any, cls))
@@ -152,7 +159,8 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
     try:
         return cls(**values)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if path else str(error)) from None
+        is_named = str(error).startswith(path)
+        raise ConfigError(str(error) if is_named else f"{path}: {error}") from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -331,11 +339,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class UnknownSettingError(ConfigError):
-    """No setting has this path; `beside` are those that could stand there."""
+    """No setting has the path `where`; `beside` are those that could stand there, the nearest
+    first."""
 
-    def __init__(self, beside: list[str]) -> None:
-        super().__init__(f"unknown setting.{did_you_mean('', beside)}")
-        self.beside = beside
+    def __init__(self, beside: list[str], where: str = "") -> None:
+        super().__init__(f"unknown setting {where!r}.{hint(where, '', beside)}")
+        self.beside, self.where = beside, where
 
 
 @contextlib.contextmanager
@@ -538,6 +547,16 @@ def _plain(value: Any, annotation: Any = Any) -> Any:
         inner = _entry_of(annotation)
         return {k: _plain(v, inner) for k, v in cast(Mapping[str, Any], value).items()}
     return value
+
+
+def _paths(cls: type) -> list[str]:
+    """The dotted paths of all settings that a `cls` can have, of every kind."""
+    out: list[str] = []
+    for name, annotation in _hints(cls).items():
+        members = [*choices(annotation).values(), *_union(annotation)]
+        below = [f"{name}.{p}" for m in members if dataclasses.is_dataclass(m) for p in _paths(m)]
+        out += [name, *below] if name in _field_names(cls) else []
+    return list(dict.fromkeys(out))
 
 
 def _show(value: Any) -> str:

@@ -349,7 +349,12 @@ class TrainingRun:
         if self.directory is None:
             return
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
-        if not is_complete:  # a complete run ends with the row of its last evaluation
+        if is_complete:
+            self.view.note(
+                f"{self.path} is already finished: all {self.step} steps are made. To train more: "
+                f"lockstep train from={self.path} steps={2 * self.step}."
+            )
+        else:  # a complete run ends with the row of its last evaluation
             self.directory.rewind(self.step - 1)
         self.directory.add_facts({"resumed_at": self.step})
         run = load_run(self.path)
