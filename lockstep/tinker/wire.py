@@ -531,22 +531,15 @@ def optim_step_of(body: Value) -> OptimStep:
     given = {
         name: number
         for name in names
-        if (number := _sent_number(params, name, *bounds.get(name, (0, 1e30)))) is not None
+        if (number := params[name].number(*bounds.get(name, (0, 1e30)))) is not None
     }
+    if nulls := [name for name in names if params.object().get(name, 0) is None]:
+        text = "must be a finite number, found null: NaN or infinity at the client."
+        raise params[nulls[0]].refusal(text)
     if "learning_rate" not in given:
         raise params["learning_rate"].wrong("a number from 0")
     given["grad_clip_norm"] = max(0.0, given.get("grad_clip_norm", 0.0))
     return OptimStep(**given)
-
-
-def _sent_number(params: Value, name: str, low: float, high: float) -> float | None:
-    """None where it is left out. The client sends NaN and infinity as null."""
-    if name in params.object() and params[name].raw is None:
-        expected = f"a finite number in {low:g}..{high:g}"
-        raise params[name].refusal(
-            f"must be {expected}, found null: NaN or infinity at the client."
-        )
-    return params[name].number(low, high)
 
 
 _SAMPLE_FIELDS = (
@@ -579,7 +572,7 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
             f"the prompt has {num} tokens{asked}; {base.name} is served with at most "
             f"{base.max_tokens} tokens together. Send less, or serve it with a larger max_tokens."
         )
-    temperature = _sent_number(params, "temperature", 0, 100)
+    temperature = params["temperature"].number(0, 100)
     if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
         raise params["temperature"].wrong(f"0 or at least {MIN_TEMPERATURE:g}")
     top_k = params["top_k"].integer(-1)
@@ -597,7 +590,7 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
         stop_strings=stop_strings,
         temperature=1.0 if temperature is None else temperature,
         top_k=top_k or -1,
-        top_p=_sent_number(params, "top_p", 1e-6, 1) or 1.0,
+        top_p=params["top_p"].number(1e-6, 1) or 1.0,
         has_prompt_logprobs=has_logprobs,
         topk_prompt_logprobs=_top_k(body["topk_prompt_logprobs"], base),
         topk_sample_logprobs=_top_k(body["topk_sample_logprobs"], base),
