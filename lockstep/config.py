@@ -131,22 +131,23 @@ def changes(config: Any) -> dict[str, Any]:
 
 def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
     """The dataclass `cls` from its JSON form, with every key and type checked."""
+    try:
+        return _from_dict(cls, tree, path)
+    except UnknownSettingError as error:  # settings of other sections may be meant
+        beside = [*error.beside, *([] if path else _paths(cls))]
+        raise ConfigError(str(UnknownSettingError(beside, error.where))) from None
+
+
+def _from_dict(cls: type[T], tree: Mapping[str, Any], path: str) -> T:
     hints, fields = _hints(cls), _field_names(cls)
     values: dict[str, Any] = {}
-    try:
-        for key, value in tree.items():
-            where = f"{path}.{key}" if path else key
-            if key not in ("type", *fields):
-                raise UnknownSettingError(
-                    [f"{path}.{field}" if path else field for field in fields], where
-                )
-            if key != "type":
-                values[key] = _value(hints[key], value, where)
-    except UnknownSettingError as error:
-        if path:  # the caller knows the settings of other sections too
-            raise
-        found = UnknownSettingError([*error.beside, *_paths(cls)], error.where)
-        raise ConfigError(str(found)) from None
+    for key, value in tree.items():
+        if key == "type":
+            continue
+        where = f"{path}.{key}" if path else key
+        if key not in fields:
+            raise UnknownSettingError([f"{path}.{f}" if path else f for f in fields], where)
+        values[key] = _value(hints[key], value, where)
     missing = [
         f.name
         for f in dataclasses.fields(cast(Any, cls))
@@ -493,7 +494,7 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             name = value.get("type", "")
             if name not in kinds:
                 raise ConfigError(f"{path}.type={name}: no such kind.{did_you_mean(name, kinds)}")
-            return cast(Any, from_dict(kinds[name], value, path=path))
+            return cast(Any, _from_dict(kinds[name], value, path))
         nested = _dataclass_of(annotation, value)
         if nested is not None and "type" in value and not _field_names(nested):
             raise ConfigError(
@@ -501,7 +502,7 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
                 "the module that has it (lockstep.recipes brings the built-in ones; --plugin)."
             )
         if nested is not None:
-            return cast(Any, from_dict(nested, value, path=path))
+            return cast(Any, _from_dict(nested, value, path))
         if (inner := _entry_of(annotation)) is not None:
             return {k: _value(inner, v, f"{path}.{k}") for k, v in value.items()}
     for member in members:
@@ -553,7 +554,7 @@ def _paths(cls: type) -> list[str]:
     """The dotted paths of all settings that a `cls` can have, of every kind."""
     out: list[str] = []
     for name, annotation in _hints(cls).items():
-        members = [*choices(annotation).values(), *_union(annotation)]
+        members = cast(list[type], [*choices(annotation).values(), *_union(annotation)])
         below = [f"{name}.{p}" for m in members if dataclasses.is_dataclass(m) for p in _paths(m)]
         out += [name, *below] if name in _field_names(cls) else []
     return list(dict.fromkeys(out))

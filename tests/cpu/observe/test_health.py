@@ -1,6 +1,7 @@
 """What silently eats the learning: one constructed run for each trigger, and healthy ones."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -74,7 +75,7 @@ CASES = {
     ),
     "tool_hidden": (
         {"tool/hidden/open": 64, "tool/offered/open": 64, "tool/calls/open": 0},
-        "the prompt that the model reads does not contain open, and no episode calls it. "
+        "the prompt that the model reads does not contain open, and nothing calls it. "
         "Set renderer.tools_in_prompt=true",
     ),
     "tool_unknown": (
@@ -123,6 +124,16 @@ def test_a_trigger_says_what_happens_and_which_setting_changes_it(name):
     changed, text = CASES[name]
     found = alarms_after(rows_of(changed, changed))
     assert list(found) == [name] and found[name].startswith(text)
+
+
+def test_the_page_has_one_example_for_each_trigger_and_its_threshold():
+    page = (Path(__file__).parents[3] / "docs/troubleshooting.md").read_text()
+    for trigger in TRIGGERS:
+        changed = CASES[trigger.name][0]
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{trigger.name}` |")]
+        assert row.endswith(f" | {alarms_after(rows_of(changed, changed))[trigger.name]} |")
+        share = trigger.above if trigger.above < 1 else 0
+        assert not share or f" {100 * share:.0f} % or more " in row
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("lr")])

@@ -85,8 +85,8 @@ RUNS = {
     "a tool that the prompt does not show": (
         {"tools": [weather], "reward": lambda episode: len(episode.answer) % 3},
         {
-            "tool_hidden": "the prompt that the model reads does not contain weather, and no "
-            "episode calls it. Set renderer.tools_in_prompt=true"
+            "tool_hidden": "the prompt that the model reads does not contain weather, and "
+            "nothing calls it. Set renderer.tools_in_prompt=true"
         },
     ),
 }
