@@ -36,21 +36,19 @@ def shows_gpu(root: Path = Path("/")) -> bool:
 
 def check_driver(setting: str) -> None:
     """Raises ConfigError, before torch is imported, where no GPU can be there for it."""
-    remedy = "`nvidia-smi -L` lists the GPUs. Set device=auto, which takes one if there is one"
     if not shows_gpu():
         raise ConfigError(
             f"{setting}, and this machine shows no GPU: no NVIDIA driver is loaded, or "
-            f"CUDA_VISIBLE_DEVICES hides them. {remedy}."
+            "CUDA_VISIBLE_DEVICES hides them. `nvidia-smi -L` lists the GPUs. Set device=auto, "
+            "which takes one if there is one."
         )
     if (found := version("torch")).endswith("+cpu"):
-        raise ConfigError(f"{setting}, and torch {found} is {_without_cuda(found)}.")
+        raise ConfigError(f"{setting}, and torch {found} {_without_cuda(found)}.")
 
 
 def _without_cuda(found: str) -> str:
-    return (
-        "built without CUDA. Install its default build: pip install --force-reinstall "
-        f"torch=={found.partition('+')[0]}"
-    )
+    default = f"pip install --force-reinstall torch=={found.partition('+')[0]}"
+    return f"is built without CUDA. Install its default build: {default}"
 
 
 def check_gpu(setting: str) -> None:
@@ -87,7 +85,7 @@ def _why_unseen() -> str:
     import torch
 
     if torch.version.cuda is None:
-        return f"is {_without_cuda(torch.__version__)}"
+        return _without_cuda(torch.__version__)
     if torch.cuda.is_available():
         return ""
     remedy = "`nvidia-smi` shows what the driver sees"

@@ -266,30 +266,19 @@ def _sums(
     return total, sum(shown[1:]) if total[1] >= trigger.evidence and shown[0] else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Spell:
-    """A stretch of steps in which a trigger held, with its alarm at the end of it."""
-
-    alarm: Alarm
-    first: int
-    last: int
-    is_over: bool
-    """Whether it had ended before the last step."""
-
-    def __str__(self) -> str:
-        since = f"Until step {self.last}" if self.is_over else f"Since step {self.first}"
-        return f"{since}: {self.alarm.text}"
-
-
-def spells(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[Spell]:
-    """What a run was unhealthy with: for each trigger the last stretch of steps."""
+def spells(
+    rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> list[tuple[str, bool]]:
+    """(what a run was unhealthy with, and since or until which step; whether it still is), for the
+    last stretch of steps of each trigger."""
     steps = [row for row in rows if is_step_row(row)]
-    health, found, before = Health(settings), dict[str, Spell](), -1
+    health, began, found = Health(settings), dict[str, int](), dict[str, tuple[str, bool]]()
     for number, row in enumerate(steps, start=1):
         health.take(row, is_last=number == len(steps))
-        for alarm in health.alarms:
-            had = found.get(alarm.name)
-            first = had.first if had is not None and had.last == before else row["step"]
-            found[alarm.name] = Spell(alarm, first, row["step"], number < len(steps))
-        before = row["step"]
+        held = {alarm.name: alarm.text for alarm in health.alarms}
+        began = {name: began.get(name, row["step"]) for name in held}
+        for name, text in held.items():
+            found[name] = f"Until step {row['step']}: {text}", False
+            if number == len(steps):
+                found[name] = f"Since step {began[name]}: {text}", True
     return list(found.values())

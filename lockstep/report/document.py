@@ -368,7 +368,7 @@ def _health(run: Run) -> list[dict[str, Any]]:
     doctor.health=false."""
     settings = flatten(run.config)
     found = spells(run.metrics, settings) if settings.get("doctor.health", True) else []
-    return [{"text": str(each), "level": "ok" if each.is_over else "warning"} for each in found]
+    return [{"text": text, "level": "warning" if still else "ok"} for text, still in found]
 
 
 def _words(value: Any) -> str:

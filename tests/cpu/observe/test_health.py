@@ -145,11 +145,13 @@ def test_one_odd_step_is_no_alarm(name, at):
 
 def test_an_alarm_ends_with_what_it_says_and_a_run_of_one_step_is_judged_at_its_end():
     cut = CASES["cut_by_max_turn_tokens"][0]
-    first, *_ = spells(rows_of(cut, cut, cut, *[{}] * 20), SETTINGS)
-    assert first.is_over and (first.first, first.last) == (1, 8)
-    assert str(first).startswith("Until step 8: ")
-    (alone,) = spells(rows_of(cut), SETTINGS)
-    assert not alone.is_over and str(alone).startswith("Since step 0: 44 of 64")
+    ((text, still),) = spells(rows_of(cut, cut, cut, *[{}] * 20), SETTINGS)
+    assert text.startswith("Until step 8: ") and not still
+    again = rows_of(cut, cut, *[{}] * 20, cut, cut, cut, cut)
+    ((text, still),) = spells(again, SETTINGS)
+    assert text.startswith("Since step 25: ") and still
+    ((text, still),) = spells(rows_of(cut), SETTINGS)
+    assert text.startswith("Since step 0: 44 of 64") and still
 
 
 def test_solved_tasks_are_no_alarm_and_a_reward_that_never_differed_is_one():
