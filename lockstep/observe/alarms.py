@@ -267,12 +267,16 @@ def _sums(
 
 
 def spells(
-    rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    *,
+    reasons: Mapping[str, str] | None = None,
 ) -> list[tuple[str, bool]]:
     """(what a run was unhealthy with, and since or until which step; whether it still is), for the
     last stretch of steps of each trigger."""
     steps = [row for row in rows if is_step_row(row)]
-    health, began, found = Health(settings), dict[str, int](), dict[str, tuple[str, bool]]()
+    health = Health(settings, dict(reasons or {}))
+    began, found = dict[str, int](), dict[str, tuple[str, bool]]()
     for number, row in enumerate(steps, start=1):
         health.take(row, is_last=number == len(steps))
         held = {alarm.name: alarm.text for alarm in health.alarms}

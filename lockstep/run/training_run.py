@@ -429,7 +429,8 @@ class TrainingRun:
             last = rewards[-10:]
             out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
         if self.config.doctor.health:
-            found = [text for text, still in spells(run.metrics, self.health.settings) if still]
+            said = spells(run.metrics, self.health.settings, reasons=self.health.reasons)
+            found = [text for text, still in said if still]
             for line in found:
                 self.view.note(line, "warning")
             out |= {"health": found} if found else {}
