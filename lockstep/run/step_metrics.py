@@ -158,14 +158,8 @@ def _support_bias(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, 
     return {"mismatch/support_bias": float(bias) + 0.0}  # + 0.0: -0.0 is shown as 0.0
 
 
-LIMITS = {
-    "max_turn_tokens": "max_turn_tokens",
-    "max_tokens": "max_tokens",
-    "max_turns": "max_turns",
-    "max_seconds": "max_seconds",
-    "harness.run": "max_seconds",
-}
-"""Beginning of a truncated trajectory's `error` -> the limit that cut it."""
+LIMITS = ("max_turn_tokens", "max_tokens", "max_turns", "max_seconds")
+"""What may cut an episode; the `error` of a truncated trajectory begins with its name."""
 MAX_TOOLS = 32
 """Tools with figures of their own: those called most."""
 
@@ -185,7 +179,7 @@ def health_metrics(
     own = [t for g in groups for t in g.trajectories if not t.policy]
     scored = [t.reward for t in own if t.status != "failed" and t.rewards]
     cuts = Counter(limit for t in own for limit in _limits_met(t, agent))
-    row: dict[str, float] = {f"episodes/cut/{name}": cuts[name] for name in LIMITS.values()}
+    row: dict[str, float] = {f"episodes/cut/{name}": cuts[name] for name in LIMITS}
     row["episodes/same_reward"] = len(scored) if len(set(scored)) == 1 else 0
     if compares and all(s.reward is None for t in own for s in t.segments):
         row["episodes/groups"] = sum(
@@ -193,25 +187,26 @@ def health_metrics(
         )
     failures = Counter(t.error for t in own if t.status == "failed")
     reasons = {"failed": failures.most_common(1)[0][0]} if failures else {}
-    offered = Counter(name for t in own for name in _offered(t))
-    calls, answered, failed = Counter[str](), Counter[str](), Counter[str]()
-    for name, reply in (call for t in own for call in _calls(t)):
-        calls[name] += 1
-        answered[name] += reply is not None
-        if reply is not None and reply.lstrip().lower().startswith("error"):
-            failed[name] += 1
-            reasons["tool_failing"] = " ".join(reply.split())[:200]
-    shown = sorted(offered, key=lambda name: (-calls[name], name))[:MAX_TOOLS]
-    for name in shown:
-        row |= {f"tool/offered/{name}": offered[name], f"tool/calls/{name}": calls[name]}
-        row |= {f"tool/answered/{name}": answered[name], f"tool/failed/{name}": failed[name]}
-    uncalled = {name for name in shown if not calls[name]}
+    tools: dict[str, Counter[str]] = defaultdict(Counter)
+    for trajectory in own:
+        tools["offered"].update(_offered(trajectory))
+        for name, reply in _calls(trajectory):
+            is_error = reply is not None and reply.lstrip().lower().startswith("error")
+            tools["calls"][name] += 1
+            tools["answered"][name] += reply is not None
+            tools["failed"][name] += is_error
+            if is_error:
+                reasons["tool_failing"] = " ".join(str(reply).split())[:200]
+    shown = sorted(tools["offered"], key=lambda name: (-tools["calls"][name], name))[:MAX_TOOLS]
+    uncalled = {name for name in shown if not tools["calls"][name]}
     for group in groups if uncalled else ():
-        prompt = decode(group.trajectories[0].segments[0].token_ids.tolist())
-        for name in uncalled & _offered(group.trajectories[0]):
+        begun = [t for t in group.trajectories if t.segments and not t.policy]
+        prompt = decode(begun[0].segments[0].token_ids.tolist()) if begun else ""
+        for name in uncalled & {name for t in begun for name in _offered(t)}:
             if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", prompt):
-                key = f"tool/hidden/{name}"
-                row[key] = row.get(key, 0) + len(group.trajectories)
+                tools["hidden"][name] += len(begun)
+    for kind, counts in tools.items():
+        row |= {f"tool/{kind}/{name}": counts[name] for name in shown}
     return row, reasons
 
 
@@ -224,8 +219,8 @@ def _limits_met(trajectory: Trajectory, agent: AgentConfig) -> set[str]:
     }
     if agent.continue_cut_turns:  # such a turn goes on
         met.clear()
-    limit = LIMITS.get(trajectory.error.partition(":")[0], "")
-    return met | {limit} if limit and trajectory.status == "truncated" else met
+    limit = trajectory.error.partition(":")[0].replace("harness.run", "max_seconds")
+    return met | {limit} if limit in LIMITS and trajectory.status == "truncated" else met
 
 
 def _offered(trajectory: Trajectory) -> set[str]:

@@ -6,8 +6,11 @@ import sys
 import pytest
 
 import lockstep
+from lockstep.agent.config import AgentConfig
 from lockstep.recipes import custom_config
+from lockstep.run.step_metrics import health_metrics
 from lockstep.store.run import load_run
+from lockstep.types import Group, Message, Task, ToolCall, Trajectory
 
 TASKS = [{"question": f"Where is the cellar of house {n}?", "answer": n} for n in range(24)]
 SMALL = {
@@ -120,3 +123,71 @@ def test_one_setting_switches_it_off(tmp_path, capsys):
     assert "health" not in printed and "warning" not in printed
     assert not any(key.startswith("health/") for row in rows for key in row)
     assert "health" not in outcome.summary and report["runs"][0]["health"] == []
+
+
+def played(*texts, offered=("search",), **fields):
+    """An episode whose tool answered so."""
+    trajectory = Trajectory(id=f"t/{len(texts)}", **fields)
+    trajectory.metrics = {f"tool/offered/{name}": 1.0 for name in offered}
+    for turn, text in enumerate(texts):
+        call = Message(
+            role="assistant", content="", tool_calls=(ToolCall(id="", name="search", arguments=""),)
+        )
+        at = trajectory.observe([1]) if not turn else len(trajectory.segments) - 1
+        ids = trajectory.path_ids(at)
+        leaf = trajectory.record([5], logprobs=[-1.0], parent=at, prompt_ids=ids, messages=(call,))
+        if text is not None:
+            answer = Message(role="tool", content=text, name="search")
+            trajectory.observe([6], parent=leaf, messages=(answer,))
+    return trajectory
+
+
+def counted(*trajectories, text="Use search, please.", agent=None):
+    group = Group(task=Task(id="t"), trajectories=list(trajectories))
+    return health_metrics([group], agent or AgentConfig(), compares=True, decode=lambda ids: text)
+
+
+def test_episodes_that_never_began_are_counted_and_hide_no_tool():
+    dead = [Trajectory(id=f"t/{n}", status="failed", error="no server") for n in range(3)]
+    row, reasons = counted(*dead)
+    assert reasons == {"failed": "no server"} and not any(name.startswith("tool/") for name in row)
+    unread = Trajectory(id="t/4", status="failed", error="the prompt has 900 tokens")
+    unread.metrics["tool/offered/search"] = 1.0
+    row, _ = counted(*dead, unread, text="")
+    assert row["tool/offered/search"] == 1 and "tool/hidden/search" not in row
+
+
+def test_calls_answers_and_failures_are_counted_for_each_tool():
+    found, reasons = counted(
+        played("found", "Error: gone"), played("error: no route", None), played(None)
+    )
+    kinds = ("offered", "calls", "answered", "failed")
+    assert [found[f"tool/{kind}/search"] for kind in kinds] == [3, 5, 3, 2]
+    assert reasons["tool_failing"] == "error: no route" and "tool/hidden/search" not in found
+
+
+@pytest.mark.parametrize(("text", "is_hidden"), [
+    ("functions.search(query)", False), ("search", False), ("research it", True),
+    ("Search for it", True), ("search_all", True), ("", True),
+])  # fmt: skip
+def test_a_tool_that_nobody_calls_is_hidden_where_the_prompt_lacks_its_name(text, is_hidden):
+    episode = Trajectory(id="t/1")
+    episode.observe([1, 2])
+    episode.metrics["tool/offered/search"] = 1.0
+    found, _ = counted(episode, text=text)
+    assert found.get("tool/hidden/search", 0) == is_hidden
+
+
+@pytest.mark.parametrize(("error", "status", "limit"), [
+    ("max_tokens: all 64 are used", "truncated", "max_tokens"),
+    ("max_turns: 8 turns are over", "truncated", "max_turns"),
+    ("max_seconds: 60 s are over", "truncated", "max_seconds"),
+    ("max_turn_tokens: turn 0 was cut at 9 tokens", "truncated", "max_turn_tokens"),
+    ("harness.run: took longer than 60 s (agent.max_seconds)", "truncated", "max_seconds"),
+    ("max_tokens: no room", "failed", ""),
+    ("environment.close: OSError: gone", "finished", ""),
+])  # fmt: skip
+def test_the_limit_that_cut_an_episode_is_counted(error, status, limit):
+    found, _ = counted(Trajectory(id="t/1", status=status, error=error))
+    cut = {name for name, value in found.items() if name.startswith("episodes/cut/") and value}
+    assert cut == ({f"episodes/cut/{limit}"} if limit else set())
