@@ -34,16 +34,18 @@ from lockstep.config import (
     to_dict,
     unchecked,
 )
+from lockstep.display import show_once, warn
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DiskFullError,
     LockstepError,
     MissingExtraError,
     RankError,
     RendererError,
     RunError,
-    printable,
+    is_full_disk,
 )
 from lockstep.habits import VERBS, hint
 from lockstep.observe.live import ViewKind
@@ -137,8 +139,11 @@ def _main(argv: Sequence[str] | None) -> int:
     except (LockstepError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
+        if is_full_disk(error) and not isinstance(error, DiskFullError):
+            error = DiskFullError(f"the disk is full ({error}). Free some space, and try again.")
         _complain(error, options)
-        return BAD_INPUT if isinstance(error, _INPUT_ERRORS) else FAILED
+        is_input = isinstance(error, _INPUT_ERRORS) and not isinstance(error, DiskFullError)
+        return BAD_INPUT if is_input else FAILED
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -160,12 +165,7 @@ def _complain(error: Exception, options: argparse.Namespace) -> None:
         return
     if getattr(options, "json", False):
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-    _warn(f"{type(error).__name__}: {error}")
-
-
-def _warn(text: str) -> None:
-    lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
-    print("\n".join(map(printable, lines)), file=sys.stderr)
+    show_once(error)
 
 
 def _print(options: argparse.Namespace, value: Any, text: str) -> None:
@@ -192,8 +192,8 @@ def _train(options: argparse.Namespace) -> int:
     from lockstep.models.locate import CONFIG_FILES
     from lockstep.recipes import find_recipe
     from lockstep.run.preflight import plan, preflight
+    from lockstep.run.train import check_out
     from lockstep.run_config import Config
-    from lockstep.store.run import check_place, default_run_path
 
     settings, own = _split(options.settings, "train", *RESERVED)
     if options.help:
@@ -201,10 +201,9 @@ def _train(options: argparse.Namespace) -> int:
     if options.beside:
         return _train_side_by_side(options, settings, own)
     config, run, start = _training_config(options.target, settings, own)
-    if run is None and ("out" in own or not options.dry_run):
-        check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
-        lines = plan(config, preflight(config, files=CONFIG_FILES))
+        check_out(own.get("out"), resume=run is not None)
+        lines = plan(config, preflight(config, files=CONFIG_FILES, start=start))
         form = file_form(config, always=("name", "model", "steps"))
         text = form + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
@@ -244,7 +243,7 @@ def _train_side_by_side(
     codes: list[int] = []
     for path, outcome in ended.items():
         if isinstance(outcome, Exception):
-            _warn(f"{path}: {type(outcome).__name__}: {outcome}")
+            warn(f"{path}: {type(outcome).__name__}: {outcome}")
             codes.append(FAILED)
         else:
             codes.append(_finish(outcome, options))
@@ -314,8 +313,8 @@ def _sft(options: argparse.Namespace) -> int:
     example: lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200
     """
     from lockstep.recipes import find_supervised_recipe
+    from lockstep.run.train import check_out
     from lockstep.run_config import SupervisedConfig
-    from lockstep.store.run import check_place, default_run_path
     from lockstep.supervised import check_supervised
 
     settings, own = _split(options.settings, "sft", "out")
@@ -323,9 +322,8 @@ def _sft(options: argparse.Namespace) -> int:
         return _show_settings(options, find_supervised_recipe, SupervisedConfig)
     name = options.target or "sft"
     config = _resolved(lambda: find_supervised_recipe(name), settings, SupervisedConfig)
-    if "out" in own or not options.dry_run:
-        check_place(own.get("out") or default_run_path(config.name))
     if options.dry_run:
+        check_out(own.get("out"), resume=False)
         if not config.create:  # what is created is checked then
             check_supervised(config)
         print(dumps(config), end="")
@@ -357,7 +355,7 @@ def _report(options: argparse.Namespace) -> int:
         return _serve_report(options)
     if options.host or options.port is not None:
         raise ConfigError("--host and --port belong to --serve.")
-    out = lockstep.write_report(*options.runs, out=options.out, warn=_warn)
+    out = lockstep.write_report(*options.runs, out=options.out, warn=warn)
     _print(options, {"report": str(out)}, str(out))
     return OK
 
@@ -711,6 +709,7 @@ def _import_plugins(names: Sequence[str]) -> None:
     from importlib.metadata import entry_points
 
     import lockstep.recipes  # noqa: F401  with them come the kinds of tasks and dialogues
+    from lockstep.agent.guard import described
 
     for point in entry_points(group="lockstep.plugins"):
         try:
@@ -728,9 +727,13 @@ def _import_plugins(names: Sequence[str]) -> None:
             sys.path.append(str(path.parent))
         try:
             module = importlib.import_module(name if path is None else path.stem)
-        except ModuleNotFoundError as error:
-            if error.name and not (name if path is None else path.stem).startswith(error.name):
-                raise
+        except Exception as error:
+            is_other = not (name if path is None else path.stem).startswith(
+                getattr(error, "name", None) or "\0"
+            )
+            if is_other:  # whatever a user's module raises
+                text = f"--plugin {name} cannot be imported: {described(error)}."
+                raise ConfigError(text) from error
             kind = "module here" if path is None else "file"
             raise ConfigError(f"--plugin {name}: there is no such {kind}.") from None
         if path is not None and Path(module.__file__ or "").resolve() != path:

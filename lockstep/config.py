@@ -64,7 +64,8 @@ def resolve(config: T, overrides: Sequence[str]) -> T:
         try:
             tree = _with_field(type(config), tree, key.strip().split("."), text, key.strip())
         except UnknownSettingError as error:
-            hinted = hint(key.strip(), text, [*tree, *flatten(tree), *error.beside])
+            known = [*tree, *flatten(tree), *error.beside, *_paths(type(config))]
+            hinted = hint(key.strip(), text, known)
             raise ConfigError(f"unknown setting {key.strip()!r}.{hinted}") from None
     return from_dict(type(config), tree)
 
@@ -134,6 +135,14 @@ def changes(config: Any) -> dict[str, Any]:
 
 def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
     """The dataclass `cls` from its JSON form, with every key and type checked."""
+    try:
+        return _from_dict(cls, tree, path)
+    except UnknownSettingError as error:  # settings of other sections may be meant
+        beside = [*error.beside, *([] if path else _paths(cls))]
+        raise ConfigError(str(UnknownSettingError(beside, error.where))) from None
+
+
+def _from_dict(cls: type[T], tree: Mapping[str, Any], path: str) -> T:
     hints, fields = _hints(cls), _field_names(cls)
     values: dict[str, Any] = {}
     for key, value in tree.items():
@@ -141,8 +150,7 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
             continue
         where = f"{path}.{key}" if path else key
         if key not in fields:
-            beside = [f"{path}.{field}" if path else field for field in fields]
-            raise ConfigError(f"unknown setting {where!r}.{hint(where, '', beside)}")
+            raise UnknownSettingError([f"{path}.{f}" if path else f for f in fields], where)
         values[key] = _value(hints[key], value, where)
     missing = [
         f.name
@@ -156,7 +164,8 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
     try:
         return cls(**values)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if path else str(error)) from None
+        is_named = str(error).startswith(path)
+        raise ConfigError(str(error) if is_named else f"{path}: {error}") from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -353,11 +362,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class UnknownSettingError(ConfigError):
-    """No setting has this path; `beside` are those that could stand there."""
+    """No setting has the path `where`; `beside` are those that could stand there, the nearest
+    first."""
 
-    def __init__(self, beside: list[str]) -> None:
-        super().__init__(f"unknown setting.{did_you_mean('', beside)}")
-        self.beside = beside
+    def __init__(self, beside: list[str], where: str = "") -> None:
+        super().__init__(f"unknown setting {where!r}.{hint(where, '', beside)}")
+        self.beside, self.where = beside, where
 
 
 @contextlib.contextmanager
@@ -506,7 +516,7 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             name = value.get("type", "")
             if name not in kinds:
                 raise ConfigError(f"{path}.type={name}: no such kind.{did_you_mean(name, kinds)}")
-            return cast(Any, from_dict(kinds[name], value, path=path))
+            return cast(Any, _from_dict(kinds[name], value, path))
         nested = _dataclass_of(annotation, value)
         if nested is not None and "type" in value and not _field_names(nested):
             raise ConfigError(
@@ -514,7 +524,7 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
                 "the module that has it (lockstep.recipes brings the built-in ones; --plugin)."
             )
         if nested is not None:
-            return cast(Any, from_dict(nested, value, path=path))
+            return cast(Any, _from_dict(nested, value, path))
         if (inner := _entry_of(annotation)) is not None:
             return {k: _value(inner, v, f"{path}.{k}") for k, v in value.items()}
     for member in members:
@@ -560,6 +570,16 @@ def _plain(value: Any, annotation: Any = Any) -> Any:
         inner = _entry_of(annotation)
         return {k: _plain(v, inner) for k, v in cast(Mapping[str, Any], value).items()}
     return value
+
+
+def _paths(cls: type) -> list[str]:
+    """The dotted paths of all settings that a `cls` can have, of every kind."""
+    out: list[str] = []
+    for name, annotation in _hints(cls).items():
+        members = cast(list[type], [*choices(annotation).values(), *_union(annotation)])
+        below = [f"{name}.{p}" for m in members if dataclasses.is_dataclass(m) for p in _paths(m)]
+        out += [name, *below] if name in _field_names(cls) else []
+    return list(dict.fromkeys(out))
 
 
 def _show(value: Any) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UnknownNameError
+from lockstep.errors import UnknownNameError, printable
 
 WIDTH, HEIGHT = 640, 220
 """Size of a chart in its own units; a narrow page scales it down."""
@@ -26,6 +28,19 @@ is."""
 
 Series = tuple[Sequence[float], Sequence[float]]
 """(steps, values)."""
+
+
+def warn(text: str) -> None:
+    """Prints a sentence to stderr, in lines of 100 characters."""
+    lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(map(printable, lines)), file=sys.stderr)
+
+
+def show_once(error: BaseException) -> None:
+    """Prints an error as one sentence, unless it was printed before."""
+    if not getattr(error, "is_shown", False):
+        warn(f"{type(error).__name__}: {error}")
+        setattr(error, "is_shown", True)  # noqa: B010 - of any exception
 
 
 class Named(dict[str, Any]):

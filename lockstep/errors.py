@@ -28,6 +28,7 @@ thing. A message says what was expected, what was found, where, and what to do n
       ChildTimeoutError  (ChildError, TimeoutError)  a child process did not answer in time
       ChildRefusal       (ChildError)    a child process answered a request with an error
       OutOfMemoryError   (MemoryError)   a step needs more memory than there is
+      DiskFullError      (OSError)       a disk is full
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
       MismatchError      (RuntimeError)  rows of a step show a cause of a mismatch
       RankError          (RuntimeError)  processes of one run disagree, or one of them is gone
@@ -161,6 +162,10 @@ class OutOfMemoryError(LockstepError, MemoryError):
     """A step needs more memory than there is. Names the settings that lower it."""
 
 
+class DiskFullError(LockstepError, OSError):
+    """A disk is full. Names the run, and the command that continues it."""
+
+
 class RunError(LockstepError, RuntimeError):
     """A run directory is in use by another process, not a run, or cannot be resumed."""
 
@@ -227,6 +232,13 @@ def shortened(value: object) -> str:
         return str.__str__(repr(value))[:80].encode("utf-8", "backslashreplace").decode()
     except BaseException:
         return type(value).__name__
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether a file could not be written for want of room: Python's, Rust's and Arrow's errors
+    alike have the system's words."""
+    text = str(error)
+    return any(words in text for words in ("No space left on device", "Disk quota exceeded"))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -46,7 +46,8 @@ def hint(key: str, text: str, paths: Iterable[str]) -> str:
         ends = difflib.get_close_matches(last, known.values(), n=1, cutoff=0.6)
         found = found or [path for path, end in known.items() if end in ends]
     if found:
-        written = [f"{p}={text}" if text and "=" not in p else p for p in found[:3]]
+        found = sorted(found, key=lambda path: path.count("."))[:3]
+        written = [f"{p}={text}" if text and "=" not in p else p for p in found]
         return f" Did you mean {' or '.join(map(repr, written))}?"
     beside = [path.removeprefix(f"{room}.") for path in known if path.startswith(f"{room}.")]
     return f" Known: {', '.join(dict.fromkeys(p.split('.')[0] for p in beside or known))}."

@@ -79,7 +79,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Checks that a run makes of the rows it trains, and what it does when they find a cause."""
+    """Checks that a run makes of what it samples and trains, and its reaction to what they find."""
 
     rows: int = 16
     """Rows of each step to check, whole groups, other tasks in turn; 0 checks none. Only checks
@@ -87,6 +87,10 @@ class DoctorConfig:
     on_critical: Literal["note", "stop"] = "note"
     """stop: end the run with a checkpoint at the first step in which a cause is found or
     max(|k1|, k2, k3) is above 0.1. note: report it and continue."""
+    health: bool = True
+    """Say at each step what silently eats the learning: cut or failed episodes, tools that always
+    fail or that nobody calls, groups without a signal, a learning rate far from the usual. The same
+    lines are in `health/*`, the report and the end of a run."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "doctor.", "rows", least=0)

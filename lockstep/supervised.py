@@ -25,17 +25,20 @@ from lockstep.run.build import load_model, resolve_device
 from lockstep.run.preflight import (
     ModelFiles,
     check_fallback,
+    check_machine,
     check_memory,
     check_parallel,
     describe_memory,
     read_model_files,
     write_renderer,
 )
+from lockstep.run.train import check_out, said_first
 from lockstep.run_config import SupervisedConfig
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path
 from lockstep.types import Sample
 
 
+@said_first()
 def train_supervised(
     config: SupervisedConfig | str = "sft",
     *,
@@ -51,6 +54,9 @@ def train_supervised(
     if isinstance(config, str):
         config = find_supervised_recipe(config)
     config = overlaid(config, settings)
+    out = Path(out) if out else default_run_path(config.name)
+    check_out(out, resume=False)
+    check_machine(config)
     with tempfile.TemporaryDirectory() as scratch:
         begun = config = replace(config, dtype=config.compute_dtype)  # a run says which it was
         if config.create:
@@ -88,14 +94,14 @@ def _train(
     model_files: ModelFiles,
     rows: Iterator[Sample],
     *,
-    out: str | Path | None,
+    out: Path,
     view: ViewKind,
 ) -> Outcome:
     from lockstep.models.peft_io import save_policy
     from lockstep.training.sft import run_sft
     from lockstep.training.trainer import Trainer
 
-    path = Path(out) if out else default_run_path(config.name)
+    path = out
     shown = open_view(is_json=view == "json")
     facts = {"architecture": model_files.model.architecture, "family": model_files.model.family}
     if chosen := model_files.renderer_line:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import math
+import sysconfig
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
@@ -33,6 +34,12 @@ MAX_NUMBER = 1e30
 """Largest reward or counter: sums and squares of such numbers over a batch stay finite."""
 CLOSE_SECONDS = 10.0
 """Seconds that an environment may take to close."""
+_LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
+    "<",
+)
+"""Beginnings of files that no user wrote: Lockstep, Python, installed packages, made code."""
 CANCEL_SECONDS = 1.0
 """Seconds that a cancelled hook has to clean up before it is closed by force."""
 
@@ -185,20 +192,23 @@ def result_of(outcome: Settled) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """Returns `Type: text (file:line)`; the place is where it was raised."""
+    """Returns `Type: text (file:line)`: the innermost place in the user's code, or where it was
+    raised if there is none."""
     text = named(error)
     if isinstance(error, TookTooLong):
         text = f"TimeoutError: {error}"
     elif isinstance(error, ForeignExit) and error.__cause__ is not None:
         text, error = str(error), error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     while frames and frames[-1].filename in ("<string>", lockstep.types.__file__):
         frames.pop()  # a constructor that refused its fields
     if isinstance(error, Refused):
         return str(error)
-    if not frames or frames[-1].filename == __file__:
+    if not own and (not frames or frames[-1].filename == __file__):
         return text
-    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+    at = (own or frames)[-1]
+    return f"{text} ({Path(at.filename).name}:{at.lineno})"
 
 
 # -- values of foreign code ------------------------------------------------------------------------

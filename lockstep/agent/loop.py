@@ -47,6 +47,7 @@ from lockstep.agent.turns import (
     TurnSampler,
     count,
     fork_without_thinking,
+    offer,
 )
 from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import ConfigError, DataError
@@ -212,6 +213,7 @@ class _Episode:
         self.stage = "renderer.render"
         try:
             ids = await self.sampler.encoded(partial(renderer.render, messages, tools))
+            offer(trajectory, tools)
         except TextTooLargeError as error:
             self._fail_for_room(f"at least {error.num_tokens}")
             return

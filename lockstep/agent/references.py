@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep.agent.guard import described
 from lockstep.config import did_you_mean
 from lockstep.errors import ConfigError
 
@@ -108,9 +109,7 @@ def _imported(place: str, where: str) -> ModuleType:
         with _mark(place):
             module = importlib.import_module(name)
     except Exception as error:  # whatever a user's module raises
-        raise ConfigError(
-            f"{where}: {place} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"{where}: {place} cannot be imported: {described(error)}.") from error
     if file is not None and Path(module.__file__ or "").resolve() != file:
         raise ConfigError(f"{where}: another module is called {name}. Rename the file.")
     return module

@@ -290,6 +290,16 @@ class ToolFailure(Exception):
         """Counters of the tool itself."""
 
 
+def check_names(tools: Sequence[ToolSchema], where: str) -> None:
+    """Raises ConfigError if two tools share a name. where: says whose they are."""
+    names = [entry.name for entry in tools]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(
+            f"{where} has tools that share a name: {', '.join(twice)}. A call could mean any of "
+            "them: rename all but one, as tool(function, name=...)."
+        )
+
+
 class ToolRunner:
     """Runs calls against a set of tools, within limits. Raises nothing that a tool raises, except
     SandboxError when there is nothing to run code in, and ToolServerError when an environment's
@@ -302,8 +312,7 @@ class ToolRunner:
     def __init__(self, tools: Sequence[Tool], limits: ToolLimits | None = None) -> None:
         self.tools = {entry.name: entry for entry in tools}
         self.limits = limits or ToolLimits()
-        if len(self.tools) != len(tools):
-            raise ConfigError(f"two tools share a name: {[entry.name for entry in tools]}.")
+        check_names(tools, "the environment")
 
     async def run(self, calls: Sequence[ToolCall]) -> tuple[list[Message], dict[str, float]]:
         """Runs the calls, at once where their tools allow it. Returns one tool message per call, in

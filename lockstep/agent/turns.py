@@ -28,6 +28,7 @@ from lockstep.types import (
     Ragged,
     Request,
     SamplingParams,
+    ToolSchema,
     Trajectory,
 )
 
@@ -350,6 +351,14 @@ def _runs(trajectory: Trajectory, leaf: int) -> list[tuple[int, Observed]]:
 def count(trajectory: Trajectory, name: str, amount: float = 1) -> None:
     """Adds to one of its counters."""
     trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + float(amount)
+
+
+OFFERED = "tool/offered/"
+
+
+def offer(trajectory: Trajectory, tools: Sequence[ToolSchema]) -> None:
+    """Notes which tools the model may call in an episode: what it never calls leaves no trace."""
+    trajectory.metrics.update({f"{OFFERED}{tool.name}": 1.0 for tool in tools})
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

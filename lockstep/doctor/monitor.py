@@ -23,6 +23,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.live import ViewKind
 from lockstep.recipes import custom_config, find_config
 from lockstep.renderers.base import Renderer
+from lockstep.run.train import check_out, said_first
 from lockstep.run.train import train as train_without_monitor
 from lockstep.run.train import train_side_by_side as train_side_by_side_without_monitor
 from lockstep.run_config import Config
@@ -104,6 +105,7 @@ def rows_of(samples: Sequence[Sample], groups: Sequence[Group], *, version: int)
     )
 
 
+@said_first()
 def train(
     config: Config | str | Path | None = None,
     *,
@@ -125,6 +127,7 @@ def train(
     ...     return episode.answer == episode.task["answer"]
     >>> lockstep.train(model="Qwen/Qwen3-0.6B", reward=reward, tasks="t.jsonl")  # doctest: +SKIP
     """
+    check_out(out, resume=resume)
     if config is None:
         config = custom_config(**settings)
     elif isinstance(config, (str, Path)):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.guard import checked_number, guarded, result_of
+from lockstep.agent.guard import checked_number, described, guarded, result_of
 from lockstep.agent.references import LIVE, find, is_reference
 from lockstep.agent.task_config import IN_PROCESS, Split, TaskConfig
 from lockstep.agent.tasks import ListSource, TaskSource, derive_seed
@@ -127,8 +127,8 @@ class CustomConfig(TaskConfig):
             raise
         except Exception as error:
             raise ConfigError(
-                f"task.reward={self.reward} raised {type(error).__name__}: {error} for task "
-                f"{task.id}, tried with the answer ''. The task has the columns "
+                f"task.reward={self.reward} raised {described(error)} for task {task.id}, "
+                f"tried with the answer ''. The task has the columns "
                 f"{', '.join(task.payload)}, and an answer may be empty."
             ) from error
 

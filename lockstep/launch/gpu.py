@@ -34,6 +34,23 @@ def shows_gpu(root: Path = Path("/")) -> bool:
     return not is_hidden and any((root / driver).exists() for driver in drivers)
 
 
+def check_driver(setting: str) -> None:
+    """Raises ConfigError, before torch is imported, where no GPU can be there for it."""
+    if not shows_gpu():
+        raise ConfigError(
+            f"{setting}, and this machine shows no GPU: no NVIDIA driver is loaded, or "
+            "CUDA_VISIBLE_DEVICES hides them. `nvidia-smi -L` lists the GPUs. Set device=auto, "
+            "which takes one if there is one."
+        )
+    if (found := version("torch")).endswith("+cpu"):
+        raise ConfigError(f"{setting}, and torch {found} {_without_cuda(found)}.")
+
+
+def _without_cuda(found: str) -> str:
+    default = f"pip install --force-reinstall torch=={found.partition('+')[0]}"
+    return f"is built without CUDA. Install its default build: {default}"
+
+
 def check_gpu(setting: str) -> None:
     """Raises ConfigError or MissingExtraError if torch and the kernels cannot use the GPU of this
     process. setting: what asks for one."""
@@ -68,10 +85,7 @@ def _why_unseen() -> str:
     import torch
 
     if torch.version.cuda is None:
-        return (
-            "is built without CUDA. Install its default build: pip install --force-reinstall "
-            f"torch=={torch.__version__.partition('+')[0]}"
-        )
+        return _without_cuda(torch.__version__)
     if torch.cuda.is_available():
         return ""
     remedy = "`nvidia-smi` shows what the driver sees"

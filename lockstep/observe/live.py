@@ -6,13 +6,12 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.observe.alarms import Architecture, Level, mismatch_alarm
+from lockstep.observe.alarms import Alarm, Architecture, Level, mismatch_alarm
 from lockstep.observe.metrics import held_out_label, is_step_row
 from lockstep.observe.notebook import NotebookPanel, find_cell
 
@@ -21,12 +20,6 @@ _STATUS_SECONDS = 0.2
 
 
 ViewKind = Literal["live", "verbose", "json"]
-
-_WITHOUT_SIGNAL = (
-    "no signal: in step {step} all episodes of each task have one reward (mean {reward:.3g}), so "
-    "nothing tells good from bad. If it stays so: tasks that are sometimes solved, a larger "
-    "group_size, or a reward with degrees; `lockstep report {run}` shows the episodes."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +31,6 @@ class RunHeader:
     architecture: Architecture = "dense"
     is_one_process: bool = False
     """Whether sampler and trainer share the process and the ops; see `mismatch_alarm`."""
-    group_size: int = 0
-    """Episodes of a task; 0 says nothing of groups without a signal."""
-    path: Path | None = None
-    """The run directory."""
     lines: tuple[str, ...] = ()
     """Lines that are shown once, at the start: model, device, contract."""
 
@@ -67,7 +56,7 @@ class View:
         self._write, self._has_status, self._panel = write, has_status, panel
         self._header = RunHeader(num_steps=0)
         self._level: Level = "unmeasured"
-        self._has_signal = True
+        self._unhealthy: set[str] = set()
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._next_status = 0.0
 
@@ -88,8 +77,9 @@ class View:
             self._next_status = time.monotonic() + _STATUS_SECONDS
             self._show_status(f"> {name}{count}")
 
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Shows a metrics row as it is logged: of a step, or of an evaluation between two."""
+    def step(self, row: Mapping[str, Any], alarms: Sequence[Alarm] = ()) -> None:
+        """Shows a metrics row as it is logged: of a step, or of an evaluation between two. alarms:
+        of `Health`; each is said in full when it begins, and in short at every step."""
         if self._panel is not None:
             self._panel.row(row)
         evaluation = evaluation_text(row)
@@ -121,14 +111,19 @@ class View:
             parts.append(f"left {format_seconds(left)}")
         if evaluation:
             parts.append(f"eval {evaluation}")
+        if num_failed := row.get("episodes/failed"):
+            parts.append(f"failed {num_failed:g}/{row['episodes/total']:g}")
+        if alarms:
+            parts.append(f"health: {', '.join(each.label for each in alarms)}")
         self._say("  ".join(parts))
         # Said when it changes, not at every step that stays bad.
         if alarm.level != self._level and alarm.level not in ("ok", "unmeasured"):
             self.note(alarm.text, alarm.level)
         self._level = alarm.level
-        had_signal, self._has_signal = self._has_signal, has_signal(row, header.group_size)
-        if had_signal and not self._has_signal:
-            self.note(_WITHOUT_SIGNAL.format(**row, reward=row["reward/mean"], run=header.path))
+        for each in alarms:
+            if each.name not in self._unhealthy:
+                self.note(each.text, each.level)
+        self._unhealthy = {each.name for each in alarms}
 
     def note(self, text: str, level: Level = "notice") -> None:
         """One line that must not be lost: a warning, a failure, an address."""
@@ -175,18 +170,6 @@ def open_view(*, is_json: bool = False, name: str = "") -> View:
         return View(panel.line, panel=panel)
     has_status = sys.stdout.isatty() and sys.stderr.isatty() and not name
     return View(partial(print, *filter(None, [name]), flush=True), has_status=has_status)
-
-
-def has_signal(row: Mapping[str, Any], group_size: int) -> bool:
-    """Whether the rewards of some group of a step differ; True for a task of several seats, whose
-    groups have other sizes.
-
-    >>> has_signal({"episodes/without_signal": 2, "episodes/total": 16}, 8)
-    False
-    """
-    same = row.get("episodes/without_signal", 0) * group_size
-    has_seats = any(name.startswith("episodes/seat/") for name in row)
-    return has_seats or not 0 < row.get("episodes/total", 0) <= same
 
 
 def evaluation_text(row: Mapping[str, Any]) -> str:

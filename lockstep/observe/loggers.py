@@ -22,6 +22,13 @@ CLOSE_SECONDS = 30.0
 """Seconds at the end of a run for the rows that a tracker has not taken yet."""
 
 
+def check_loggers(names: Sequence[str]) -> None:
+    """Raises MissingExtraError for a tracker whose package is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise MissingExtraError.of(name, extra=name, needed_for="record.loggers")
+
+
 class Loggers:
     """The trackers of `record.loggers` for one run; each gets every row, in a thread of its own.
 
@@ -40,9 +47,8 @@ class Loggers:
     ) -> None:
         self._warn = warn
         self._trackers: list[_Tracker] = []
+        check_loggers(names)
         for name in names:
-            if find_spec(name) is None:
-                raise MissingExtraError.of(name, extra=name, needed_for="record.loggers")
             module = import_module("tensorboard.summary" if name == "tensorboard" else name)
             make = partial(_open, name, module, run_path, project, dict(config))
             self._trackers.append(_Tracker(name, make, warn))

@@ -25,6 +25,7 @@ _COLUMNS = {
     "mismatch/k3": "kl (k3)",
     "tokens/sampled": "tokens",
     "time/step_seconds": "seconds",
+    "health/alarms": "alarms",
 }
 
 Show = Callable[[dict[str, str]], object]

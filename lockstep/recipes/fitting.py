@@ -80,9 +80,9 @@ def read_config(
 
 def custom_config(
     *,
-    model: str,
-    reward: Reward | str,
-    tasks: str | Path | Iterable[Any],
+    model: str = "",
+    reward: Reward | str = "",
+    tasks: str | Path | Iterable[Any] = "",
     tools: Sequence[Any] = (),
     **settings: Any,
 ) -> Config:
@@ -92,6 +92,13 @@ def custom_config(
     `task={"question": "prompt"}`.
     """
     check_not_importing()
+    given = {"model": model, "reward": reward, "tasks": tasks}
+    if missing := [f"{name}=" for name, value in given.items() if value is None or value == ""]:
+        raise ConfigError(
+            f"a task of your own needs model=, reward= and tasks=; {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing. Or name a recipe: "
+            "lockstep.train('quickstart')."
+        )
     if isinstance(tools, str) or not isinstance(tools, Sequence):
         raise ConfigError(f"tools must be a list of functions, found {tools!r:.60}.")
     if isinstance(tasks, Path):
@@ -109,8 +116,8 @@ def custom_config(
         "reward": reference_to(reward, name="reward"),
         "path": reference_to(tasks, name="tasks"),
     }
-    given = dict(settings.pop("task", {}))
-    return configure("custom", tree={"model": model, **settings, "task": given | task})
+    own = dict(settings.pop("task", {}))
+    return configure("custom", tree={"model": model, **settings, "task": own | task})
 
 
 def learning_rate(num_parameters: int, *, is_lora: bool) -> float:

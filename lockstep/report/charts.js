@@ -60,6 +60,17 @@ function chartSpecs() {
     { title: "Loss", unit: "nats", series: [named("train/loss", "loss")] },
     { title: "Gradient norm", unit: "1", series: [
       named("train/grad_norm", "before clipping"), named("critic/grad_norm", "of the critic")] },
+    { title: "Learning rate", unit: "1", series: [named("train/lr", "policy"), named("critic/lr", "critic")] },
+    { title: "Truncated and failed episodes", unit: "share", series: [
+      { label: "truncated", values: ratio("episodes/truncated", "episodes/total"), meaning: "Share of the episodes that a limit ended." },
+      { label: "failed", values: ratio("episodes/failed", "episodes/total"), meaning: "Share of the episodes that broke and were not trained on." },
+      ...names.filter((name) => name.startsWith("episodes/cut/")).map((name) => (
+        { label: `cut by ${name.slice(13)}`, values: ratio(name, "episodes/total"), meaning: "Share of the episodes that this limit cut, or a turn of theirs." }))] },
+    { title: "Groups without a signal", unit: "share", series: [
+      { label: "no signal", values: ratio("episodes/without_signal", "episodes/groups"), meaning: "Share of the groups whose episodes all got one reward." },
+      { label: "replaced", values: ratio("signal/replaced", "episodes/groups"), meaning: "Groups that others were played for, for each group of the step." }] },
+    { title: "Tool errors", unit: "share", series: names.filter((name) => name.startsWith("tool/answered/")).map((name) => (
+      { label: name.slice(14), values: ratio(name.replace("answered", "failed"), name), meaning: "Share of this tool's calls that were answered with an error." })) },
     { title: "Entropy", unit: "nats", series: [named("train/entropy", "entropy")] },
     { title: "Clip fraction", unit: "share", series: [
       named("train/clip_fraction", "clipped tokens"), named("critic/clip_fraction", "clipped values")] },

@@ -38,6 +38,7 @@ from lockstep.observe.alarms import (
     Level,
     mismatch_alarm,
     normal_band,
+    spells,
 )
 from lockstep.observe.metrics import find_metric, held_out_label, is_step_row
 from lockstep.renderers.tokenizer import Tokenizer
@@ -356,9 +357,18 @@ def _identity(run: Run) -> dict[str, Any]:
         # The k3 that is normal for the run; None if the run does not say what it is.
         "mismatch_band": list(band) if family or is_one_process else None,
         "alarm": {"level": alarm.level, "value": encode_number(alarm.value), "text": alarm.text},
+        "health": _health(run),
         "config": config,
         "environment": environment,
     }
+
+
+def _health(run: Run) -> list[dict[str, Any]]:
+    """What silently ate the learning, the last stretch of steps of each trigger; empty with
+    doctor.health=false."""
+    settings = flatten(run.config)
+    found = spells(run.metrics, settings) if settings.get("doctor.health", True) else []
+    return [{"text": text, "level": "warning" if still else "ok"} for text, still in found]
 
 
 def _words(value: Any) -> str:

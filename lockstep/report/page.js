@@ -59,10 +59,12 @@ function buildHeadlines(section) {
       value.level ? element("span", { class: `badge ${value.level}` }, LEVELS[value.level]) : null,
       isNumber(value.low) && formatNumber(value.low, tile.unit) !== formatNumber(value.high, tile.unit) ? element("span", { class: "range" }, `seeds ${formatNumber(value.low, tile.unit)} \u2026 ${formatNumber(value.high, tile.unit)}`) : null)),
     element("p", {}, tile.meaning)))));
-  const alarms = report.runs.filter((run) => run.alarm.level !== "ok" && run.alarm.level !== "unmeasured");
-  if (alarms.length) section.append(element("ul", { class: "alarms" }, alarms.map((run) =>
-    element("li", { class: run.alarm.level }, element("span", { class: `badge ${run.alarm.level}` }, LEVELS[run.alarm.level]),
-      report.runs.length > 1 ? element("b", {}, `${run.name}: `) : null, run.alarm.text))));
+  const alarms = report.runs.flatMap((run) => [
+    ...(["ok", "unmeasured"].includes(run.alarm.level) ? [] : [{ ...run.alarm, badge: LEVELS[run.alarm.level], run }]),
+    ...run.health.map((each) => ({ ...each, badge: each.level === "ok" ? "over" : "health", run }))]);
+  if (alarms.length) section.append(element("ul", { class: "alarms" }, alarms.map((alarm) =>
+    element("li", { class: alarm.level }, element("span", { class: `badge ${alarm.level}` }, alarm.badge),
+      report.runs.length > 1 ? element("b", {}, `${alarm.run.name}: `) : null, alarm.text))));
 }
 
 function buildSettings(section) {

@@ -26,6 +26,7 @@ from lockstep.agent.guard import (
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
 from lockstep.agent.match import OutOfBudget
+from lockstep.agent.tools import check_names
 from lockstep.config import differences, from_dict, tag, to_dict
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.envs.mixture import MixtureConfig
@@ -40,13 +41,14 @@ from lockstep.errors import (
     RunError,
 )
 from lockstep.launch.event_loop import run_to_end
-from lockstep.launch.gpu import Device, taken_by_others
+from lockstep.launch.gpu import Device, check_driver, taken_by_others
 from lockstep.memory import DTYPE_BYTES, GIB, MemoryPlan, PlanFacts, available_bytes, plan_memory
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import HUB_FILES, locate_model
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.shapes import decoder_shapes, num_elements
+from lockstep.observe.loggers import check_loggers
 from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.choice import Choice, choose_renderer
@@ -63,6 +65,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.hooks import current_hooks
 from lockstep.run_config import DEFAULT_DTYPES, Config, ModelChoice, SupervisedConfig
+from lockstep.store.files import why_no_directory
 from lockstep.store.run import load_run
 from lockstep.training.distill_config import DistillConfig, TeacherConfig
 from lockstep.types import Message
@@ -108,14 +111,22 @@ class Numerics:
 
 
 def preflight(
-    config: Config, *, is_training: bool = True, files: Sequence[str] = HUB_FILES
+    config: Config,
+    *,
+    is_training: bool = True,
+    files: Sequence[str] = HUB_FILES,
+    start: tuple[Path, int | None] | None = None,
 ) -> ModelFiles:
     """Checks everything that can be known without loading a model. Returns the files it read.
 
     files: those of a model on the hub to download; CONFIG_FILES are enough here.
-    is_training: False checks neither the memory that training needs nor its tasks.
+    is_training: False checks neither the memory that training needs nor its tasks. start: the run,
+    and the step of its checkpoint, that this one begins with.
     Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
     """
+    check_machine(config)
+    if start is not None:
+        check_start(config, start)
     model_files = read_model_files(config, files=files)
     current_hooks().check(config, model_files.model, model_files.renderer)
     check_fallback(config)
@@ -157,6 +168,37 @@ def preflight(
     for first in firsts:
         _check_first_prompt(config, model_files, first)
     return model_files
+
+
+def check_machine(config: ModelChoice) -> None:
+    """Raises ConfigError or MissingExtraError for what settings name and this machine lacks: the
+    cheapest checks, and the first."""
+    is_here = not (isinstance(config, Config) and config.placement.is_elsewhere())
+    if config.device == "cuda" and is_here:
+        check_driver(f"device={config.device}")
+    if not isinstance(config, Config):
+        return
+    check_loggers(config.record.loggers)
+    python, place = getattr(config.engine, "python", ""), Path(config.sync.directory).expanduser()
+    if python and not Path(python).is_file():
+        raise ConfigError(
+            f"engine.python={python} is no file; expected the interpreter of an environment that "
+            "has the engine, as DIR/bin/python."
+        )
+    if config.sync.directory and (problem := why_no_directory(place)):
+        raise ConfigError(f"sync.directory={place}: no weights can be written there: {problem}.")
+
+
+def check_start(config: Config, start: tuple[Path, int | None]) -> None:
+    """Raises ConfigError if a run that begins with this checkpoint would train nothing."""
+    checkpoint = checkpoint_of(load_run(start[0]), start[1])
+    made = int(checkpoint.name.rpartition("-")[2])
+    if made >= config.steps:
+        raise ConfigError(
+            f"steps={config.steps}, and the checkpoint {checkpoint} was written after step {made}: "
+            f"steps count from the start of the first run, so nothing would be trained. Set "
+            f"steps={made + config.steps} to train {config.steps} more."
+        )
 
 
 SHARED = ("model", "dtype", "device", "threads", "contract", "engine", "parallel", "placement")
@@ -574,10 +616,15 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
         if isinstance(environment, Harness):  # its agent says the first word
             if find_spec("aiohttp") is None:
                 raise MissingExtraError.of("aiohttp", extra="http", needed_for="the gateway")
+            from lockstep.agent.gateway.listener import open_files
+
+            if (log := open_files(config.gateway)[1]) is not None:
+                log.close()
             return 0
         try:
             messages = await call(lambda: environment.reset(), check=checked_messages)
             tools = await call(lambda: environment.tools, check=checked_tools)
+            check_names(tools, f"the environment of task {task.id}")
             return len(model_files.renderer.render(messages, tools))
         finally:
             await guarded(lambda: environment.close(), seconds=CLOSE_SECONDS)
@@ -602,6 +649,8 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
 async def _first_asked(config: Config, model_files: ModelFiles, task: Any) -> int:
     """Tokens of the prompt of the seat that a match asks first."""
     match, sizes = await guarded(lambda: config.task.match(task, config.agent)), list[int]()
+    for seat, tools in match.tools.items():
+        check_names(tools, f"seat {seat} of task {task.id}")
 
     async def ask(seat: str, messages: Sequence[Message], *, player: int = 0) -> Message:
         asked = checked_messages(messages)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.turns import OFFERED
 from lockstep.correction import measure
 from lockstep.correction.kl import support_bias
 from lockstep.errors import RolloutError
@@ -63,7 +66,7 @@ def step_metrics(
     for name, value in counters.items():
         if name in (f"tokens/{c}" for c in TOKEN_COUNTERS):
             row[name] = round(value * len(own))
-        elif name not in ("turns", "seconds"):
+        elif name not in ("turns", "seconds") and not name.startswith(OFFERED):
             row[f"episode/{name}"] = value
     if rows:
         advantages = np.concatenate([r.columns["advantages"][r.loss_mask] for r in rows])
@@ -153,6 +156,89 @@ def _support_bias(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, 
     )
     bias = support_bias(rollout, trainer, torch.from_numpy(np.concatenate(masks)))
     return {"mismatch/support_bias": float(bias) + 0.0}  # + 0.0: -0.0 is shown as 0.0
+
+
+LIMITS = ("max_turn_tokens", "max_tokens", "max_turns", "max_seconds")
+"""What may cut an episode; the `error` of a truncated trajectory begins with its name."""
+MAX_TOOLS = 32
+"""Tools with figures of their own: those called most."""
+
+
+def health_metrics(
+    groups: Sequence[Group],
+    agent: AgentConfig,
+    *,
+    compares: bool,
+    decode: Callable[[Sequence[int]], str],
+) -> tuple[dict[str, float], dict[str, str]]:
+    """What `lockstep.observe.alarms.TRIGGERS` reads of a step's episodes beside `step_metrics`, and
+    trigger -> an example in words.
+
+    compares: whether the comparison of rewards within a group teaches. decode: ids as text.
+    """
+    own = [t for g in groups for t in g.trajectories if not t.policy]
+    scored = [t.reward for t in own if t.status != "failed" and t.rewards]
+    cuts = Counter(limit for t in own for limit in _limits_met(t, agent))
+    row: dict[str, float] = {f"episodes/cut/{name}": cuts[name] for name in LIMITS}
+    row["episodes/same_reward"] = len(scored) if len(set(scored)) == 1 else 0
+    if compares and all(s.reward is None for t in own for s in t.segments):
+        row["episodes/groups"] = sum(
+            len(g.trajectories) > 1 and not g.trajectories[0].policy for g in groups
+        )
+    failures = Counter(t.error for t in own if t.status == "failed")
+    reasons = {"failed": failures.most_common(1)[0][0]} if failures else {}
+    tools: dict[str, Counter[str]] = defaultdict(Counter)
+    for trajectory in own:
+        tools["offered"].update(_offered(trajectory))
+        for name, reply in _calls(trajectory):
+            is_error = reply is not None and reply.lstrip().lower().startswith("error")
+            tools["calls"][name] += 1
+            tools["answered"][name] += reply is not None
+            tools["failed"][name] += is_error
+            if is_error:
+                reasons["tool_failing"] = " ".join(str(reply).split())[:200]
+    shown = sorted(tools["offered"], key=lambda name: (-tools["calls"][name], name))[:MAX_TOOLS]
+    uncalled = {name for name in shown if not tools["calls"][name]}
+    for group in groups if uncalled else ():
+        begun = [t for t in group.trajectories if t.segments and not t.policy]
+        prompt = decode(begun[0].segments[0].token_ids.tolist()) if begun else ""
+        for name in uncalled & {name for t in begun for name in _offered(t)}:
+            if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", prompt):
+                tools["hidden"][name] += len(begun)
+    for kind, counts in tools.items():
+        row |= {f"tool/{kind}/{name}": counts[name] for name in shown}
+    return row, reasons
+
+
+def _limits_met(trajectory: Trajectory, agent: AgentConfig) -> set[str]:
+    """The limits that cut the episode, or a turn of it that an agent went on from."""
+    met = {
+        "max_turn_tokens"
+        for segment in trajectory.segments
+        if segment.finish_reason == "length" and len(segment) >= agent.max_turn_tokens
+    }
+    if agent.continue_cut_turns:  # such a turn goes on
+        met.clear()
+    limit = trajectory.error.partition(":")[0].replace("harness.run", "max_seconds")
+    return met | {limit} if limit in LIMITS and trajectory.status == "truncated" else met
+
+
+def _offered(trajectory: Trajectory) -> set[str]:
+    return {n.removeprefix(OFFERED) for n in trajectory.metrics if n.startswith(OFFERED)}
+
+
+def _calls(trajectory: Trajectory) -> Iterator[tuple[str, str | None]]:
+    """(tool, the text that the model read) of each call; None where the episode ended before."""
+    replies: dict[int, list[str]] = {}
+    for segment in trajectory.segments:
+        if segment.parent is not None and not segment.is_sampled:
+            texts = [message.content for message in segment.messages if message.role == "tool"]
+            replies.setdefault(segment.parent, texts)
+    for index, segment in enumerate(trajectory.segments):
+        calls = [call for message in segment.messages for call in message.tool_calls]
+        for at, call in enumerate(calls if segment.is_sampled else ()):
+            texts = replies.get(index, [])
+            yield call.name, texts[at] if at < len(texts) else None
 
 
 def check_failures(groups: Sequence[Group], max_share: float, *, where: str) -> None:

@@ -27,14 +27,17 @@ from lockstep.agent.tasks import derive_seed, seed_globals
 from lockstep.errors import ContractError, OutOfMemoryError, RolloutError, is_out_of_memory, named
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.ranks import Ranks
+from lockstep.models.config import ModelConfig
+from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.observe.live import View, open_view
+from lockstep.recipes.fitting import learning_rate
 from lockstep.run.build import Parts
 from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.episodes import play_tasks
 from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run.seats import build_policies
-from lockstep.run.step_metrics import check_failures, step_metrics
+from lockstep.run.step_metrics import check_failures, health_metrics, step_metrics
 from lockstep.run.training_run import TrainingRun, make_gateway, open_run
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, Status, load_run
@@ -175,7 +178,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     finally:
         # What is kept is what was sampled, whatever a hook has made of it for the trainer.
         run.record(step, played, samples=sampled_rows)
-    row = step_metrics(step, groups, sampled_rows, metrics) | signal
+    row = step_metrics(step, groups, sampled_rows, metrics) | signal | health_row(run, groups)
     row["tokens/sampled"] += signal.get("tokens/replaced", 0)
     try:
         row |= await beside(partial(run.watch, step, rows, groups, version=version))
@@ -205,16 +208,8 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
 def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
     """How many groups were replaced, and at what price; takes note of the tasks' difficulty."""
     found: dict[str, float] = {}
-    if most := run.config.signal.max_extra_tasks:
+    if run.config.signal.max_extra_tasks:
         num_missing = sum(not group.has_signal for group in batch.groups)
-        if num_missing and not run.is_shortage_told:
-            run.is_shortage_told = True
-            run.warn(
-                f"step {run.step}: {num_missing} of {len(batch.groups)} groups have no signal, "
-                f"{most} more tasks included, and are trained as they are. Tasks that are "
-                "sometimes solved teach; signal.order=expected prefers them. From here on it is "
-                "counted in signal/missing."
-            )
         found = {
             "signal/replaced": float(len(batch.replaced)),
             "signal/missing": float(num_missing),
@@ -224,6 +219,26 @@ def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
         }
     if run.difficulty is not None:
         found |= run.difficulty.observe([*batch.groups, *batch.replaced])
+    return found
+
+
+def health_row(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
+    """The figures that the health line needs; takes note of the reasons that no figure tells."""
+    config, model = run.config, run.model_files.model
+    teaches = config.distill is None or config.distill.reward_coef > 0
+    found, reasons = health_metrics(
+        groups,
+        config.agent,
+        compares=teaches and config.advantage.compares_in_group,
+        decode=run.parts.renderer.tokenizer.decode,
+    )
+    run.health.reasons.update(reasons)
+    if isinstance(model, ModelConfig):
+        size = num_elements(decoder_shapes(model))
+        usual = learning_rate(size, is_lora=config.lora is not None)
+        found["train/lr_to_usual"] = config.trainer.lr / usual
+    if not teaches:
+        del found["episodes/same_reward"]
     return found
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config import tag
-from lockstep.errors import ConfigError
+from lockstep.display import show_once
+from lockstep.errors import ConfigError, DiskFullError, LockstepError, is_full_disk
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.place import is_follower
 from lockstep.launch.processes import on_all_ranks
@@ -19,7 +21,7 @@ from lockstep.run.build import resolve_device
 from lockstep.run.preflight import ModelFiles, check_side_by_side, preflight, summary
 from lockstep.run.seats import find_seats
 from lockstep.run_config import Config
-from lockstep.store.run import Outcome, check_place, default_run_path
+from lockstep.store.run import Outcome, check_place, default_run_path, load_run
 
 if TYPE_CHECKING:
     from lockstep.run.training_run import OpenMonitor
@@ -45,25 +47,27 @@ def train(
     can be known.
     """
     out = Path(out) if out else default_run_path(config.name)
-    model_files = _begin(config, out, view)
+    check_out(out, resume=resume)
+    model_files = _begin(config, out, view, start=start)
     from lockstep.run.steps import train_on_rank  # imports torch
 
     is_elsewhere = config.placement.is_elsewhere()
     is_alone = not is_elsewhere and config.parallel.num_processes(os.environ) == 1
-    return on_all_ranks(
-        config.parallel,
-        train_on_rank,
-        config,
-        model_files if is_alone else None,  # each of several processes reads its own
-        device="cpu" if is_elsewhere else resolve_device(config),
-        placement=config.placement,
-        num_engines=config.engine.num_workers,
-        out=out,
-        resume=resume,
-        start=start,
-        view=view,
-        monitor=monitor,
-    )
+    with said_first(out):
+        return on_all_ranks(
+            config.parallel,
+            train_on_rank,
+            config,
+            model_files if is_alone else None,  # each of several processes reads its own
+            device="cpu" if is_elsewhere else resolve_device(config),
+            placement=config.placement,
+            num_engines=config.engine.num_workers,
+            out=out,
+            resume=resume,
+            start=start,
+            view=view,
+            monitor=monitor,
+        )
 
 
 def train_side_by_side(
@@ -81,21 +85,55 @@ def train_side_by_side(
     starts, and ConfigError for runs that cannot share a model.
     """
     check_side_by_side(list(configs.values()))
+    for path in configs:
+        check_out(path, resume=resume)
     model_files = [_begin(config, path, view, name=config.name) for path, config in configs.items()]
-    if not resume:
-        for path in configs:
-            check_place(path)
     from lockstep.run.side_by_side import train_over_base  # imports torch
 
     return train_over_base(configs, model_files, resume=resume, view=view, monitor=monitor)
 
 
-def _begin(config: Config, path: Path, view: ViewKind, *, name: str = "") -> ModelFiles:
+@contextmanager
+def said_first(out: str | Path | None = None) -> Generator[None]:
+    """In a script, an error that a user can mend is one sentence before Python's traceback. out:
+    the run, which goes on once a full disk has room again."""
+    try:
+        yield
+    except LockstepError as error:
+        if not is_follower():
+            show_once(error)
+        raise
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        then = f"The run goes on with lockstep train {out} resume=true" if out else "Start it again"
+        full = DiskFullError(f"the disk is full ({error}). Free some space. {then}.")
+        if not is_follower():
+            show_once(full)
+        raise full from error
+
+
+def check_out(out: str | Path | None, *, resume: bool) -> None:
+    """Raises RunError if `out` cannot be the directory of a run, or none that goes on."""
+    if resume and out:
+        load_run(out)
+    elif out:
+        check_place(out)
+
+
+def _begin(
+    config: Config,
+    path: Path,
+    view: ViewKind,
+    *,
+    name: str = "",
+    start: tuple[Path, int | None] | None = None,
+) -> ModelFiles:
     """Checks a run, and says what begins before torch is imported, which takes seconds."""
     shown = open_view(is_json=view == "json" or is_follower(), name=name)
     shown.phase("checking settings, model and tasks")
     try:
-        model_files = preflight(config, files=CONFIG_FILES)
+        model_files = preflight(config, files=CONFIG_FILES, start=start)
         find_seats(config)
     finally:
         shown.close()

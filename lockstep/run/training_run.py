@@ -13,10 +13,10 @@ from lockstep.agent.buffer import Buffer
 from lockstep.agent.difficulty import DifficultySource
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
-from lockstep.config import differences, to_dict
+from lockstep.config import differences, flatten, to_dict
 from lockstep.errors import ConfigError, EngineError
 from lockstep.launch.ranks import FREEZE_FACTOR, Ranks
-from lockstep.observe.alarms import mismatch_alarm, policy_rows
+from lockstep.observe.alarms import Health, mismatch_alarm, policy_rows, spells
 from lockstep.observe.live import RunHeader, View, ViewKind, open_view
 from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
@@ -72,8 +72,8 @@ class TrainingRun:
     """Seconds of training since the run began, resumes included."""
     slots: EpisodeSlots = field(init=False)
     """Limits the episodes that run at the same time."""
-    is_shortage_told: bool = False
-    """Whether the run has said that groups without a signal are trained."""
+    health: Health = field(init=False)
+    """What silently eats the learning, over the last steps; see `doctor.health`."""
     difficulty: DifficultySource | None = None
     """The tasks of `buffer`, where they are drawn by their expected signal."""
     buffer: Buffer = field(init=False)
@@ -101,6 +101,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         config = self.config
         self.slots = EpisodeSlots(config.agent.max_in_flight)
+        self.health = Health(flatten(to_dict(config)))
         tasks = config.task.tasks(split="train", seed=config.seed)
         if config.signal.order == "expected":
             tasks = self.difficulty = DifficultySource(
@@ -219,10 +220,12 @@ class TrainingRun:
         row; ranks gather that before, as one that fails here could not."""
         if self.ranks is None:
             row = {**self.engine_metrics(), **row}
+        if self.config.doctor.health and is_step_row(row):
+            row = {**row, **self.health.take(row)}
         if self.directory is not None:
             self.directory.log(row)
         self.loggers.log(row)
-        self.view.step(row)
+        self.view.step(row, self.health.alarms)
 
     def engine_metrics(self) -> dict[str, float]:
         """`engine/...` since the last call, summed over the engines of all ranks."""
@@ -346,11 +349,19 @@ class TrainingRun:
         if self.directory is None:
             return
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
-        if not is_complete:  # a complete run ends with the row of its last evaluation
+        if is_complete:
+            self.view.note(
+                f"{self.path} is already finished: all {self.step} steps are made. To train more: "
+                f"lockstep train from={self.path} steps={2 * self.step}."
+            )
+        else:  # a complete run ends with the row of its last evaluation
             self.directory.rewind(self.step - 1)
         self.directory.add_facts({"resumed_at": self.step})
         run = load_run(self.path)
-        there = {row["step"] for row in run.metrics if is_step_row(row)}
+        steps = [row for row in run.metrics if is_step_row(row)]
+        for row in steps:
+            self.health.take(row)
+        there = {row["step"] for row in steps}
         lost = [step for step in range(run.first_step, self.step) if step not in there]
         if lost:
             self.warn(
@@ -370,6 +381,11 @@ class TrainingRun:
             self.warn(f"{checkpoint} has no policy of seats.{seat}: this run's begins anew.")
             del seats[seat]
         self._restore(checkpoint, critic=self.parts.critic if has_critic else None, seats=seats)
+        parent = load_run(checkpoint.parents[1])
+        if differences(parent.config, to_dict(self.config)).keys() <= {"steps", "name"}:
+            for row in parent.metrics:
+                if is_step_row(row) and row["step"] < self.step:
+                    self.health.take(row)
 
     def _restore(
         self, checkpoint: Path, *, critic: Critic | None, seats: Mapping[str, Trainer]
@@ -388,8 +404,6 @@ class TrainingRun:
             num_steps=self.config.steps,
             architecture=self.model_files.model.family,
             is_one_process=self.is_one_process,
-            group_size=self.config.group_size,
-            path=self.path,
             lines=()
             if self.view_kind != "verbose"
             else (
@@ -404,7 +418,8 @@ class TrainingRun:
         )
 
     def finish(self) -> Outcome:
-        """Writes RUN/report.html. Returns the outcome with the last figures of metrics.jsonl."""
+        """Writes RUN/report.html, and says what still eats the learning. Returns the outcome with
+        the last figures of metrics.jsonl."""
         run = load_run(self.path)
         tokenizer = tokenizer_of(to_dict(self.config))
         page = self.path / "report.html"
@@ -413,6 +428,12 @@ class TrainingRun:
         if rewards := run.values("reward/mean"):
             last = rewards[-10:]
             out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
+        if self.config.doctor.health:
+            said = spells(run.metrics, self.health.settings, reasons=self.health.reasons)
+            found = [text for text, still in said if still]
+            for line in found:
+                self.view.note(line, "warning")
+            out |= {"health": found} if found else {}
         tested = [{k: v for k, v in r.items() if k.startswith("eval/")} for r in run.metrics]
         return Outcome(self.path, self.status, out | next(filter(None, reversed(tested)), {}))
 

@@ -543,6 +543,9 @@ def optim_step_of(body: Value) -> OptimStep:
         for name in names
         if (number := params[name].number(*bounds.get(name, (0, 1e30)))) is not None
     }
+    if nulls := [name for name in names if params.object().get(name, 0) is None]:
+        text = "must be a finite number, found null: NaN or infinity at the client."
+        raise params[nulls[0]].refusal(text)
     if "learning_rate" not in given:
         raise params["learning_rate"].wrong("a number from 0")
     given["grad_clip_norm"] = max(0.0, given.get("grad_clip_norm", 0.0))

@@ -110,15 +110,7 @@ class Listener:
 
     async def start(self) -> None:
         """Raises ConfigError if the address cannot be taken, or the certificate not be read."""
-        config, secured = self.config, _tls_of(self.config)
-        if config.log:
-            try:
-                self._log = Path(config.log).expanduser().open("a", buffering=1)
-            except OSError as error:
-                raise ConfigError(
-                    f"gateway.log={config.log} cannot be written: {error.strerror}. Expected a "
-                    "file in a directory that exists."
-                ) from error
+        config, (secured, self._log) = self.config, open_files(self.config)
         app = web.Application(middlewares=[self._answer_safely])
         app.add_routes([web.get("/", self._page)])
         for site in self._sites:
@@ -265,6 +257,19 @@ class Listener:
         except web.RequestPayloadError as error:  # its framing is broken
             raise Refusal(400, "unreadable_body", f"the body cannot be read: {error}.") from None
         return bytes(raw), True
+
+
+def open_files(config: GatewayConfig) -> tuple[ssl.SSLContext | None, TextIO | None]:
+    """(certificate, log) of a gateway, None for those it has none of. Raises ConfigError."""
+    secured = _tls_of(config)
+    try:
+        log = Path(config.log).expanduser().open("a", buffering=1) if config.log else None
+    except OSError as error:
+        raise ConfigError(
+            f"gateway.log={config.log} cannot be written: {error.strerror}. Expected a file in a "
+            "directory that exists."
+        ) from error
+    return secured, log
 
 
 def _tls_of(config: GatewayConfig) -> ssl.SSLContext | None:

@@ -45,6 +45,7 @@ from lockstep.agent.turns import (
     TurnSampler,
     count,
     fork_without_thinking,
+    offer,
     turn_ids,
     turn_segments,
 )
@@ -295,6 +296,7 @@ class GatewaySession:
     async def _answer(self, request: TurnRequest) -> Answer:
         sampling = self._sampling_of(request)
         dialogue = Dialogue.of(request, self._tree)
+        offer(self.trajectory, dialogue.tools)
         limit = self._sampler.budget.max_turns
         if time.monotonic() >= self._deadline:
             raise self._exhaust("max_seconds", "the session's time is over")

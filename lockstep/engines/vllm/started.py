@@ -104,11 +104,6 @@ class VllmServer:
         self._is_ours = plugin.runs_decoder(config, context)
         if not self._is_ours:
             check_readable(context.directory, fills_head=False)
-        if not Path(self._python).is_file():
-            raise EngineError(
-                f"engine.python={self._python} is no file; expected the interpreter of an "
-                "environment that has vLLM, as DIR/bin/python."
-            )
         place = context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-vllm-"))
         self._place = place.absolute() / "vllm"
         self._place.mkdir(parents=True, exist_ok=True)

@@ -236,18 +236,6 @@ def test_observe_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
 
 
-def test_a_step_in_which_no_group_differs_says_so_once_and_what_to_do():
-    lines = []
-    view = View(lines.append)
-    view.start(RunHeader(num_steps=4, group_size=4, path=Path("runs/x")))
-    for without in (1, 2, 2, 1):
-        row = {"reward/mean": 0.0, "episodes/total": 8, "episodes/without_signal": without}
-        view.step({"step": len(lines), **row})
-    said = [line for line in lines if line.startswith("no signal")]
-    assert len(said) == 1 and "in step 1 all episodes of each task have one reward" in said[0]
-    assert "a larger group_size" in said[0] and "`lockstep report runs/x`" in said[0]
-
-
 def test_the_start_of_a_run_has_a_row_of_words():
     lines = []
     View(lines.append).step({"step": -1, "eval/greedy/mean@1": 0.5})

@@ -8,6 +8,7 @@ import pytest
 from full_counts import PROOF
 
 from lockstep.config import resolve
+from lockstep.errors import DiskFullError
 from lockstep.recipes.registry import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.train import train
@@ -61,7 +62,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_keeps_the_one_before(whole, tmp_pat
 
     monkeypatch.setattr(learner, "write_tensors", fails_from_the_third_on)
     path = tmp_path / "run"
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(DiskFullError, match=r"full .*No space left on device.* resume=true\."):
         play(path)
     monkeypatch.undo()
     assert list(load_run(path).checkpoints()) == [1, 2]

@@ -65,7 +65,9 @@ def test_a_shortage_is_said_once_and_stops_the_run_if_asked_to(tmp_path, capsys)
     code = main(["train", "quickstart", *SMALL, *settings, f"out={tmp_path / 'run'}"])
     out = capsys.readouterr().out
     assert code == 3
-    assert out.count("groups have no signal, 1 more tasks included") == 1
+    ((row,), said) = load_run(tmp_path / "run").metrics, " ".join(out.split())
+    shown = f"{row['signal/missing']:.0f} of 3 groups have no signal and are trained as they are, "
+    assert said.count(f"{shown}after {row['signal/replaced']:.0f} others without one") == 1
     assert "groups had no signal after 1 more tasks (signal.on_shortage)" in " ".join(out.split())
     assert len(rows_of(tmp_path / "run")) == 1
     assert list(load_run(tmp_path / "run").checkpoints()) == [1]

@@ -78,7 +78,15 @@ CASES = {
     "NaN in a setting": (train(datum(), beta=NAN), "'beta' is nan; expected a finite number"),
     "NaN as learning rate": (
         lambda at: at.train.optim_step(types.AdamParams(learning_rate=NAN)).result(),
-        "learning_rate must be",
+        "learning_rate must be a finite number, found null: NaN or infinity at the client",
+    ),
+    "an infinite learning rate": (
+        lambda at: at.train.optim_step(types.AdamParams(learning_rate=float("inf"))).result(),
+        "learning_rate must be .* found null: NaN or infinity",
+    ),
+    "NaN as decay of a moment": (
+        lambda at: at.train.optim_step(types.AdamParams(learning_rate=1e-4, beta2=NAN)).result(),
+        "beta2 must be .* found null: NaN or infinity",
     ),
     "input beyond the vocabulary": (train(datum((1, 2, VOCAB))), "Was another tokenizer used"),
     "target beyond the vocabulary": (
