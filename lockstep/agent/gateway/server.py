@@ -30,7 +30,7 @@ from typing import Any
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
-from lockstep.agent.gateway.fields import honoured
+from lockstep.agent.gateway.fields import Field
 from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of
 from lockstep.agent.gateway.page import section
 from lockstep.agent.gateway.reading import Answered, Asked, Value, beside, event, parse_body
@@ -187,7 +187,7 @@ class GatewayServer:
         raw = await self._body(request, optional=True)
         body = Value(await beside(raw, partial(parse_body, raw)))
         if fields:
-            body.check_fields(dict.fromkeys(fields, honoured()))
+            body.check_fields(dict.fromkeys(fields, Field("honoured")))
         return body
 
     # -- the session of a request -----------------------------------------------------------------
