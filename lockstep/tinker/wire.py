@@ -1,6 +1,6 @@
 """Bodies of Tinker's API: protobuf and JSON in, the values of `requests.py` out, and the answers.
 
-The messages are built from the table below, so there is no generated file to keep; a test compares
+The messages are built from wire.toml, so there is no generated file to keep; a test compares
 them field by field with the client's own. Everything a client can get wrong is checked here: a
 TinkerError says what was expected, what came, in which datum and field, and what to do.
 """
@@ -8,7 +8,9 @@ TinkerError says what was expected, what came, in which datum and field, and wha
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -65,43 +67,8 @@ FLOAT_INPUTS = ("weights", "logprobs", "advantages", "clip_low_threshold", "clip
 
 # -- the messages ---------------------------------------------------------------------------------
 
-_ENUMS = {
-    "StopReason": "STOP_REASON_STOP STOP_REASON_LENGTH",
-    "DType": "DTYPE_UNSPECIFIED DTYPE_FLOAT32 DTYPE_INT64 DTYPE_INT32 DTYPE_BFLOAT16",
-}
-# Number, name, type; type* is repeated, type? optional, {type} a map from strings, |x in oneof x.
-_MESSAGES = {
-    "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string,"
-    " 5 loss_fn_config {double}, 6 forward_only bool, 7 loss_fn_config_v2 {LossConfigValue}",
-    "LossConfigValue": "1 number double|value, 2 text string|value",
-    "Datum": "1 model_input Chunk*, 2 loss_fn_inputs {Tensor},"
-    " 3 model_input_spans ProvenanceSpan*, 4 loss_fn_input_spans ProvenanceSpan*",
-    "ProvenanceSpan": "1 prompt_tokens PromptProvenanceSpan|span,"
-    " 2 sampled_tokens SampledProvenanceSpan|span",
-    "PromptProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
-    "SampledProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
-    "Chunk": "1 encoded_text EncodedTextChunk|chunk, 2 image ImageChunk|chunk,"
-    " 3 dmel DmelChunk|chunk",
-    "EncodedTextChunk": "1 tokens bytes",
-    "ImageChunk": "1 data bytes, 2 format string, 3 expected_tokens int32?,"
-    " 4 override_dimensions ImageDimensions?",
-    "ImageDimensions": "1 width uint32, 2 height uint32",
-    "DmelChunk": "1 dmel bytes",
-    "Tensor": "1 dense bytes|encoding, 2 sparse_csr SparseCsr|encoding, 3 dtype DType,"
-    " 4 shape int64*",
-    "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
-    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*,"
-    " 3 metrics {double}",
-    "ArrayRecord": "1 type_tag string, 2 fields {BatchedTensor}, 3 num_datums int64",
-    "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype DType, 4 trailing_shape int64*",
-    "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes?,"
-    " 3 topk_prompt_logprobs TopkLogprobs?, 4 prompt_cache_hit_tokens int32,"
-    " 5 target_prompt_logprobs Tensor?, 6 prompt_alt_tokens PromptAltTokens?",
-    "SampledSequence": "1 stop_reason StopReason, 2 tokens bytes, 3 logprobs bytes?,"
-    " 4 topk_sampled_logprobs TopkLogprobs?",
-    "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
-    "PromptAltTokens": "1 tokens Tensor, 2 logprobs Tensor",
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_ENUMS, _MESSAGES = _TABLES["enums"], _TABLES["messages"]
 
 
 def _build_messages() -> dict[str, type[Message]]:
