@@ -30,6 +30,7 @@ thing. A message says what was expected, what was found, where, and what to do n
       OutOfMemoryError   (MemoryError)   a step needs more memory than there is
       DiskFullError      (OSError)       a disk is full
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
+      StorageError       (OSError)       a file of a run cannot be written: a full or broken disk
       MismatchError      (RuntimeError)  rows of a step show a cause of a mismatch
       RankError          (RuntimeError)  processes of one run disagree, or one of them is gone
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
@@ -168,6 +169,11 @@ class DiskFullError(LockstepError, OSError):
 
 class RunError(LockstepError, RuntimeError):
     """A run directory is in use by another process, not a run, or cannot be resumed."""
+
+
+class StorageError(LockstepError, OSError):
+    """A file of a run cannot be written, also not when it is tried again: the disk is full, broken
+    or read-only, or the directory is gone. Names the file and the system's reason."""
 
 
 class MismatchError(LockstepError, RuntimeError):

@@ -1,37 +1,83 @@
-"""Writing files so that a reader finds the old one or the whole of the next; strict JSON and its
-lines; and the lock that leaves a run directory one writer.
+"""Writing files so that a reader finds the old one or the whole of the next, and an error of the
+disk is an answer; strict JSON and its lines; and the lock that leaves a run directory one writer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.errors import DataError, RunError
+from lockstep.errors import DataError, RunError, StorageError
 from lockstep.system import try_lock
 
+RETRY_SECONDS = (0.1, 1.0)
+"""Pauses before a failed write is made again: a network's disk is often back by then."""
+
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Writes through a neighbour and renames it: `path` is never half written, also after a kill.
 
-    `write` gets the open binary file.
+    `write` gets the open binary file; it is called again after an error of the disk. Raises
+    StorageError.
     """
     neighbour = path.with_name(f"{path.name}.partial")
-    with open(neighbour, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(neighbour, path)
-    sync_directory(path.parent)
+
+    def attempt() -> None:
+        with open(neighbour, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(neighbour, path)
+        sync_directory(path.parent)
+
+    try:
+        durably(path, attempt)
+    except StorageError:
+        with contextlib.suppress(OSError):
+            neighbour.unlink(missing_ok=True)  # a full disk needs the room
+        raise
+
+
+def durably(path: Path, attempt: Callable[[], object]) -> None:
+    """Makes one attempt to write `path`, and a few more if the disk fails. Each begins from
+    nothing: after a failed fsync nobody knows what the disk has. Raises StorageError."""
+    for seconds in RETRY_SECONDS:
+        try:
+            attempt()
+            return
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            _log.warning("%s is written again: %s.", path, error.strerror or error)
+            time.sleep(seconds)
+    with storage_errors(path):
+        attempt()
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Raises an error of the system within the block as a StorageError of `path`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}. What was written before is "
+            "kept: make it writable and go on with resume=true."
+        ) from error
 
 
 def sync_directory(path: Path) -> None:

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lockstep.errors import CheckpointError
-from lockstep.store.files import sync_directory, write_json
+from lockstep.errors import CheckpointError, StorageError
+from lockstep.store.files import storage_errors, sync_directory, write_json
 from lockstep.training.critic import CRITIC, Critic
 from lockstep.training.trainer import Trainer
 
@@ -79,11 +79,31 @@ class CheckpointStore:
     ) -> Path:
         """Writes `step-NNNNNN`, replacing one of the same step, and removes old ones.
 
-        state: JSON-able; `load` returns it. A kill at any moment leaves the former checkpoints.
-        Called by all ranks of the trainer; the first one writes.
+        state: JSON-able; `load` returns it. A kill at any moment leaves the former checkpoints, and
+        so does an error of the disk: StorageError. Called by all ranks of the trainer; the first
+        one writes.
         """
         target = self.root / f"step-{step:06d}"
         beside = self.root / f".{target.name}.partial"
+        try:
+            with storage_errors(target):
+                self._write(target, beside, step, trainer, state, metric, critic, seats)
+        except StorageError:
+            shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
+            raise
+        return target
+
+    def _write(
+        self,
+        target: Path,
+        beside: Path,
+        step: int,
+        trainer: Trainer,
+        state: Mapping[str, Any],
+        metric: float | None,
+        critic: Critic | None,
+        seats: Mapping[str, Trainer],
+    ) -> None:
         if trainer.is_writer:
             self.root.mkdir(parents=True, exist_ok=True)
             for leftover in {*self.root.glob(".step-*")} - {*self._named().values()}:
@@ -94,7 +114,7 @@ class CheckpointStore:
         for seat, of_seat in seats.items():
             of_seat.save(beside / SEATS / seat)
         if not trainer.is_writer:
-            return target
+            return
         try:
             write_json(beside / STATE, dict(state))
         except (TypeError, ValueError) as error:
@@ -115,7 +135,6 @@ class CheckpointStore:
         sync_directory(self.root)
         shutil.rmtree(self.root / f".{target.name}.replaced", ignore_errors=True)
         self._let_go()
-        return target
 
     def load(
         self,

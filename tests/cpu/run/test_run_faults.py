@@ -1,14 +1,17 @@
 """Faults of a machine that a run meets: it says so, and ends as it would have without them."""
 
+import builtins
 import errno
+import io
 import os
 import signal
+from functools import partial
 
 import pytest
 from full_counts import PROOF
 
 from lockstep.config import resolve
-from lockstep.errors import DiskFullError
+from lockstep.errors import DiskFullError, StorageError
 from lockstep.recipes.registry import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.train import train
@@ -49,6 +52,146 @@ def events_of(path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return play(tmp_path_factory.mktemp("runs") / "whole").path
+
+
+class BrokenDisk:
+    """While it is entered, one call of the system fails for files whose path holds `name`: the
+    `at`-th one, or all from that on."""
+
+    def __init__(self, name, call, *, error=errno.EIO, at=1, is_lasting=False):
+        self.name, self.call, self.error = name, call, error
+        self.at, self.is_lasting, self.count = at, is_lasting, 0
+
+    def __enter__(self):
+        self.patch = pytest.MonkeyPatch()
+        for module in (builtins, io):
+            self.patch.setattr(module, "open", partial(self.open, builtins.open))
+        for name, path_of in (
+            ("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}")),
+            ("replace", lambda source, target: target),
+            ("mkdir", lambda path, *mode: path),
+        ):
+            self.patch.setattr(os, name, partial(self.system, name, getattr(os, name), path_of))
+        return self
+
+    def __exit__(self, *_):
+        self.patch.undo()
+
+    def fails(self, call, path):
+        if call != self.call or self.name not in str(path):
+            return False
+        self.count += 1
+        return self.count == self.at or (self.is_lasting and self.count > self.at)
+
+    def raise_if(self, call, path):
+        if self.fails(call, path):
+            raise OSError(self.error, os.strerror(self.error), str(path))
+
+    def system(self, call, function, path_of, *arguments):
+        self.raise_if(call, path_of(*arguments))
+        return function(*arguments)
+
+    def open(self, function, path, mode="r", buffering=-1, *more, **options):
+        if isinstance(path, int) or not set(mode) & set("wa+"):
+            return function(path, mode, buffering, *more, **options)
+        self.raise_if("open", path)
+        if self.call not in ("write", "short") or self.name not in str(path):
+            return function(path, mode, buffering, *more, **options)
+        raw = BrokenFile(path, mode.replace("b", "").replace("t", ""))
+        raw.disk = self
+        if buffering == 0:
+            return raw
+        file = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
+        return file if "b" in mode else io.TextIOWrapper(file)
+
+
+class BrokenFile(io.FileIO):
+    def write(self, data):
+        if self.disk.call == "short":
+            size = len(memoryview(data).cast("B"))
+            return super().write(memoryview(data).cast("B")[: max(1, size // 2)])
+        self.disk.raise_if("write", self.name)
+        return super().write(data)
+
+
+BROKEN = [
+    ("step-000000.parquet", "write", {}),
+    ("step-000002.parquet", "fsync", {"is_lasting": True}),
+    ("step-000001.parquet", "replace", {"is_lasting": True, "error": errno.EROFS}),
+    ("step-000001-sampled.parquet", "open", {"is_lasting": True, "error": errno.EACCES}),
+    ("metrics.jsonl", "write", {"at": 3, "is_lasting": True, "error": errno.ENOSPC}),
+    ("metrics.jsonl", "fsync", {"at": 4}),
+    ("metrics.jsonl", "short", {}),
+    ("step-000002.partial/optimizer", "write", {"error": errno.EDQUOT}),
+    ("step-000002.partial/manifest", "fsync", {"is_lasting": True}),
+    ("report.html", "write", {"is_lasting": True, "error": errno.ENOSPC}),
+]  # fmt: skip
+if PROOF:
+    BROKEN += [
+        (name, call, {"error": error, "is_lasting": is_lasting})
+        for name in (
+            "step-000001.parquet", "step-000003.parquet", "step-000001-sampled", "environment.json",
+            "step-000003-sampled", "metrics.jsonl", "policy/", "trainer.json", "state.json",
+            "step-000004", "report.json",
+        )
+        for call, error in (
+            ("open", errno.EACCES), ("write", errno.ENOSPC), ("write", errno.EDQUOT),
+            ("fsync", errno.EIO), ("replace", errno.EROFS), ("short", 0),
+        )
+        for is_lasting in (False, True)
+    ]  # fmt: skip
+
+
+def record_of(path):
+    """Everything of a run's episodes, in the order in which they are stored."""
+    run = load_run(path)
+    return [
+        (split, r.step, r.group, r.trajectory.id, r.trajectory.rewards, str(r.trainer_logprobs),
+         [(s.token_ids.tolist(), str(s.logprobs)) for s in r.trajectory.segments])
+        for split in run.splits()
+        for r in run.trajectories(split=split)
+    ]  # fmt: skip
+
+
+CACHE = ("tokens/cached", "tokens/prefilled", "episode/cached")
+"""What a process that resumes a run computes again."""
+
+
+def assert_same(path, sound):
+    found, wanted = (
+        [{k: v for k, v in row.items() if k not in CACHE} for row in rows_of(each)]
+        for each in (path, sound)
+    )
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine == theirs, {k for k in {*mine, *theirs} if mine.get(k) != theirs.get(k)}
+    assert record_of(path) == record_of(sound)
+
+
+DISK = ("evaluation.every=2", "checkpoint.every=2", "evaluation.at_start=true")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return play(tmp_path_factory.mktemp("runs") / "sound", *DISK).path
+
+
+@pytest.mark.parametrize("name, call, how", BROKEN, ids=str)
+def test_no_error_of_the_disk_loses_a_row_or_an_episode(sound, tmp_path, name, call, how, capsys):
+    path, disk = tmp_path / "run", BrokenDisk(name, call, **how)
+    try:
+        with disk:
+            play(path, *DISK)
+        assert how.get("is_lasting", False) is False or "report" in name
+    except StorageError as error:
+        assert "cannot be written: " in str(error) and str(path) in str(error)
+    assert disk.count or call == "short", "the fault was never reached"
+    if (path / "config.json").exists():
+        assert play(path, *DISK, resume=True).status == "done"
+    else:
+        play(path, *DISK)
+    assert "has lost" not in capsys.readouterr().out
+    assert_same(path, sound)
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_keeps_the_one_before(whole, tmp_path, monkeypatch):
