@@ -4,7 +4,10 @@ import builtins
 import errno
 import io
 import os
+import random
 import signal
+import sys
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -12,6 +15,7 @@ from full_counts import PROOF
 
 from lockstep.config import resolve
 from lockstep.errors import DiskFullError, StorageError
+from lockstep.launch.place import end_by_sigterm
 from lockstep.recipes.registry import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.train import train
@@ -280,3 +284,61 @@ def test_an_engine_that_dies_or_freezes_between_steps_is_replaced_and_counted(na
     assert found.get("engine/restarts", 0) + found["engine/lost_replicas"] >= 1
     same = [row["reward/mean"] for row in rows_of(unbroken.path) if "reward/mean" in row]
     assert [r["reward/mean"] for r in rows_of(tmp_path / "run") if "reward/mean" in r] == same
+
+
+PLACES = (
+    "lockstep/run/", "lockstep/store/", "lockstep/training/ch", "lockstep/training/tr",
+    "lockstep/sync/", "lockstep/agent/bu", "lockstep/report/doc", "lockstep/launch/",
+)  # fmt: skip
+
+
+class Calls:
+    """Counts the calls of the functions of a run, its store and its checkpoints, by name. At one of
+    them it sends signals to this process: two at once are a KeyboardInterrupt at that very place.
+    """
+
+    def __init__(self, name="", at=0, numbers=()):
+        self.name, self.at, self.numbers = name, at, numbers
+        self.found = Counter()
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code
+        if event != "call" or not any(place in code.co_filename for place in PLACES):
+            return
+        self.found[code.co_qualname] += 1
+        if code.co_qualname == self.name and self.found[self.name] == self.at:
+            sys.setprofile(None)
+            for number in self.numbers:
+                signal.raise_signal(number)
+
+    def play(self, path):
+        before = signal.getsignal(signal.SIGTERM)
+        end_by_sigterm()
+        sys.setprofile(self)
+        try:
+            play(path, *DISK, resume=(path / "config.json").exists())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+            signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    counted = Calls()
+    counted.play(tmp_path_factory.mktemp("runs") / "counted")
+    return counted.found
+
+
+@pytest.mark.parametrize("seed", range(200 if PROOF else 4))
+def test_an_interrupt_at_any_place_loses_no_row_and_no_episode(sound, calls, tmp_path, seed):
+    draws, path = random.Random(seed), tmp_path / "run"
+    for _ in range(draws.randint(1, 2)):
+        name = draws.choice(sorted(calls))
+        numbers = [draws.choice([signal.SIGINT, signal.SIGTERM]), signal.SIGINT]
+        at, number = draws.randint(1, calls[name]), draws.randint(1, 2)
+        print(name, at, numbers[:number])
+        Calls(name, at, numbers[:number]).play(path)
+    assert play(path, *DISK, resume=(path / "config.json").exists()).status == "done"
+    assert_same(path, sound)
