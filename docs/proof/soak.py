@@ -653,7 +653,8 @@ def of_kill(share: float, folder: Path, out: Path) -> list[str]:
             process.kill()
             return [f"{sent}: not ended after 300 s"]
         ends = (0, 130, -signal.SIGKILL, -signal.SIGINT, -signal.SIGTERM) if names else (0,)
-        if process.returncode not in ends:
+        is_early = names and errors.endswith(b"KeyboardInterrupt\n")  # as Python itself started
+        if process.returncode not in ends and not is_early:
             return [f"{sent}: exit {process.returncode}: {errors.decode().strip()[-300:]}"]
     names = [name for name, read in READERS.items() if read(out) != read(whole)]
     return [f"{sent}: other than without a signal: {', '.join(names)}"] if names else []

@@ -2,9 +2,11 @@
 
 import builtins
 import errno
+import gc
 import io
 import os
 import random
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -322,6 +324,7 @@ class Calls:
         finally:
             sys.setprofile(None)
             signal.signal(signal.SIGTERM, before)
+        gc.collect()  # a lock ends with its process, or with what holds it
 
 
 @pytest.fixture(scope="module")
@@ -342,3 +345,88 @@ def test_an_interrupt_at_any_place_loses_no_row_and_no_episode(sound, calls, tmp
         Calls(name, at, numbers[:number]).play(path)
     assert play(path, *DISK, resume=(path / "config.json").exists()).status == "done"
     assert_same(path, sound)
+
+
+class TakesAway(RunHooks):
+    """Does something to the run directory after the third update."""
+
+    def __init__(self, path, take):
+        self.path, self.take, self.num_updates = path, take, 0
+
+    def after_update(self, rows, log_probs):
+        self.num_updates += 1
+        if self.num_updates == 3:
+            self.take(self.path)
+
+
+def replaced_by_a_file(path):
+    path.rename(path.with_name("old"))
+    path.write_text("")
+
+
+GOES_ON = {
+    "metrics.jsonl": lambda path: (path / "metrics.jsonl").unlink(),
+    "config.json": lambda path: (path / "config.json").unlink(),
+    "environment.json": lambda path: (path / "environment.json").unlink(),
+    "lock": lambda path: (path / "lock").unlink(),
+    "checkpoints": lambda path: shutil.rmtree(path / "checkpoints"),
+    "metrics.jsonl moved": lambda path: (path / "metrics.jsonl").rename(path / "backup.jsonl"),
+}
+ENDS = {
+    "metrics.jsonl cut": lambda path: (path / "metrics.jsonl").write_text(""),
+    "metrics.jsonl longer": lambda path: (path / "metrics.jsonl").open("a").write("{}"),
+    "metrics.jsonl copied": lambda path: shutil.copy(
+        shutil.move(path / "metrics.jsonl", path / "backup.jsonl"), path / "metrics.jsonl"
+    ),
+    "trajectories": lambda path: shutil.rmtree(path / "trajectories"),
+    "trajectories as a file": lambda path: replaced_by_a_file(path / "trajectories"),
+    "checkpoints as a file": lambda path: replaced_by_a_file(path / "checkpoints"),
+    "the directory": shutil.rmtree,
+    "the directory moved": lambda path: path.rename(path.with_name("moved")),
+}
+
+
+@pytest.mark.parametrize("what", ["metrics.jsonl", *list(GOES_ON)[1:] * PROOF])
+def test_what_is_taken_away_and_known_is_written_again(sound, tmp_path, what, caplog):
+    path = tmp_path / "run"
+    with hooked(TakesAway(path, GOES_ON[what])):
+        assert play(path, *DISK).status == "done"
+    assert_same(path, sound)
+    files = {each.name for each in path.iterdir()}
+    assert {"config.json", "environment.json", "lock", "checkpoints"} <= files
+    assert "is written anew" in caplog.text or what in ("lock", "checkpoints")
+    assert play(path, *DISK, resume=True).status == "done"
+
+
+@pytest.mark.parametrize("what", ["trajectories", "the directory moved", *[*ENDS] * PROOF])
+def test_what_is_taken_away_and_unknown_ends_the_run_with_a_line(sound, tmp_path, what, capsys):
+    path = tmp_path / "run"
+    with hooked(TakesAway(path, ENDS[what])), pytest.raises(StorageError) as error:
+        play(path, *DISK)
+    assert str(path) in str(error.value) and "resume=true" in str(error.value)
+    if what.startswith("the directory"):
+        assert not path.exists(), "nothing is written beside the run"
+        if what == "the directory":
+            return
+        path = path.with_name("moved")
+    if (path / "old").exists():  # as a user would mend it
+        for name in ("trajectories", "checkpoints"):
+            if (path / name).is_file():
+                (path / name).unlink()
+                (path / "old").rename(path / name)
+    capsys.readouterr()
+    config = resolve(find_recipe("quickstart"), [*SMALL, *DISK])
+    assert train(config, out=path, resume=True).status == "done"
+    said = capsys.readouterr().out
+    if what in ("trajectories", "metrics.jsonl cut"):
+        assert "has lost the" in said and "of 2 step(s), the first of step 0" in said
+    else:
+        assert_same(path, sound)
+
+
+def test_a_part_that_is_taken_away_is_named_at_the_end(tmp_path, capsys):
+    path = tmp_path / "run"
+    part = path / "trajectories" / "step-000001.parquet"
+    with hooked(TakesAway(path, lambda path: part.unlink())):
+        train(resolve(find_recipe("quickstart"), [*SMALL, *DISK]), out=path)
+    assert "has lost the episodes of 1 step(s), the first of step 1" in capsys.readouterr().out
