@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import StorageError
 from lockstep.launch.event_loop import run_to_end
 from lockstep.run.build import SharedBase, load_model
 from lockstep.run.preflight import ModelFiles
@@ -63,8 +62,5 @@ def train_over_base(
                 for run in left:
                     run.status = "interrupted"
                     run.view.note("interrupted: saving a checkpoint.")
-                    try:
-                        run.save_if_whole()
-                    except StorageError as error:
-                        failed[run.path] = error
+                    run.save_unsaved()
     return {run.path: failed.get(run.path) or run.finish() for run in runs}

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -42,17 +43,12 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.replace(neighbour, path)
         sync_directory(path.parent)
 
-    try:
-        durably(path, attempt)
-    except StorageError:
-        with contextlib.suppress(OSError):
-            neighbour.unlink(missing_ok=True)  # a full disk needs the room
-        raise
+    durably(path, attempt, partial=neighbour)
 
 
-def durably(path: Path, attempt: Callable[[], object]) -> None:
+def durably(path: Path, attempt: Callable[[], object], *, partial: Path | None = None) -> None:
     """Makes one attempt to write `path`, and a few more if the disk fails. Each begins from
-    nothing: after a failed fsync nobody knows what the disk has. Raises StorageError."""
+    nothing: after a failed fsync nobody knows what the disk has. partial: see `storage_errors`."""
     for seconds in RETRY_SECONDS:
         try:
             attempt()
@@ -62,16 +58,20 @@ def durably(path: Path, attempt: Callable[[], object]) -> None:
                 raise
             _log.warning("%s is written again: %s.", path, error.strerror or error)
             time.sleep(seconds)
-    with storage_errors(path):
+    with storage_errors(path, partial=partial):
         attempt()
 
 
 @contextlib.contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Raises an error of the system within the block as a StorageError of `path`."""
+def storage_errors(path: Path, *, partial: Path | None = None) -> Iterator[None]:
+    """Raises an error of the system within the block as a StorageError of `path`. partial: what the
+    block has half written, which is removed, as a full disk needs the room."""
     try:
         yield
     except OSError as error:
+        if partial is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
         if isinstance(error, StorageError):
             raise
         raise StorageError(
@@ -80,8 +80,20 @@ def storage_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+def replace_directory(made: Path, target: Path, *, aside: Path) -> None:
+    """Renames the directory `made` to `target`, once the disk has all of it. What was there is at
+    `aside` meanwhile: a kill in between loses neither."""
+    for path in (*made.rglob("*"), made):
+        sync_directory(path)
+    if target.exists():
+        os.replace(target, aside)
+    os.replace(made, target)
+    sync_directory(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def sync_directory(path: Path) -> None:
-    """Makes renames in `path` survive a power cut."""
+    """Makes renames in a directory, or the content of a file, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
