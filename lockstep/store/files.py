@@ -81,15 +81,19 @@ def storage_errors(path: Path, *, partial: Path | None = None) -> Iterator[None]
 
 
 def replace_directory(made: Path, target: Path, *, aside: Path) -> None:
-    """Renames the directory `made` to `target`, once the disk has all of it. What was there is at
-    `aside` meanwhile: a kill in between loses neither."""
-    for path in (*made.rglob("*"), made):
-        sync_directory(path)
+    """Renames the directory `made` to `target`, once `sync_tree` has it on the disk. What was there
+    is at `aside` meanwhile: a kill in between loses neither."""
     if target.exists():
         os.replace(target, aside)
     os.replace(made, target)
     sync_directory(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync_tree(directory: Path) -> None:
+    """Waits until the disk has a directory and everything below it."""
+    for path in (*directory.rglob("*"), directory):
+        sync_directory(path)
 
 
 def sync_directory(path: Path) -> None:

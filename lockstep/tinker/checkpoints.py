@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from lockstep.store.files import replace_directory
+from lockstep.store.files import replace_directory, sync_tree
 from lockstep.tinker.journal import Checkpoint, Journal
 from lockstep.tinker.requests import invalid, not_found
 
@@ -76,7 +76,8 @@ class CheckpointStore:
         partial.mkdir(parents=True)
         try:
             await write(partial)
-            await asyncio.to_thread(replace_directory, partial, place, aside=replaced)
+            await asyncio.to_thread(sync_tree, partial)
+            replace_directory(partial, place, aside=replaced)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lockstep.errors import CheckpointError
-from lockstep.store.files import replace_directory, storage_errors, write_json
+from lockstep.store.files import replace_directory, storage_errors, sync_tree, write_json
 from lockstep.training.critic import CRITIC, Critic
 from lockstep.training.trainer import Trainer
 
@@ -108,6 +108,7 @@ class CheckpointStore:
             manifest = {"format_version": FORMAT_VERSION, "step": step, "metric": metric}
             files = {name: list(entry) for name, entry in _digest_files(beside).items()}
             write_json(beside / MANIFEST, {**manifest, "files": files})
+            sync_tree(beside)
             replace_directory(beside, target, aside=self.root / f".{target.name}.replaced")
             self._let_go()
         return target
