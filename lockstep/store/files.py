@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from lockstep.errors import DataError, RunError, StorageError
 from lockstep.system import try_lock
 
-RETRY_SECONDS = (0.1, 1.0)
+RETRY_SECONDS = (0.1, 0.5)
 """Pauses before a failed write is made again: a network's disk is often back by then."""
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -76,7 +76,7 @@ def storage_errors(path: Path, *, partial: Path | None = None) -> Iterator[None]
             raise
         raise StorageError(
             f"{path} cannot be written: {error.strerror or error}. What was written before is "
-            "kept: make it writable and go on with resume=true."
+            "kept. Make it writable; a run then goes on with resume=true."
         ) from error
 
 
