@@ -257,7 +257,9 @@ class _Process:
             self._process.wait(NOTICE_SECONDS)
         self._printing.join(NOTICE_SECONDS)
         with self._lock:
-            ended = problem or f"{self._name} {how_ended(self._process)}."
+            ended = (
+                problem or f"{self._name} {how_ended(self._process.pid, self._process.returncode)}."
+            )
             self._why_ended = ended + self._tail()
             waiting_still, self._waiting = list(self._waiting.values()), {}
         for each in waiting_still:
@@ -286,8 +288,7 @@ class _Process:
         self._process.stderr.close()
 
     def _tail(self) -> str:
-        lines = "".join(f"\n  | {line}" for line in list(self._printed))
-        return f" The end of what it printed:{lines}" if lines else " It printed nothing."
+        return end_of(self._printed)
 
 
 def _checked(reply: Reply) -> Reply:
@@ -296,21 +297,24 @@ def _checked(reply: Reply) -> Reply:
     return reply
 
 
+def end_of(printed: Iterable[str]) -> str:
+    """The last lines that a process printed, for the end of a message."""
+    lines = "".join(f"\n  | {line}" for line in list(printed))
+    return f" The end of what it printed:{lines}" if lines else " It printed nothing."
+
+
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Kills a process that leads a group, and all of the group, and waits for its end."""
     kill_group(process.pid)
     process.wait()
 
 
-def how_ended(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended, in words that follow its name.
+def how_ended(pid: int | None, code: int | None) -> str:
+    """How a process ended, in words that follow its name. code: its exit code, or -signal.
 
-    >>> process = subprocess.Popen(["false"])
-    >>> _ = process.wait()
-    >>> how_ended(process).partition(") ")[2]
-    'ended with exit code 1'
+    >>> how_ended(31, 1)
+    '(pid 31) ended with exit code 1'
     """
-    code = process.returncode
     if code is None:
         how = "closed its connection and goes on running"
     elif code >= 0:
@@ -320,7 +324,7 @@ def how_ended(process: subprocess.Popen[bytes]) -> str:
         how = f"was ended by {names.get(-code, f'signal {-code}')}"
         if names.get(-code) == "SIGKILL":
             how += " (by hand, or by the system for want of memory)"
-    return f"(pid {process.pid}) {how}"
+    return f"(pid {pid}) {how}"
 
 
 def serve(answer: Callable[..., Reply], *, opened: Callable[..., Reply] | None = None) -> None:

@@ -45,6 +45,7 @@ from lockstep.errors import (
     RankError,
     RendererError,
     RunError,
+    StorageError,
     is_full_disk,
 )
 from lockstep.habits import VERBS, hint
@@ -142,7 +143,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if is_full_disk(error) and not isinstance(error, DiskFullError):
             error = DiskFullError(f"the disk is full ({error}). Free some space, and try again.")
         _complain(error, options)
-        is_input = isinstance(error, _INPUT_ERRORS) and not isinstance(error, DiskFullError)
+        is_input = isinstance(error, _INPUT_ERRORS) and not isinstance(error, StorageError)
         return BAD_INPUT if is_input else FAILED
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)

@@ -28,8 +28,9 @@ thing. A message says what was expected, what was found, where, and what to do n
       ChildTimeoutError  (ChildError, TimeoutError)  a child process did not answer in time
       ChildRefusal       (ChildError)    a child process answered a request with an error
       OutOfMemoryError   (MemoryError)   a step needs more memory than there is
-      DiskFullError      (OSError)       a disk is full
       RunError           (RuntimeError)  a run directory is in use, unfinished or not a run
+      StorageError       (OSError)       a file of a run cannot be written: a full or broken disk
+      DiskFullError      (StorageError)  a disk is full
       MismatchError      (RuntimeError)  rows of a step show a cause of a mismatch
       RankError          (RuntimeError)  processes of one run disagree, or one of them is gone
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
@@ -162,12 +163,17 @@ class OutOfMemoryError(LockstepError, MemoryError):
     """A step needs more memory than there is. Names the settings that lower it."""
 
 
-class DiskFullError(LockstepError, OSError):
-    """A disk is full. Names the run, and the command that continues it."""
-
-
 class RunError(LockstepError, RuntimeError):
     """A run directory is in use by another process, not a run, or cannot be resumed."""
+
+
+class StorageError(LockstepError, OSError):
+    """A file of a run cannot be written, also not when it is tried again: the disk is full, broken
+    or read-only, or the directory is gone. Names the file and the system's reason."""
+
+
+class DiskFullError(StorageError):
+    """A disk is full. Names the run, and the command that continues it."""
 
 
 class MismatchError(LockstepError, RuntimeError):

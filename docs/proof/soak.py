@@ -3,7 +3,7 @@
 python docs/proof/soak.py                                # all of it: `make soak`, 20 minutes
 python docs/proof/soak.py --hook step --only hangs       # one misbehaviour of one hook
 python docs/proof/soak.py --hook fault                   # the 20 faults that every trainer meets
-python docs/proof/soak.py --kills 100 --hook console     # runs that are killed, and continued
+python docs/proof/soak.py --kills 100 --hook kill        # runs that are killed, and continued
 
 One run trains per hook, in a process of its own with a time limit; each of its tasks misbehaves in
 one way. For trackers and consoles it is one run per misbehaviour. A run must do all its steps, end
@@ -602,39 +602,68 @@ def of_console(name: str, out: Path) -> list[str]:
 
 KILLED = (
     *("groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "evaluation.every=2"),
-    *("steps=4", "checkpoint.every=1", "checkpoint.keep_last=1"),
+    *("steps=4", "checkpoint.every=3", "checkpoint.keep_last=1"),
 )
 
 
 @functools.cache
-def unbroken(folder: Path) -> tuple[Path, float]:
-    """A run that nothing interrupts, and the seconds that it took."""
-    out, began = folder / "unbroken", time.monotonic()
+def unbroken(folder: Path) -> Path:
+    """A run that nothing interrupts."""
+    out = folder / "unbroken"
     shutil.rmtree(out, ignore_errors=True)
     command = lockstep("train", "quickstart", f"out={out}", *KILLED)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return out, time.monotonic() - began
+    return out
+
+
+SIGNALS = (
+    *("KILL", "INT", "TERM", "INT INT", "TERM TERM", "INT KILL", "INT INT KILL", "TERM INT KILL"),
+)
+"""What a user, a scheduler or a closed terminal sends to the processes of a run, in this order."""
 
 
 def of_kill(share: float, folder: Path, out: Path) -> list[str]:
-    """Kills a run, and the one that continues it, at this share of its time. Returns what the run
-    that ends has other than one that nothing interrupts."""
-    whole, seconds = unbroken(folder)
-    for moment in (share * seconds, share * seconds / 2, math.inf):
+    """Sends signals to a run when it has this share of its rows, and to the one that continues it.
+    Returns what the run that ends has other than one that nothing interrupts."""
+    whole = unbroken(folder)
+    draws, sent = random.Random(share), []
+    for after in (share, draws.random(), math.inf):
         is_begun = (out / "config.json").is_file()
         words = (str(out), "resume=true") if is_begun else ("quickstart", f"out={out}", *KILLED)
         process = subprocess.Popen(
-            lockstep("train", *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            lockstep("train", *words),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
+        names = draws.choice(SIGNALS).split() if math.isfinite(after) else []
+        num_rows = math.floor(after * len(load_run(whole).metrics)) if names else 0
+        while names and process.poll() is None and len(rows_in(out)) < num_rows:
+            time.sleep(0.02)
+        for name in names:
+            moment = draws.expovariate(2)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(moment)
+                break
+            os.killpg(process.pid, getattr(signal, f"SIG{name}"))
+            sent.append(f"{name} {num_rows} rows + {moment:.2f} s")
         try:
-            _, errors = process.communicate(timeout=min(moment, 300))
+            _, errors = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             process.kill()
-            _, errors = process.communicate()
-        if process.returncode not in (0, -signal.SIGKILL):
-            return [f"exit status {process.returncode}: {errors.decode().strip()[-300:]}"]
+            return [f"{sent}: not ended after 300 s"]
+        ends = (0, 130, -signal.SIGKILL, -signal.SIGINT, -signal.SIGTERM) if names else (0,)
+        is_early = names and errors.endswith(b"KeyboardInterrupt\n")  # as Python itself started
+        if process.returncode not in ends and not is_early:
+            return [f"{sent}: exit {process.returncode}: {errors.decode().strip()[-300:]}"]
     names = [name for name, read in READERS.items() if read(out) != read(whole)]
-    return [f"other than without a kill: {', '.join(names)}"] if names else []
+    return [f"{sent}: other than without a signal: {', '.join(names)}"] if names else []
+
+
+def rows_in(out: Path) -> list[bytes]:
+    """The rows of a run that may be writing another."""
+    file = out / "metrics.jsonl"
+    return file.read_bytes().splitlines() if file.is_file() else []
 
 
 OF_TIME = ("time/", "tokens/cached", "tokens/prefilled", "episode/cached")
@@ -649,8 +678,9 @@ def metrics_of(path: Path) -> list[dict[str, Any]]:
 
 def episodes_of(path: Path) -> list[tuple[Any, ...]]:
     return [
-        (record.trajectory.id, segment.token_ids.tolist(), str(segment.logprobs))
-        for record in load_run(path).trajectories()
+        (split, record.trajectory.id, segment.token_ids.tolist(), str(segment.logprobs))
+        for split in load_run(path).splits()
+        for record in load_run(path).trajectories(split=split)
         for segment in record.trajectory.segments
     ]
 
@@ -866,7 +896,9 @@ def of_fault(name: str, out: Path) -> list[str]:
 Case = tuple[str, Callable[[Path], list[str]]]
 
 
-def cases_of(hooks: Sequence[str], only: tuple[str, ...]) -> Iterator[Case]:
+def cases_of(
+    hooks: Sequence[str], only: tuple[str, ...], num_kills: int, folder: Path
+) -> Iterator[Case]:
     for hook in hooks:
         if hook == "tracker":
             for method in ("init", "log", "finish"):
@@ -877,6 +909,11 @@ def cases_of(hooks: Sequence[str], only: tuple[str, ...]) -> Iterator[Case]:
                 yield f"console-{name}", functools.partial(of_console, name)
         elif hook == "server":
             yield "server", of_server
+        elif hook == "kill":
+            draws = random.Random(0)
+            for at in range(num_kills):
+                share = (at + draws.random()) / num_kills
+                yield f"kill-{share:.3f}", functools.partial(of_kill, share, folder)
         elif hook == "fault":
             for name in FAULTS:
                 yield name, functools.partial(of_fault, name)
@@ -885,24 +922,18 @@ def cases_of(hooks: Sequence[str], only: tuple[str, ...]) -> Iterator[Case]:
 
 
 def main() -> int:
-    every = (*HOOKS, "tracker", "console", "fault", "server")
+    every = (*HOOKS, "tracker", "console", "fault", "server", "kill")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hook", action="append", help=", ".join(every))
     parser.add_argument("--only", action="append", default=[], help="a misbehaviour by name")
-    parser.add_argument(
-        "--kills", type=int, help="runs that are killed; default: 100, 0 with --hook"
-    )
+    parser.add_argument("--kills", type=int, default=100, help="runs that are killed; default: 100")
     parser.add_argument("--again", action="store_true", help="repeat what had a problem last time")
     parser.add_argument("--out", type=Path, help="folder of the runs; default: a temporary one")
     options = parser.parse_args()
     folder = options.out or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    cases = list(cases_of(options.hook or every, tuple(options.only)))
-    num_kills = options.kills if options.kills is not None else 0 if options.hook else 100
-    draws = random.Random(0)
-    for at in range(num_kills):
-        share = (at + draws.random()) / num_kills
-        cases.append((f"kill-{share:.3f}", functools.partial(of_kill, share, folder)))
+    hooks = options.hook or every
+    cases = list(cases_of(hooks, tuple(options.only), options.kills, folder))
     num_bad, started, minutes = 0, time.monotonic(), 0.0
     found: dict[str, list[str]] = {}
     place = Path(__file__).with_suffix(".json")
@@ -928,7 +959,7 @@ def main() -> int:
             found[name] = problems
             print(f"{name:45} {seconds:6.1f} s  {'; '.join(problems) or 'ok'}", flush=True)
     print(f"{num_bad} of {len(cases)} runs with a problem")
-    if options.hook is None and options.kills is None:
+    if options.hook is None and options.kills == 100:
         proof = {
             "command": "python docs/proof/soak.py",
             "date": datetime.now(UTC).date().isoformat(),

@@ -213,7 +213,8 @@ class Buffer:
     def state_before(self, step: int) -> dict[str, Any]:
         """The state with which batch `step` is sampled again, and all later ones: those that have
         begun from the same places in the task stream."""
-        begun = [self._begun[at].before for at in sorted(self._begun) if at >= step]
+        states = self._saved | {at: batch.before for at, batch in self._begun.items()}
+        begun = [states[at] for at in sorted(states) if at >= step]
         taken, before_extra = self._taken
         return {"begun": begun, "next": before_extra if step == taken else self._state()}
 

@@ -32,6 +32,10 @@ def own_context() -> Context:
     return context
 
 
+_ON_SIGINT = asyncio.Runner._on_sigint.__code__
+"""The handler of Ctrl-C, which may come while foreign code runs."""
+
+
 class VisitedTask(asyncio.Task[Any]):
     """A task that foreign code cannot cancel, unless it was called by it or began it."""
 
@@ -47,6 +51,8 @@ class VisitedTask(asyncio.Task[Any]):
         if by is self:
             self.num_own += not self.done()
         elif by is not None and self._is_ours:
+            if sys._getframe(1).f_code is _ON_SIGINT:
+                return own_context().run(super().cancel, msg)
             raise RuntimeError(f"{_name_of(self)} is a task of Lockstep, and is not cancelled")
         return super().cancel(msg)
 

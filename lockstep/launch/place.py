@@ -31,11 +31,13 @@ class Place:
         found = os.environ
         if int(found.get("WORLD_SIZE", "0")) < 2:
             return None
+        has_store = found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address = f"tcp://{found.get('MASTER_ADDR')}:{found.get('MASTER_PORT')}"
         return cls(
             rank=int(found["RANK"]),
             world=int(found["WORLD_SIZE"]),
             local_rank=int(found.get("LOCAL_RANK", "0")),
-            meeting="env://",
+            meeting="env://" if has_store else address,
         )
 
 

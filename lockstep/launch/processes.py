@@ -6,20 +6,34 @@ rank is reported to rank 0, which shows it once.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from typing import Any, TypeVar
 
-from lockstep.errors import LockstepError, RankError
+from lockstep.children import NOTICE_SECONDS, NUM_LINES, end_of, how_ended
+from lockstep.errors import ConfigError, LockstepError, RankError
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.place import END_SECONDS, Place, end_by_sigterm, free_port
 from lockstep.launch.placement import PlacementConfig, RayPlacement
 
 T = TypeVar("T")
+
+JOIN_SECONDS = 300.0
+"""Time that processes of one machine have to import torch and meet."""
+POLL_SECONDS = 0.1
+"""Time between two looks at whether a process that should join has ended."""
 
 
 def on_all_ranks(
@@ -54,32 +68,107 @@ def on_all_ranks(
     places = [
         Place(rank=rank, world=world, local_rank=rank, meeting=meeting) for rank in range(world)
     ]
-    context = multiprocessing.get_context("spawn")
-    followers = [
-        context.Process(target=_follow, args=(place, call), daemon=True) for place in places[1:]
-    ]
+    followers: list[_Follower] = []
+
+    def why_lost(seconds: float) -> str:
+        ended = wait_for([follower.process.sentinel for follower in followers], seconds)
+        lost = [follower for follower in followers if follower.process.sentinel in ended]
+        return lost[0].why_ended() if lost else ""
+
     try:
-        for follower in followers:
-            follower.start()
-        return call(places[0])
+        with _heard_at_once(lambda: [follower.end(0) for follower in followers]):
+            followers += [_Follower(place, call) for place in places[1:]]
+            return call(places[0], why_lost)
     finally:
+        ends = time.monotonic() + END_SECONDS
         for follower in followers:
-            if follower.pid is None:
-                continue
-            follower.join(timeout=END_SECONDS)
-            if follower.is_alive():
-                follower.kill()
-                follower.join()
+            follower.end(max(0.0, ends - time.monotonic()))
 
 
-def _follow(place: Place, call: Callable[[Place], Any]) -> None:
+class _Follower:
+    """The process of a rank from 1 up, as rank 0 sees it; passes on what it prints."""
+
+    def __init__(self, place: Place, call: Callable[..., Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._output, theirs = context.Pipe(duplex=False)
+        self._printed: deque[str] = deque(maxlen=NUM_LINES)
+        self._rank = place.rank
+        self.process = context.Process(target=_follow, args=(place, call, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader.start()
+
+    def _pass_on(self) -> None:
+        with open(self._output.fileno(), errors="replace", closefd=False) as lines:
+            for line in lines:
+                self._printed.append(line.rstrip())
+                with contextlib.suppress(OSError, ValueError):
+                    print(line, end="", file=sys.stderr, flush=True)
+
+    def why_ended(self) -> str:
+        """How the process ended, with what it printed last."""
+        self.process.join()
+        self._reader.join(1.0)  # an own child of it may hold the pipe open
+        how = how_ended(self.process.pid, self.process.exitcode)
+        return f"rank {self._rank} {how} before the run did.{end_of(self._printed)}"
+
+    def end(self, seconds: float) -> None:
+        """Waits `seconds` for the process to end by itself, then kills it."""
+        self.process.join(timeout=seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+
+
+@contextlib.contextmanager
+def _heard_at_once(end_others: Callable[[], object]) -> Generator[None]:
+    """Ends all processes at a second Ctrl-C or SIGTERM, also where this one waits for a rank that
+    hangs: gloo waits in C++, where Python hears no signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    is_left = threading.Event()
+
+    def watch() -> None:
+        heard: Counter[int] = Counter()
+        while number := os.read(reading, 1):
+            heard[number[0]] += 1
+            if max(heard[signal.SIGINT], heard[signal.SIGTERM]) > 1:
+                break
+        if number and not is_left.wait(2 * END_SECONDS):
+            end_others()
+            os._exit(130)
+
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        is_left.set()
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        watching.join()
+        os.close(reading)
+
+
+def _follow(place: Place, call: Callable[..., Any], output: Connection) -> None:
     """The main function of ranks 1 and up. Silent: rank 0 says why a run has stopped."""
     os.environ |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank)}
+    for number in (1, 2):
+        os.dup2(output.fileno(), number)
+    output.close()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     end_by_sigterm()
     code = 0
     try:
         call(place)
-    except (LockstepError, KeyboardInterrupt):
+    except (LockstepError, KeyboardInterrupt) as error:
+        if isinstance(error, ConfigError):  # which may be of this rank alone
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
         code = 2
     except BaseException:
         traceback.print_exc()
@@ -89,6 +178,14 @@ def _follow(place: Place, call: Callable[[Place], Any]) -> None:
     os._exit(code)  # a group that broke may have left threads that never end
 
 
+def _end_with_parent() -> None:
+    """Ends this process when rank 0 is gone, whatever its main thread waits for."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "rank 0 has started it"
+    parent.join()
+    os._exit(2)
+
+
 def _call(
     parallel: ParallelConfig,
     device: str,
@@ -96,21 +193,51 @@ def _call(
     args: Any,
     settings: dict[str, Any],
     place: Place,
+    why_lost: Callable[[float], str] = lambda seconds: "",
 ) -> T:
-    """Joins the other ranks and makes the call."""
+    """Joins the other ranks and makes the call. why_lost: waits so many seconds for the end of a
+    process that this one started, and says how it ended; "" if none did."""
     from lockstep.launch.ranks import Ranks
 
-    ranks = Ranks.join(
-        place, sequence=parallel.sequence, device=device, timeout_seconds=parallel.timeout_seconds
+    is_local = place.meeting.startswith("tcp://127.")
+    join = partial(
+        Ranks.join,
+        place,
+        sequence=parallel.sequence,
+        device=device,
+        timeout_seconds=parallel.timeout_seconds,
+        join_seconds=JOIN_SECONDS if is_local else None,
     )
+    ranks = _beside(join, why_lost)
+    ranks.use_device()
     try:
         with ranks.taking_interrupts():
             result = work(ranks, *args, **settings)
     except BaseException as error:
-        explained = ranks.explain(error) if isinstance(error, Exception) else None
+        explained = None
+        if isinstance(error, Exception) and ranks.is_lost(error):
+            explained = ranks.explain(error, why_lost(NOTICE_SECONDS))
         ranks.leave(error)
         if explained is not None:
             raise RankError(explained) from error
         raise
     ranks.leave()
     return result
+
+
+def _beside(work: Callable[[], T], why_lost: Callable[[float], str]) -> T:
+    """`work()`, in a thread: this one hears signals meanwhile, and the end of other processes.
+    Raises RankError if `why_lost` says so."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not wait([result], POLL_SECONDS).done:
+        if lost := why_lost(0.0):
+            raise RankError(f"{lost} Nothing was started.")
+    return result.result()

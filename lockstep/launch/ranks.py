@@ -53,9 +53,20 @@ class Ranks:
         self.data_rank, self.data_size = self.rank // sequence, self.world // sequence
 
     @classmethod
-    def join(cls, place: Place, *, sequence: int, device: str, timeout_seconds: float) -> Ranks:
-        """Joins the other ranks. Raises RankError if they do not join within the limit."""
+    def join(
+        cls,
+        place: Place,
+        *,
+        sequence: int,
+        device: str,
+        timeout_seconds: float,
+        join_seconds: float | None = None,
+    ) -> Ranks:
+        """Joins the other ranks. Raises RankError, naming them, if some do not come within
+        `join_seconds`, or the limit of all waits if that is less. Waits without hearing signals.
+        """
         timeout = timedelta(seconds=timeout_seconds)
+        limit = min(timeout_seconds, join_seconds or timeout_seconds)
         where = torch.device(device)
         if where.type == "cuda":
             if place.local_rank >= torch.cuda.device_count():
@@ -67,8 +78,7 @@ class Ranks:
             where = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(where)
         try:
-            meeting = rendezvous(place.meeting, place.rank, place.world, timeout=timeout)
-            store, _, _ = next(meeting)
+            store = _meet(place, timedelta(seconds=limit))
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
                 store=store,
@@ -80,10 +90,15 @@ class Ranks:
             dist.barrier()
         except RuntimeError as error:
             raise RankError(
-                f"the {place.world} processes of the run did not meet within "
-                f"parallel.timeout_seconds={timeout_seconds:g}: {_first_line(error)}"
+                f"the {place.world} processes of the run did not meet within {limit:g} s "
+                f"(parallel.timeout_seconds={timeout_seconds:g}): {_first_line(error)}"
             ) from error
         return ranks
+
+    def use_device(self) -> None:
+        """Makes the rank's GPU that of the calling thread."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     @property
     def is_leader(self) -> bool:
@@ -160,13 +175,19 @@ class Ranks:
         """Whether any rank was interrupted."""
         return any(self.gather(self._is_stop_asked))
 
-    def explain(self, error: Exception) -> str | None:
-        """The reason, in words, if `error` comes from waiting in vain for another rank."""
-        if not (isinstance(error, dist.DistError) or _is_of_gloo(error)):
-            return None
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether `error` comes from waiting in vain for another rank."""
+        is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        return isinstance(error, dist.DistError) or is_of_gloo
+
+    def explain(self, error: Exception, why_lost: str) -> str:
+        """The reason, in words, of an error that `is_lost`. why_lost: how a process that this one
+        started has ended; "" if none has."""
         stopped = self._stopped()
         if stopped:
             return "; ".join(f"rank {rank} has stopped: {why}" for rank, why in stopped.items())
+        if why_lost:
+            return f"{why_lost} Everything up to the last checkpoint is kept."
         if "timed out" in str(error).lower():
             return (
                 "another process did not answer within the limit of waits "
@@ -191,7 +212,7 @@ class Ranks:
     def leave(self, error: BaseException | None = None) -> None:
         """Leaves the other ranks: in order, or at once with an error of this rank."""
         if error is not None:
-            if not (isinstance(error, Exception) and self.explain(error) is not None):
+            if not self.is_lost(error):
                 why = f"{type(error).__name__}: {error}".rstrip(": ")
                 with contextlib.suppress(RuntimeError):
                     self._store.set(_STOPPED.format(self.rank), why)
@@ -201,12 +222,28 @@ class Ranks:
             dist.destroy_process_group()
 
 
+def _meet(place: Place, timeout: timedelta) -> Store:
+    """The store through which the ranks find each other, once all are there. Raises RuntimeError
+    naming those that did not come in time."""
+    if place.meeting == "env://":
+        store, _, _ = next(rendezvous(place.meeting, place.rank, place.world, timeout=timeout))
+    else:
+        host, _, port = place.meeting.removeprefix("tcp://").rpartition(":")
+        store = dist.TCPStore(
+            host, int(port), is_master=place.rank == 0, timeout=timeout, wait_for_workers=False
+        )
+    keys = [f"lockstep/here/{rank}" for rank in range(place.world)]
+    store.set(keys[place.rank], "")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(f"rank {', '.join(missing)} did not come") from None
+    return store
+
+
 def _group(ranks: range) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(list(ranks)))  # a number to those outside
-
-
-def _is_of_gloo(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
 
 
 def _first_line(error: BaseException) -> str:

@@ -87,7 +87,9 @@ class Worker(Line):
         """How the process ended, in words, with the end of its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(NOTICE_SECONDS)
-        return f"{self.name} {how_ended(self._process)}. {_log_tail(self._log)}"
+        return (
+            f"{self.name} {how_ended(self.pid, self._process.returncode)}. {_log_tail(self._log)}"
+        )
 
     def end(self, *, seconds: float) -> None:
         """Waits `seconds` for the process to end as it was asked to, then kills it."""

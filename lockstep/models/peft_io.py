@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
@@ -29,6 +28,7 @@ from lockstep.models.peft_format import (
     read_shape,
     tensor_keys,
 )
+from lockstep.models.tensor_file import Outgoing, write_tensors
 
 Tensor = torch.Tensor
 
@@ -77,11 +77,13 @@ def load_policy(model: Decoder, directory: str | Path) -> None:
 def save_adapter(model: Decoder, directory: str | Path, *, base: str | Path) -> None:
     """Writes the model's adapter in PEFT's form. base: directory of the model that it adapts."""
     shape = _shape(model)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in peft_tensors(model)}
+    tensors = [
+        Outgoing(name, tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
+        for name, tensor in peft_tensors(model)
+    ]
     config, identity = config_of(shape, model.config, base), identity_of(shape, base)
     with replacing(directory) as beside:
-        save_file(tensors, str(beside / WEIGHTS), metadata={"format": "pt"})
-        (beside / WEIGHTS).chmod(0o644)  # safetensors writes it for its owner alone
+        write_tensors(beside / WEIGHTS, tensors)
         (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (beside / BASE).write_text(json.dumps(identity, indent=2) + "\n")
 

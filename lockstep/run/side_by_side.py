@@ -62,5 +62,5 @@ def train_over_base(
                 for run in left:
                     run.status = "interrupted"
                     run.view.note("interrupted: saving a checkpoint.")
-                    run.save_if_whole()
+                    run.save_unsaved()
     return {run.path: failed.get(run.path) or run.finish() for run in runs}

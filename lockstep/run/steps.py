@@ -88,7 +88,9 @@ def train_on_rank(
 async def run_steps(run: TrainingRun) -> Status:
     """All steps that are left. Saves at the end, and at each stop that was asked for."""
     try:
-        await run.sync()
+        synced = await run.sync()
+        if run.row:
+            run.row |= synced
         return await _steps(run)
     finally:
         await run.buffer.close()
@@ -98,14 +100,14 @@ async def run_steps(run: TrainingRun) -> Status:
 async def _steps(run: TrainingRun) -> Status:
     config = run.config
     if run.step == 0 and run.tested_at is None and config.evaluation.at_start:
-        await _evaluate(run, -1)
-    while run.step < config.steps:
+        await run.test(own_row=-1)
+    while run.row or run.step < config.steps:
         # One process alone is interrupted where it is.
         if run.ranks is not None and run.ranks.is_stop_asked():
             run.save()
             return "interrupted"
         began = time.perf_counter()
-        row = await one_step(run)
+        row = await (end_step(run) if run.row else one_step(run))
         run.expect_alike(time.perf_counter() - began)
         if row is None:
             run.view.note(f"the tasks ended before step {run.step}.", "warning")
@@ -115,15 +117,9 @@ async def _steps(run: TrainingRun) -> Status:
             run.save()
             return "stopped"
     if run.tested_at != run.step:
-        await _evaluate(run, run.step)
+        await run.test(own_row=run.step)
     run.save()
     return "done"
-
-
-async def _evaluate(run: TrainingRun, step: int) -> None:
-    """Tests the policy and logs a row of its own; no row with evaluation=none."""
-    if metrics := await run.test():
-        run.log({"step": step, **metrics, **run.engine_metrics()})
 
 
 async def one_step(run: TrainingRun) -> dict[str, Any] | None:
@@ -157,7 +153,27 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             own_rows, figures = await beside(partial(train_own, run, seat, groups))
             sampled_rows = [*sampled_rows, *own_rows]
             metrics |= figures
-        run.advance()
+        with uninterrupted():  # a step is kept with its episodes and its row, or made again
+            run.record(step, played, samples=sampled_rows)
+            row = step_metrics(step, groups, sampled_rows, metrics) | signal
+            row |= health_row(run, groups)
+            row["tokens/sampled"] += signal.get("tokens/replaced", 0)
+            try:
+                row |= await beside(partial(run.watch, step, rows, groups, version=version))
+            except Exception:  # says nothing about the update, which is whole
+                run.advance(row)
+                raise
+            trained = time.perf_counter()
+            run.elapsed_seconds += trained - began
+            row |= {
+                "time/sample_seconds": batch.sample_seconds,
+                "time/wait_seconds": batch.wait_seconds,
+                "time/idle_seconds": run.buffer.take_idle_seconds(),
+                "time/train_seconds": trained - sampled,
+                "time/step_seconds": trained - began,
+                "time/elapsed_seconds": run.elapsed_seconds,
+            }
+            run.advance(row)
     except UnequalTokenError as broken:
         run.save_if_whole()  # the state that samples this step again
         raise ContractError(
@@ -166,7 +182,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             f"`lockstep doctor {run.path} --model own` scores all rows of the step again."
         ) from broken
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) or run.step > step:
             raise
         budget, least = config.trainer.max_tokens_per_microbatch, config.max_tokens
         raise OutOfMemoryError(
@@ -176,33 +192,29 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             f"or with trainer.recompute=blocks: lockstep train from={run.path}@{step} ..."
         ) from error
     finally:
-        # What is kept is what was sampled, whatever a hook has made of it for the trainer.
-        run.record(step, played, samples=sampled_rows)
-    row = step_metrics(step, groups, sampled_rows, metrics) | signal | health_row(run, groups)
-    row["tokens/sampled"] += signal.get("tokens/replaced", 0)
-    try:
-        row |= await beside(partial(run.watch, step, rows, groups, version=version))
-        trained = time.perf_counter()
-        run.elapsed_seconds += trained - began
-        row |= {
-            "time/sample_seconds": batch.sample_seconds,
-            "time/wait_seconds": batch.wait_seconds,
-            "time/idle_seconds": run.buffer.take_idle_seconds(),
-            "time/train_seconds": trained - sampled,
-            "time/step_seconds": trained - began,
-            "time/elapsed_seconds": run.elapsed_seconds,
-        }
-        row |= await run.sync()
-        every = config.evaluation.every
-        if every and run.step % every == 0 and run.step < config.steps:
-            row |= await run.test()
-        row |= run.engine_metrics()
-    finally:  # an interrupt or error here must not lose the step, whose update is made
-        run.log(row)
-    is_due = config.checkpoint.every and run.step % config.checkpoint.every == 0
-    if is_due or run.tested_at == run.step:
-        await beside(run.save)
+        if run.step == step:  # an error: what was sampled shows why
+            run.record(step, played, samples=sampled_rows)
+    run.row |= await run.sync()
+    return await end_step(run)
+
+
+async def end_step(run: TrainingRun) -> dict[str, Any]:
+    """test, log: what an interrupt or an error may have left of a step, whose update is made."""
+    row, step = run.row, run.step
+    is_due = is_multiple(step, run.config.evaluation.every) and step < run.config.steps
+    if is_due and run.tested_at != step:
+        await run.test()
+    with uninterrupted():
+        run.log(row | run.engine_metrics())
+        run.row = {}
+    if is_multiple(step, run.config.checkpoint.every) or run.tested_at == step:
+        await run.buffer.beside(run.save)
     return row
+
+
+def is_multiple(step: int, every: int) -> bool:
+    """Whether something that is due every so many steps, 0 for never, is due at this one."""
+    return every > 0 and step % every == 0
 
 
 def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
@@ -307,8 +319,7 @@ def update(
     parts.hooks.after_update(rows, partial(trainer.forward, column=None))
     if critic is not None:
         metrics |= critic.update(sampled_rows)
-    every = config.trainer.measure_after_every
-    if every and run.step % every == 0:
+    if is_multiple(run.step, config.trainer.measure_after_every):
         metrics |= trainer.measure(rows).to_metrics("mismatch_after", by_part=False)
     for learner in filter(None, (trainer, critic)):
         if learner.last_skip:

@@ -99,12 +99,10 @@ def said_first(out: str | Path | None = None) -> Generator[None]:
     the run, which goes on once a full disk has room again."""
     try:
         yield
-    except LockstepError as error:
-        if not is_follower():
-            show_once(error)
-        raise
     except Exception as error:
         if not is_full_disk(error):
+            if isinstance(error, LockstepError) and not is_follower():
+                show_once(error)
             raise
         then = f"The run goes on with lockstep train {out} resume=true" if out else "Start it again"
         full = DiskFullError(f"the disk is full ({error}). Free some space. {then}.")

@@ -14,7 +14,7 @@ from lockstep.agent.difficulty import DifficultySource
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
 from lockstep.config import differences, flatten, to_dict
-from lockstep.errors import ConfigError, EngineError
+from lockstep.errors import ConfigError, EngineError, StorageError
 from lockstep.launch.ranks import FREEZE_FACTOR, Ranks
 from lockstep.observe.alarms import Health, mismatch_alarm, policy_rows, spells
 from lockstep.observe.live import RunHeader, View, ViewKind, open_view
@@ -35,10 +35,13 @@ from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine
 from lockstep.run.seats import build_policies
 from lockstep.run_config import Config
+from lockstep.store.config import LastConfig, SampleConfig
+from lockstep.store.files import decode_number, encode_number
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
 from lockstep.sync.publisher import Level, Publisher
 from lockstep.training.checkpoint import SEATS, CheckpointStore
 from lockstep.training.critic import CRITIC, Critic
+from lockstep.training.learner import uninterrupted
 from lockstep.training.trainer import Trainer
 from lockstep.types import Group, Sample
 
@@ -84,6 +87,8 @@ class TrainingRun:
     """The step before which the policy was last evaluated."""
     test_reward: float | None = None
     """The result of that evaluation: checkpoints are compared by it."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """Metrics of a step whose update is made and whose row is not complete; else empty."""
     saved_at: int = 0
     """The step of the newest checkpoint, or the one that the run began at."""
     longest_step: float = 0.0
@@ -193,13 +198,20 @@ class TrainingRun:
 
     # -- metrics and trajectories ---------------------------------------------------------------
 
-    async def test(self) -> dict[str, float]:
-        """Evaluates the policy; its episodes are recorded too."""
+    async def test(self, *, own_row: int | None = None) -> None:
+        """Evaluates the policy and records its episodes. The figures join the row of the step.
+
+        own_row: they make a row of their own instead, with this step; none with evaluation=none.
+        """
         metrics, played = await self.tester.test()
-        for name, groups in played.items():
-            self.record(max(self.step - 1, 0), groups, split=name)
-        self.tested_at, self.test_reward = self.step, metrics.get(self.tester.criterion)
-        return metrics
+        with uninterrupted():  # an evaluation is kept whole, or made again
+            for name, groups in played.items():
+                self.record(max(self.step - 1, 0), groups, split=name)
+            if own_row is None:
+                self.row.update(metrics)
+            elif metrics:
+                self.log({"step": own_row, **metrics, **self.engine_metrics()})
+            self.tested_at, self.test_reward = self.step, metrics.get(self.tester.criterion)
 
     def record(self, step: int, groups: Sequence[Group], **options: Any) -> None:
         """Stores trajectories. options: those of `RunDirectory.write_trajectories`."""
@@ -279,8 +291,10 @@ class TrainingRun:
 
     # -- checkpoints ----------------------------------------------------------------------------
 
-    def advance(self) -> None:
-        """The update of `step` is made: a checkpoint from here on continues with the next step."""
+    def advance(self, row: dict[str, Any]) -> None:
+        """The update of `step` is made and its episodes are recorded: a checkpoint from here on
+        continues with what its row still lacks."""
+        self.row = row
         self.step += 1
         self._counts = self._num_updates()
 
@@ -294,9 +308,15 @@ class TrainingRun:
         return {seat: own.trainer for seat, own in self.parts.own.items()}
 
     def save(self) -> None:
-        """Writes a checkpoint of everything that the next step depends on."""
+        """Writes a checkpoint of everything that the next step depends on, and of a row that is not
+        complete."""
+        if self.directory is not None:
+            self.directory.check()
         state = {
             "step": self.step,
+            "row": {name: encode_number(value) for name, value in self.row.items()},
+            "test_reward": encode_number(self.test_reward),
+            "num_skipped_steps": self.num_skipped_steps,
             "elapsed_seconds": self.elapsed_seconds,
             "tested_at": self.tested_at,
             "tasks": self.buffer.state_before(self.step),
@@ -311,6 +331,8 @@ class TrainingRun:
             seats=self.own_trainers,
         )
         self.saved_at = self.step
+        if self.row:  # for readers: a resume sets it aside and completes it
+            self.log(self.row)
 
     @property
     def undone(self) -> str:
@@ -320,8 +342,8 @@ class TrainingRun:
         return "A part of the step was updated, which is not saved"
 
     def save_if_whole(self) -> None:
-        """Saves, unless the step's update was cut off between two of its parts: the model would be
-        one that no uninterrupted run has, and a resume would repeat the part that was made."""
+        """Saves, unless the step was cut off between a part of its update and its record: the model
+        would be one that no uninterrupted run has, and a resume would repeat what was made."""
         if self._num_updates() == self._counts:
             self.save()
         else:
@@ -332,11 +354,16 @@ class TrainingRun:
 
     def save_unsaved(self) -> None:
         """Saves the updates that no checkpoint holds yet, before an error ends the run."""
-        if self.saved_at != self.step:
+        if self.saved_at == self.step:
+            return
+        try:
             self.save_if_whole()
+        except StorageError as error:  # often the one that ends the run: that is shown
+            self.warn(str(error))
 
-    def restore_newest(self) -> None:
-        """Continues this run from its newest checkpoint."""
+    def restore_newest(self, origin: Path | None) -> None:
+        """Continues this run from its newest checkpoint, or begins it again. origin: the checkpoint
+        that it began with."""
         newest = self.checkpoints.latest() if self.directory is not None else None
         if self.ranks is not None:
             newest = self.ranks.from_leader(newest)
@@ -344,31 +371,49 @@ class TrainingRun:
             if self.directory is not None:
                 self.directory.rewind(-2)
             self.warn("no checkpoint yet: the run begins again.")
+            if origin is not None:
+                self.restore_origin(origin)
             return
         self._restore(newest, critic=self.parts.critic, seats=self.own_trainers)
+        if self.step == 0:  # what the first evaluation left counts as later than that
+            self.tested_at = None
         if self.directory is None:
             return
         is_complete = self.step >= self.config.steps and self.tested_at == self.step
-        if is_complete:
+        if self.step == 0:
+            self.directory.rewind(-2)
+        elif self.row:
+            self.directory.rewind(self.step - 1, last_row=self.step - 2)
+        elif is_complete:  # it ends with the row of its last evaluation
             self.view.note(
                 f"{self.path} is already finished: all {self.step} steps are made. To train more: "
                 f"lockstep train from={self.path} steps={2 * self.step}."
             )
-        else:  # a complete run ends with the row of its last evaluation
+        else:
             self.directory.rewind(self.step - 1)
         self.directory.add_facts({"resumed_at": self.step})
-        run = load_run(self.path)
-        steps = [row for row in run.metrics if is_step_row(row)]
-        for row in steps:
+        for row in filter(is_step_row, load_run(self.path).metrics):
             self.health.take(row)
-        there = {row["step"] for row in steps}
-        lost = [step for step in range(run.first_step, self.step) if step not in there]
-        if lost:
-            self.warn(
-                f"{self.path / 'metrics.jsonl'} has lost the rows of {len(lost)} step(s), the "
-                f"first of step {lost[0]}, before the checkpoint of step {self.step}. The run "
-                "continues; curves and summary lack them."
-            )
+        self.warn_of_lost(self.step - bool(self.row))
+
+    def warn_of_lost(self, end: int) -> None:
+        """Names the steps before `end` whose row or episodes somebody took away."""
+        run, keep = load_run(self.path), self.config.record.keep
+        rows = {row["step"] for row in run.metrics if is_step_row(row)}
+        steps, kept = range(run.first_step, end), range(run.first_step, self.step)
+        if isinstance(keep, LastConfig):
+            kept = kept[-keep.steps :]
+        for file, what, lost in (
+            ("metrics.jsonl", "rows", [step for step in steps if step not in rows]),
+            ("trajectories", "episodes", [step for step in kept if step not in set(run.steps())]),
+        ):
+            is_sampled = what == "episodes" and isinstance(keep, SampleConfig)
+            if lost and not is_sampled:
+                self.warn(
+                    f"{self.path / file} has lost the {what} of {len(lost)} step(s), the first of "
+                    f"step {lost[0]}, before the checkpoint of step {self.step}. The run "
+                    "continues; curves and summary lack them."
+                )
 
     def restore_origin(self, checkpoint: Path) -> None:
         """Starts from another run's checkpoint; a critic or a seat's policy that it lacks starts
@@ -386,6 +431,7 @@ class TrainingRun:
             for row in parent.metrics:
                 if is_step_row(row) and row["step"] < self.step:
                     self.health.take(row)
+        self.row = {}  # of the other run
 
     def _restore(
         self, checkpoint: Path, *, critic: Critic | None, seats: Mapping[str, Trainer]
@@ -393,6 +439,10 @@ class TrainingRun:
         state = self.checkpoints.load(checkpoint, self.parts.trainer, critic=critic, seats=seats)
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
         self.tested_at, self.saved_at = state["tested_at"], self.step
+        row = state.get("row", {})  # older checkpoints lack it and what follows
+        self.row = {name: decode_number(value) for name, value in row.items()}
+        self.test_reward = decode_number(state.get("test_reward"))
+        self.num_skipped_steps = state.get("num_skipped_steps", 0)
         self.buffer.restore(self.step, state["tasks"])
         self._counts = self._num_updates()
 
@@ -420,10 +470,14 @@ class TrainingRun:
     def finish(self) -> Outcome:
         """Writes RUN/report.html, and says what still eats the learning. Returns the outcome with
         the last figures of metrics.jsonl."""
+        self.warn_of_lost(self.step)
         run = load_run(self.path)
         tokenizer = tokenizer_of(to_dict(self.config))
-        page = self.path / "report.html"
-        write_report([run], page, tokenizers=[tokenizer], recipes=[recipe_of(run)], warn=self.warn)
+        page, recipes = self.path / "report.html", [recipe_of(run)]
+        try:
+            write_report([run], page, tokenizers=[tokenizer], recipes=recipes, warn=self.warn)
+        except StorageError as error:
+            self.warn(f"{error} Everything else is kept; `lockstep report {self.path}` writes it.")
         out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
         if rewards := run.values("reward/mean"):
             last = rewards[-10:]
@@ -478,6 +532,8 @@ def open_run(
         origin = checkpoint_of(parent, start[1])
         changed = differences(parent.config, to_dict(config))
         facts["from"] = {"checkpoint": str(origin), "changed": changed}
+    elif resume and "from" in (had := load_run(path).environment):
+        origin = Path(had["from"]["checkpoint"])
     directory = None
     if is_leader and resume:
         if (had := load_run(path).environment.get("faults", [])) != facts["faults"]:
@@ -536,7 +592,7 @@ def open_run(
                     warn=run.warn,
                 )
         if resume:
-            run.restore_newest()
+            run.restore_newest(origin)
         elif origin is not None:
             run.restore_origin(origin)
         shown.start(run.header())

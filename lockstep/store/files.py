@@ -1,41 +1,103 @@
-"""Writing files so that a reader finds the old one or the whole of the next; strict JSON and its
-lines; and the lock that leaves a run directory one writer.
+"""Writing files so that a reader finds the old one or the whole of the next, and an error of the
+disk is an answer; strict JSON and its lines; and the lock that leaves a run directory one writer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import platform
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.errors import DataError, RunError
+from lockstep.errors import DataError, RunError, StorageError
 from lockstep.system import try_lock
 
+RETRY_SECONDS = (0.1, 0.5)
+"""Pauses before a failed write is made again: a network's disk is often back by then."""
+
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Writes through a neighbour and renames it: `path` is never half written, also after a kill.
 
-    `write` gets the open binary file.
+    `write` gets the open binary file; it is called again after an error of the disk. Raises
+    StorageError.
     """
     neighbour = path.with_name(f"{path.name}.partial")
-    with open(neighbour, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(neighbour, path)
-    sync_directory(path.parent)
+
+    def attempt() -> None:
+        with open(neighbour, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(neighbour, path)
+        sync_directory(path.parent)
+
+    durably(path, attempt, partial=neighbour)
+
+
+def durably(path: Path, attempt: Callable[[], object], *, partial: Path | None = None) -> None:
+    """Makes one attempt to write `path`, and a few more if the disk fails. Each begins from
+    nothing: after a failed fsync nobody knows what the disk has. partial: see `storage_errors`."""
+    for seconds in RETRY_SECONDS:
+        try:
+            attempt()
+            return
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            _log.warning("%s is written again: %s.", path, error.strerror or error)
+            time.sleep(seconds)
+    with storage_errors(path, partial=partial):
+        attempt()
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, *, partial: Path | None = None) -> Iterator[None]:
+    """Raises an error of the system within the block as a StorageError of `path`. partial: what the
+    block has half written, which is removed, as a full disk needs the room."""
+    try:
+        yield
+    except OSError as error:
+        if partial is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}. What was written before is "
+            "kept. Make it writable; a run then goes on with resume=true."
+        ) from error
+
+
+def replace_directory(made: Path, target: Path, *, aside: Path) -> None:
+    """Renames the directory `made` to `target`, once `sync_tree` has it on the disk. What was there
+    is at `aside` meanwhile: a kill in between loses neither."""
+    if target.exists():
+        os.replace(target, aside)
+    os.replace(made, target)
+    sync_directory(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync_tree(directory: Path) -> None:
+    """Waits until the disk has a directory and everything below it."""
+    for path in (*directory.rglob("*"), directory):
+        sync_directory(path)
 
 
 def sync_directory(path: Path) -> None:
-    """Makes renames in `path` survive a power cut."""
+    """Makes renames in a directory, or the content of a file, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import DataError, RunError
-from lockstep.store.files import decode_number, encode_number, write_atomically
+from lockstep.errors import DataError, RunError, StorageError
+from lockstep.store.files import decode_number, durably, encode_number, write_atomically
+
+_log = logging.getLogger(__name__)
 
 
 class JsonlLogger:
     """Appends rows to a file; each is on disk when `log` returns, so a kill loses at most one.
 
-    A torn last line, left by a kill within a write, is cut off when the file is opened.
+    A torn last line, left by a kill within a write, is cut off when the file is opened. A file that
+    somebody deletes meanwhile is written anew, with all its rows.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -26,13 +32,18 @@ class JsonlLogger:
                 self.path, lambda file: file.write(content[: content.rfind(b"\n") + 1])
             )
         self._last_step = max((row["step"] for row in read_rows(self.path)), default=None)
-        self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
+        self._open()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 - closed by close()
+        self._size = self._file.seek(0, os.SEEK_END)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends `row`: `step` (int) and numbers by metric name.
 
         Raises RunError if the step lies before one that is recorded: two histories in one file
-        cannot be told apart afterwards. Raises DataError for a value that is not a number.
+        cannot be told apart afterwards. Raises DataError for a value that is not a number, and
+        StorageError if the row cannot be written; the file is then as it was.
         """
         values = {name: encode_number(value) for name, value in row.items()}
         for name, value in values.items():
@@ -47,11 +58,41 @@ class JsonlLogger:
                 f"{self.path}: step {step} cannot follow step {self._last_step}. To continue from "
                 "an earlier checkpoint, move the later rows aside with RunDirectory.rewind."
             )
-        line = json.dumps(values, allow_nan=False) + "\n"
-        self._file.write(line.encode())
-        self._file.flush()
+        line = (json.dumps(values, allow_nan=False) + "\n").encode()
+        try:
+            durably(self.path, partial(self._append, line))
+        except StorageError:
+            with suppress(OSError):
+                self._file.truncate(self._size)
+            raise
+        self._size, self._last_step = self._size + len(line), step
+
+    def _append(self, line: bytes) -> None:
+        self._file.truncate(self._size)  # what a failed attempt left
+        self._file.seek(self._size)
+        while line:
+            line = line[self._file.write(line) :]
         os.fsync(self._file.fileno())
-        self._last_step = step
+
+    def check(self) -> None:
+        """Writes the file anew if somebody deleted it: its rows are there as long as it is open.
+        Raises StorageError if somebody wrote to it."""
+        held = os.fstat(self._file.fileno())
+        try:
+            is_same = os.path.samestat(held, os.stat(self.path))
+        except FileNotFoundError:
+            self._file.seek(0)
+            content = self._file.read(self._size)
+            write_atomically(self.path, lambda file: file.write(content))
+            _log.warning("%s was deleted and is written anew, with all its rows.", self.path)
+            self.close()
+            self._open()
+            return
+        if not is_same or held.st_size != self._size:
+            raise StorageError(
+                f"{self.path} was replaced or cut during the run: nothing is appended to what "
+                "somebody else wrote. Restore the file and go on with resume=true."
+            )
 
     def close(self) -> None:
         self._file.close()

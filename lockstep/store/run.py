@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
@@ -29,10 +30,11 @@ from typing import Any, Literal
 
 from lockstep.config import read_json
 from lockstep.display import Chart, Named, block, chart_of, number, table, unknown_name
-from lockstep.errors import DataError, RunError
+from lockstep.errors import DataError, RunError, StorageError
 from lockstep.store.config import LastConfig, RecordConfig, SampleConfig
 from lockstep.store.files import (
     hold_lock,
+    storage_errors,
     sync_directory,
     why_no_directory,
     write_atomically,
@@ -62,6 +64,7 @@ _PART = re.compile(r"step-(\d{6,})(?:-([A-Za-z0-9_.-]+))?\.parquet")
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _SPLIT = re.compile(r"[A-Za-z0-9_.-]+")
 _NOTED = ("lockstep-rl", "torch", "numpy", "tokenizers", "safetensors", "pyarrow", "transformers")
+_log = logging.getLogger(__name__)
 _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
@@ -154,10 +157,16 @@ class RunDirectory:
     """
 
     def __init__(
-        self, path: Path, metrics: JsonlLogger, lock: ExitStack, record: RecordConfig | None
+        self,
+        path: Path,
+        lock: ExitStack,
+        record: RecordConfig | None,
+        documents: dict[str, dict[str, Any]],
     ) -> None:
-        self.path, self.metrics = path, metrics
-        self._lock, self._record = lock, record or RecordConfig()
+        """documents: content of the JSON files."""
+        self.path, self.metrics = path, JsonlLogger(path / "metrics.jsonl")
+        self._lock, self._record, self._documents = lock, record or RecordConfig(), documents
+        self._place = path.stat()
 
     @classmethod
     def create(
@@ -175,18 +184,20 @@ class RunDirectory:
         """
         path = Path(path)
         check_place(path)
-        path.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as lock:
+        with ExitStack() as lock, storage_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
             lock.enter_context(hold_lock(path / "lock"))
             check_place(path)
             (path / "trajectories").mkdir(exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
             environment = {"format_version": FORMAT_VERSION, **describe_environment(facts)}
-            write_json(path / "environment.json", {**environment, "resumes": []})
-            # Last, because a directory with a config.json is a run.
-            write_json(path / "config.json", dict(config))
-            metrics = JsonlLogger(path / "metrics.jsonl")
-            return cls(path, metrics, lock.pop_all(), record)
+            documents = {"environment.json": {**environment, "resumes": []}}
+            documents["config.json"] = dict(config)  # last: a directory with it is a run
+            for name, document in documents.items():
+                write_json(path / name, document)
+            directory = cls(path, lock, record, documents)
+            directory._lock = lock.pop_all()
+            return directory
 
     @classmethod
     def open(
@@ -202,19 +213,44 @@ class RunDirectory:
         """
         path = Path(path)
         _check_is_run(path)
-        with ExitStack() as lock:
+        with ExitStack() as lock, storage_errors(path):
             lock.enter_context(hold_lock(path / "lock"))
-            metrics = JsonlLogger(path / "metrics.jsonl")
-            environment = read_json(path / "environment.json", RunError)
-            environment["resumes"].append(describe_environment(facts))
-            write_json(path / "environment.json", environment)
+            (path / "trajectories").mkdir(exist_ok=True)
             for partial in (path / "trajectories").glob("*.partial"):
                 partial.unlink()
-            return cls(path, metrics, lock.pop_all(), record)
+            names = ("environment.json", "config.json")
+            documents = {name: read_json(path / name, RunError) for name in names}
+            documents["environment.json"]["resumes"].append(describe_environment(facts))
+            directory = cls(path, lock, record, documents)
+            directory.add_facts({})
+            directory._lock = lock.pop_all()
+            return directory
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends a metrics row; on disk when this returns. See `JsonlLogger.log`."""
+        self.check()
         self.metrics.log(row)
+
+    def check(self) -> None:
+        """Writes anew what somebody deleted of the files that this process knows. Raises
+        StorageError if the directory was moved or deleted, and RunError if another run has its
+        lock."""
+        try:
+            is_same = os.path.samestat(self._place, self.path.stat())
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise StorageError(
+                f"{self.path} was moved or deleted while the run was writing to it, so nothing "
+                "more is written. Continue the run where its directory is now, with resume=true."
+            )
+        if not (self.path / "lock").exists():
+            self._lock.enter_context(hold_lock(self.path / "lock"))
+        for name, document in self._documents.items():
+            if not (self.path / name).exists():
+                write_json(self.path / name, document)
+                _log.warning("%s/%s was deleted and is written anew.", self.path, name)
+        self.metrics.check()
 
     def write_trajectories(
         self,
@@ -229,6 +265,7 @@ class RunDirectory:
         samples: the training rows, for the trainer's log-probs and advantages; see `write_part`.
         split: "train", or the name of an evaluation.
         """
+        self.check()
         if not _SPLIT.fullmatch(split):
             raise RunError(f"split {split!r} must consist of letters, digits and _ . -")
         keep = self._record.keep
@@ -240,42 +277,47 @@ class RunDirectory:
                 return
         write_part(part_path(self.path, step, split), groups, step=step, samples=samples)
         if isinstance(keep, LastConfig):
-            for part_step, _, part in _parts(self.path):
-                if part_step <= step - keep.steps:
-                    part.unlink()
+            with storage_errors(self.path / "trajectories"):
+                for part_step, _, part in _parts(self.path):
+                    if part_step <= step - keep.steps:
+                        part.unlink(missing_ok=True)
 
-    def rewind(self, last_step: int) -> Path | None:
+    def rewind(self, last_step: int, *, last_row: int | None = None) -> Path | None:
         """Moves rows and parts later than `last_step` into set-aside/; nothing is deleted.
 
         last_step: the last step whose update is in the checkpoint that the run continues from; -1
-        for the very start. Returns the place they went to, or None if there was nothing later.
+        for the very start. last_row: the same for rows, where the last one will be written again.
+        Returns the place they went to, or None if there was nothing later.
         """
+        last_row = last_step if last_row is None else last_row
         path = self.path / "metrics.jsonl"
         lines = path.read_bytes().splitlines(keepends=True)
-        later = [line for line in lines if json.loads(line)["step"] > last_step]
+        later = [line for line in lines if json.loads(line)["step"] > last_row]
         parts = [part for step, _, part in _parts(self.path) if step > last_step]
         if not later and not parts:
             return None
         place = default_run_path("resume", root=self.path / "set-aside")
-        place.mkdir(parents=True)
-        if later:
-            earlier = b"".join(line for line in lines if json.loads(line)["step"] <= last_step)
-            # The copy comes first: a kill between the two leaves the rows twice, never lost.
-            write_atomically(place / "metrics.jsonl", lambda file: file.write(b"".join(later)))
-            self.metrics.close()
-            write_atomically(path, lambda file: file.write(earlier))
-            self.metrics = JsonlLogger(path)
-        if parts:
-            (place / "trajectories").mkdir()
-            for part in parts:
-                os.replace(part, place / "trajectories" / part.name)
-            sync_directory(place / "trajectories")
-            sync_directory(self.path / "trajectories")
+        with storage_errors(place):
+            place.mkdir(parents=True)
+            if later:
+                earlier = b"".join(line for line in lines if json.loads(line)["step"] <= last_row)
+                # The copy comes first: a kill between the two leaves the rows twice, never lost.
+                write_atomically(place / "metrics.jsonl", lambda file: file.write(b"".join(later)))
+                self.metrics.close()
+                write_atomically(path, lambda file: file.write(earlier))
+                self.metrics = JsonlLogger(path)
+            if parts:
+                (place / "trajectories").mkdir()
+                for part in parts:
+                    os.replace(part, place / "trajectories" / part.name)
+                sync_directory(place / "trajectories")
+                sync_directory(self.path / "trajectories")
         return place
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Adds facts to the latest start in environment.json: the run's own, or the last resume."""
-        environment = read_json(self.path / "environment.json", RunError)
+        self.check()
+        environment = self._documents["environment.json"]
         (environment["resumes"][-1] if environment["resumes"] else environment).update(facts)
         write_json(self.path / "environment.json", environment)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ SCHEMA_VERSION = 4
 # Rows that are read together when one trajectory is looked up.
 _ROW_GROUP_SIZE = 32
 
+_log = logging.getLogger(__name__)
 _TRAINED = ("trainer_logprobs", "advantages", "importance_weights")
 """Columns of a segment that come from the training rows."""
 
@@ -309,12 +311,20 @@ def _array_to_dict(array: npt.NDArray[Any] | None) -> dict[str, Any] | None:
 
 
 def read_part(path: Path) -> Iterator[TrajectoryRecord]:
-    """The trajectories of one part, in the order written, a few at a time."""
+    """The trajectories of one part, in the order written, a few at a time. One that cannot be read
+    is left out with a warning that names it."""
     with _open(path) as part:
         num_left = part.metadata.num_rows
         for batch in part.iter_batches(batch_size=_ROW_GROUP_SIZE, use_threads=False):
-            num_left -= batch.num_rows
-            yield from map(_record, batch.to_pylist())
+            for row in batch.to_pylist():
+                index = part.metadata.num_rows - num_left
+                num_left -= 1
+                try:
+                    record = _record(row, f"{path}, row {index}")
+                except DataError as error:
+                    _log.warning("%s It is left out.", error)
+                else:
+                    yield record
         if num_left:  # the header of a page, which has no checksum, says that it is empty
             raise ValueError(f"{num_left} of its {part.metadata.num_rows} rows are missing")
 
@@ -351,11 +361,17 @@ def find_text(path: Path, text: str) -> tuple[list[int], int]:
 _MESSAGES_PATH = "segments.list.element.messages_json"
 
 
-def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
-    for message in map(Message.from_dict, messages):
-        yield from (message.name or "", message.content, message.thinking)
-        for call in message.tool_calls:
-            yield from (call.name, call.arguments)
+def _texts(said: Any) -> Iterator[str]:
+    """The texts of messages as they are stored, also of one that cannot be made any more."""
+    if isinstance(said, str):
+        yield said
+    elif isinstance(said, list):
+        for each in said:
+            yield from _texts(each)
+    elif isinstance(said, dict):
+        for name, each in said.items():
+            if name not in ("role", "type", "id", "tool_call_id"):
+                yield from _texts(each)
 
 
 def read_row(path: Path, index: int) -> TrajectoryRecord:
@@ -363,7 +379,7 @@ def read_row(path: Path, index: int) -> TrajectoryRecord:
     with _open(path) as part:
         group, offset = divmod(index, _ROW_GROUP_SIZE)
         table = part.read_row_group(group, use_threads=False)
-        return _record(table.slice(offset, 1).to_pylist()[0])
+        return _record(table.slice(offset, 1).to_pylist()[0], f"{path}, row {index}")
 
 
 def to_groups(records: Iterable[TrajectoryRecord]) -> list[Group]:
@@ -397,8 +413,15 @@ def _open(path: Path) -> Iterator[pq.ParquetFile]:
         ) from error
 
 
-def _record(row: dict[str, Any]) -> TrajectoryRecord:
-    where = f"trajectory {row['id']}"
+def _record(row: dict[str, Any], where: str) -> TrajectoryRecord:
+    where = f"{where}, trajectory {row['id']}"
+    try:
+        return _record_of(row, where)
+    except (LockstepError, ValueError, TypeError, LookupError) as error:
+        raise DataError(f"{where}: cannot be read: {str(error).rstrip('.')}.") from error
+
+
+def _record_of(row: dict[str, Any], where: str) -> TrajectoryRecord:
     return TrajectoryRecord(
         step=row["step"],
         group=row["group"],

@@ -11,7 +11,6 @@ A directory is there whole or not at all: it is written beside its place and ren
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from lockstep.store.files import sync_directory
+from lockstep.store.files import replace_directory, sync_tree
 from lockstep.tinker.journal import Checkpoint, Journal
 from lockstep.tinker.requests import invalid, not_found
 
@@ -77,15 +76,11 @@ class CheckpointStore:
         partial.mkdir(parents=True)
         try:
             await write(partial)
-            await asyncio.to_thread(_sync, partial)
-            if place.exists():
-                os.replace(place, replaced)
-            os.replace(partial, place)
+            await asyncio.to_thread(sync_tree, partial)
+            replace_directory(partial, place, aside=replaced)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        sync_directory(place.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
 
     async def link(self, source: Path, place: Path) -> None:
         """Makes `place` the same directory as `source`, of the same files."""
@@ -154,10 +149,3 @@ def expiry(seconds: int | None) -> float | None:
 def size_of(place: Path) -> int:
     """Bytes of all files below a directory."""
     return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-
-
-def _sync(place: Path) -> None:
-    """Waits until the disk has all files below a directory."""
-    for path in place.rglob("*"):
-        with contextlib.suppress(IsADirectoryError), open(path, "rb") as file:
-            os.fsync(file.fileno())

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.correction import Layout, MismatchReport, TokenFacts, measure
+from lockstep.errors import StorageError
 from lockstep.observe.live import RunHeader, View
 from lockstep.report.document import write_report
 from lockstep.run.build import tokenizer_of
@@ -86,6 +87,7 @@ class ModelRecord:
         self._open_directory, self._view, self._stop_ids = open_directory, view, stop_ids
         self._directory: RunDirectory | None = None
         self._last_step, self._began = -1, time.monotonic()
+        self._unwritten: list[tuple[dict[str, Any], list[Group], list[Sample]]] = []
         self._forget()
 
     def _opened(self) -> RunDirectory:
@@ -158,7 +160,8 @@ class ModelRecord:
     def step(self, step: int, request: OptimStep, metrics: Mapping[str, float]) -> None:
         """Records the update number `step`, counted from 0, by the passes since the last one. One
         that is recorded already, by a server that ended meanwhile, is not recorded again."""
-        directory, groups, samples = self._opened(), list(self._groups.values()), self._samples
+        self._opened()
+        groups, samples = list(self._groups.values()), self._samples
         row: dict[str, Any] = {
             "step": step,
             "train/loss": self._loss / max(self._num_tokens, 1),
@@ -177,17 +180,29 @@ class ModelRecord:
         self._forget()
         if step <= self._last_step:
             return
-        if groups:
-            directory.write_trajectories(step, groups, samples=samples)
-        directory.log(row)
         self._last_step = step
-        self._view.step(row)
+        self._unwritten.append((row, groups, samples))
+        self._write()
+
+    def _write(self) -> None:
+        """Writes what is recorded, also what the disk did not take before."""
+        while self._unwritten:
+            row, groups, samples = self._unwritten[0]
+            if groups:
+                self._opened().write_trajectories(row["step"], groups, samples=samples)
+            self._opened().log(row)
+            del self._unwritten[0]
+            self._view.step(row)
 
     def close(self) -> None:
         """Frees the directory and writes its report, if there has been an update."""
-        directory, self._directory = self._directory, None
-        if directory is None:
+        if self._directory is None:
             return
+        try:
+            self._write()
+        except StorageError as error:
+            self._view.note(str(error), "warning")
+        directory, self._directory = self._directory, None
         directory.close()
         if self._last_step >= 0:
             run = load_run(directory.path)

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lockstep.errors import CheckpointError
-from lockstep.store.files import sync_directory, write_json
+from lockstep.store.files import replace_directory, storage_errors, sync_tree, write_json
 from lockstep.training.critic import CRITIC, Critic
 from lockstep.training.trainer import Trainer
 
@@ -79,42 +79,38 @@ class CheckpointStore:
     ) -> Path:
         """Writes `step-NNNNNN`, replacing one of the same step, and removes old ones.
 
-        state: JSON-able; `load` returns it. A kill at any moment leaves the former checkpoints.
-        Called by all ranks of the trainer; the first one writes.
+        state: JSON-able; `load` returns it. A kill at any moment leaves the former checkpoints, and
+        so does an error of the disk: StorageError. Called by all ranks of the trainer; the first
+        one writes.
         """
         target = self.root / f"step-{step:06d}"
         beside = self.root / f".{target.name}.partial"
-        if trainer.is_writer:
-            self.root.mkdir(parents=True, exist_ok=True)
-            for leftover in {*self.root.glob(".step-*")} - {*self._named().values()}:
-                shutil.rmtree(leftover, ignore_errors=True)  # of a write that was killed
-        trainer.save(beside)
-        if critic is not None:
-            critic.save(beside / CRITIC)
-        for seat, of_seat in seats.items():
-            of_seat.save(beside / SEATS / seat)
-        if not trainer.is_writer:
-            return target
-        try:
-            write_json(beside / STATE, dict(state))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the state of step {step} cannot be written as JSON ({error}); expected numbers, "
-                "text, lists and objects, and no NaN."
-            ) from error
-        metric = metric if metric is not None and math.isfinite(metric) else None
-        manifest = {"format_version": FORMAT_VERSION, "step": step, "metric": metric}
-        files = {name: list(entry) for name, entry in _digest_files(beside).items()}
-        write_json(beside / MANIFEST, {**manifest, "files": files})
-        for directory in sorted((p for p in beside.rglob("*") if p.is_dir()), reverse=True):
-            sync_directory(directory)
-        sync_directory(beside)
-        if target.exists():
-            os.replace(target, self.root / f".{target.name}.replaced")
-        os.replace(beside, target)
-        sync_directory(self.root)
-        shutil.rmtree(self.root / f".{target.name}.replaced", ignore_errors=True)
-        self._let_go()
+        with storage_errors(target, partial=beside):
+            if trainer.is_writer:
+                self.root.mkdir(parents=True, exist_ok=True)
+                for leftover in {*self.root.glob(".step-*")} - {*self._named().values()}:
+                    shutil.rmtree(leftover, ignore_errors=True)  # of a write that was killed
+            trainer.save(beside)
+            if critic is not None:
+                critic.save(beside / CRITIC)
+            for seat, of_seat in seats.items():
+                of_seat.save(beside / SEATS / seat)
+            if not trainer.is_writer:
+                return target
+            try:
+                write_json(beside / STATE, dict(state))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the state of step {step} cannot be written as JSON ({error}); expected "
+                    "numbers, text, lists and objects, and no NaN."
+                ) from error
+            metric = metric if metric is not None and math.isfinite(metric) else None
+            manifest = {"format_version": FORMAT_VERSION, "step": step, "metric": metric}
+            files = {name: list(entry) for name, entry in _digest_files(beside).items()}
+            write_json(beside / MANIFEST, {**manifest, "files": files})
+            sync_tree(beside)
+            replace_directory(beside, target, aside=self.root / f".{target.name}.replaced")
+            self._let_go()
         return target
 
     def load(
@@ -241,13 +237,11 @@ def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
 
 
 def _digest_files(directory: Path) -> dict[str, tuple[int, str]]:
-    """relative path -> (bytes, sha256) of every file below, each flushed to the disk."""
-    out: dict[str, tuple[int, str]] = {}
-    for file in sorted(p for p in directory.rglob("*") if p.is_file()):
-        with open(file, "rb") as handle:
-            os.fsync(handle.fileno())
-        out[file.relative_to(directory).as_posix()] = (file.stat().st_size, _sha256(file))
-    return out
+    """relative path -> (bytes, sha256) of every file below."""
+    return {
+        file.relative_to(directory).as_posix(): (file.stat().st_size, _sha256(file))
+        for file in sorted(p for p in directory.rglob("*") if p.is_file())
+    }
 
 
 def _sha256(file: Path) -> str:

@@ -104,7 +104,9 @@ def test_the_state_before_a_batch_samples_it_and_all_later_ones_again():
             await buffer.take(step, play)
             for resumed_at in (step, step + 1):  # broken off before its update, and after it
                 again = buffer_of(2)
-                again.restore(resumed_at, buffer.state_before(resumed_at))
+                state = buffer.state_before(resumed_at)
+                again.restore(resumed_at, state)
+                assert again.state_before(resumed_at) == state, "broken off before it goes on"
                 names = [ids(await again.take(at, play)) for at in range(resumed_at, 5)]
                 assert names == ["ab", "cd", "ef", "gh", "ij"][resumed_at:]
 
@@ -314,11 +316,13 @@ def test_a_run_that_goes_on_anywhere_replaces_the_same_groups(max_staleness, ord
             _, state = await play_from(fresh(), range(at))
             again = fresh()
             again.restore(at, json.loads(json.dumps(state)))
+            assert again.state_before(at) == json.loads(json.dumps(state))
             assert (await play_from(again, range(at, 5)))[0] == whole[at:]
             # within a step, after its groups were replaced
             _, state = await play_from(fresh(), range(at + 1), stop=at)
             again = fresh()
             again.restore(at, json.loads(json.dumps(state)))
+            assert again.state_before(at) == json.loads(json.dumps(state))
             assert (await play_from(again, range(at, 5)))[0] == whole[at:]
 
     asyncio.run(main())

@@ -1,5 +1,7 @@
 """What is written comes back equal, part by part and only as far as it is asked for."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +19,7 @@ from store_samples import (
 
 from lockstep.errors import AlignmentError, DataError
 from lockstep.store.trajectories import (
+    find_text,
     read_part,
     read_row,
     read_summaries,
@@ -142,6 +145,21 @@ def test_a_torn_part_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"p\.parquet: the part is damaged"):
         list(read_part(path))
+
+
+def test_a_trajectory_that_cannot_be_read_does_not_take_the_others(tmp_path, caplog):
+    path, written = tmp_path / "p.parquet", groups(2, 2)
+    (bad, *_) = written[0].trajectories[1].segments[0].messages
+    object.__setattr__(bad, "role", "robot")  # as versions of before stored it
+    write_part(path, written, step=0)
+    everyone = [t.id for group in written for t in group.trajectories]
+    assert [r.trajectory.id for r in read_part(path)] == [everyone[0], *everyone[2:]]
+    where = f"{path}, row 1, trajectory {everyone[1]}: cannot be read: "
+    assert caplog.text.count(where) == 1 and "robot" in caplog.text
+    assert read_row(path, 2).trajectory.id == everyone[2]
+    with pytest.raises(DataError, match=re.escape(where)):
+        read_row(path, 1)
+    assert find_text(path, "who?") == (list(range(4)), 4)
 
 
 def test_changed_bytes_are_found_by_their_checksum(tmp_path):

@@ -20,6 +20,12 @@ from full_counts import PROOF
 from unigrams import Served
 from wires import Wire, soon
 
+from lockstep.errors import StorageError
+from lockstep.observe.live import View
+from lockstep.store.run import RunDirectory, load_run
+from lockstep.tinker.record import ModelRecord
+from lockstep.tinker.requests import OptimStep
+
 HERE = Path(__file__).parent
 
 
@@ -323,3 +329,23 @@ def test_one_clients_notes_do_not_break_what_others_list(restarted, metadata):
         for values in (each["user_metadata"] for each in found["training_runs"])
     )
     assert wire.get(f"sessions/{wire.session}")[1]["user_metadata"] is None
+
+
+def test_an_update_that_the_disk_does_not_take_is_written_with_the_next(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", {})
+    log, full = directory.log, [True]
+
+    def fails(row):
+        if full:
+            raise StorageError("the disk is full")
+        log(row)
+
+    directory.log = fails
+    record = ModelRecord(lambda: directory, View(None), stop_ids=())
+    request = OptimStep(learning_rate=0.1)
+    with pytest.raises(StorageError):
+        record.step(0, request, {"skipped:sum": 0.0})
+    full.clear()
+    record.step(1, request, {"skipped:sum": 1.0})
+    rows = load_run(tmp_path / "run").metrics
+    assert [(row["step"], row["train/skipped_updates"]) for row in rows] == [(0, 0), (1, 1)]
