@@ -48,7 +48,7 @@ from lockstep.errors import (
     StorageError,
     is_full_disk,
 )
-from lockstep.habits import VERBS, hint
+from lockstep.habits import COMMAND_LINE, VERBS, hint
 from lockstep.observe.live import ViewKind
 
 T = TypeVar("T")
@@ -76,9 +76,6 @@ _INPUT_ERRORS = (
 )
 
 _REWARDS = ("reward_first", "reward_last_10")
-
-RESERVED = ("out", "from", "resume", "method")
-"""Words of the form key=value that belong to the command, not to the config."""
 
 
 def command() -> NoReturn:
@@ -196,7 +193,7 @@ def _train(options: argparse.Namespace) -> int:
     from lockstep.run.train import check_out
     from lockstep.run_config import Config
 
-    settings, own = _split(options.settings, "train", *RESERVED)
+    settings, own = _split(options.settings, "train", *COMMAND_LINE)
     if options.help:
         return _show_settings(options, find_recipe, Config)
     if options.beside:
@@ -696,7 +693,7 @@ def _config_file(target: str | None) -> Path | None:
 
 def _split(settings: Sequence[str], verb: str, *allowed: str) -> tuple[list[str], dict[str, str]]:
     """(settings of the config, the command's own). allowed: those that this verb takes."""
-    own = {k: v for k, eq, v in (s.partition("=") for s in settings) if eq and k in RESERVED}
+    own = {k: v for k, eq, v in (s.partition("=") for s in settings) if eq and k in COMMAND_LINE}
     if extra := [k for k in own if k not in allowed]:
         raise ConfigError(f"lockstep {verb} takes no {extra[0]}=.")
     return [s for s in settings if s.partition("=")[0] not in own], own

@@ -27,7 +27,8 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from datetime import date, time
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -87,9 +88,21 @@ def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in tree.items():
         below = nested(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
         for part in reversed(str(key).split(".")):
-            key, below = part, {part: below}
-        out = merged(out, below)
+            below = {part: below}
+        _add(out, below)
     return out
+
+
+def _add(tree: dict[str, Any], more: Mapping[str, Any], path: str = "") -> None:
+    for key, value in more.items():
+        old = tree.setdefault(key, value)
+        if isinstance(old, dict) and isinstance(value, dict) and old is not value:
+            _add(cast("dict[str, Any]", old), cast("dict[str, Any]", value), f"{path}{key}.")
+        elif old is not value:
+            raise ConfigError(
+                f"{path}{key} is given twice. Give it once; a kind with settings below it is "
+                f"{path}{key}={{type: KIND, ...}}."
+            )
 
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,36 +213,124 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 
 FILE_FORMS = (".json", ".yaml", ".yml", ".toml")
+MAX_FILE_BYTES = 1 << 18
+MAX_VALUES, MAX_LEVELS = 100_000, 64
+"""Of a file of settings. An alias in YAML counts as often as it is used."""
+Key = tuple[tuple[str | int, ...], int]
+"""(path of a key, its line)."""
+_LONG_PATH = re.compile(rf"""(?m)(?:^|[\[{{,])\s*+(?:[\w"'-]++\s*+\.\s*+){{{MAX_LEVELS}}}""")
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The settings of a JSON, YAML or TOML file. Raises ConfigError if it cannot be read."""
+    """The settings of a JSON, YAML or TOML file, with dotted paths nested. Raises ConfigError if it
+    cannot be read, or gives a key twice."""
+    form = path.suffix.lstrip(".").upper()
     try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise ConfigError(f"{size:,} bytes; a file of settings has at most {MAX_FILE_BYTES:,}.")
         text = path.read_text("utf-8")
         tree: Any
         if path.suffix == ".json":
             tree = json.loads(text)
-        elif path.suffix == ".toml":
+            _check_keys(_json_keys(text))
+        elif path.suffix == ".toml":  # its own reader refuses a key that is given twice
+            if _LONG_PATH.search(text):  # which takes it quadratic time and memory
+                raise RecursionError
             tree = tomllib.loads(text)
         else:
-            tree = yaml.load(text, _YamlLoader) or {}
+            tree = _read_yaml(text)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"expected settings by name, found {type(tree).__name__}.")
+        tree = nested(cast("dict[str, Any]", tree))
+        _check_levels(tree)
+        return tree
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested over {MAX_LEVELS} levels.") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        form = path.suffix.lstrip(".").upper()
         raise ConfigError(f"{path} is not {form}: {' '.join(str(error).split())}.") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected settings by name, found {type(tree).__name__}.")
-    return cast("dict[str, Any]", tree)
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Reads 1e-6 as a number, as YAML 1.2 does."""
+    """Reads 1e-6 as a number, as YAML 1.2 does, and leaves a date the text that it is."""
 
 
+cast(Any, _YamlLoader).yaml_implicit_resolvers = {
+    first: [kind for kind in kinds if kind[0] != "tag:yaml.org,2002:timestamp"]
+    for first, kinds in cast(Any, yaml.SafeLoader).yaml_implicit_resolvers.items()
+}
 cast(Any, _YamlLoader).add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
+
+
+def _read_yaml(text: str) -> Any:
+    loader: Any = _YamlLoader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return {}
+    _check_keys(_yaml_keys(node))  # before anything is made of aliases
+    return loader.construct_document(node)
+
+
+def _yaml_keys(node: yaml.Node) -> Iterator[Key]:
+    waiting: list[tuple[yaml.Node, tuple[str | int, ...]]] = [(node, ())]
+    num_values = 0
+    while waiting:
+        each, path = waiting.pop()
+        num_values += 1 if isinstance(each, yaml.ScalarNode) else len(each.value)
+        if num_values > MAX_VALUES or len(path) > MAX_LEVELS:
+            raise ConfigError(
+                f"line {each.start_mark.line + 1}: more than {MAX_VALUES:,} values or "
+                f"{MAX_LEVELS} levels, aliases written out."
+            )
+        if isinstance(each, yaml.SequenceNode):
+            waiting += [(value, (*path, at)) for at, value in enumerate(each.value)]
+        elif isinstance(each, yaml.MappingNode):
+            for key, value in each.value:
+                below = (*path, *str(key.value).split("."))
+                yield below, key.start_mark.line + 1
+                waiting.append((value, below))
+
+
+def _json_keys(text: str) -> Iterator[Key]:
+    """text: JSON that can be read."""
+    inside: list[tuple[str | int, ...]] = []
+    path: tuple[str | int, ...] = ()
+    line = at = 0
+    for found in re.finditer(r'("(?:[^"\\]|\\.)*")(\s*:)?|[][{}]', text):
+        if found[0] in "{[":
+            inside.append(path)
+        elif found[0] in "}]":
+            inside.pop()
+        elif found[2]:
+            path = (*inside[-1], *json.loads(found[1]).split("."))
+            line, at = line + text.count("\n", at, found.start()), found.start()
+            yield path, line + 1
+            continue
+        path = (*inside[-1], found.start()) if inside else ()  # of an entry of a list
+
+
+def _check_keys(keys: Iterable[Key]) -> None:
+    lines: dict[tuple[str | int, ...], int] = {}
+    for path, line in keys:
+        if path in lines:
+            first, second = sorted((lines[path], line))
+            name = ".".join(map(str, path))
+            raise ConfigError(f"line {second}: {name} is given twice, first on line {first}.")
+        lines[path] = line
+
+
+def _check_levels(tree: Any) -> None:
+    level: list[Any] = [tree]
+    for _ in range(MAX_LEVELS):
+        entries: list[Any] = [v.values() if isinstance(v, dict) else v for v in level]
+        level = [v for each in entries for v in each if isinstance(v, dict | list)]
+    if level:
+        raise RecursionError
 
 
 def read_json(path: Path, error: type[LockstepError]) -> dict[str, Any]:
@@ -458,6 +559,8 @@ def _with(annotation: Any, current: Any, keys: Sequence[str], text: str, path: s
     return _parse(annotation, text, path)
 
 
+_FOREIGN = (date, time, bytes, set)
+"""Values of YAML and TOML that JSON does not have."""
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -518,7 +621,9 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
                 raise ConfigError(f"{path}.type={name}: no such kind.{did_you_mean(name, kinds)}")
             return cast(Any, _from_dict(kinds[name], value, path))
         nested = _dataclass_of(annotation, value)
-        if nested is not None and "type" in value and not _field_names(nested):
+        if nested is not None and "type" in value and _field_names(nested):
+            raise ConfigError(f"unknown setting '{path}.type': {path} has one kind.")
+        if nested is not None and "type" in value:
             raise ConfigError(
                 f"{path}.type={value['type']}: no kind of {nested.__name__} is known here. Import "
                 "the module that has it (lockstep.recipes brings the built-in ones; --plugin)."
@@ -529,7 +634,7 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             return {k: _value(inner, v, f"{path}.{k}") for k, v in value.items()}
     for member in members:
         origin, inner = typing.get_origin(member) or member, typing.get_args(member)
-        if origin is Any:
+        if origin is Any and not isinstance(cast(object, value), _FOREIGN):
             return value
         if origin is typing.Literal:
             if value in inner:
@@ -554,6 +659,8 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
     text, is_whole = str(value), r"\d+(\.0+)?(e\d)?"
     is_number = int in members and re.fullmatch(is_whole, text)
     whole = f" Write {path}={float(text):.0f}." if is_number else ""
+    if isinstance(cast(object, value), date | time):
+        whole = " Write it in quotes."
     raise ConfigError(
         f"{path}: expected {_name(annotation)}, found {value!r} ({type(value).__name__}).{whole}"
     )

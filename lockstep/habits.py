@@ -21,6 +21,10 @@ SETTINGS, WHOLE, VERBS, VALUES = map(_by_word, ("settings", "whole", "verbs", "v
 KINDS: dict[str, str] = _TABLES["kinds"]
 
 
+COMMAND_LINE = ("out", "from", "resume", "method")
+"""What a command takes beside the settings of a run."""
+
+
 def hint(key: str, text: str, paths: Iterable[str]) -> str:
     """' Did you mean x?', to end a message about an unknown setting with; a list without a guess.
 
@@ -33,6 +37,8 @@ def hint(key: str, text: str, paths: Iterable[str]) -> str:
     plain = key.lstrip("+~-").replace("-", "_")
     room, _, last = plain.rpartition(".")
     meant = WHOLE.get(plain) or SETTINGS.get(last, "")
+    if not text and (meant or plain) in COMMAND_LINE:
+        return f" {meant or plain} is given beside the settings, on the command line or in Python."
     if re.split(r"\W", meant)[0] not in {"out", "resume", *(p.split(".")[0] for p in known)}:
         meant = ""
     if plain in known:

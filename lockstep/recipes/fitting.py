@@ -68,7 +68,7 @@ def read_config(
 ) -> Config:
     """The config of a JSON, YAML or TOML file. Its key `recipe` names a recipe that its settings go
     over; without it, what the file leaves open has its default. tree: settings over the file's."""
-    tree = merged(nested(read_tree(path)), nested(tree or {}))
+    tree = merged(read_tree(path), nested(tree or {}))
     recipe = tree.pop("recipe", None)
     try:
         if recipe is not None:

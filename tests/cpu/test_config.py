@@ -220,3 +220,76 @@ def test_every_hint_leads_to_a_setting():
     paths = {re.split(r"[:=]", text)[0] for text in meant}
     assert paths <= set(known), paths - set(known)
     assert {verb for verb in VERBS.values() if verb[0] != "-"} <= set(COMMANDS)
+
+
+def _tower(levels: int, entry: str, *, first: str) -> str:
+    """Aliases that stand for 10 ** levels values."""
+    made = [f"a0: &a0 {first}"]
+    made += [f"a{i}: &a{i} {entry % ','.join([f'*a{i - 1}'] * 10)}" for i in range(1, levels)]
+    return "\n".join(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "trainer: {lr: 1}\nsteps: 3\ntrainer: {b: 2}", "line 3: trainer is given twice"),
+        (
+            "a.yaml",
+            "trainer:\n  lr: 1\n  lr: 2",
+            "line 3: trainer.lr is given twice, first on line 2",
+        ),
+        ("a.yml", "trainer.lr: 1\ntrainer: {lr: 2}", "line 2: trainer.lr is given twice"),
+        ("a.yaml", "trainer: {lr: 2}\ntrainer.lr: 1", "line 2: trainer.lr is given twice"),
+        ("a.yaml", "parts: [{x: 1}, {x: 1, x: 2}]", "line 1: parts.1.x is given twice"),
+        ("a.yaml", '"lr": 1\nlr: 2', "line 2: lr is given twice"),
+        ("a.yaml", "engine: vllm\nengine.x: 2", "engine is given twice.*type: KIND"),
+        ("a.yaml", "engine.x: 2\nengine: vllm", "engine is given twice"),
+        ("a.json", '{\t"a": 1,\n"b": {"c": [{"d": 1}, {"d": 2}]},\n"b": 3}', "line 3: b is given"),
+        ("a.json", '{"a": 1, "\\u0061": "}{"}', "line 1: a is given twice"),
+        ("a.json", '{"t.lr": 1,\n"t": {"lr": 2}}', "line 2: t.lr is given twice, first on line 1"),
+        ("a.toml", "[t]\nlr=1\n[t]\nb=2", "twice .at line 3"),
+        ("a.toml", '"t.lr"=1\n[t]\nlr=2', "t.lr is given twice"),
+        ("a.yaml", _tower(9, "[%s]", first="[x]"), "aliases written out"),
+        ("a.yaml", _tower(9, "{<<: [%s]}", first="{x: 1}"), "aliases written out"),
+        ("a.yaml", "a: &a [*a]", "aliases written out"),
+        ("a.yaml", "a: &a {<<: *a}", "aliases written out"),
+        ("a.yaml", "a: " + "[" * 2000 + "]" * 2000, "nested over 64 levels"),
+        ("a.json", '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}", "nested over 64 levels"),
+        ("a.json", '{"a": ' + "[" * 100 + "]" * 100 + "}", "nested over 64 levels"),
+        ("a.json", f'{{"{"a." * 10**4}": 1}}', "nested over 64 levels"),
+        ("a.toml", "a = " + "[" * 10**5 + "]" * 10**5, "nested over 64 levels"),
+        ("a.toml", "a." * 10**5 + "a = 1", "nested over 64 levels"),
+        ("a.toml", "x = {" + '"a" . ' * 10**4 + "a = 1}", "nested over 64 levels"),
+        ("a.yaml", "x: y\n" * 10**5, "a file of settings has at most"),
+        ("a.yaml", "a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+    ],
+)
+def test_a_file_that_says_a_thing_twice_or_expands_is_one_line(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text[: 2 << 18])
+    with pytest.raises(ConfigError, match=message) as caught:
+        C.read_tree(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_one_key_in_several_places_is_read_and_a_date_stays_text(tmp_path):
+    (tmp_path / "a.json").write_text('{"b": {"c": [{"d": 1}, {"d": "x\\"{"}]}, "d": {"d": 1}}')
+    (tmp_path / "a.yaml").write_text("a: &a {x: 2025-01-01}\nb: {<<: *a, y.z: 1}\nb.y.w: 1e-4")
+    assert C.read_tree(tmp_path / "a.json")["b"]["c"][1]["d"] == 'x"{'
+    b = {"x": "2025-01-01", "y": {"z": 1, "w": 1e-4}}
+    assert C.read_tree(tmp_path / "a.yaml") == {"a": {"x": "2025-01-01"}, "b": b}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "out: runs/x", "'out'. out is given beside the settings"),
+        ("a.json", '{"output_dir": "x"}', "out is given beside the settings"),
+        ("a.yaml", "trainer: {type: fast}", "unknown setting 'trainer.type'"),
+        ("a.toml", "name = 2025-01-01", "found .* Write it in quotes"),
+        ("a.yaml", "name: !!binary aGk=", "expected str, found b'hi'"),
+    ],
+)
+def test_a_file_with_what_is_no_setting_says_where_it_belongs(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        C.overlaid(find_recipe("quickstart"), C.read_tree(tmp_path / name))
