@@ -7,6 +7,7 @@ thing. A message says what was expected, what was found, where, and what to do n
     LockstepError
       ConfigError        (ValueError)    a setting is unknown, mistyped or contradicts another
       DataError          (ValueError)    a user's file is malformed: names the file and the line
+      FieldError         (DataError)     a part of a record is wrong: names the part
       TokenError         (ValueError)    an invariant of the token forest does not hold
       AlignmentError     (ValueError)    per-token arrays that must be parallel are not
       RoutingReplayError (ValueError)    routes are missing, misshapen or of another model
@@ -52,6 +53,14 @@ class ConfigError(LockstepError, ValueError):
 
 class DataError(LockstepError, ValueError):
     """A file given by the user is malformed. The message starts with `path:line`."""
+
+
+class FieldError(DataError):
+    """A part of a record is wrong: names the part."""
+
+    def __init__(self, field: str, text: str, code: str = "invalid_value") -> None:
+        super().__init__(f"{field} {text}")
+        self.field, self.code = field, code
 
 
 class UnknownNameError(LockstepError, KeyError):

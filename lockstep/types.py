@@ -22,6 +22,7 @@ from lockstep.errors import (
     AlignmentError,
     ConfigError,
     DataError,
+    FieldError,
     RoutingReplayError,
     TokenError,
     named,
@@ -247,8 +248,35 @@ class ToolCall:
         _make_plain(self, "tool call", "name", "arguments", "id")
 
 
-_SPOKEN_KEYS = ["content", "name", "parse_error", "reasoning_content", "role", "thinking"]
-_MESSAGE_KEYS = [*_SPOKEN_KEYS, "tool_call_id", "tool_calls"]
+_TEXT_KEYS = ("role", "name", "tool_call_id", "parse_error")
+_THINKING_KEYS = ("thinking", "reasoning_content", "reasoning")
+MESSAGE_KEYS = (*_TEXT_KEYS, "content", *_THINKING_KEYS, "tool_calls")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+"""Types of the parts of a content that are text."""
+TEXT_ONLY = "Only text is read here; leave the other parts out."
+
+
+def text_of(content: Any, where: str, kinds: Sequence[str] = TEXT_PARTS) -> str:
+    """The text of a content: text, or a list of parts of these kinds, joined by line breaks.
+
+    >>> text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "content")
+    'a\\nb'
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise FieldError(where, f"must be text or a list of parts, found {content!r:.60}.")
+    texts: list[str] = []
+    for at, part in enumerate(cast("Sequence[Any]", content)):
+        fields = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
+        kind = fields.get("type")
+        text = fields.get("refusal" if kind == "refusal" else "text")
+        if kind not in kinds:
+            raise FieldError(f"{where}[{at}].type", f"is {kind!r:.60}: {TEXT_ONLY}", "unsupported")
+        if not isinstance(text, str):
+            raise FieldError(f"{where}[{at}].text", f"must be text, found {text!r:.60}.")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,40 +327,29 @@ class Message:
 
     @classmethod
     def from_dict(cls, source: Any) -> Message:
-        """Reads the OpenAI chat form and our own: a call nested under "function", or flat.
+        """Reads the OpenAI chat form and our own: a call nested under "function", or flat. A key
+        whose value is null or empty says nothing.
 
         Raises DataError for anything else, also for an unknown key: nothing is dropped silently.
         """
         if not isinstance(source, Mapping):
             raise DataError(f"a message must be an object, found {type(source).__name__}.")
-        source = cast("Mapping[str, Any]", source)
-        if unknown := sorted(source.keys() - _MESSAGE_KEYS):
-            raise DataError(f"message has unknown keys {unknown}; known are {_MESSAGE_KEYS}.")
-        content = source.get("content") or ""
-        if not isinstance(content, str):
-            raise DataError(
-                f"message content must be text, found {type(content).__name__}. "
-                "Content parts (images, audio) are not supported."
-            )
-        calls: list[ToolCall] = []
-        try:
-            for call in source.get("tool_calls") or ():
-                body = call.get("function", call)
-                arguments = body.get("arguments", "{}")
-                if not isinstance(arguments, str):
-                    arguments = json.dumps(arguments)
-                call_id = call.get("id") or ""
-                calls.append(ToolCall(name=body["name"], arguments=arguments, id=call_id))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"tool_calls is malformed: {error!r}. Each needs a `name`.") from error
+        given = {str(k): v for k, v in cast("Mapping[Any, Any]", source).items() if _says(v)}
+        if unknown := sorted(given.keys() - set(MESSAGE_KEYS)):
+            raise DataError(f"message has unknown keys {unknown}; known are {list(MESSAGE_KEYS)}.")
+        thinking = next((key for key in _THINKING_KEYS if key in given), "thinking")
+        texts = {key: given.get(key, "") for key in (*_TEXT_KEYS, thinking)}
+        for key, text in texts.items():
+            if not isinstance(text, str):
+                raise FieldError(key, f"must be text, found {text!r:.60}.")
         return cls(
-            role=source.get("role", "?"),
-            content=content,
-            thinking=source.get("thinking") or source.get("reasoning_content") or "",
-            tool_calls=tuple(calls),
-            name=source.get("name") or "",
-            tool_call_id=source.get("tool_call_id") or "",
-            parse_error=source.get("parse_error") or "",
+            role=cast("Role", texts["role"] or "?"),
+            content=text_of(given.get("content"), "content"),
+            thinking=texts[thinking],
+            tool_calls=_calls_of(given.get("tool_calls", ())),
+            name=texts["name"],
+            tool_call_id=texts["tool_call_id"],
+            parse_error=texts["parse_error"],
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -347,6 +364,36 @@ class Message:
                 for c in self.tool_calls
             ]
         return out
+
+
+def _says(value: Any) -> bool:
+    return value is not None and not (isinstance(value, str | list | dict | tuple) and not value)
+
+
+def _calls_of(source: Any) -> tuple[ToolCall, ...]:
+    calls: list[ToolCall] = []
+    listed = cast("Sequence[Any]", source if isinstance(source, list | tuple) else [source])
+    for at, call in enumerate(listed):
+        where = f"tool_calls[{at}]"
+        fields = cast("Mapping[str, Any]", call if isinstance(call, Mapping) else {})
+        inside = fields.get("function") or fields
+        body = cast("Mapping[str, Any]", inside if isinstance(inside, Mapping) else {})
+        if fields.get("type") not in (None, "function"):
+            raise FieldError(
+                f"{where}.type", f"is {fields['type']!r:.60}; only functions are read."
+            )
+        name, arguments, id_ = body.get("name"), body.get("arguments"), fields.get("id") or ""
+        if not isinstance(name, str) or not name:
+            raise FieldError(where, f"is malformed: it needs a `name`, found {call!r:.60}.")
+        if not isinstance(id_, str):
+            raise FieldError(f"{where}.id", f"must be text, found {id_!r:.60}.")
+        if not isinstance(arguments, str):
+            try:
+                arguments = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise FieldError(f"{where}.arguments", f"cannot be JSON: {error}.") from None
+        calls.append(ToolCall(name=name, arguments=arguments, id=id_))
+    return tuple(calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

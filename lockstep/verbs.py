@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.config import from_dict, overlaid, resolve
+from lockstep.dialogues import read_messages, read_tools
 from lockstep.display import Named, block, table
 from lockstep.doctor import rendering
-from lockstep.doctor.inputs.messages import read_messages
 from lockstep.doctor.replay import as_html
 from lockstep.errors import ConfigError
 from lockstep.renderers.base import Renderer
@@ -38,7 +38,7 @@ from lockstep.run.model_card import check_hub_name, push, write_card
 from lockstep.run.train import evaluate as evaluate_run
 from lockstep.run_config import Config
 from lockstep.store.run import load_run
-from lockstep.types import Message, ToolSchema
+from lockstep.types import Message
 
 RunPath = str | os.PathLike[str]
 """A run: its path, an `Outcome` or a `Run`."""
@@ -205,8 +205,6 @@ def render(
         given = [one.to_dict() if isinstance(one, Message) else one for one in messages]
         dialogue = read_messages(given, where="messages")
         listed = [] if isinstance(tools, (str, Path)) else tools
-        schemas = tuple(
-            ToolSchema.from_dict(tool, where=f"tool {at}") for at, tool in enumerate(listed)
-        )
+        schemas = read_tools(listed)
     made, why = rendering.find_renderer(model, renderer=renderer)
     return Rendered(trace(made, dialogue, schemas), made, model, why)

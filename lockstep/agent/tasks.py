@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from lockstep.dialogues import read_prompt
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
@@ -26,7 +27,7 @@ from lockstep.errors import (
     shortened,
 )
 from lockstep.store.files import read_jsonl
-from lockstep.types import Message, Task
+from lockstep.types import Task
 
 T = TypeVar("T")
 
@@ -305,11 +306,4 @@ def _check_prompt(record: Mapping[str, Any]) -> None:
             found = f"found the keys {sorted(record)}"
             raise DataError(f"expected `messages` (a list) or `question` (text); {found}.")
         return
-    messages = record["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise DataError("messages must be a list with at least one message.")
-    for index, message in enumerate(messages):
-        try:
-            Message.from_dict(message)
-        except DataError as error:
-            raise DataError(f"message {index}: {error}") from error
+    read_prompt(record["messages"])

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.dialogues import read_messages, read_tools
 from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.inputs.messages import read_messages
 from lockstep.doctor.tokenization import find_tokenization
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
@@ -64,10 +64,7 @@ def read_dialogue(
     where = str(path)
     if tools_path:
         tools, where = _read_json(tools_path), str(tools_path)
-    listed = tools if isinstance(tools, list) else [tools]
-    return messages, tuple(
-        ToolSchema.from_dict(tool, where=f"{where}: tool {at}") for at, tool in enumerate(listed)
-    )
+    return messages, read_tools(tools, where=f"{where}: tools")
 
 
 def _read_json(path: str | Path) -> Any:

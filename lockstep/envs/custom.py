@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
+
+import numpy as np
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
@@ -29,7 +31,8 @@ from lockstep.agent.tools import (
 )
 from lockstep.children import Child
 from lockstep.config import check_numbers, require
-from lockstep.envs.data_files import SUFFIXES, locate_data, read_rows, split_tasks
+from lockstep.dialogues import read_prompt
+from lockstep.envs.data_files import split_tasks
 from lockstep.errors import (
     ChildRefusal,
     ChildTimeoutError,
@@ -39,11 +42,13 @@ from lockstep.errors import (
     shortened,
 )
 from lockstep.launch.event_loop import run_to_end
+from lockstep.store.tables import NotJson, data_files, read_rows
 from lockstep.types import Message, Task
 
-FORMATS = (*SUFFIXES, ".json")
 MAX_TASKS = 1_000_000
 """More would be an iterable without an end."""
+_IS_DIALOGUE = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
+"""Text of a list of messages: CSV has them so."""
 TRIAL_SECONDS = 120.0
 """Seconds that the reward may take when it is tried."""
 
@@ -94,11 +99,13 @@ class CustomConfig(TaskConfig):
     calls), plain or async. It returns a number, {name: number} whose sum is the reward, or a Score.
     It is called once before the run, with an empty answer."""
     path: str = ""
-    """Tasks: a .jsonl, .json, .csv or .parquet file, a folder of them, ORGANISATION/NAME of the
-    Hugging Face hub, or a list or function of a file, as mytasks.py:tasks. A row without an "id" is
-    named by a hash of its content; equal rows are one task."""
+    """Tasks: a .jsonl, .json, .csv, .tsv, .parquet or .arrow file, plain or with .gz or .zst, a
+    folder of them, ORGANISATION/NAME of the Hugging Face hub, or a list or function of a file, as
+    mytasks.py:tasks. A row without an "id" is named by a hash of its content; equal rows are one
+    task. A column that is no JSON in some row (times, bytes, NaN) is left out of all."""
     question: str = "question"
-    """Column of the first user message: text, or a list of messages. Without it, `messages`."""
+    """Column of the first user message: text, or a list of messages that the model is to answer.
+    Without it, `messages`. A list that ends with an assistant's message is refused."""
     instructions: str = ""
     """Developer message before the question. Empty: none."""
     eval_path: str = ""
@@ -158,11 +165,13 @@ class CustomConfig(TaskConfig):
 
     def opening(self, task: Task) -> list[Message]:
         """The messages before the first reply. Raises DataError for a row that gives none."""
-        asked = task.payload.get(self.question, task.payload.get("messages"))
-        if isinstance(asked, str) and asked.strip():
+        name = self.question if self.question in task.payload else "messages"
+        asked = task.payload.get(name)
+        is_text = isinstance(asked, str) and not _IS_DIALOGUE.match(asked)
+        if is_text and asked.strip():
             said = [Message(role="user", content=asked)]
-        elif isinstance(asked, list) and asked:
-            said = [Message.from_dict(each) for each in asked]
+        elif asked and isinstance(asked, str | list):
+            said = read_prompt(asked, where=name)
         elif asked is None:
             columns = ", ".join(task.payload) or "none"
             raise DataError(
@@ -209,20 +218,63 @@ class CustomConfig(TaskConfig):
     def splits(self) -> dict[str, list[Task]]:
         if not self.path:
             raise ConfigError("task.path is empty: give the tasks, task.path=tasks.jsonl.")
-        tasks = self._read(self.path, "train")
+        rows = self._read(self.path, "train")
         held_out = self._read(self.eval_path or self.path, "train" if self.eval_path else "eval")
+        if needed := sorted({self.question, "id", "label"} & self.left_out.keys()):
+            raise DataError(f"{self.left_out[needed[0]]} The column {needed[0]!r} is needed.")
+        if not rows:
+            raise DataError(f"task.path={self.path}: there is no task.")
+        evaluated = self._tasks(held_out) or None
         return split_tasks(
-            tasks, held_out or None, self.eval_share, name=self.path, key=_id, holds_out_one=True
+            self._tasks(rows),
+            evaluated,
+            self.eval_share,
+            name=self.path,
+            key=_id,
+            holds_out_one=True,
         )
 
-    def _read(self, path: str, split: Split) -> list[Task]:
+    @cached_property
+    def left_out(self) -> dict[str, str]:
+        """Columns that are no JSON in some row, and why. No task has them."""
+        return {}
+
+    def _read(self, path: str, split: Split) -> list[tuple[str, dict[str, Any]]]:
+        rows: list[tuple[str, dict[str, Any]]] = []
+        for where, row in _rows(path, split):
+            if len(rows) == MAX_TASKS:
+                raise DataError(f"{path}: more than {MAX_TASKS:,} tasks. An iterable without end?")
+            rows.append((where, self._columns(row, where)))
+        return rows
+
+    def _columns(self, row: Any, where: str) -> dict[str, Any]:
+        if isinstance(row, str):
+            row = {self.question: row}
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where}: a task is an object or text, found {shortened(row)}.")
+        payload: dict[str, Any] = {}
+        for key, value in row.items():
+            try:
+                payload[str(key)] = _as_json(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                why = f"{where}: {key!r} is {shortened(value)}, which JSON has not ({error})."
+                self.left_out.setdefault(str(key), why)
+        return payload
+
+    def _tasks(self, rows: Sequence[tuple[str, dict[str, Any]]]) -> list[Task]:
         tasks: dict[str, Task] = {}
         given: set[str] = set()
-        for where, row in itertools.islice(_rows(path, split), MAX_TASKS + 1):
-            if len(tasks) == MAX_TASKS:
-                raise DataError(f"{path}: more than {MAX_TASKS:,} tasks. An iterable without end?")
+        for where, columns in rows:
+            payload = {key: value for key, value in columns.items() if key not in self.left_out}
             try:
-                task, has_id = self._task(row)
+                task_id = payload.get("id")
+                has_id = task_id is not None
+                if not has_id:
+                    task_id = f"{derive_seed(json.dumps(payload, sort_keys=True)):016x}"
+                if type(task_id) not in (str, int) or task_id == "":
+                    raise DataError(f"id must be text or a whole number, found {task_id!r:.60}.")
+                payload.pop("id", None)
+                task = Task(id=str(task_id), payload=payload)
                 if has_id and task.id in given:
                     raise DataError(f"the id {task.id!r} is given twice.")
                 given |= {task.id} if has_id else set()
@@ -230,29 +282,7 @@ class CustomConfig(TaskConfig):
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
             tasks[task.id] = task
-        if not tasks and split == "train":
-            raise DataError(f"task.path={path}: there is no task.")
         return list(tasks.values())
-
-    def _task(self, row: Any) -> tuple[Task, bool]:
-        """(task, whether its row names it)."""
-        payload: dict[str, Any]
-        if isinstance(row, str):
-            payload = {self.question: row}
-        elif isinstance(row, Mapping):
-            payload = {str(key): value for key, value in row.items()}
-        else:
-            raise DataError(f"a task is an object or text, found {shortened(row)}.")
-        try:
-            text = json.dumps(payload, sort_keys=True, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"a column is not JSON: {error}.") from None
-        given = payload.pop("id", None)
-        if given is None:
-            return Task(id=f"{derive_seed(text):016x}", payload=payload), False
-        if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
-            raise DataError(f"id must be text or a whole number, found {given!r:.60}.")
-        return Task(id=str(given), payload=payload), True
 
 
 class FunctionWorkers:
@@ -334,7 +364,7 @@ class CustomEnvironment(ToolEnvironment):
     async def score_by(self, reward: Reward) -> Score:
         """The score that a reward function gives to the episode so far."""
         episode = Episode(
-            task={"id": self._task.id, **self._task.payload},
+            task=_Columns({"id": self._task.id, **self._task.payload}, self._config.left_out),
             messages=tuple(self._dialogue or self._config.opening(self._task)),
             answer=self.answer or "",
             calls=_uses(self._dialogue),
@@ -355,6 +385,37 @@ class CustomEnvironment(ToolEnvironment):
             found = result_of(await in_daemon_thread(partial(reward, episode)))
             found = await found if inspect.isawaitable(found) else found
         return score_of(found, f"task.reward={self._config.reward} for task {self._task.id}")
+
+
+class _Columns(dict[str, Any]):
+    """The columns of a task. One that was left out raises DataError where it is read."""
+
+    def __init__(self, columns: Mapping[str, Any], left_out: Mapping[str, str]) -> None:
+        super().__init__(columns)
+        self._left_out = left_out
+
+    def __missing__(self, key: str) -> Any:
+        if key in self._left_out:
+            raise DataError(f"{self._left_out[key]} So no task has the column {key!r}.")
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self or key in self._left_out else default
+
+
+def _as_json(value: Any) -> Any:
+    """`value` as JSON has it. Raises ValueError or TypeError if it has not."""
+    if isinstance(value, NotJson):
+        raise TypeError(f"a column of {value.kind} is not read")
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain_numbers)
+    text.encode()  # half a surrogate pair has no UTF-8
+    return value if type(value) in (str, int, bool) else json.loads(text)
+
+
+def _plain_numbers(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.datetime64):
+        return value.tolist()
+    raise TypeError(type(value).__name__)
 
 
 def score_of(found: Any, where: str) -> Score:
@@ -394,38 +455,13 @@ def _id(task: Task) -> str:
 
 def _rows(path: str, split: Split) -> Iterator[tuple[str, Any]]:
     """(place, row) of each task of a split; none for a split that the data do not have."""
-    if is_reference(path):
-        if split == "train":
-            found = find(path, setting="task.path")
-            found = found() if callable(found) else found
-            if isinstance(found, str | bytes) or not isinstance(found, Iterable):
-                raise DataError(f"task.path={path}: expected a list of tasks, found {found!r:.60}.")
-            for number, row in enumerate(found, start=1):
-                yield f"{path}, task {number}", row
-        return
-    patterns = [f"{place}*{suffix}" for suffix in FORMATS for place in ("", "**/")]
-    root = locate_data(path, patterns=patterns)
-    for file in _files(root, split):
-        if file.suffix not in FORMATS:
-            raise DataError(f"{file}: expected a {', '.join(FORMATS)} file.")
-        yield from read_rows(file)
-
-
-def _files(root: Path, split: Split) -> list[Path]:
-    """Files of a split. Of a folder: those with train in their names, or else all that are not for
-    tests; for evaluation those with test, or else validation, in theirs."""
-    if root.is_file():
-        return [root] if split == "train" else []
-    files = sorted(path for path in root.rglob("*") if path.suffix in FORMATS)
-    files = [file for file in files if not file.name.startswith("dataset_info")]  # the hub's own
-    folders = sorted({str(file.parent) for file in files})
-    if len(folders) > 1:
-        raise DataError(
-            f"{root} has several folders of tasks: {', '.join(folders)}. Name one, as "
-            f"task.path={folders[0]}."
-        )
-    named = {word: [f for f in files if word in f.name] for word in ("train", "test", "valid")}
-    if split == "eval":
-        return named["test"] or named["valid"]
-    rest = [f for f in files if f not in named["test"] and f not in named["valid"]]
-    return named["train"] or rest
+    if not is_reference(path):
+        for file in data_files(path, is_eval=split == "eval"):
+            yield from read_rows(file)
+    elif split == "train":
+        found = find(path, setting="task.path")
+        found = found() if callable(found) else found
+        if isinstance(found, str | bytes) or not isinstance(found, Iterable):
+            raise DataError(f"task.path={path}: expected a list of tasks, found {found!r:.60}.")
+        for number, row in enumerate(found, start=1):
+            yield f"{path}, task {number}", row

@@ -10,6 +10,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
 from lockstep.agent.tools import ToolEnvironment, ToolLimits
+from lockstep.dialogues import read_prompt
 from lockstep.envs.data_files import FileTasks
 from lockstep.types import Message, Task
 
@@ -57,7 +58,7 @@ class QuestionEnvironment(ToolEnvironment):
     async def reset(self) -> Sequence[Message]:
         payload = self.task.payload
         if "messages" in payload:
-            self.dialogue = [Message.from_dict(each) for each in payload["messages"]]
+            self.dialogue = read_prompt(payload["messages"])
         else:
             self.dialogue = [Message(role="user", content=payload["question"])]
         if self.instructions:

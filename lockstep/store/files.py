@@ -14,8 +14,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from io import BufferedReader, RawIOBase
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from lockstep.errors import DataError, RunError, StorageError
 from lockstep.system import try_lock
@@ -128,23 +130,61 @@ def decode_number(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) for every line that is not blank.
+PACKED = (".gz", ".zst", ".bz2")
+"""Suffixes of packed files that are read as what they hold."""
+MAX_PLAIN_BYTES, MAX_EXPANSION = 1 << 30, 100
+"""A packed file holds at most this many bytes, or this many times its own size."""
 
-    Raises DataError that begins with `path:line` for a line that is no JSON object in UTF-8.
-    """
-    path = Path(path)
+
+def max_bytes(path: Path) -> int:
+    """Bytes that a file may expand to."""
+    return max(MAX_PLAIN_BYTES, MAX_EXPANSION * path.stat().st_size)
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line with its end) of a file, unpacked. Raises DataError."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        if path.suffix in PACKED:
+            import pyarrow
+
+            source = BufferedReader(cast("RawIOBase", pyarrow.input_stream(str(path))))
+            left = max_bytes(path)
+        else:
+            source = open(path, "rb")  # noqa: SIM115 - closed below
+            left = path.stat().st_size + 1
+        with source as file:
+            for number in count(1):
+                line = file.readline(left + 1)
+                left -= len(line)
+                if left < 0:
+                    raise DataError(
+                        f"{path}:{number}: it expands to over {max_bytes(path):,} bytes."
+                    )
+                if not line:
+                    return
+                yield number, line
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    for number, line in enumerate(lines, start=1):
+
+
+def read_jsonl(
+    path: str | Path, *, allow_nan: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, object) for every line that is not blank.
+
+    Raises DataError that begins with `path:line` for a line that is no JSON object in UTF-8, or
+    gives a key twice. allow_nan: read NaN and Infinity, which pandas and Python write.
+    """
+    path = Path(path)
+    constant = None if allow_nan else _refuse_constant
+    for number, line in lines_of(path):
         if not line.strip():
             continue
         try:
             record = json.loads(
                 line.decode("utf-8-sig" if number == 1 else "utf-8"),
-                parse_constant=_refuse_constant,
+                parse_constant=constant,
+                object_pairs_hook=unique_keys,
             )
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: not UTF-8: {error.reason}.") from error
@@ -155,6 +195,16 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 f"{path}:{number}: expected a JSON object, found {type(record).__name__}."
             )
         yield number, record
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A hook of the JSON reader that refuses an object with one key twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return made
 
 
 def _refuse_constant(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Supervised training on dialogues, or on ids with a loss mask, from a JSONL file.
+"""Supervised training on dialogues, or on ids with a loss mask, from files: JSON lines, or others.
 
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
     {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}
@@ -25,15 +25,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.dialogues import entries_of, read_messages, read_tools
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.objectives.losses import supervised_loss
 from lockstep.renderers.base import Renderer, dialogue_pieces
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.store.files import read_jsonl
+from lockstep.store.tables import data_files, read_rows
 from lockstep.training.config import SFTConfig
 from lockstep.training.trainer import Metrics, Trainer
 from lockstep.types import Message, Sample, ToolSchema, frozen_ids
 
+DIALOGUES = ("messages", "conversations")
+"""Columns of a dialogue: OpenAI's, ShareGPT's."""
 MASS_ROUNDING = 1e-3  # of probabilities that were written with few digits
 
 
@@ -50,19 +53,20 @@ class SFTExample:
 
 
 def load_examples(path: str | Path) -> list[SFTExample | Sample]:
-    """Reads and checks the whole file; a line that gives ids is a row already. Raises DataError
-    `path:line` for the first bad line."""
+    """Reads and checks the whole file, of any form of lockstep/store/tables.py, or folder of such;
+    a line that gives ids is a row already. Raises DataError `path:line` for the first bad line."""
     out: list[SFTExample | Sample] = []
-    for number, record in read_jsonl(path):
+    rows = (row for file in data_files(str(path), setting="sft.path") for row in read_rows(file))
+    for where, record in rows:
         try:
-            out.append(_read_record(record, f"{path}:{number}"))
+            out.append(_read_record(record, where))
             if num_listed(out[-1]) != (expected := num_listed(out[0])):
                 raise DataError(
                     f"this line lists {num_listed(out[-1])} teacher_ids per token, and the first "
                     f"line {expected}: all lines of a file list as many. Split the file."
                 )
         except (LockstepError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}:{number}: {error}") from error
+            raise DataError(f"{where}: {error}") from error
     if not out:
         raise DataError(f"{path} is empty. It needs an object per line with messages or token_ids.")
     return out
@@ -214,44 +218,49 @@ def run_sft(
 
 def _read_record(source: Mapping[str, Any], where: str) -> SFTExample | Sample:
     """Raises DataError without `where`, which is put before it."""
-    is_dialogue = "messages" in source
-    known = {"messages", "tools"}
-    if not is_dialogue:
+    if not isinstance(source, Mapping):
+        raise DataError(f"expected an object, found {type(source).__name__}.")
+    source = {key: value for key, value in source.items() if value is not None}
+    name = next((name for name in DIALOGUES if name in source), "")
+    known = {name, "tools", "system"}
+    if not name:
         known = {"token_ids", "loss_mask", "weights", "teacher_ids", "teacher_logprobs"}
     if unknown := sorted(set(source) - known):
         raise DataError(f"unknown keys {unknown}; known here are {sorted(known)}.")
-    return _read_dialogue(source, where) if is_dialogue else _read_ids(source, where)
+    return _read_dialogue(source, name, where) if name else _read_ids(source, where)
 
 
-def _read_dialogue(source: Mapping[str, Any], where: str) -> SFTExample:
-    raw, tools = source["messages"], source.get("tools") or []
-    if not isinstance(raw, list) or not all(isinstance(m, dict) for m in raw):
-        raise DataError("messages must be a list of objects.")
-    messages: list[Message] = []
-    weights: list[float] = []
-    for at, fields in enumerate(raw):
-        try:
-            weights.append(_weight(fields.pop("weight", 1.0), "weight"))
-            messages.append(Message.from_dict(fields))
-        except LockstepError as error:
-            raise DataError(f"message {at}: {error}") from error
+def _read_dialogue(source: Mapping[str, Any], name: str, where: str) -> SFTExample:
+    raw = entries_of(source[name], where=name, of="messages")
+    if source.get("system"):
+        raw = [{"role": "system", "content": source["system"]}, *raw]
+    weights = [
+        1.0 if weight is None else _weight(weight, f"message {at}: weight")
+        for at, weight in enumerate(_taken(raw, "weight"))
+    ]
+    messages = read_messages(raw, where=name)
     if not messages or messages[-1].role != "assistant":
         last = f"the last is a {messages[-1].role}'s" if messages else "there is none"
         raise DataError(f"the last message must be an assistant's, {last}.")
     return SFTExample(
         where=where,
-        messages=tuple(messages),
+        messages=messages,
         message_weights=tuple(weights),
-        tools=tuple(
-            ToolSchema.from_dict(tool, where=f"tool {at}")
-            for at, tool in enumerate(tools if isinstance(tools, list) else [tools])
-        ),
+        tools=read_tools(source.get("tools") or []),
     )
+
+
+def _taken(messages: list[Any], key: str) -> list[Any]:
+    """The values of a key, which is taken out; None where there is none."""
+    return [each.pop(key, None) if isinstance(each, dict) else None for each in messages]
 
 
 def _read_ids(source: Mapping[str, Any], where: str) -> Sample:
     if "token_ids" not in source or "loss_mask" not in source:
-        raise DataError("expected `messages`, or `token_ids` with `loss_mask`.")
+        raise DataError(
+            "expected `messages` (OpenAI's form), `conversations` (ShareGPT's), or `token_ids` "
+            f"with `loss_mask`; found {sorted(source)}."
+        )
     ids, mask, weights = source["token_ids"], source["loss_mask"], source.get("weights")
     weights = [1.0] * len(mask) if weights is None else weights
     for name, values in (("token_ids", ids), ("loss_mask", mask), ("weights", weights)):

@@ -16,7 +16,7 @@ ROWS = [
     ["errors", "habits", "system"],
     ["display"],
     ["types", "children", "config"],
-    ["ops", "renderers", "observe", "store", "launch"],
+    ["dialogues", "ops", "renderers", "observe", "store", "launch"],
     ["models", "report", "correction"],
     ["engines", "objectives"],
     ["agent", "training"],

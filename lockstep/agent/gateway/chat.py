@@ -15,13 +15,14 @@ from lockstep.agent.gateway.reading import (
     Transcript,
     Value,
     asked_of,
-    call_of,
     constraint_of,
     event,
     tool_of,
 )
-from lockstep.types import Message, ToolCall
+from lockstep.types import ROLES, ToolCall
 
+READ = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "name")
+"""Fields of a message that are read; the others are notes."""
 MAX_CHOICES = 64
 """Largest `n` of one request: replies that are sampled side by side."""
 KEEP_ALIVE = b": the turn is being sampled\n\n"
@@ -60,24 +61,13 @@ def _function(entry: Value) -> Value:
 
 
 def _add(transcript: Transcript, entry: Value) -> None:
-    role, content = entry["role"].raw, entry["content"].content("text", "refusal")
-    match role:
-        case "system" | "developer" | "user":
-            transcript.add(Message(role=role, content=content))
-        case "assistant":
-            thinking = entry["reasoning_content"].text("") or entry["reasoning"].text("")
-            calls = tuple(_call(call) for call in entry["tool_calls"].entries())
-            message = Message(role=role, content=content, thinking=thinking, tool_calls=calls)
-            transcript.add(message)
-        case "tool":
-            transcript.add_result(entry["tool_call_id"], content, name=entry["name"].text(""))
-        case _:
-            raise entry["role"].wrong("system, developer, user, assistant or tool")
-
-
-def _call(entry: Value) -> ToolCall:
-    function = _function(entry)
-    return call_of(function, function["arguments"].text(), entry["id"])
+    role = entry["role"].raw
+    if role not in ROLES:
+        raise entry["role"].wrong("system, developer, user, assistant or tool")
+    if role == "tool":
+        entry["tool_call_id"].text()
+    fields = {key: entry.raw[key] for key in READ if key in entry.raw}
+    transcript.add_chat(Value(fields if role == "tool" else fields | {"name": None}, entry.where))
 
 
 # -- turns to bodies ------------------------------------------------------------------------------

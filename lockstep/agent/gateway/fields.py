@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-TEXT_ONLY = "Only text is read here; leave the other parts out."
+from lockstep.types import TEXT_ONLY as TEXT_ONLY
+
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lockstep import dialogues
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
-from lockstep.agent.gateway.fields import TEXT_ONLY, Fields
+from lockstep.agent.gateway.fields import Fields
+from lockstep.errors import DataError, FieldError
 from lockstep.renderers.base import Constraint, Renderer
-from lockstep.types import Message, ToolCall, ToolSchema
+from lockstep.types import Message, ToolCall, ToolSchema, text_of
 
 T = TypeVar("T")
 
@@ -216,15 +218,10 @@ class Value:
 
     def content(self, *kinds: str) -> str:
         """Text, or a list of parts that are text, joined by newlines. kinds: types of the parts."""
-        if self.raw is None or isinstance(self.raw, str):
-            return self.raw or ""
-        texts: list[str] = []
-        for part in self.entries():
-            kind = part["type"].raw
-            if kind not in kinds:
-                raise part["type"].unsupported(TEXT_ONLY)
-            texts.append(part["refusal" if kind == "refusal" else "text"].text())
-        return "\n".join(texts)
+        try:
+            return text_of(self.raw, self.where, kinds)
+        except FieldError as error:
+            raise Refusal(400, error.code, str(error), parameter=error.field) from None
 
     def check_fields(self, fields: Fields) -> list[str]:
         """Returns the names of ignored fields that are set. Raises Refusal for a field that is
@@ -375,21 +372,26 @@ def call_of(named: Value, arguments: str, id_: Value) -> ToolCall:
     return ToolCall(name=named["name"].text(), arguments=arguments, id=id_.text())
 
 
-class Transcript:
-    """The messages of a body in order. A tool's reply gets the name of the function that the call
-    with its id named."""
+class Transcript(dialogues.Transcript):
+    """The messages of a body in order. A refusal names the field."""
 
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self._names: dict[str, str] = {}
-
-    def add(self, message: Message) -> None:
-        self.messages.append(message)
-        self._names.update({call.id: call.name for call in message.tool_calls})
+    def add_chat(self, message: Value) -> None:
+        """Adds a message of OpenAI's chat form, whose fields were checked."""
+        try:
+            self.read(message.raw)
+        except FieldError as error:
+            where = f"{message.where}.{error.field}"
+            text = f"{message.where}.{error}"
+            raise Refusal(400, error.code, text, parameter=where) from None
+        except DataError as error:
+            raise message.refusal(f"is refused: {error}") from None
+        for at, call in enumerate(self.messages[-1].tool_calls):
+            if not call.id:
+                raise message["tool_calls"].entries()[at]["id"].wrong("text")
 
     def add_result(self, call_id: Value, content: str, *, name: str = "") -> None:
         """name: taken if no call has the id."""
-        name = self._names.get(call_id.text()) or name
+        name = self.called(call_id.text(), name)
         if not name:
             raise call_id.wrong("the id of a call of an assistant before it")
         self.add(Message(role="tool", content=content, name=name, tool_call_id=call_id.raw))

@@ -18,19 +18,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lockstep.dialogues import read_messages
 from lockstep.doctor.inputs.assemble import Array, Row, floats_of, ids_of
 from lockstep.doctor.inputs.lines import LineDump
-from lockstep.doctor.inputs.messages import read_messages
 from lockstep.errors import DataError
-from lockstep.types import Int32Array, Message
+from lockstep.types import MESSAGE_KEYS, TEXT_ONLY, Int32Array, Message
 
 _IDS = ("generation_token_ids", "token_ids")
 """Keys of the ids of a reply: NeMo-Gym's, vLLM's."""
 _LOGPROBS = ("generation_log_probs", "logprobs")
-_OF_MESSAGES = frozenset(
-    {"role", "content", "thinking", "reasoning_content", "tool_calls", "name", "tool_call_id"}
-)
-"""Keys of a message that are text; its other keys are about its tokens."""
 
 
 class ChatDump(LineDump):
@@ -165,11 +161,15 @@ def _logprobs(reply: Mapping[str, Any], size: int, where: str) -> Array | None:
 
 
 def _messages(source: Any, where: str) -> tuple[Message, ...] | None:
-    """The dialogue; None if it has images or audio, which no `Message` can hold."""
+    """The dialogue, without the keys about its tokens; None if it has images or audio, which no
+    `Message` can hold."""
     words = [
-        {k: v for k, v in m.items() if k in _OF_MESSAGES} if isinstance(m, dict) else m
+        {k: v for k, v in m.items() if k in MESSAGE_KEYS} if isinstance(m, dict) else m
         for m in source
     ]
-    if any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in words):
-        return None
-    return read_messages(words, where=where)
+    try:
+        return read_messages(words, where=where)
+    except DataError as error:
+        if TEXT_ONLY in str(error):
+            return None
+        raise

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.config import from_dict
+from lockstep.dialogues import read_messages
 from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.inputs.messages import read_messages
 from lockstep.errors import ConfigError, DataError
 from lockstep.types import UNKNOWN_EXPERT, Int64Array
 

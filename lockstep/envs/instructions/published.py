@@ -8,9 +8,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.envs.data_files import SUFFIXES, locate_data, read_rows
 from lockstep.envs.instructions.checkers import Detector, instruction
 from lockstep.errors import DataError
+from lockstep.store.tables import SUFFIXES, locate_data, read_rows
 from lockstep.types import Task
 
 BadRows = Literal["error", "drop"]

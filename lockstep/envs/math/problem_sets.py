@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import derive_seed
-from lockstep.envs.data_files import locate_data, read_rows
 from lockstep.envs.math.grading import Form, find_answer, why_ungradable
 from lockstep.errors import DataError
+from lockstep.store.tables import locate_data, read_rows
 
 BadRows = Literal["error", "drop"]
 

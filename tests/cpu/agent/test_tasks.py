@@ -173,7 +173,7 @@ def test_a_file_of_questions_and_messages_becomes_tasks(tmp_path):
         (b'{"messages": [{"role": "user", "text": "hi"}]}', "unknown keys \\['text'\\]"),
         (
             b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}',
-            "message 0: tool_calls is malformed: KeyError",
+            r"message 0: tool_calls\[0\] is malformed: it needs a `name`",
         ),
         (b"[" * 100_000, "not a JSON object"),
     ],

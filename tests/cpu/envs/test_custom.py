@@ -268,7 +268,6 @@ def test_rows_without_ids_are_named_by_their_content():
         ([{"id": 1, "question": "a"}, {"id": 1, "question": "b"}], "'1' is given twice"),
         ([{"id": 1.5, "question": "a"}] * 2, "id must be text or a whole number"),
         ([{"question": 7}] * 2, "question must be text or a list of messages, found 7"),
-        ([{"question": "a", "when": {1}}] * 2, "task 1: a column is not JSON"),
         ([3, 4], "a task is an object or text, found 3"),
         ({"question": "a"}, "tasks must be a file, the name of a data set, or a list"),
         ("nowhere.jsonl", "no such file or folder"),
@@ -308,7 +307,7 @@ def test_a_data_set_of_several_parts_is_asked_for_one(tmp_path):
     for part in ("main", "socratic"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "train.jsonl").write_text('{"question": "a"}')
-    with pytest.raises(DataError, match=r"several folders of tasks.*Name one, as task.path=.*main"):
+    with pytest.raises(DataError, match=r"several folders of data.*Name one, as task.path=.*main"):
         _ = CustomConfig(path=str(tmp_path)).splits
 
 

@@ -176,7 +176,7 @@ def test_a_teacher_s_own_rows_are_no_loss_and_another_s_are_learned(tmp_path):
             {"token_ids": [1, 2], "loss_mask": [0, 1], "weights": [0, -1]},
             r"weights\[1\]: expected a finite number, at least 0, found -1",
         ),
-        ({"messages": "hi"}, "messages must be a list of objects"),
+        ({"messages": "hi"}, "messages is text that is not JSON"),
         ({"messages": []}, "must be an assistant's, there is none"),
         ({"messages": DIALOGUE[:2]}, "must be an assistant's, the last is a user's"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0: .*'robot'"),
@@ -196,7 +196,7 @@ def test_a_malformed_line_is_named_by_path_and_number(tmp_path, line, message):
 
 
 def test_no_file_and_an_empty_one_are_refused(tmp_path):
-    with pytest.raises(DataError, match="cannot be read: No such file"):
+    with pytest.raises(DataError, match="no such file or folder"):
         load_examples(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="is empty"):
         load_examples(write(tmp_path, ""))

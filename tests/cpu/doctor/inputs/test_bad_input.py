@@ -133,7 +133,7 @@ def test_a_value_that_cannot_be_is_named_with_its_row(
         ("loss_mask", [["a", "b"]] * 3, "row 0: loss_mask must be a list per row of true"),
         ("rollout_logprobs", [[-1.0, None], None, [-1.0]], "row 2: rollout_logprobs has 1 entries"),
         ("group", [1, None, 2], "group is null"),
-        ("messages", [["hi"], None, None], "message 0 must be an object, found str"),
+        ("messages", [["hi"], None, None], "message 0: a message must be an object, found str"),
     ],
 )
 def test_a_value_in_parquet_that_cannot_be_is_named_with_its_row(
