@@ -12,10 +12,10 @@ import signal
 import sys
 import textwrap
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -187,10 +187,9 @@ def _train(options: argparse.Namespace) -> int:
 
     example: lockstep train quickstart steps=30 seed=1 model=tiny-qwen3
     """
-    from lockstep.models.locate import CONFIG_FILES
     from lockstep.recipes import find_recipe
-    from lockstep.run.preflight import plan, preflight
-    from lockstep.run.train import check_out
+    from lockstep.run.preflight import plan
+    from lockstep.run.train import check_out, check_run
     from lockstep.run_config import Config
 
     settings, own = _split(options.settings, "train", *COMMAND_LINE)
@@ -201,7 +200,7 @@ def _train(options: argparse.Namespace) -> int:
     config, run, start = _training_config(options.target, settings, own)
     if options.dry_run:
         check_out(own.get("out"), resume=run is not None)
-        lines = plan(config, preflight(config, files=CONFIG_FILES, start=start))
+        lines = plan(config, check_run(config, start=start))
         form = file_form(config, always=("name", "model", "steps"))
         text = form + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
@@ -216,7 +215,8 @@ def _train(options: argparse.Namespace) -> int:
 def _train_side_by_side(
     options: argparse.Namespace, settings: list[str], own: dict[str, str]
 ) -> int:
-    from lockstep.run.preflight import check_side_by_side, plan, preflight
+    from lockstep.run.preflight import check_side_by_side, plan
+    from lockstep.run.train import check_run
     from lockstep.store.run import default_run_path
 
     if "from" in own:
@@ -233,7 +233,7 @@ def _train_side_by_side(
     check_side_by_side([config for _, config in runs])
     configs = dict(runs)
     if options.dry_run:
-        plans = [plan(config, preflight(config)) for config in configs.values()]
+        plans = [plan(config, check_run(config)) for config in configs.values()]
         value = {str(path): to_dict(config) for path, config in configs.items()}
         _print(options, value, "\n".join(line for lines in plans for line in lines))
         return OK
@@ -323,7 +323,8 @@ def _sft(options: argparse.Namespace) -> int:
     if options.dry_run:
         check_out(own.get("out"), resume=False)
         if not config.create:  # what is created is checked then
-            check_supervised(config)
+            _, rows = check_supervised(config)
+            deque(islice(rows, config.sft.steps * config.sft.rows_per_step), maxlen=0)
         print(dumps(config), end="")
         return OK
     ended = lockstep.train_supervised(config, out=own.get("out"), view=_view(options))

@@ -216,6 +216,10 @@ class Config(ModelChoice):
     """Groups that teach: which tasks a step draws, and which episodes it trains."""
     task: TaskConfig
     """The task that the agent is trained on."""
+    filter_overlong_prompts: bool = True
+    """Leave out tasks whose first prompt has no room for a reply in max_tokens, and say how many.
+    false: refuse to begin with such a task. Prompts that an environment makes are not known before
+    their episodes, which then fail."""
     seats: Mapping[str, SeatConfig] = field(default_factory=dict[str, SeatConfig])
     """seat -> who plays it, in a task of several: seats.second=frozen
     seats.second.model=RUN@STEP. Default: the policy in training plays all of them."""

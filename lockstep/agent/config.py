@@ -9,6 +9,9 @@ from lockstep.config import check_numbers, require
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 
+MIN_TEMPERATURE = 1e-5
+"""Smallest temperature above 0: logits divided by less overflow float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
@@ -53,7 +56,13 @@ class AgentConfig:
         check_numbers(self, "agent.", "max_turns", "max_turn_tokens", least=1)
         check_numbers(self, "agent.", "temperature", "top_k", "max_in_flight", least=0)
         check_numbers(self, "agent.", "tool_output_chars", least=64)  # room for the notice
-        require(self, "agent.", top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"))
+        is_drawable = not self.temperature or self.temperature >= MIN_TEMPERATURE
+        require(
+            self,
+            "agent.",
+            top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"),
+            temperature=(is_drawable, f"0 or at least {MIN_TEMPERATURE:g}"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

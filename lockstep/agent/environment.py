@@ -56,10 +56,10 @@ class Environment:
         """Frees the resources of `reset`. Called once, also after a failure."""
 
 
-def first_messages(question: str, *, instructions: str) -> list[Message]:
-    """The developer's instructions, unless they are empty, and the user's question."""
+def first_messages(asked: str | Sequence[Message], *, instructions: str) -> list[Message]:
+    """The developer's instructions, unless they are empty, and the user's question, or messages."""
     said = [Message(role="developer", content=instructions)] if instructions else []
-    return [*said, Message(role="user", content=question)]
+    return [*said, *([Message(role="user", content=asked)] if isinstance(asked, str) else asked)]
 
 
 GroupScorer = Callable[[Sequence[Environment]], "Sequence[Score] | Awaitable[Sequence[Score]]"]

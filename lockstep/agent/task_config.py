@@ -42,6 +42,14 @@ class TaskConfig:
         split."""
         return self.tasks(split=split, seed=seed).take(1)
 
+    def opening(self, task: Task) -> Sequence[Message] | None:
+        """The messages before the first reply; None if only an environment knows them."""
+        return None
+
+    def notes(self) -> list[str]:
+        """Sentences about the data for the plan of a run."""
+        return []
+
     def environment(self, task: Task, agent: AgentConfig) -> Environment | Harness:
         """Makes the environment for one episode of `task`, or a harness if an agent plays the
         episode over HTTP."""

@@ -30,6 +30,8 @@ from lockstep.store.files import read_jsonl
 from lockstep.types import Task
 
 T = TypeVar("T")
+MAX_LEFT_OUT = 10_000
+"""Tasks in a row that a source may leave out: generated ones never end."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -88,6 +90,26 @@ class TaskSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the state is from another source: tasks would be lost."""
         raise NotImplementedError
+
+    def listed(self) -> list[Task]:
+        """All tasks of a finite source; [] where they are made on demand."""
+        return []
+
+
+class FilteredSource(TaskSource):
+    """The tasks of a source that `keeps` takes. Its state is the source's own."""
+
+    def __init__(self, source: TaskSource, keeps: Callable[[Task], bool]) -> None:
+        self._source, self._keeps = source, keeps
+        self.state_dict, self.load_state_dict = source.state_dict, source.load_state_dict
+
+    def __next__(self) -> Task:
+        for number, task in enumerate(self._source):
+            if self._keeps(task):
+                return task
+            if number == MAX_LEFT_OUT:
+                raise DataError(f"{number:,} tasks in a row were left out, the last {task.id}.")
+        raise StopIteration
 
 
 def _as_task(found: Any) -> Task:
@@ -153,6 +175,9 @@ class ListSource(TaskSource):
     def __len__(self) -> int:
         """Number of tasks in one epoch."""
         return len(self.tasks)
+
+    def listed(self) -> list[Task]:
+        return self.tasks
 
     def __next__(self) -> Task:
         if self._index == len(self.tasks):
@@ -234,6 +259,9 @@ class MixtureSource(TaskSource):
             self._drawn += 1
             return replace(task, source=name)
         raise StopIteration
+
+    def listed(self) -> list[Task]:
+        return [replace(t, source=n) for n, s in self._sources.items() for t in s.listed()]
 
     def state_dict(self) -> dict[str, Any]:
         return {

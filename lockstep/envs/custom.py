@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.environment import Environment, Observation, Score, first_messages
 from lockstep.agent.guard import checked_number, described, guarded, result_of
 from lockstep.agent.references import LIVE, find, is_reference
 from lockstep.agent.task_config import IN_PROCESS, Split, TaskConfig
@@ -168,8 +168,9 @@ class CustomConfig(TaskConfig):
         name = self.question if self.question in task.payload else "messages"
         asked = task.payload.get(name)
         is_text = isinstance(asked, str) and not _IS_DIALOGUE.match(asked)
+        said: str | list[Message] = ""
         if is_text and asked.strip():
-            said = [Message(role="user", content=asked)]
+            said = asked
         elif asked and isinstance(asked, str | list):
             said = read_prompt(asked, where=name)
         elif asked is None:
@@ -182,8 +183,16 @@ class CustomConfig(TaskConfig):
             raise DataError(
                 f"{self.question} must be text or a list of messages, found {shortened(asked)}."
             )
-        first = [Message(role="developer", content=self.instructions)] if self.instructions else []
-        return [*first, *said]
+        return first_messages(said, instructions=self.instructions)
+
+    def notes(self) -> list[str]:
+        found = [f"the column {name!r} is left out: {why}" for name, why in self.left_out.items()]
+        if isinstance(self.splits["train"][0].payload.get("system"), str):
+            found.append(
+                "the column 'system' is not shown to the model: put it into messages, or into "
+                "task.instructions."
+            )
+        return found
 
     # `cached_property` keeps its value beside the fields: it is neither compared nor written.
 
@@ -364,14 +373,16 @@ class CustomEnvironment(ToolEnvironment):
     async def score_by(self, reward: Reward) -> Score:
         """The score that a reward function gives to the episode so far."""
         episode = Episode(
-            task=_Columns({"id": self._task.id, **self._task.payload}, self._config.left_out),
+            task=Columns({"id": self._task.id, **self._task.payload}, self._config.left_out),
             messages=tuple(self._dialogue or self._config.opening(self._task)),
             answer=self.answer or "",
             calls=_uses(self._dialogue),
         )
         if self._config.workers:
             said = [message.to_dict() for message in episode.messages]
-            request = {"arguments": {}, "episode": asdict(episode) | {"messages": said}}
+            plain = asdict(replace(episode, task=dict(episode.task)))
+            plain |= {"messages": said, "left_out": self._config.left_out}
+            request = {"arguments": {}, "episode": plain}
             ask = self._config._children.call(self._config.reward, self._seconds, **request)
             try:
                 found = await ask
@@ -387,7 +398,7 @@ class CustomEnvironment(ToolEnvironment):
         return score_of(found, f"task.reward={self._config.reward} for task {self._task.id}")
 
 
-class _Columns(dict[str, Any]):
+class Columns(dict[str, Any]):
     """The columns of a task. One that was left out raises DataError where it is read."""
 
     def __init__(self, columns: Mapping[str, Any], left_out: Mapping[str, str]) -> None:

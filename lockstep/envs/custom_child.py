@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.agent.references import find
 from lockstep.agent.tools import as_output
 from lockstep.children import serve
-from lockstep.envs.custom import Episode, ToolUse, score_of
+from lockstep.envs.custom import Columns, Episode, ToolUse, score_of
 from lockstep.types import Message
 
 MAX_CHARS = 1_000_000
@@ -52,9 +52,15 @@ def _result(found: Any) -> Any:
     return asyncio.run(awaited()) if inspect.isawaitable(found) else found
 
 
-def _episode(messages: Sequence[Any], calls: Sequence[Any], **fields: Any) -> Episode:
-    said = tuple(map(Message.from_dict, messages))
-    return Episode(messages=said, calls=tuple(ToolUse(**each) for each in calls), **fields)
+def _episode(
+    task: Mapping[str, Any],
+    messages: Sequence[Any],
+    calls: Sequence[Any],
+    left_out: Mapping[str, str],
+    **fields: Any,
+) -> Episode:
+    said, uses = tuple(map(Message.from_dict, messages)), tuple(ToolUse(**each) for each in calls)
+    return Episode(task=Columns(task, left_out), messages=said, calls=uses, **fields)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -17,7 +17,7 @@ from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import MixtureSource, TaskSource, derive_seed
 from lockstep.config import did_you_mean
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.types import Task
+from lockstep.types import Message, Task
 
 PART_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Names of parts are parts of settings (task.parts.NAME) and metrics (reward/source/NAME)."""
@@ -91,6 +91,12 @@ class MixtureConfig(TaskConfig):
                     raise ConfigError(f"it has no task for the split {split!r}.")
             firsts += [replace(task, source=name) for task in own]
         return firsts
+
+    def opening(self, task: Task) -> Sequence[Message] | None:
+        return self.parts[task.source].opening(task)
+
+    def notes(self) -> list[str]:
+        return [f"{name}: {note}" for name, part in self.parts.items() for note in part.notes()]
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment | Harness:
         return self.parts[task.source].environment(task, agent)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.environment import Environment, Observation, Score, first_messages
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
 from lockstep.agent.tools import ToolEnvironment, ToolLimits
 from lockstep.dialogues import read_prompt
@@ -27,6 +27,12 @@ class _ScoredTasks(FileTasks):
     scorer: ScorerConfig = field(default_factory=ExactScorer)
     """Scorer of an episode."""
 
+    def dialogue_of(self, task: Task) -> list[Message]:
+        """The messages before the first reply."""
+        asked = task.payload.get("messages")
+        said = task.payload["question"] if asked is None else read_prompt(asked)
+        return first_messages(said, instructions=self.instructions)
+
     def check(self) -> None:
         self.scorer.check()
         for task in [*self._tasks["train"], *self._tasks["eval"]]:
@@ -42,6 +48,9 @@ class QuestionsConfig(_ScoredTasks):
 
     TAG: ClassVar[str] = "questions"
 
+    def opening(self, task: Task) -> Sequence[Message]:
+        return self.dialogue_of(task)
+
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
         return QuestionEnvironment(self, task, ToolLimits.of(agent))
 
@@ -50,19 +59,12 @@ class QuestionEnvironment(ToolEnvironment):
     """One task of a file. Subclasses may set `tools`."""
 
     def __init__(self, config: _ScoredTasks, task: Task, limits: ToolLimits) -> None:
-        self.task, self.scorer, self.instructions = task, config.scorer, config.instructions
-        self.limits = limits
+        self.task, self.scorer, self.limits, self._config = task, config.scorer, limits, config
         self.dialogue: list[Message] = []
         self._score: Score | None = None
 
     async def reset(self) -> Sequence[Message]:
-        payload = self.task.payload
-        if "messages" in payload:
-            self.dialogue = read_prompt(payload["messages"])
-        else:
-            self.dialogue = [Message(role="user", content=payload["question"])]
-        if self.instructions:
-            self.dialogue.insert(0, Message(role="developer", content=self.instructions))
+        self.dialogue = self._config.dialogue_of(self.task)
         return tuple(self.dialogue)
 
     async def step(self, message: Message) -> Observation:

@@ -13,11 +13,11 @@ import numpy as np
 from lockstep.agent.buffer import gather_groups, own_tasks
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots, sampling_of
-from lockstep.errors import DataError
 from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import View
 from lockstep.run.build import Parts
 from lockstep.run.episodes import play_tasks
+from lockstep.run.prompts import Prompts
 from lockstep.run.step_metrics import check_failures
 from lockstep.run_config import Config
 from lockstep.types import Group, Task, Trajectory
@@ -44,10 +44,8 @@ class Tester:
 
     def __post_init__(self) -> None:
         config = self.config
-        source = config.task.tasks(split="eval", seed=config.seed)
+        source = Prompts(config, self.parts.renderer).tasks("eval")
         self.tasks = source.take(config.evaluation.num_tasks)
-        if config.evaluation.num_tasks and not self.tasks:
-            raise DataError("the task source has no held-out task to evaluate on.")
 
     @property
     def criterion(self) -> str:

@@ -27,6 +27,7 @@ from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
 from lockstep.agent.match import OutOfBudget
 from lockstep.agent.tools import check_names
+from lockstep.agent.task_config import Split
 from lockstep.config import differences, from_dict, tag, to_dict
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.envs.mixture import MixtureConfig
@@ -64,6 +65,7 @@ from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.hooks import current_hooks
+from lockstep.run.prompts import Prompts
 from lockstep.run_config import DEFAULT_DTYPES, Config, ModelChoice, SupervisedConfig
 from lockstep.store.files import why_no_directory
 from lockstep.store.run import load_run
@@ -96,6 +98,8 @@ class ModelFiles:
     """The adapter that is trained; None trains the model itself."""
     renderer_line: str = ""
     """The renderer that the model's files chose, and why; empty if they left no choice."""
+    notes: tuple[str, ...] = ()
+    """Sentences about the data: what of them is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +162,46 @@ def preflight(
         )
     if is_training and not config.placement.is_elsewhere():
         check_memory(config, model_files, config.expected_device)
+    if is_training:
+        check_training(config)
     config.task.check()
-    split = "train" if is_training else "eval"
-    firsts = config.task.first_tasks(split=split, seed=config.seed)
+    prompts = Prompts(config, model_files.renderer)
+    splits: tuple[Split, ...] = ("train", "eval") if is_training else ("eval",)
+    dropped = [found for split in splits if (found := prompts.left_out(split))]
+    notes = config.task.notes()
+    if dropped:
+        notes.append(
+            f"{' and '.join(dropped)} are left out: their prompts have no room for a reply in "
+            f"max_tokens={config.max_tokens} (filter_overlong_prompts)"
+        )
+    firsts = config.task.first_tasks(split=splits[0], seed=config.seed)
     if not firsts:
         kind = "training" if is_training else "held-out"
         raise DataError(f"the task source has no {kind} task.")
-    config.task.tasks(split="eval", seed=config.seed).take(1)
+    held_out = config.task.tasks(split="eval", seed=config.seed).take(1)
+    if not held_out and config.evaluation.num_tasks:
+        raise DataError("the task source has no held-out task to evaluate on.")
     for first in firsts:
-        _check_first_prompt(config, model_files, first)
-    return model_files
+        if not dropped or prompts.fits(first):
+            _check_first_prompt(config, model_files, first)
+    return replace(model_files, notes=tuple(notes))
+
+
+def check_training(config: Config) -> None:
+    """Raises ConfigError or MissingExtraError for settings with which nothing can be trained."""
+    if not config.agent.temperature:
+        raise ConfigError(
+            "agent.temperature=0: greedy episodes of a group are all alike and teach nothing. Set "
+            "it above 0; evaluation.greedy=true tests the policy at 0."
+        )
+    if config.sync.form == "adapter" and config.lora is None:
+        raise ConfigError("sync.form=adapter: the run has no adapter. Set lora.rank=8.")
+    is_shared = config.is_in_step and not config.engine.num_workers
+    if config.sync.qualify == "on" and is_shared and config.sync.form in ("auto", "shared"):
+        raise ConfigError(
+            "sync.qualify=on: the engine shares the trainer's weights, and there is nothing to "
+            "qualify. Set sync.qualify=auto."
+        )
 
 
 def check_machine(config: ModelChoice) -> None:
@@ -717,6 +751,7 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
             else "none"
         ),
         "trained": _trained(config, model_files),
+        "data": "; ".join(model_files.notes),
     }
     lines = [f"{label:<11}{text}" for label, text in said.items() if text]
     return [*lines, *current_hooks().plan()]

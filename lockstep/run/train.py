@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,10 @@ from lockstep.errors import ConfigError, DiskFullError, LockstepError, is_full_d
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.place import is_follower
 from lockstep.launch.processes import on_all_ranks
-from lockstep.models.locate import CONFIG_FILES, locate_model
+from lockstep.models.locate import CONFIG_FILES, HUB_FILES, locate_model
 from lockstep.observe.live import ViewKind, open_view
 from lockstep.run.build import resolve_device
+from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.preflight import ModelFiles, check_side_by_side, preflight, summary
 from lockstep.run.seats import find_seats
 from lockstep.run_config import Config
@@ -119,6 +120,21 @@ def check_out(out: str | Path | None, *, resume: bool) -> None:
         check_place(out)
 
 
+def check_run(
+    config: Config,
+    *,
+    files: Sequence[str] = CONFIG_FILES,
+    start: tuple[Path, int | None] | None = None,
+    is_training: bool = True,
+) -> ModelFiles:
+    """All that a run checks before a model is loaded, as `--dry-run` does too. Raises as `train`.
+
+    start: see `train`."""
+    model_files = preflight(config, is_training=is_training, files=files, start=start)
+    find_seats(config)
+    return model_files
+
+
 def _begin(
     config: Config,
     path: Path,
@@ -131,8 +147,7 @@ def _begin(
     shown = open_view(is_json=view == "json" or is_follower(), name=name)
     shown.phase("checking settings, model and tasks")
     try:
-        model_files = preflight(config, files=CONFIG_FILES, start=start)
-        find_seats(config)
+        model_files = check_run(config, start=start)
     finally:
         shown.close()
     for line in (
@@ -156,8 +171,7 @@ def evaluate(
     if not config.evaluation.num_tasks:
         raise ConfigError("evaluation.num_tasks=0 plays nothing: give evaluation.num_tasks=128.")
     config = replace(config, parallel=ParallelConfig())  # one process is enough to play
-    model_files = preflight(config, is_training=False)
-    find_seats(config)
+    model_files = check_run(config, is_training=False, files=HUB_FILES)
     from lockstep.run.steps import play_checkpoint  # imports torch
 
     return play_checkpoint(config, model_files, path, step=step)

@@ -33,6 +33,7 @@ from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine
+from lockstep.run.prompts import Prompts
 from lockstep.run.seats import build_policies
 from lockstep.run_config import Config
 from lockstep.store.config import LastConfig, SampleConfig
@@ -107,7 +108,7 @@ class TrainingRun:
         config = self.config
         self.slots = EpisodeSlots(config.agent.max_in_flight)
         self.health = Health(flatten(to_dict(config)))
-        tasks = config.task.tasks(split="train", seed=config.seed)
+        tasks = Prompts(config, self.parts.renderer).tasks("train")
         if config.signal.order == "expected":
             tasks = self.difficulty = DifficultySource(
                 tasks,

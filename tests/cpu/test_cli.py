@@ -328,6 +328,27 @@ BAD = {
         ["train", "quickstart", f"seed={2**63}", "--dry-run"],
         "must be at most",
     ),
+    "greedy training": (["train", "quickstart", "agent.temperature=0", "--dry-run"], "all alike"),
+    "a temperature that overflows": (
+        ["train", "quickstart", "agent.temperature=1e-40", "--dry-run"],
+        "must be 0 or at least 1e-05",
+    ),
+    "an adapter that is none": (
+        ["train", "quickstart", "sync.form=adapter", "--dry-run"],
+        "the run has no adapter",
+    ),
+    "weights that nothing moves": (
+        ["train", "quickstart", "sync.qualify=on", "--dry-run"],
+        "shares the trainer's weights",
+    ),
+    "a logger that is not there": (
+        ["train", "quickstart", "record.loggers=trackio", "--dry-run"],
+        "pip install",
+    ),
+    "a run to start from that is none": (
+        ["train", "quickstart", "from=nowhere@2", "--dry-run"],
+        "nowhere",
+    ),
     "absurd steps": (["train", "quickstart", "steps=1000000000000", "--dry-run"], "at most 1e+08"),
     "absurd groups": (["train", "quickstart", "group_size=9999999", "--dry-run"], "at most 1e+06"),
     "a place below a file": (
@@ -347,7 +368,7 @@ BAD = {
     "a missing run": (["eval", "no-such-run"], "no-such-run"),
     "a step in words": (["train", "from=x@last"], "whole number"),
     "a missing plugin": (["train", "quickstart", "--plugin", "no_such_module"], "no_such_module"),
-    "sft without data": (["sft"], "dialogues.jsonl: cannot be read: No such file"),
+    "sft without data": (["sft"], "dialogues.jsonl: no such file or folder"),
     "a new model without a renderer": (["sft", "create=qwen3"], "set renderer=KIND"),
     "a new model with an adapter": (
         ["sft", "create=qwen3", "renderer=chatml", "lora.rank=4"],

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep import dialogues
+from lockstep.agent.config import MIN_TEMPERATURE
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import Fields
 from lockstep.errors import DataError, FieldError
@@ -23,8 +24,6 @@ T = TypeVar("T")
 MAX_SCHEMA_DEPTH = 64
 """Levels of a tool's parameters; renderers recurse into them."""
 MAX_SCHEMA_CHARS = 1 << 18
-MIN_TEMPERATURE = 1e-5
-"""Smallest temperature above 0: logits divided by less overflow float32."""
 MAX_INTEGER = 2**31 - 1
 MAX_ENTRIES = 10_000
 """Messages, or parts of one, that a request may have: others wait while they are gone through."""

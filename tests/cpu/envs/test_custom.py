@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import sys
 import time
 
@@ -15,12 +16,13 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.tools import ToolLimits
 from lockstep.cli import main
-from lockstep.config import file_form, to_dict
+from lockstep.config import file_form, overlaid, resolve, to_dict
 from lockstep.envs.custom import CustomConfig, CustomEnvironment
 from lockstep.errors import ConfigError, DataError
 from lockstep.recipes import configure, custom_config, read_config, recipe
 from lockstep.recipes.fitting import learning_rate
-from lockstep.run.preflight import preflight
+from lockstep.run.preflight import preflight, summary
+from lockstep.run.prompts import Prompts
 from lockstep.types import Message, ToolCall
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(20)]
@@ -281,6 +283,43 @@ def test_bad_tasks_are_refused_before_a_model_is_loaded(given, message, monkeypa
 
 def test_a_prompt_that_no_row_can_hold_is_refused():
     refused("has .* tokens and max_tokens=64", tasks=LONG, max_tokens=64, reward=lambda episode: 0)
+
+
+def test_prompts_without_room_for_a_reply_are_left_out_with_a_count_unless_a_setting_refuses():
+    rows = [*(f"Say {n}." for n in range(18)), "long " * 200, "longer " * 10**6]
+    config = config_of(tasks=rows, reward=lambda episode: 0, max_tokens=64, tools=())
+    files = preflight(config)
+    counts = re.findall(r"(\d+) of \d+ (?:train|eval) tasks", " ".join(summary(config, files)))
+    assert sum(map(int, counts)) == 2
+    prompts = Prompts(config, files.renderer)
+    for split in ("train", "eval"):
+        drawn = prompts.tasks(split).take(40)
+        assert drawn and all(len(task.payload["question"]) < 10 for task in drawn)
+    state = prompts.tasks("train").state_dict()
+    assert state == config.task.tasks(split="train", seed=config.seed).state_dict()
+    with pytest.raises(DataError, match="filter_overlong_prompts=true"):
+        preflight(resolve(config, ["filter_overlong_prompts=false"]))
+    with pytest.raises(DataError, match=r"20 of 20|1[0-9] of 1[0-9] train tasks"):
+        preflight(resolve(config, ["max_tokens=8"]))
+
+
+def test_a_mixture_leaves_the_long_prompts_of_each_part_out():
+    own = config_of(tasks=[*ROWS, {"question": "long " * 200}], max_tokens=64, tools=())
+    parts = {"own": to_dict(own.task) | {"type": "custom"}, "sums": {"type": "math"}}
+    mixed = overlaid(own, {"task": {"type": "mixture", "parts": parts}})
+    files = preflight(mixed)
+    assert "1 of " in " ".join(files.notes)
+    prompts = Prompts(mixed, files.renderer)
+    long = [
+        t for split in ("train", "eval") for t in mixed.task.tasks(split=split, seed=0).listed()
+    ]
+    assert [prompts.fits(task) for task in long].count(False) == 1
+
+
+def test_what_is_left_out_of_the_rows_is_in_the_plan():
+    rows = [{**row, "seen": {1}, "system": "Be brief."} for row in ROWS]
+    notes = " ".join(preflight(config_of(tasks=rows)).notes)
+    assert "the column 'seen' is left out" in notes and "'system' is not shown" in notes
 
 
 def test_columns_are_named_and_files_of_every_form_are_read(tmp_path):
