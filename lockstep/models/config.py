@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lockstep.config import read_json
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, named
 from lockstep.models import families as families  # they register themselves
 from lockstep.models.attention_config import LatentShape, LinearShape, RopeScaling
 from lockstep.models.reading import (
@@ -203,8 +203,11 @@ class ModelConfig(_Kind):
                 "transformers, with an external engine (models/fallback)."
             )
         reading = Reading(source, of_family.defaults, of_family.reads)
-        fields = read_common(reading) | of_family.read(reading)
-        reading.check_shapes(fields)
+        try:
+            fields = read_common(reading) | of_family.read(reading)
+            reading.check_shapes(fields)
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            reading.problems.append(f"it is no config of {architecture}: {named(error)}")
         reading.finish(where)
         extra = (*fields.pop("extra_tensors", ()), *of_whole.pop("extra_tensors", ()))
         return cls(architecture=architecture, extra_tensors=extra, **fields, **of_whole)

@@ -11,7 +11,7 @@ that is given with --plugin:
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -36,6 +36,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (None, 1.702),
 }
 """Keys that change the numbers of one of the architectures -> values with which they do not."""
+
+_FLAG, _OBJECT, _LIST = (bool, "true or false"), (Mapping, "an object"), (list, "a list")
+_KINDS: dict[str, tuple[type, str]] = {
+    "attention_bias": _FLAG,
+    "tie_word_embeddings": _FLAG,
+    "norm_topk_prob": _FLAG,
+    "use_qk_norm": _FLAG,
+    "use_sliding_window": _FLAG,
+    "rope_interleave": _FLAG,
+    "rope_scaling": _OBJECT,
+    "rope_parameters": _OBJECT,
+    "layer_types": _LIST,
+    "mlp_only_layers": _LIST,
+}
+"""Keys that hold no number -> (type of their value, its name)."""
 
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
@@ -126,8 +141,29 @@ class Reading:
     problems: list[str] = field(default_factory=list[str])
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """Value of the first of `keys` that is present and not null."""
-        return next((v for k in keys if (v := self.source.get(k)) is not None), default)
+        """Value of the first of `keys` that is present and not null. A problem if it is of another
+        kind than the key has."""
+        key = next((key for key in keys if self.source.get(key) is not None), "")
+        value, (kind, name) = self.source.get(key), _KINDS.get(key, (object, ""))
+        if not key or isinstance(value, kind):
+            return value if key else default
+        self.problems.append(f"{key}={json.dumps(value)} must be {name}")
+        return default
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        return bool(self.get(key, default=default))
+
+    def places(self, key: str) -> list[int]:
+        """Numbers of layers. A problem unless all are whole numbers."""
+        found = self.get(key, default=[])
+        if wrong := [each for each in found if type(each) is not int or each < 0]:
+            self.problems.append(f"{key} holds {json.dumps(wrong[0])}, which is no layer")
+        return found
+
+    def window(self, default: int | None) -> int | None:
+        """The sliding window; null is none, whatever the default."""
+        found = self.source.get("sliding_window", default)
+        return None if found is None else self.count("sliding_window", default=default)
 
     def need(self, *keys: str) -> Any:
         """Like `get`; a missing value is a problem, and 1 is returned so that reading goes on."""
@@ -150,10 +186,27 @@ class Reading:
 
     def number(self, value: Any, key: str) -> float:
         """A problem unless the value is a finite number above 0."""
-        if isinstance(value, int | float) and 0 < value < math.inf:
+        if type(value) in (int, float) and 0 < value <= sys.float_info.max:
             return float(value)
         self.problems.append(f"{key}={json.dumps(value)} must be a finite number above 0")
         return 1.0
+
+    def share(self, value: Any, key: str) -> float:
+        """A problem unless the value is a number in (0, 1]."""
+        if (found := self.number(value, key)) > 1:
+            self.problems.append(f"{key}={json.dumps(value)} must be at most 1")
+        return min(found, 1.0)
+
+    def setting(self, value: Any, key: str, kind: str) -> Any:
+        """A problem unless the value is true or false (kind bool), or a number above 0 (float), a
+        whole one (int)."""
+        if kind == "bool" and type(value) is bool:
+            return value
+        if kind == "bool" or (kind == "int" and type(value) is not int):
+            expected = "true or false" if kind == "bool" else "a whole number"
+            self.problems.append(f"{key}={json.dumps(value)} must be {expected}")
+        found = self.number(value, key)
+        return value if kind == "int" else found
 
     def expect(self, key: str, *neutral: Any) -> None:
         """A problem unless `key` is absent or one of the values."""
@@ -180,6 +233,8 @@ class Reading:
         experts, active = fields.get("num_experts", 0), fields.get("num_active_experts", 0)
         if active > experts:
             self.problems.append(f"num_experts_per_tok={active} of {experts} experts")
+        if fields.get("dense_layers") and not fields["dense_intermediate_size"]:
+            self.problems.append("intermediate_size is missing, and some layers are dense")
 
     def finish(self, where: str) -> None:
         """Raises CheckpointError that lists all problems, if there are any."""
@@ -204,7 +259,7 @@ def read_common(reading: Reading) -> dict[str, Any]:
     hidden, heads = r.count("hidden_size"), r.count("num_attention_heads", most=MOST)
     head_dim = r.source.get("head_dim", defaults.get("head_dim"))
     if head_dim is not None:
-        head_dim = r.count("head_dim", default=head_dim, most=MOST)
+        head_dim = r.count("head_dim", default=defaults.get("head_dim"), most=MOST)
     else:
         head_dim = hidden // heads
         if hidden % heads:
@@ -226,11 +281,11 @@ def read_common(reading: Reading) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "max_positions": max_positions,
-        "tie_embeddings": bool(
-            r.get("tie_word_embeddings", default=defaults.get("tie_word_embeddings", False))
+        "tie_embeddings": r.flag(
+            "tie_word_embeddings", default=defaults.get("tie_word_embeddings", False)
         ),
-        "has_attention_bias": bool(
-            r.get("attention_bias", default=defaults.get("attention_bias", False))
+        "has_attention_bias": r.flag(
+            "attention_bias", default=defaults.get("attention_bias", False)
         ),
     }
 
@@ -246,9 +301,6 @@ def read_rope(
             f"rope_parameters={json.dumps(new)} and rope_scaling={json.dumps(old)} differ"
         )
     rope: Mapping[str, Any] = new or old
-    if not isinstance(rope, Mapping):
-        r.problems.append(f"rope_parameters={json.dumps(rope)} must be an object")
-        return theta, None
     if "window_rope_theta" in r.defaults:
         if new and new.keys() - {*_LAYER_KINDS}:  # transformers takes its defaults instead
             r.problems.append(
@@ -257,7 +309,7 @@ def read_rope(
             )
             return theta, None
         if not rope.keys() - {*_LAYER_KINDS}:
-            rope = rope.get("full_attention") or {}
+            rope = object_of(r, rope, "full_attention")
     if any(isinstance(value, Mapping) for value in rope.values()):
         r.problems.append(f"rope_parameters by layer type ({', '.join(rope)}) are not implemented")
         return theta, None
@@ -287,17 +339,37 @@ def read_rope(
     if r.get(original):
         values[original] = r.get(original)
     if kind == "yarn":
-        values.setdefault("factor", max_positions / values[original])
-    given = {s.name: values[s.name] for s in settings if values.get(s.name) is not None}
+        values.setdefault("factor", max_positions / r.number(values[original], original))
+    given = {
+        s.name: r.setting(values[s.name], s.name, str(s.type))
+        for s in settings
+        if values.get(s.name) is not None
+    }
+    if given.get("high_freq_factor", 1) <= given.get("low_freq_factor", 0):
+        r.problems.append("high_freq_factor must be above low_freq_factor")
     missing = [s.name for s in settings if s.default is MISSING and s.name not in given]
     r.problems += [f"{name} is missing" for name in missing]
     return theta, None if missing else scaling(**given)
 
 
+def object_of(reading: Reading, source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object at a key; {} without one. A problem if it is something else."""
+    found = source.get(key)
+    if found is None or isinstance(found, Mapping):
+        return found or {}
+    reading.problems.append(f"{key}={json.dumps(found)} must be an object")
+    return {}
+
+
 def num_layers(reading: Reading) -> int:
     found = reading.get("num_hidden_layers")
-    is_known = type(found) is int and found <= MOST
+    is_known = type(found) is int and 0 < found <= MOST
     return found if is_known else 0  # `read_common` reports it
+
+
+def names_of(kinds: list[Any]) -> str:
+    """The different entries of layer_types, for an error."""
+    return ", ".join(sorted({str(kind)[:60] for kind in kinds})[:8])
 
 
 def windows_of(
@@ -307,13 +379,13 @@ def windows_of(
     count = num_layers(reading)
     kinds = reading.get("layer_types", default=kinds)
     known = {"full_attention": None, "sliding_attention": window}
-    if len(kinds) != count or not set(kinds) <= set(known):
+    if len(kinds) != count or any(kind not in known for kind in map(str, kinds)):
         reading.problems.append(
             f"layer_types must name {count} of {', '.join(known)}; found {len(kinds)}: "
-            f"{', '.join(sorted(set(kinds)))}"
+            f"{names_of(kinds)}"
         )
         return {"windows": ()}
-    if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
+    if "sliding_attention" in kinds and window is None:
         reading.problems.append(
             f"layer_types has sliding_attention, and sliding_window is {json.dumps(window)}"
         )
@@ -340,7 +412,7 @@ def sigmoid_routes(reading: Reading) -> dict[str, Any]:
         "has_sigmoid_routes": True,
         "num_expert_groups": r.count("n_group", default=r.defaults["n_group"]),
         "num_active_groups": r.count("topk_group", default=r.defaults["topk_group"]),
-        "has_normalized_routes": bool(r.get("norm_topk_prob", default=True)),
+        "has_normalized_routes": r.flag("norm_topk_prob", default=True),
         "route_scale": r.number(scale, "routed_scaling_factor"),
         "shared_width": width * r.count("n_shared_experts", default=1),
         "num_extra_layers": r.count(*extra, default=1, least=0),
@@ -352,7 +424,7 @@ def sigmoid_routes(reading: Reading) -> dict[str, Any]:
 def window_rope(reading: Reading) -> dict[str, float]:
     """The rotation of windowed layers, where `rope_parameters` has one for each kind of layer."""
     r, key = reading, "rope_local_base_freq"
-    rope = (r.get("rope_parameters", default={}) or {}).get("sliding_attention") or {}
+    rope = object_of(r, r.get("rope_parameters", "rope_scaling", default={}), "sliding_attention")
     if (kind := rope.get("rope_type", "default")) != "default":
         r.problems.append(f"rope_type={kind!r} of sliding_attention is not implemented")
     theta = rope.get("rope_theta", r.get(key, default=r.defaults["window_rope_theta"]))

@@ -23,7 +23,7 @@ def deepseek_v3(reading: Reading) -> dict[str, Any]:
         nope_dim=r.count("qk_nope_head_dim"),
         rope_dim=r.count("qk_rope_head_dim"),
         value_dim=r.count("v_head_dim"),
-        is_interleaved=bool(r.get("rope_interleave", default=True)),
+        is_interleaved=r.flag("rope_interleave", default=True),
     )
     if latent.rope_dim % 2:
         r.problems.append(f"qk_rope_head_dim={latent.rope_dim} must be even")

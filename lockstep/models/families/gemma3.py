@@ -26,5 +26,5 @@ def gemma3_text(reading: Reading) -> dict[str, Any]:
             r.get("query_pre_attn_scalar", default=256), "query_pre_attn_scalar"
         ),
         **window_rope(r),
-        **windows_of(r, kinds, r.source.get("sliding_window", 4096)),
+        **windows_of(r, kinds, r.window(4096)),
     }

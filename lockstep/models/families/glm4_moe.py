@@ -17,12 +17,12 @@ from lockstep.models.reading import Reading, family, same_windows, sigmoid_route
 )
 def glm4_moe(reading: Reading) -> dict[str, Any]:
     r = reading
-    rope = r.get("rope_parameters", default={}) or {}
+    rope = r.get("rope_parameters", default={})
     share = rope.get("partial_rotary_factor", r.get("partial_rotary_factor", default=0.5))
     return {
         "has_output_bias": False,
-        "has_qk_norm": bool(r.get("use_qk_norm", default=False)),
-        "rotary_share": r.number(share, "partial_rotary_factor"),
+        "has_qk_norm": r.flag("use_qk_norm", default=False),
+        "rotary_share": r.share(share, "partial_rotary_factor"),
         **sigmoid_routes(r),
         **same_windows(r, None),
     }

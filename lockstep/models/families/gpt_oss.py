@@ -20,5 +20,5 @@ def gpt_oss(reading: Reading) -> dict[str, Any]:
         "swiglu_limit": r.number(r.get("swiglu_limit", default=7.0), "swiglu_limit"),
         "has_router_bias": True,
         "has_expert_bias": True,
-        **windows_of(r, kinds, r.source.get("sliding_window", 128)),
+        **windows_of(r, kinds, r.window(128)),
     }

@@ -15,5 +15,5 @@ def llama(reading: Reading) -> dict[str, Any]:
 
 @family("mistral")
 def mistral(reading: Reading) -> dict[str, Any]:
-    window = reading.source.get("sliding_window", 4096)
+    window = reading.window(4096)
     return {"has_attention_bias": False, **same_windows(reading, window)}

@@ -17,10 +17,10 @@ from lockstep.models.reading import (
 
 def _windows(reading: Reading) -> dict[str, tuple[int | None, ...]]:
     r = reading
-    window = r.get("sliding_window", default=4096) if r.get("use_sliding_window") else None
+    window = r.window(4096) if r.flag("use_sliding_window", default=False) else None
     if r.get("model_type") == "qwen3_moe":
         return same_windows(r, window)
-    first = r.get("max_window_layers", default=28)
+    first = r.count("max_window_layers", default=28, least=0)
     kinds = [
         "sliding_attention" if window and i >= first else "full_attention"
         for i in range(num_layers(r))
@@ -41,15 +41,15 @@ def qwen3(reading: Reading) -> dict[str, Any]:
 @family("qwen3_moe")
 def qwen3_moe(reading: Reading) -> dict[str, Any]:
     r = reading
-    step, dense = r.get("decoder_sparse_step", default=1), r.get("mlp_only_layers", default=[])
+    step, dense = r.count("decoder_sparse_step", default=1), r.places("mlp_only_layers")
     layers = range(num_layers(r))
     return {
         "has_qk_norm": True,
         "intermediate_size": r.count("moe_intermediate_size"),
         "num_experts": r.count(*EXPERT_COUNTS, most=MOST),
         "num_active_experts": r.count("num_experts_per_tok"),
-        "has_normalized_routes": bool(r.get("norm_topk_prob", default=False)),
+        "has_normalized_routes": r.flag("norm_topk_prob", default=False),
         "dense_layers": tuple(i for i in layers if i in dense or (i + 1) % step),
-        "dense_intermediate_size": r.get("intermediate_size", default=0),
+        "dense_intermediate_size": r.count("intermediate_size", default=0),
         **_windows(r),
     }

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.models.attention_config import LinearShape
-from lockstep.models.reading import EXPERT_COUNTS, MOST, Reading, family, num_layers, same_windows
+from lockstep.models.reading import (
+    EXPERT_COUNTS,
+    MOST,
+    Reading,
+    family,
+    names_of,
+    num_layers,
+    same_windows,
+)
 
 _READS = ("partial_rotary_factor", "mrope_section")
 
@@ -17,10 +25,14 @@ def _hybrid(reading: Reading, *, is_grouped: bool) -> dict[str, Any]:
     if kinds is None:
         kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
     known = {"full_attention", "linear_attention"}
-    if len(kinds) != count or not set(kinds) <= known or "full_attention" not in kinds:
+    if (
+        len(kinds) != count
+        or any(kind not in known for kind in map(str, kinds))
+        or "full_attention" not in kinds
+    ):
         r.problems.append(
             f"layer_types must name {count} of full_attention, linear_attention, at least one of "
-            f"them full; found {len(kinds)}: {', '.join(sorted(set(kinds)))}"
+            f"them full; found {len(kinds)}: {names_of(kinds)}"
         )
     linear = LinearShape(
         layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
@@ -36,14 +48,14 @@ def _hybrid(reading: Reading, *, is_grouped: bool) -> dict[str, Any]:
             f"linear_num_value_heads={linear.value_heads} is not a multiple of "
             f"linear_num_key_heads={linear.key_heads}"
         )
-    rope = r.get("rope_parameters", default={}) or {}
+    rope = r.get("rope_parameters", default={})
     share = rope.get("partial_rotary_factor", r.get("partial_rotary_factor", default=0.25))
     return {
         "linear": linear if linear.layers else None,
         "has_output_gate": True,
         "has_qk_norm": True,
         "norm_weights": "centered",
-        "rotary_share": r.number(share, "partial_rotary_factor"),
+        "rotary_share": r.share(share, "partial_rotary_factor"),
         "extra_tensors": ("mtp.",),
         **same_windows(r, None),
     }
@@ -63,17 +75,17 @@ def _experts(reading: Reading) -> dict[str, Any]:
 @family("qwen3_next", reads=_READS, head_dim=256)
 def qwen3_next(reading: Reading) -> dict[str, Any]:
     r, fields = reading, _hybrid(reading, is_grouped=True)
-    if r.get("num_experts", default=0) == 0:
+    if not r.count("num_experts", default=0):
         return fields
     step = r.count("decoder_sparse_step", default=1)
-    dense = r.get("mlp_only_layers", default=[])
+    dense = r.places("mlp_only_layers")
     layers = range(num_layers(r))
     return {
         **fields,
         **_experts(r),
-        "has_normalized_routes": bool(r.get("norm_topk_prob", default=True)),
+        "has_normalized_routes": r.flag("norm_topk_prob", default=True),
         "dense_layers": tuple(i for i in layers if i in dense or (i + 1) % step),
-        "dense_intermediate_size": r.get("intermediate_size", default=0),
+        "dense_intermediate_size": r.count("intermediate_size", default=0),
     }
 
 
