@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from typing import IO, Any
 
 try:
@@ -50,6 +51,24 @@ def limit_process(**limits: int) -> None:
     for name, value in limits.items():
         with contextlib.suppress(ValueError):  # macOS does not limit address space
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+
+
+@contextlib.contextmanager
+def bounded_memory(num_bytes: int) -> Iterator[None]:
+    """Within it, this process may take so many bytes more; then MemoryError. On Linux alone."""
+    try:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    except (OSError, AttributeError):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = used + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(most, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def max_open_files() -> int | None:

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from lockstep.errors import DataError
 from lockstep.store.files import PACKED, lines_of, max_bytes, read_jsonl, unique_keys
+from lockstep.system import bounded_memory
 
 Row = tuple[str, Mapping[str, Any]]
 """(`path:line`, or `path:row N` of a file without lines, counted from 1; columns of the row)."""
@@ -30,8 +31,9 @@ NOT_DATA = ("dataset_info", "dataset_dict", "state.json")
 """Beginnings of the names of files that the library `datasets` puts beside the data."""
 MAX_FIELD_CHARS = 10_000_000
 """Characters in a field of a CSV file; the csv module's own limit is 131,072."""
-BATCH_BYTES = 256 << 20
-"""Largest size of a batch of Parquet rows, if every value is as long as its whole column."""
+BATCH_BYTES, BATCH_MEMORY = 256 << 20, 4 << 30
+"""Largest size of a batch of Parquet rows, if every value is as long as its whole column; and
+memory that reading a batch may take."""
 _TOOL_KEYS = ("arguments", "parameters")
 """Objects of a dialogue that have other keys in each row: a null there is a key that is absent."""
 
@@ -176,21 +178,17 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[Row]:
 
     with _as_data(file), pyarrow.parquet.ParquetFile(file) as opened:
         schema, metadata = opened.schema_arrow, opened.metadata
+        # Sizes of row groups and not of columns: pyarrow ends the process over statistics that a
+        # flipped bit has damaged (26.0).
+        sizes = [metadata.row_group(at).total_byte_size for at in range(metadata.num_row_groups)]
         names = [field.name for field in schema if not isinstance(_reader(field), NotJson)]
         # A file of another kind is read whole, so that the caller can say what it holds.
         names = list(columns) if columns and set(columns) <= set(names) else names
-        groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
-        chunks = [group.column(at) for group in groups for at in range(group.num_columns)]
-        sizes = [c.total_uncompressed_size for c in chunks if _root(c.path_in_schema) in names]
         if (longest := max(sizes, default=1)) > max_bytes(file):
-            raise DataError(f"{file}: one of its columns expands to {longest:,} bytes.")
+            raise DataError(f"{file}: a group of its rows expands to {longest:,} bytes.")
         # A dictionary may hold one value of that size for all rows.
         batch = max(4, min(1024, BATCH_BYTES // max(longest, 1)))
         yield from _rows_of(file, schema, opened.iter_batches(batch_size=batch, columns=names))
-
-
-def _root(path: str) -> str:
-    return path.partition(".")[0]
 
 
 def _arrow_rows(file: Path) -> Iterator[Row]:
@@ -209,8 +207,9 @@ def _as_data(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, pa.ArrowException) as error:
-        kind = format_of(file).lstrip(".")
-        raise DataError(f"{file}: cannot be read as {kind}: {error}.") from error
+        kind, found = format_of(file).lstrip("."), " ".join(str(error).split())
+        text = "it expands to too much memory" if isinstance(error, MemoryError) else found
+        raise DataError(f"{file}: cannot be read as {kind}: {text}.") from error
 
 
 def _rows_of(file: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
@@ -218,11 +217,17 @@ def _rows_of(file: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -
     readers = {field.name: _reader(field) for field in schema}
     skipped = {name: read for name, read in readers.items() if isinstance(read, NotJson)}
     number = size = 0
-    for batch in batches:
-        batch = batch.select([name for name in batch.schema.names if name not in skipped])
-        if (size := size + batch.nbytes) > max_bytes(file):
-            raise DataError(f"{file}:row {number}: it expands to over {max_bytes(file):,} bytes.")
-        for row in batch.to_pylist():
+    waiting = iter(batches)
+    while True:
+        with bounded_memory(BATCH_MEMORY):
+            if (batch := next(waiting, None)) is None:
+                return
+            batch = batch.select([name for name in batch.schema.names if name not in skipped])
+            if (size := size + batch.nbytes) > max_bytes(file):
+                text = f"it expands to over {max_bytes(file):,} bytes"
+                raise DataError(f"{file}:row {number}: {text}.")
+            listed = batch.to_pylist()
+        for row in listed:
             number += 1
             for name in row:
                 try:

@@ -38,10 +38,11 @@ from lockstep.doctor.inputs.schema import (
 )
 from lockstep.errors import AlignmentError, DataError
 from lockstep.store.files import write_atomically
+from lockstep.system import bounded_memory
 
 HEAD_BYTES = 1 << 20
 """Part of a JSONL file that is read to find out which columns it has."""
-_MAX_BATCH_ROWS = 4096
+_MAX_BATCH_ROWS, _BATCH_MEMORY = 4096, 4 << 30
 _BYTES_PER_TOKEN = 8
 """Approximate size of a token in a Parquet file before compression: how many rows to ask for."""
 
@@ -149,11 +150,11 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
             yield file
     except DataError:
         raise
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"{path} begins as Parquet and cannot be read ({reason}): its end is missing, or it is "
-            "damaged. Write or copy it again."
+            f"{path} begins as Parquet and cannot be read ({reason}): its end is missing, it is "
+            "damaged, or its rows expand. Write or copy it again."
         ) from None
 
 
@@ -205,7 +206,11 @@ class _ParquetFile:
         batch_rows = int(_BYTES_PER_TOKEN * max_tokens / self._row_bytes)
         batch_rows = min(max(batch_rows, 1), _MAX_BATCH_ROWS)
         with _parquet(self.path) as file:
-            for batch in file.iter_batches(batch_rows, columns=names, use_threads=False):
+            batches = file.iter_batches(batch_rows, columns=names, use_threads=False)
+            while True:
+                with bounded_memory(_BATCH_MEMORY):
+                    if (batch := next(batches, None)) is None:
+                        return
                 sizes = _sizes(batch.column("token_ids"))
                 for run in grouped(((n, i) for i, n in enumerate(sizes)), max_tokens):
                     yield sum(sizes[run[0] : run[-1] + 1]), batch.slice(run[0], len(run))

@@ -8,7 +8,7 @@ archive and its storages, with this reader in place of the pickle module.
     read_pickle(path)  -> what pickle.dump wrote
     read_torch(path)   -> what torch.save wrote, tensors as numpy arrays (bfloat16 as float32)
 
-A hostile file can waste memory and time, as a large one does, and nothing else.
+A hostile file can waste bounded memory, and time, as a large one does, and nothing else.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 from lockstep.doctor.inputs.assemble import Array, array_of
 from lockstep.doctor.inputs.places import head_of
 from lockstep.errors import DataError
+from lockstep.system import bounded_memory
 
 _ZIP = b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -50,6 +51,11 @@ class Record:
         self.state = state
 
 
+MEMORY_BYTES, EXPANSION = 4 << 30, 8
+"""What reading may take: as many bytes, or as many times those of the file."""
+MAX_RANGE = 1 << 20
+
+
 def is_torch_file(path: Path) -> bool:
     """Whether the first bytes are those of a zip archive, or of torch's older format."""
     return head_of(path).startswith((_ZIP, _OLD_TORCH))
@@ -65,7 +71,8 @@ def mentions(path: Path, words: Iterable[str]) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-            head = archive.read(name)
+            with archive.open(name) as packed:
+                head = packed.read(MEMORY_BYTES >> 5)
     except (ValueError, OSError, zipfile.BadZipFile):
         return False
     return all(word.encode() in head for word in words)
@@ -77,7 +84,7 @@ def read_pickle(path: Path) -> Any:
     Raises DataError if the file is damaged or names anything outside of the table.
     """
     with open(path, "rb") as file:
-        return _guarded(_reader(str(path))(file).load, str(path))
+        return _guarded(_reader(str(path))(file).load, str(path), path.stat().st_size)
 
 
 def read_torch(source: Path | bytes, where: str = "") -> Any:
@@ -102,16 +109,19 @@ def read_torch(source: Path | bytes, where: str = "") -> Any:
     # The reader below is the guard, in place of weights_only: it builds arrays, not tensors.
     module: Any = SimpleNamespace(Unpickler=_reader(where), __name__="lockstep")
     options = {"map_location": "cpu", "pickle_module": module, "weights_only": False}
-    return _guarded(lambda: torch.load(file, **options), where)
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    return _guarded(lambda: torch.load(file, **options), where, size)
 
 
-def _guarded(load: Callable[[], Any], where: str) -> Any:
+def _guarded(load: Callable[[], Any], where: str, size: int) -> Any:
+    """size: bytes of the file."""
     try:
-        return plain(load())
+        with bounded_memory(max(MEMORY_BYTES, EXPANSION * size)):
+            return plain(load())
     except DataError:
         raise
     except Exception as error:  # a damaged pickle raises any of twenty kinds
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200] or f"{type(error).__name__}: it expands"
         raise DataError(
             f"{where} cannot be read as data: {reason}. It is cut off, damaged, or holds something "
             "that no trainer's dump has. If it was being written when it was copied, copy it again."
@@ -224,6 +234,12 @@ def _of_type(make: Any, _type: Any, args: Any, _state: Any) -> Any:
     return make(*args)
 
 
+def _range(*args: int) -> range:
+    if len(found := range(*args)) > MAX_RANGE:
+        raise ValueError("a range that expands")
+    return found
+
+
 def _latin1(text: str, encoding: str = "") -> bytes:
     """_codecs.encode: pickles of protocol 2 hold bytes in this form."""
     if encoding != "latin1":
@@ -235,8 +251,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": lambda *args: dict(*args[:1]),
     "_codecs.encode": _latin1,
     "__builtin__.set": lambda values=(): set(values),
-    "__builtin__.xrange": range,
-    "builtins.range": range,
+    "__builtin__.xrange": _range,
+    "builtins.range": _range,
     "torch.Size": tuple,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._tensor._rebuild_from_type_v2": _of_type,

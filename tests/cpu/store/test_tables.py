@@ -367,7 +367,14 @@ def zeros():
     return sink.getvalue().to_pybytes()
 
 
+def one_row():
+    values = pa.array(np.zeros(80 << 20, np.int8))
+    ends = pa.array([0, len(values)], pa.int32())
+    return parquet(pa.table({"question": pa.ListArray.from_arrays(ends, values)}))
+
+
 BOMBS = {
+    "row.parquet": one_row,
     "dictionary.parquet": lambda: long_values(nested=False),
     "nested.parquet": lambda: long_values(nested=True),
     "zeros.parquet": zeros,

@@ -3,6 +3,8 @@
 import io
 import os
 import pickle
+import subprocess
+import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -232,3 +234,41 @@ def test_a_name_that_does_not_end_is_refused_at_once(tmp_path, names):
     path.write_bytes(b"\x80\x02X\x02\x00\x00\x00\n\nc" + names)
     with pytest.raises(DataError, match="cut off, damaged"):
         read_pickle(path)
+
+
+RANGE = b"c__builtin__\nxrange\nL1000000000000L\n\x85R\x85R."
+EXPANDING = {
+    "set": b"\x80\x02c__builtin__\nset\n" + RANGE,
+    "size": b"\x80\x02ctorch\nSize\n" + RANGE,
+    "dict": b"\x80\x02ccollections\nOrderedDict\n" + RANGE,
+    "memo": b"\x80\x02]r\xff\xff\xff\x7f.",
+    "bytes": b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"x.",
+    "frame": b"\x80\x04\x95" + (1 << 40).to_bytes(8, "little") + b"x.",
+    "long": b"\x80\x02\x8b" + (2**31 - 1).to_bytes(4, "little") + b"x.",
+    "digits": b"\x80\x02L" + b"9" * 10**6 + b"L\n.",
+}
+BOUNDED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+from pathlib import Path
+from lockstep.doctor.inputs.pickles import read_pickle
+from lockstep.errors import DataError
+for path in map(Path, sys.argv[1:]):
+    try:
+        read_pickle(path)
+    except DataError as error:
+        print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+def test_a_pickle_that_expands_is_one_line(tmp_path):
+    for name, program in EXPANDING.items():
+        (tmp_path / f"{name}.pkl").write_bytes(program)
+    paths = sorted(tmp_path.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", BOUNDED, *paths], capture_output=True, text=True, timeout=60
+    )
+    *lines, megabytes = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(map(str, paths)), done.stderr
+    assert int(megabytes) < 2000
