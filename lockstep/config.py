@@ -232,7 +232,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree: Any
         if path.suffix == ".json":
             tree = json.loads(text)
-            _check_keys(_json_keys(text))
+            # JSON is YAML but for tabs, and YAML's reader knows the lines.
+            _check_keys(_yaml_keys(cast(Any, yaml).compose(text.replace("\t", " "))))
         elif path.suffix == ".toml":  # its own reader refuses a key that is given twice
             if _LONG_PATH.search(text):  # which takes it quadratic time and memory
                 raise RecursionError
@@ -270,22 +271,20 @@ cast(Any, _YamlLoader).add_implicit_resolver(
 def _read_yaml(text: str) -> Any:
     loader: Any = _YamlLoader(text)
     node = loader.get_single_node()
-    if node is None:
-        return {}
     _check_keys(_yaml_keys(node))  # before anything is made of aliases
-    return loader.construct_document(node)
+    return {} if node is None else loader.construct_document(node)
 
 
-def _yaml_keys(node: yaml.Node) -> Iterator[Key]:
-    waiting: list[tuple[yaml.Node, tuple[str | int, ...]]] = [(node, ())]
+def _yaml_keys(node: yaml.Node | None) -> Iterator[Key]:
+    waiting: list[tuple[yaml.Node, tuple[str | int, ...]]] = [] if node is None else [(node, ())]
     num_values = 0
     while waiting:
         each, path = waiting.pop()
         num_values += 1 if isinstance(each, yaml.ScalarNode) else len(each.value)
         if num_values > MAX_VALUES or len(path) > MAX_LEVELS:
             raise ConfigError(
-                f"line {each.start_mark.line + 1}: more than {MAX_VALUES:,} values or "
-                f"{MAX_LEVELS} levels, aliases written out."
+                f"line {each.start_mark.line + 1}: more than {MAX_VALUES:,} values (aliases written"
+                f" out), or nested over {MAX_LEVELS} levels."
             )
         if isinstance(each, yaml.SequenceNode):
             waiting += [(value, (*path, at)) for at, value in enumerate(each.value)]
@@ -294,24 +293,6 @@ def _yaml_keys(node: yaml.Node) -> Iterator[Key]:
                 below = (*path, *str(key.value).split("."))
                 yield below, key.start_mark.line + 1
                 waiting.append((value, below))
-
-
-def _json_keys(text: str) -> Iterator[Key]:
-    """text: JSON that can be read."""
-    inside: list[tuple[str | int, ...]] = []
-    path: tuple[str | int, ...] = ()
-    line = at = 0
-    for found in re.finditer(r'("(?:[^"\\]|\\.)*")(\s*:)?|[][{}]', text):
-        if found[0] in "{[":
-            inside.append(path)
-        elif found[0] in "}]":
-            inside.pop()
-        elif found[2]:
-            path = (*inside[-1], *json.loads(found[1]).split("."))
-            line, at = line + text.count("\n", at, found.start()), found.start()
-            yield path, line + 1
-            continue
-        path = (*inside[-1], found.start()) if inside else ()  # of an entry of a list
 
 
 def _check_keys(keys: Iterable[Key]) -> None:
