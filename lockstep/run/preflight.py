@@ -26,8 +26,8 @@ from lockstep.agent.guard import (
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
 from lockstep.agent.match import OutOfBudget
-from lockstep.agent.tools import check_names
 from lockstep.agent.task_config import Split
+from lockstep.agent.tools import check_names
 from lockstep.config import differences, from_dict, tag, to_dict
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.envs.mixture import MixtureConfig

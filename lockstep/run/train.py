@@ -18,7 +18,6 @@ from lockstep.launch.processes import on_all_ranks
 from lockstep.models.locate import CONFIG_FILES, HUB_FILES, locate_model
 from lockstep.observe.live import ViewKind, open_view
 from lockstep.run.build import resolve_device
-from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.preflight import ModelFiles, check_side_by_side, preflight, summary
 from lockstep.run.seats import find_seats
 from lockstep.run_config import Config

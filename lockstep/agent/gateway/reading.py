@@ -217,6 +217,8 @@ class Value:
 
     def content(self, *kinds: str) -> str:
         """Text, or a list of parts that are text, joined by newlines. kinds: types of the parts."""
+        if not isinstance(self.raw, str):
+            self.entries()  # not too many
         try:
             return text_of(self.raw, self.where, kinds)
         except FieldError as error:
@@ -376,6 +378,9 @@ class Transcript(dialogues.Transcript):
 
     def add_chat(self, message: Value) -> None:
         """Adds a message of OpenAI's chat form, whose fields were checked."""
+        for name in ("content", "tool_calls"):
+            if isinstance(message.raw.get(name), list):
+                message[name].entries()  # not too many
         try:
             self.read(message.raw)
         except FieldError as error:
