@@ -29,12 +29,12 @@ from lockstep.run.build import (
     resolve_device,
     tokenizer_of,
 )
-from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine
 from lockstep.run.seats import build_policies
 from lockstep.run_config import Config
+from lockstep.store.checkpoints import checkpoint_of
 from lockstep.store.config import LastConfig, SampleConfig
 from lockstep.store.files import decode_number, encode_number
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
