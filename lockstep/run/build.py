@@ -230,6 +230,8 @@ def build(
         distill=config.distill,
         teachers=() if teachers is None else teachers.read_in_update,
     )
+    if config.lora is not None and config.lora.path and config.objective.reference == "start":
+        trainer.take_reference()
     publisher = None
     if is_training or engine.capabilities.weight_sources:
         publisher = Publisher(
