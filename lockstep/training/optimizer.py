@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_UNDECAYED = re.compile(r"(norm\d*|bias|sinks|A_log|\bD|\bln_\w+)(\.weight)?$")
 
 SUMMED_ELEMENTS = 1 << 24  # of gradients that are summed over ranks at once: 64 MiB
 
@@ -54,9 +57,10 @@ def lr_share(update: int, config: TrainerConfig, *, total_updates: int | None) -
 
 
 def is_decayed(name: str) -> bool:
-    """Whether weight decay applies: to projections, and not to a norm's scale, a bias or a sink's
-    logit, which have no reason to be near 0."""
-    return not name.endswith(("norm", "bias", "sinks"))
+    """Whether weight decay applies: to projections, and not to a norm's scale, a bias, a sink's
+    logit or the rates of a recurrence (A_log, D), which have no reason to be near 0. name: the
+    decoder's, or transformers' in a model that it runs."""
+    return _UNDECAYED.search(name) is None
 
 
 def freeze(

@@ -501,13 +501,14 @@ class Trainer(Learner):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(log-probs [N], entropy [N], what a teacher is compared with, as fields of a
         `TokenBatch`)."""
-        if TEACHER_IDS in batch.columns:
-            targets = torch.cat([batch.targets[:, None], batch.columns[TEACHER_IDS].long()], 1)
+        listed = batch.columns.get(TEACHER_IDS)
+        if listed is not None and batch.support is None:
+            targets = torch.cat([batch.targets[:, None], listed.long()], 1)
             found, entropy = self._log_probs(batch, routing, targets=targets)
             return found[:, 0], entropy, {"listed": found[:, 1:]}
-        if not self.teachers:
+        if listed is None and not self.teachers:
             return *self._log_probs(batch, routing), {}
-        model, where = self.model, batch.columns["teacher"]
+        model = self.model
         hidden = take_rows(
             model(batch.ids, batch.positions, batch.context, routing), batch.predictors
         )
@@ -519,7 +520,10 @@ class Trainer(Learner):
             support=batch.support,
             vocab_size=model.config.vocab_size,
         )
-        kl = torch.zeros_like(logprobs)
+        if listed is not None:  # teachers are compared over the vocabulary, whatever was drawn from
+            found, _ = model.log_probs(hidden, listed.long(), temperature=self.temperature)
+            return logprobs, entropy, {"listed": found}
+        kl, where = torch.zeros_like(logprobs), batch.columns["teacher"]
         for number, teacher in enumerate(self.teachers):
             mine = (where == number).nonzero()[:, 0]
             if not len(mine):
