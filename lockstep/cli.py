@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -30,6 +30,8 @@ from lockstep.config import (
     file_form,
     flatten,
     from_dict,
+    nested,
+    read_tree,
     resolve,
     to_dict,
     unchecked,
@@ -315,19 +317,27 @@ def _sft(options: argparse.Namespace) -> int:
     from lockstep.run_config import SupervisedConfig
     from lockstep.supervised import check_supervised
 
-    settings, own = _split(options.settings, "sft", "out")
+    settings, own = _split(options.settings, "sft", "out", "resume")
     if options.help:
         return _show_settings(options, find_supervised_recipe, SupervisedConfig)
-    name = options.target or "sft"
-    config = _resolved(lambda: find_supervised_recipe(name), settings, SupervisedConfig)
+    path, make = _config_file(options.target), partial(find_supervised_recipe, "sft")
+    if path is not None:
+        make = partial(from_dict, SupervisedConfig, nested(read_tree(path)))
+    elif options.target:
+        make = partial(find_supervised_recipe, options.target)
+    config, run = _resolved(make, settings, SupervisedConfig), None
+    if _is_resume(own):
+        config, run = _continued(config, own, path)
     if options.dry_run:
-        check_out(own.get("out"), resume=False)
+        check_out(own.get("out"), resume=run is not None)
         if not config.create:  # what is created is checked then
             _, rows = check_supervised(config)
             deque(islice(rows, config.sft.steps * config.sft.rows_per_step), maxlen=0)
         print(dumps(config), end="")
         return OK
-    ended = lockstep.train_supervised(config, out=own.get("out"), view=_view(options))
+    ended = lockstep.train_supervised(
+        config, out=own.get("out") or run, resume=run is not None, view=_view(options)
+    )
     return _finish(ended, options)
 
 
@@ -508,9 +518,9 @@ def _export(options: argparse.Namespace) -> int:
     example: lockstep export runs/quickstart-20260101-120000 --hf my-model
              lockstep export runs/quickstart-20260101-120000 --hub me/my-model
     """
-    from lockstep.verbs import run_at
+    from lockstep.store.checkpoints import split_address
 
-    path, _ = run_at(options.target)
+    path, _ = split_address(options.target)
     done = lockstep.export(
         options.target,
         options.hf or None,
@@ -559,15 +569,12 @@ def _completion(options: argparse.Namespace) -> int:
 
 def _played(options: argparse.Namespace, verb: str) -> tuple[Any, Path | None]:
     """(config, checkpoint or None) of a recipe, a file or a run that is only played."""
-    from lockstep.run.checkpoints import checkpoint_of
-    from lockstep.store.run import load_run
-    from lockstep.verbs import run_at
+    from lockstep.store.checkpoints import split_address, trained_by
+    from lockstep.store.run import is_run
 
     settings, _ = _split(options.settings, verb)
-    path, step = run_at(options.target)
-    weights = None
-    if (path / "environment.json").is_file():
-        weights = checkpoint_of(load_run(path), step) / "policy"
+    path, step = split_address(options.target)
+    weights = trained_by(path, step)[1] if is_run(path) else None
     return _training_config(str(path), settings, {})[0], weights
 
 
@@ -577,13 +584,11 @@ def _training_config(
     """(config, run to continue or None, (run, step) to start from or None)."""
     from lockstep.recipes import read_config, with_method
     from lockstep.run_config import Config
+    from lockstep.store.checkpoints import split_address
     from lockstep.store.run import load_run
-    from lockstep.verbs import run_at
 
-    if (resume := own.get("resume", "false").lower()) not in ("true", "false"):
-        raise ConfigError(f"resume={resume}: expected true or false.")
-    is_resume = resume == "true"
-    fork = run_at(own["from"]) if "from" in own else None
+    is_resume = _is_resume(own)
+    fork = split_address(own["from"]) if "from" in own else None
     if is_resume and fork:
         raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
     path = _config_file(target)
@@ -602,6 +607,22 @@ def _training_config(
         config = resolve(with_method(config, own["method"]), settings)
     if not is_resume:
         return config, None, fork
+    return *_continued(config, own, path), None
+
+
+def _is_resume(own: Mapping[str, str]) -> bool:
+    if (resume := own.get("resume", "false").lower()) not in ("true", "false"):
+        raise ConfigError(f"resume={resume}: expected true or false.")
+    return resume == "true"
+
+
+def _continued(config: T, own: Mapping[str, str], path: Path | None) -> tuple[T, Path]:
+    """(config of the run to continue, its directory). path: its file of settings, if one was given.
+
+    Raises ConfigError if the settings differ from those that it began with.
+    """
+    from lockstep.store.run import load_run
+
     where = own.get("out") or (str(path.parent) if path else "")
     if not where:
         raise ConfigError(
@@ -609,14 +630,14 @@ def _training_config(
         )
     stored, asked = load_run(where).config, to_dict(config)
     # A run continues with any number of processes, anywhere: what it computes stays the same.
-    stored |= {name: asked[name] for name in ("parallel", "placement")}
+    stored |= {name: asked[name] for name in ("parallel", "placement") if name in asked}
     if changed := differences(stored, asked):
         listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())
         raise ConfigError(
             f"resume=true continues {where} as it was, and these settings differ: {listed}. To go "
             f"on with other settings start a new run from its checkpoint: from={where}@STEP."
         )
-    return from_dict(Config, stored), Path(where), None
+    return from_dict(type(config), stored), Path(where)
 
 
 def _resolved(make: Callable[[], T], settings: Sequence[str], cls: type[T]) -> T:

@@ -452,6 +452,8 @@ class SupervisedConfig(ModelChoice):
     spelling_dropout: float = 0.0
     """Share of the tokenizer's merges that is left out in replies (BPE dropout): the model learns
     that one text has many spellings."""
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=100))
+    """How often a checkpoint is saved, from which resume=true continues."""
     create: Literal["", "gpt_oss", "qwen3", "qwen3_next"] = ""
     """Begin with a tiny model of this architecture, random weights and a tokenizer made for the
     dialogues, in place of `model`."""

@@ -1,8 +1,8 @@
 """Supervised training: from dialogues to a checkpoint in Hugging Face's form.
 
-A run directory like that of `lockstep train`: config.json, metrics.jsonl, and the model under
-`model/`, ready for `lockstep train model=RUN/model`; with lora, the adapter under `adapter/`, ready
-for `lora.path=RUN/adapter`.
+A run directory like that of `lockstep train`: config.json, metrics.jsonl, checkpoints, and the
+model under `model/`, ready for `lockstep train model=RUN/model`; with lora, the adapter under
+`adapter/`, ready for `lora.path=RUN/adapter`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -43,11 +44,13 @@ def train_supervised(
     config: SupervisedConfig | str = "sft",
     *,
     out: str | Path | None = None,
+    resume: bool = False,
     view: ViewKind = "live",
     **settings: Any,
 ) -> Outcome:
     """Trains as `config` says, or the recipe of that name, and writes the model to RUN/model, or
-    the adapter to RUN/adapter. settings: others than the config's, as in a file.
+    the adapter to RUN/adapter. settings: others than the config's, as in a file. resume: continue
+    the run in `out` from its newest checkpoint, to the same bits as without a stop.
 
     Raises DataError `file:line` for malformed dialogues, before the model is loaded.
     """
@@ -55,7 +58,7 @@ def train_supervised(
         config = find_supervised_recipe(config)
     config = overlaid(config, settings)
     out = Path(out) if out else default_run_path(config.name)
-    check_out(out, resume=False)
+    check_out(out, resume=resume)
     check_machine(config)
     with tempfile.TemporaryDirectory() as scratch:
         begun = config = replace(config, dtype=config.compute_dtype)  # a run says which it was
@@ -71,7 +74,7 @@ def train_supervised(
             )
             begun = replace(config, model=str(created), create="")
         model_files, rows = check_supervised(begun, device=resolve_device(config))
-        return _train(config, model_files, rows, out=out, view=view)
+        return _train(config, model_files, rows, out=out, resume=resume, view=view)
 
 
 def check_supervised(
@@ -95,9 +98,11 @@ def _train(
     rows: Iterator[Sample],
     *,
     out: Path,
+    resume: bool,
     view: ViewKind,
 ) -> Outcome:
     from lockstep.models.peft_io import save_policy
+    from lockstep.training.checkpoint import CheckpointStore
     from lockstep.training.sft import run_sft
     from lockstep.training.trainer import Trainer
 
@@ -109,7 +114,16 @@ def _train(
         config = replace(config, renderer=model_files.renderer_config)
     last: dict[str, float] = {}
     memory = describe_memory(config, model_files)
-    with RunDirectory.create(path, to_dict(config), facts=facts) as run:
+    kept = config.checkpoint
+    store = CheckpointStore(
+        path / "checkpoints", keep_last=kept.keep_last, keep_best=kept.keep_best
+    )
+    opened = (
+        RunDirectory.open(path, facts=facts)
+        if resume
+        else RunDirectory.create(path, to_dict(config), facts=facts)
+    )
+    with opened as run:
         trainer = Trainer(
             load_model(config, model_files),
             config.trainer,
@@ -127,17 +141,30 @@ def _train(
                 ),
             )
         )
-        began = time.perf_counter()
-        try:
-            for metrics in run_sft(trainer, rows, config.sft):
-                elapsed = {"time/elapsed_seconds": time.perf_counter() - began}
-                last = {**metrics, "step": int(metrics["step"]), **elapsed}
+        done, elapsed = 0, 0.0
+        if resume:
+            if (newest := store.latest()) is not None:
+                state = store.load(newest, trainer)
+                done, elapsed = state["step"], state["elapsed_seconds"]
+            run.rewind(done - 1)
+            run.add_facts({"resumed_at": done})
+        rows = islice(rows, done * config.sft.rows_per_step, None)
+        began = time.perf_counter() - elapsed
+        status: Status = "interrupted"
+        # What was learnt so far is a model too. A step whose row is not written is made again.
+        with suppress(KeyboardInterrupt):
+            for metrics in run_sft(trainer, rows, config.sft, first_step=done):
+                elapsed = time.perf_counter() - began
+                last = {**metrics, "step": done, "time/elapsed_seconds": elapsed}
                 run.log(last)
+                done += 1
                 shown.step(last)
-            status: Status = "done"
-        except KeyboardInterrupt:  # what was learnt so far is a model too
-            status = "interrupted"
+                if done == config.sft.steps or (kept.every and done % kept.every == 0):
+                    store.save(done, trainer, {"step": done, "elapsed_seconds": elapsed})
+            status = "done"
         shown.close()
+        if status == "interrupted" and done == trainer.num_updates:
+            store.save(done, trainer, {"step": done, "elapsed_seconds": elapsed})
         made = path / ("model" if model_files.lora is None else "adapter")
         save_policy(trainer.model, made, like=model_files.directory)
         write_renderer(made, model_files.renderer_config)

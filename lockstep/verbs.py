@@ -29,30 +29,20 @@ from lockstep.renderers.origins import Rendering, trace
 from lockstep.report.document import write_report as write_report_of
 from lockstep.run.build import (
     export_checkpoint,
-    exported_run,
+    exported,
+    name_of,
     recipe_of,
     tokenizer_of,
 )
-from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.model_card import check_hub_name, push, write_card
 from lockstep.run.train import evaluate as evaluate_run
 from lockstep.run_config import Config
+from lockstep.store.checkpoints import split_address
 from lockstep.store.run import load_run
 from lockstep.types import Message
 
 RunPath = str | os.PathLike[str]
 """A run: its path, an `Outcome` or a `Run`."""
-
-
-def run_at(target: RunPath) -> tuple[Path, int | None]:
-    """`RUN@STEP` or `RUN`: the step is None for the checkpoint that the verb prefers."""
-    text = os.fspath(target)
-    path, at, step = text.rpartition("@")
-    if not at:
-        return Path(text), None
-    if not step.isdigit():
-        raise ConfigError(f"{text!r}: expected RUN@STEP with a whole number for STEP.")
-    return Path(path), int(step)
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ def evaluate(run: RunPath, *, overrides: Sequence[str] = (), **settings: Any) ->
 
     >>> evaluate("runs/first@30", evaluation={"num_tasks": 512})      # doctest: +SKIP
     """
-    path, step = run_at(run)
+    path, step = split_address(run)
     stored = from_dict(Config, load_run(path).config)
     config = resolve(overlaid(stored, settings), overrides)
     metrics, name = evaluate_run(config, path, step=step)
@@ -129,13 +119,13 @@ def export(
     private: whether a repository that does not exist yet is made private. Raises RunError if the
     hub refuses or cannot be reached; what was written stays.
     """
-    path, step = run_at(run)
+    path, step = split_address(run)
     if hub:
         check_hub_name(hub)
     elif directory is None:
         raise ConfigError("where to? Give --hf DIR, or --hub NAME to upload.")
     if directory is None:
-        checkpoint = checkpoint_of(load_run(path), step).name
+        checkpoint = name_of(exported(path, step)[1])
         place = path / "hub" / (checkpoint + ("-merged" if merged else ""))
     else:
         checkpoint, place = "", Path(directory)
@@ -143,7 +133,7 @@ def export(
         if directory is None and place.exists():
             shutil.rmtree(place)  # half of one, left by a kill: the card comes last
         checkpoint = export_checkpoint(path, place, step=step, is_merged=merged)
-        write_card(place, exported_run(path), checkpoint=checkpoint, hub=hub)
+        write_card(place, exported(path, step)[0], checkpoint=checkpoint, hub=hub)
     return Export(checkpoint, place, push(place, hub, is_private=private) if hub else "")
 
 

@@ -31,7 +31,15 @@ from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
-from lockstep.models.shapes import CHOICE_BIAS, EMBEDDING, HEAD, Piece, decoder_layout, named
+from lockstep.models.shapes import (
+    CHOICE_BIAS,
+    EMBEDDING,
+    HEAD,
+    ParameterLayout,
+    Piece,
+    decoder_layout,
+    named,
+)
 from lockstep.models.sharding import is_sharded, local_part, mesh_of, part_like, shard, whole
 from lockstep.models.tensor_file import (
     DTYPE_NAMES,
@@ -172,7 +180,7 @@ def check_tensors(
     if config.tie_embeddings:
         known.add(HEAD)
     misfits: dict[str, list[str]] = {k: [] for k in ("missing", "misshapen", "unreadable")}
-    for parameter in decoder_layout(config).values():
+    for parameter in _layout_of(config, tensors).values():
         for piece in parameter.pieces:
             parts = _parts(piece, tensors)
             known |= parts.keys()
@@ -246,7 +254,7 @@ def load_weights(
     check_tensors(model, tensors, where=where)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for ours, layout in decoder_layout(model.config).items():
+        for ours, layout in _layout_of(model.config, tensors).items():
             parameter = out = parameters[ours].detach()
             if mesh_of(parameter) is not None:
                 out = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -265,6 +273,17 @@ def load_into(model: Decoder, directory: str | Path) -> None:
     Raises CheckpointError, before anything is changed, for tensors that do not fit.
     """
     load_weights(model, read_tensors(directory), where=str(directory))
+
+
+def _layout_of(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, ParameterLayout]:
+    """`decoder_layout`, where the checkpoint has one tensor for all experts in place of one for
+    each: Qwen3.5 is published so. It is saved with one for each, as transformers does."""
+    out = decoder_layout(config)
+    for name, layout in out.items():
+        joined = f"{config.prefix}{name.replace('.mlp.', '.mlp.experts.')}"
+        if len(layout.pieces) > 1 and len(layout.shape) == 3 and joined in tensors:
+            out[name] = ParameterLayout(layout.shape, (Piece(joined, layout.shape, lambda x: x),))
+    return out
 
 
 def _load_piece(piece: Piece, out: Tensor, tensors: Mapping[str, Tensor | StoredTensor]) -> None:

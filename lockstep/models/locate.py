@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from lockstep.config import did_you_mean
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.config import did_you_mean, read_json
+from lockstep.errors import CheckpointError, ConfigError, RunError
+from lockstep.store.checkpoints import ADAPTER, POLICY, sha256_of, split_address, trained_by
+from lockstep.store.run import is_run
 
 SHIPPED_ROOT = Path(__file__).parent / "shipped"
 """One directory per model of the package; `lockstep sft NAME` rebuilds it."""
@@ -25,6 +28,10 @@ def shipped_models() -> list[str]:
 def locate_model(name: str, *, files: Sequence[str] = HUB_FILES) -> Path:
     """The checkpoint directory of `name`; the `files` of a model on the hub are downloaded first.
 
+    name: a shipped model, a directory, a model of the hub; or RUN, RUN@STEP or a directory in a run
+    with weights that it trained. An adapter is merged into its base first, once, in a directory
+    beside its files.
+
     Raises ConfigError for an unknown name, CheckpointError if the download fails.
     """
     if not name:
@@ -34,8 +41,13 @@ def locate_model(name: str, *, files: Sequence[str] = HUB_FILES) -> Path:
         )
     if name in shipped_models():
         return SHIPPED_ROOT / name
-    path = Path(name).expanduser()
+    path, step = split_address(name) if is_run(Path(name.rpartition("@")[0])) else (name, None)
+    path = Path(path).expanduser()
     if path.is_dir():
+        if is_run(path) or (path / POLICY).is_dir():
+            path = trained_by(path, step)[1]
+        if (path / ADAPTER).is_file():
+            return _merged(path)
         if not (path / "config.json").is_file():
             raise ConfigError(f"model={name} is a directory without a config.json.")
         return path
@@ -45,6 +57,36 @@ def locate_model(name: str, *, files: Sequence[str] = HUB_FILES) -> Path:
         f"model={name!r} is neither a shipped model nor a directory."
         f"{did_you_mean(name, shipped_models())}"
     )
+
+
+def base_of(adapter: Path) -> str:
+    """Name of the model that an adapter was trained on: as its run calls it, else as it says.
+
+    Raises ConfigError if it names none.
+    """
+    with suppress(RunError):
+        return str(trained_by(adapter)[0].config["model"])
+    name = read_json(adapter / ADAPTER, CheckpointError).get("base_model_name_or_path")
+    if not name:
+        raise ConfigError(f"{adapter / ADAPTER} names no base model.")
+    return str(name)
+
+
+def _merged(adapter: Path) -> Path:
+    """The model with the adapter in its weights. The directory's name holds a digest of the
+    adapter: a changed one is merged anew."""
+    from lockstep.models.peft_io import merge_adapter
+
+    out = adapter / f"merged-{sha256_of(adapter / 'adapter_model.safetensors')[:12]}"
+    if not out.is_dir():
+        try:
+            merge_adapter(adapter, locate_model(base_of(adapter)), out)
+        except OSError as error:
+            raise CheckpointError(
+                f"{adapter} is an adapter, and its model cannot be written there ({error}). Merge "
+                "it elsewhere: lockstep export RUN --hf DIR --merged, then model=DIR."
+            ) from error
+    return out
 
 
 def fetch(

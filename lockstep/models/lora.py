@@ -192,6 +192,27 @@ def adapter_scaled(model: nn.Module, factor: float) -> Iterator[None]:
             adapter.is_on, adapter.scale = was_on, scale
 
 
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """A and B of every adapter, in the order of the model."""
+    adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
+    return [parameter for adapter in adapters for parameter in adapter.parameters()]
+
+
+@contextmanager
+def adapter_replaced(model: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
+    """In the block, the adapter of `model` has these values: see `adapter_parameters`. Memory and
+    contents of its own stay."""
+    parameters = adapter_parameters(model)
+    own = [parameter.data for parameter in parameters]
+    try:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data = value
+        yield
+    finally:
+        for parameter, value in zip(parameters, own, strict=True):
+            parameter.data = value
+
+
 def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     """`weight`, the parameter `name` of `model`, plus its adapter's product: summed in float32 and
     rounded once. Unchanged if it has no adapter."""

@@ -168,8 +168,8 @@ def config_of(shape: LoraShape, model: ModelConfig, base: str | Path) -> dict[st
         "r": shape.rank,
         "lora_alpha": alpha,
         "use_rslora": shape.rslora,
-        "target_modules": _short_names(shape.sites, everywhere, is_experts=False),
-        "target_parameters": _short_names(shape.sites, everywhere, is_experts=True),
+        "target_modules": _short_names(shape.sites, everywhere, of_parameters=False),
+        "target_parameters": _short_names(shape.sites, everywhere, of_parameters=True),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -248,27 +248,36 @@ def _sites_of(header: Mapping[str, list[int]], sites: Sequence[Site]) -> list[Si
         elif is_there(f"{stem}.base_layer"):
             is_found = True
         else:
-            outputs = header.get(f"{PREFIX}{stem}.lora_B.weight", [0])[0]
-            others = [s.outputs for s in sites if s.hf_name.startswith(stem + ".") and s != site]
-            is_found = is_there(stem) and (outputs == site.outputs or outputs not in others)
+            A, B = (header.get(f"{PREFIX}{stem}.lora_{x}.weight", [0, 0]) for x in "AB")
+            sizes = {s: (s.inputs, s.outputs) for s in sites if s.hf_name.startswith(stem + ".")}
+            found = (A[-1], B[0])
+            is_found = is_there(stem) and (found == sizes[site] or found not in sizes.values())
         if is_found:
             out.append(site)
     return out
 
 
 def _short_names(
-    sites: Sequence[Site], everywhere: Sequence[Site], *, is_experts: bool
+    sites: Sequence[Site], everywhere: Sequence[Site], *, of_parameters: bool
 ) -> list[str]:
-    """Module names without the layer's number where all layers are adapted; else full names."""
+    """Names of modules, or of parameters, without the layer's number where all layers are adapted;
+    else full names. In a mixture, PEFT takes a module gate_proj, up_proj or down_proj for one of an
+    expert: there the weights of dense layers and shared experts are named as parameters."""
+    is_mixture = any(site.num_experts for site in everywhere)
+
+    def full(site: Site) -> str:
+        is_module = of_parameters and not site.num_experts
+        return f"{site.hf_name}.weight" if is_module else site.hf_name
 
     def short(site: Site) -> str:
-        parts = site.hf_name.split(".")
-        return ".".join(parts[-3:]) if is_experts else parts[-1]
+        return ".".join(full(site).split(".")[-3 if of_parameters else -1 :])
 
-    mine = [site for site in sites if bool(site.num_experts) == is_experts]
-    others = [s for s in everywhere if bool(s.num_experts) == is_experts and s not in mine]
-    partial = {short(site) for site in others}
-    names = [site.hf_name if short(site) in partial else short(site) for site in mine]
+    def is_named_here(site: Site) -> bool:
+        return (is_mixture and site.group != "attention") == of_parameters
+
+    mine = [site for site in sites if is_named_here(site)]
+    partial = {short(site) for site in everywhere if is_named_here(site) and site not in mine}
+    names = [full(site) if short(site) in partial else short(site) for site in mine]
     return list(dict.fromkeys(names))
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import load_into, replacing, save_checkpoint
+from lockstep.models.hf_io import load_checkpoint, load_into, replacing, save_checkpoint
 from lockstep.models.lora import ExpertLowRank, LowRank, adapter_at, add_adapter
 from lockstep.models.lora_config import LoraShape, Site
 from lockstep.models.peft_format import (
@@ -28,7 +28,7 @@ from lockstep.models.peft_format import (
     read_shape,
     tensor_keys,
 )
-from lockstep.models.tensor_file import Outgoing, write_tensors
+from lockstep.models.tensor_file import DTYPES, Outgoing, read_header, write_tensors
 
 Tensor = torch.Tensor
 
@@ -106,6 +106,17 @@ def load_adapter(model: Decoder, directory: str | Path) -> None:
                 theirs_b = theirs_b.reshape(site.outputs, -1, site.num_experts).permute(2, 0, 1)
             A.copy_(theirs_a)
             B.copy_(theirs_b)
+
+
+def merge_adapter(adapter: Path, base: Path, directory: Path) -> None:
+    """Writes the model in `base` with `adapter` in its weights: added in float32, then cast to the
+    adapter's dtype, in which its run computed. Raises CheckpointError for another base."""
+    check_base(adapter, base)
+    model = load_checkpoint(base)
+    add_adapter(model, read_shape(adapter, model.config), seed=0)
+    load_adapter(model, adapter)
+    first = next(iter(read_header(adapter / WEIGHTS).values()))
+    save_checkpoint(model, directory, like=base, dtype=DTYPES[first.dtype_name])
 
 
 def read_adapter(directory: str | Path, config: ModelConfig) -> Decoder:

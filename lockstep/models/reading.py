@@ -272,7 +272,9 @@ def read_common(reading: Reading) -> dict[str, Any]:
     return {
         "vocab_size": r.count("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": r.count("intermediate_size"),
+        "intermediate_size": r.count(
+            "intermediate_size", default=defaults.get("intermediate_size")
+        ),
         "num_layers": r.count("num_hidden_layers", most=MOST),
         "num_heads": heads,
         "num_kv_heads": r.count("num_key_value_heads", default=heads),

@@ -9,6 +9,7 @@ sampled turn and encoding it again gives other ids, as for large models whose vo
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,9 +19,11 @@ import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
+from lockstep.config import to_dict
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import save_checkpoint
+from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.renderers.base import dialogue_pieces
 from lockstep.renderers.chatml import CHATML_TOKENS, THINKING_TOKENS
 from lockstep.renderers.config import RendererConfig
@@ -31,9 +34,10 @@ from lockstep.types import Message
 
 VOCAB_SIZE = 640  # an upper bound: the demonstrations yield fewer merges
 
+PAD_TOKEN = "<|endoftext|>"
 CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
-    "gpt_oss": ("<|endoftext|>", *HARMONY_TOKENS),
-    "qwen3": ("<|endoftext|>", *CHATML_TOKENS, *THINKING_TOKENS),
+    "gpt_oss": (PAD_TOKEN, *HARMONY_TOKENS),
+    "qwen3": (PAD_TOKEN, *CHATML_TOKENS, *THINKING_TOKENS),
 }
 CONTROL_TOKENS["qwen3_next"] = CONTROL_TOKENS["qwen3"]
 END_TOKEN: dict[str, str] = {
@@ -60,7 +64,7 @@ def create_tiny_model(
     renderer: RendererConfig,
     seed: int,
 ) -> None:
-    """Writes config.json, tokenizer.json and random weights: a checkpoint to train from.
+    """Writes config.json, the tokenizer's files and random weights: a checkpoint to train from.
 
     dialogues: rendered by `renderer`, they are the text that the tokenizer is trained on.
     Deterministic.
@@ -77,7 +81,25 @@ def create_tiny_model(
     with TemporaryDirectory() as like:
         (Path(like) / "tokenizer.json").write_text(tokenizer.to_str(pretty=False))
         (Path(like) / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+        write_tokenizer_config(architecture, Path(like), renderer)
         save_checkpoint(model, directory, like=like)
+
+
+def write_tokenizer_config(architecture: str, directory: Path, renderer: RendererConfig) -> None:
+    """Writes what transformers needs to read tokenizer.json as it is: without the file it makes the
+    tokenizer of the architecture anew, with another split of the text. With the renderer of the
+    shipped model of this architecture, writes its chat template too."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_TOKEN[architecture],
+        "pad_token": PAD_TOKEN,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    shipped = SHIPPED_ROOT / f"tiny-{architecture.replace('_', '-')}"
+    of_shipped = json.loads((shipped / "renderer.json").read_text())["renderer"]
+    if {**of_shipped, **to_dict(renderer)} == of_shipped:
+        shutil.copyfile(shipped / "chat_template.jinja", directory / "chat_template.jinja")
 
 
 def hf_config(architecture: str, vocab_size: int, eos_token_id: int | None) -> dict[str, Any]:

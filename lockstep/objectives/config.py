@@ -38,8 +38,10 @@ class ObjectiveConfig:
     """Coefficient of the entropy bonus: -entropy_coef * entropy is added at each trained token.
     Above 0 keeps the policy from becoming sure too early."""
     kl_coef: float = 0.0
-    """Coefficient of KL(policy || reference) in the loss. The reference is a frozen copy of the
-    policy, or with lora the model with its adapter switched off. 0 needs no reference."""
+    """Coefficient of KL(policy || reference) in the loss; 0 needs no reference."""
+    reference: Literal["start", "base"] = "start"
+    """Policy of that KL. start: the weights that training starts from, those of from=RUN and
+    lora.path included. base: `model` as it is, without an adapter."""
     kl_estimator: KLEstimator = "unbiased"
     """Estimator of that KL from the sampled tokens. unbiased: k3 times the ratio to the old policy,
     whose gradient is that of the KL (DeepSeek-V3.2). k2: half the square of the log ratio; right

@@ -22,18 +22,17 @@ from lockstep.models.locate import locate_model
 from lockstep.ops.contract import TRUE_ON_POLICY, ContractChoice, why_not_same
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.hooks import RunHooks, current_hooks
 from lockstep.run.preflight import (
     ModelFiles,
     Numerics,
     RendererFile,
     check_memory,
-    teacher_directory,
     why_no_contract,
     write_renderer,
 )
 from lockstep.run_config import Config, ModelChoice
+from lockstep.store.checkpoints import POLICY, trained_by
 from lockstep.store.run import Run, load_run
 from lockstep.training.distill_config import DistillConfig
 
@@ -231,6 +230,8 @@ def build(
         distill=config.distill,
         teachers=() if teachers is None else teachers.read_in_update,
     )
+    if config.lora is not None and config.lora.path and config.objective.reference == "start":
+        trainer.take_reference()
     publisher = None
     if is_training or engine.capabilities.weight_sources:
         publisher = Publisher(
@@ -296,7 +297,7 @@ def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder)
     models: dict[str, Decoder] = {}
     engines: dict[str, Engine] = {}
     for setting, teacher in distill.teachers.items():
-        directory = teacher_directory(teacher)
+        directory = locate_model(teacher.model)
         if teacher.engine is None:
             weight = like.embedding
             size = like.config.vocab_size
@@ -474,10 +475,12 @@ def export_checkpoint(
     """Copies a checkpoint out as a Hugging Face directory; an adapter in PEFT's form, or merged
     into its model. Returns the checkpoint's name.
 
-    path: a run; or a checkpoint in a server of Tinker's API: OUT/checkpoints/MODEL/weights/NAME.
+    path: as for `trained_by`; or a checkpoint in a server of Tinker's API:
+    OUT/checkpoints/MODEL/weights/NAME.
     """
-    run = exported_run(path)
-    source = path if _is_saved_by_client(path) else checkpoint_of(run, step) / "policy"
+    from lockstep.models.peft_io import merge_adapter
+
+    run, source = exported(path, step)
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
     is_adapter = (source / peft_format.CONFIG).is_file()
@@ -486,42 +489,27 @@ def export_checkpoint(
             f"{path} trained the whole model: there is no adapter to merge. Leave --merged out."
         )
     if is_merged:
-        _merge(run, source, directory)
+        merge_adapter(source, locate_model(run.config["model"]), directory)
     else:
-        optimizer = shutil.ignore_patterns("training")
-        shutil.copytree(source, directory, ignore=optimizer, dirs_exist_ok=True)
+        others = shutil.ignore_patterns("training", "merged-*")
+        shutil.copytree(source, directory, ignore=others, dirs_exist_ok=True)
     if run.config["renderer"] is not None:
         stored = from_dict(RendererFile, {"renderer": run.config["renderer"]})
         write_renderer(directory, stored.renderer)
-    return (source.parent if source.name == "policy" else source).name
+    return name_of(source)
 
 
-def exported_run(path: Path) -> Run:
-    """The run at `path`, or the one that a checkpoint of Tinker's API belongs to."""
-    if _is_saved_by_client(path):
-        return load_run(path.parents[3] / "runs" / path.parents[1].name)
-    return load_run(path)
+def exported(path: Path, step: int | None) -> tuple[Run, Path]:
+    """(run, directory of the weights) that `path` names: as `trained_by`, or a checkpoint of
+    Tinker's API."""
+    if path.parent.name in SAVED_BY_CLIENTS and path.is_dir():
+        return load_run(path.parents[3] / "runs" / path.parents[1].name), path
+    return trained_by(path, step)
 
 
-def _is_saved_by_client(path: Path) -> bool:
-    return path.parent.name in SAVED_BY_CLIENTS and path.is_dir()
-
-
-def _merge(run: Run, adapter: Path, directory: Path) -> None:
-    """Writes the run's model with `adapter` in its weights: added in float32, then cast to the
-    dtype that the run computed in."""
-    import torch
-
-    from lockstep.models.hf_io import load_checkpoint, save_checkpoint
-    from lockstep.models.lora import add_adapter
-    from lockstep.models.peft_io import load_adapter
-
-    base = locate_model(run.config["model"])
-    peft_format.check_base(adapter, base)
-    model = load_checkpoint(base)
-    add_adapter(model, peft_format.read_shape(adapter, model.config), seed=0)
-    load_adapter(model, adapter)
-    save_checkpoint(model, directory, like=base, dtype=getattr(torch, run.config["dtype"]))
+def name_of(weights: Path) -> str:
+    """Name of the checkpoint that holds them."""
+    return (weights.parent if weights.name == POLICY else weights).name
 
 
 def recipe_of(run: Run) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, RunError
 from lockstep.models import peft_format
 from lockstep.observe.metrics import held_out_label
 from lockstep.run.build import recipe_of
+from lockstep.store.checkpoints import step_of
 from lockstep.store.run import Run
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -105,7 +106,7 @@ def push(directory: Path, name: str, *, is_private: bool) -> str:
 
 def _held_out(run: Run, checkpoint: str) -> dict[str, tuple[float | None, float]]:
     """Label -> (value before training, value of the checkpoint), where it was measured on it."""
-    step = _step(checkpoint)
+    step = step_of(checkpoint)
     out: dict[str, tuple[float | None, float]] = {}
     for name in dict.fromkeys(name for row in run.metrics for name in row):
         label = held_out_label(name)
@@ -115,12 +116,6 @@ def _held_out(run: Run, checkpoint: str) -> dict[str, tuple[float | None, float]
             first = next(iter(values.items()))
             out[label] = (first[1] if first[0] < 0 else None, value)
     return out
-
-
-def _step(checkpoint: str) -> int:
-    """Steps that were trained before a checkpoint of this name; -1 if the name does not say."""
-    digits = checkpoint.rpartition("-")[2]
-    return int(digits) if digits.isdigit() else -1
 
 
 def _trained(run: Run, model: str, task: str, is_adapter: bool) -> str:
@@ -157,7 +152,7 @@ def _figures_text(run: Run, checkpoint: str, held_out: Mapping[str, Any]) -> str
 
 def _is_in(step: int, checkpoint: str) -> bool:
     """Whether the checkpoint holds what this step learned."""
-    return _step(checkpoint) < 0 or step < _step(checkpoint)
+    return step_of(checkpoint) < 0 or step < step_of(checkpoint)
 
 
 def _exactness(run: Run, checkpoint: str) -> str:

@@ -63,13 +63,13 @@ from lockstep.renderers.config import (
 from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.hooks import current_hooks
 from lockstep.run.prompts import Prompts
 from lockstep.run_config import DEFAULT_DTYPES, Config, ModelChoice, SupervisedConfig
+from lockstep.store.checkpoints import checkpoint_of, trained_by
 from lockstep.store.files import why_no_directory
 from lockstep.store.run import load_run
-from lockstep.training.distill_config import DistillConfig, TeacherConfig
+from lockstep.training.distill_config import DistillConfig
 from lockstep.types import Message
 
 RENDERER_FILE = "renderer.json"
@@ -224,8 +224,16 @@ def check_machine(config: ModelChoice) -> None:
 
 
 def check_start(config: Config, start: tuple[Path, int | None]) -> None:
-    """Raises ConfigError if a run that begins with this checkpoint would train nothing."""
-    checkpoint = checkpoint_of(load_run(start[0]), start[1])
+    """Raises ConfigError if a run that begins with this checkpoint would train nothing, or if that
+    is one of a supervised run."""
+    parent = load_run(start[0])
+    if "sft" in parent.config:
+        raise ConfigError(
+            f"from={start[0]} continues the optimizer and the tasks of a run, and this one was "
+            f"supervised: it has no tasks. Start from its weights: model={start[0]}, or with an "
+            f"adapter lora.path={start[0]}/adapter."
+        )
+    checkpoint = checkpoint_of(parent, start[1])
     made = int(checkpoint.name.rpartition("-")[2])
     if made >= config.steps:
         raise ConfigError(
@@ -491,24 +499,11 @@ def check_critic(config: Config, model_files: ModelFiles) -> None:
         raise ConfigError(f"{where} {problem}. Leave it empty to start from the policy.")
 
 
-def teacher_directory(teacher: TeacherConfig) -> Path:
-    """The files of a teacher's model; of a run, those of its best or last checkpoint.
-
-    Raises ConfigError, RunError or CheckpointError if there are none.
-    """
-    name, at, step = teacher.model.partition("@")
-    if not (Path(name).expanduser() / "checkpoints").is_dir():
-        return locate_model(teacher.model)
-    if at and not step.isdigit():
-        raise ConfigError("expected RUN@STEP with a whole number for STEP.")
-    return checkpoint_of(load_run(name), int(step) if at else None) / "policy"
-
-
 def teacher_shapes(config: Config) -> tuple[ModelConfig, ...]:
     """The teachers that this process loads."""
     teachers = [] if config.distill is None else config.distill.teachers.values()
     return tuple(
-        ModelConfig.from_directory(teacher_directory(each)) for each in teachers if not each.engine
+        ModelConfig.from_directory(locate_model(each.model)) for each in teachers if not each.engine
     )
 
 
@@ -528,7 +523,7 @@ def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFil
     for setting, teacher in distill.teachers.items():
         where = f"{setting}.model={teacher.model}"
         try:
-            directory = teacher_directory(teacher)
+            directory = locate_model(teacher.model)
             theirs = Tokenizer.from_file(directory)
             model = None if teacher.engine else ModelConfig.from_directory(directory)
         except (ConfigError, CheckpointError, RunError, RendererError) as error:
@@ -616,7 +611,11 @@ def choose_model_renderer(directory: Path, architecture: str, tokenizer: Tokeniz
 
 
 def stored_renderer(directory: Path) -> RendererConfig | None:
-    """The renderer that the file beside a model or an adapter names; None without such a file."""
+    """The renderer that a model or an adapter was trained with, by its run or by the file beside
+    it; None without these."""
+    with suppress(RunError):
+        if (of_run := trained_by(directory)[0].config.get("renderer")) is not None:
+            return from_dict(RendererFile, {"renderer": of_run}).renderer
     path = directory / RENDERER_FILE
     if not path.is_file():
         return None

@@ -16,7 +16,6 @@ from lockstep.models.locate import locate_model
 from lockstep.models.lora_config import LoraConfig
 from lockstep.ops.contract import ContractChoice
 from lockstep.run.build import choose_numerics, engine_context, load_model
-from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.preflight import (
     ModelFiles,
     check_fallback,
@@ -24,7 +23,8 @@ from lockstep.run.preflight import (
     stored_renderer,
 )
 from lockstep.run_config import ServeConfig
-from lockstep.store.run import load_run
+from lockstep.store.checkpoints import split_address, step_of, trained_by
+from lockstep.store.run import is_run
 
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine
@@ -53,11 +53,9 @@ def find_served(
 
     Raises ConfigError, and what reading a run raises.
     """
-    path, _, step = target.rpartition("@")
-    if not (path and step.isdigit()):
-        path, step = target, ""
-    if (Path(path) / "environment.json").is_file():
-        return _of_run(Path(path), int(step) if step else None, settings, tree or {})
+    path, step = split_address(target)
+    if is_run(path):
+        return _of_run(path, step, settings, tree or {})
     names = [*(tree or {}), *(setting.partition("=")[0].strip() for setting in settings)]
     named = [each.partition("=")[2] for each in settings if each.startswith("model=")]
     base = named[-1] if named else (tree or {}).get("model", "")
@@ -85,15 +83,14 @@ def _config_of(target: str, base: str) -> ServeConfig:
 def _of_run(
     path: Path, step: int | None, settings: Sequence[str], tree: Mapping[str, Any]
 ) -> Served:
-    run = load_run(path)
-    checkpoint = checkpoint_of(run, step)
+    run, weights = trained_by(path, step)
     own = {one.name for one in fields(ServeConfig)} - {"parallel"}  # one process is enough to play
     stored = run.config | (run.config.get("agent") or {})
     kept = {name: value for name, value in stored.items() if name in own}
     return Served(
         config=resolve(overlaid(from_dict(ServeConfig, kept), tree), settings),
-        weights=checkpoint / "policy",
-        version=int(checkpoint.name.rpartition("-")[2]),
+        weights=weights,
+        version=max(step_of(weights.parent.name), 0),
     )
 
 

@@ -32,7 +32,6 @@ from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.observe.live import View, open_view
 from lockstep.recipes.fitting import learning_rate
 from lockstep.run.build import Parts
-from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.episodes import play_tasks
 from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
@@ -40,6 +39,7 @@ from lockstep.run.seats import build_policies
 from lockstep.run.step_metrics import check_failures, health_metrics, step_metrics
 from lockstep.run.training_run import TrainingRun, make_gateway, open_run
 from lockstep.run_config import Config
+from lockstep.store.checkpoints import checkpoint_of
 from lockstep.store.run import Outcome, Status, load_run
 from lockstep.training.averaging import average_rows
 from lockstep.training.correcting import UnequalTokenError

@@ -29,13 +29,13 @@ from lockstep.run.build import (
     resolve_device,
     tokenizer_of,
 )
-from lockstep.run.checkpoints import checkpoint_of
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine
 from lockstep.run.prompts import Prompts
 from lockstep.run.seats import build_policies
 from lockstep.run_config import Config
+from lockstep.store.checkpoints import POLICY, checkpoint_of
 from lockstep.store.config import LastConfig, SampleConfig
 from lockstep.store.files import decode_number, encode_number
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
@@ -49,6 +49,8 @@ from lockstep.types import Group, Sample
 Monitor = Callable[..., dict[str, float]]
 """Looks at the rows of a step after its update and returns the metrics `doctor/...`."""
 
+REFERENCE = "reference"
+"""Directory of a run that starts from another: the weights that its KL penalty compares with."""
 OpenMonitor = Callable[..., Monitor | None]
 """Makes a run's monitor once its parts are built: see `lockstep.doctor.monitor.open_monitor`. A
 function of a module, as ranks pickle it."""
@@ -375,6 +377,8 @@ class TrainingRun:
             if origin is not None:
                 self.restore_origin(origin)
             return
+        if origin is not None:
+            self.hold_reference(is_stored=True)
         self._restore(newest, critic=self.parts.critic, seats=self.own_trainers)
         if self.step == 0:  # what the first evaluation left counts as later than that
             self.tested_at = None
@@ -433,6 +437,19 @@ class TrainingRun:
                 if is_step_row(row) and row["step"] < self.step:
                     self.health.take(row)
         self.row = {}  # of the other run
+        self.hold_reference()
+
+    def hold_reference(self, *, is_stored: bool = False) -> None:
+        """Makes the weights of another run, from which this one starts, the reference of the KL,
+        and keeps them in RUN/reference for a resume. is_stored: takes those that are kept there."""
+        objective = self.config.objective
+        if not objective.reads_reference_logprobs or objective.reference != "start":
+            return
+        for name, trainer in {POLICY: self.parts.trainer, **self.own_trainers}.items():
+            place = self.path / REFERENCE / name
+            trainer.take_reference(place if is_stored else None)
+            if not is_stored:
+                trainer.save_policy(place)
 
     def _restore(
         self, checkpoint: Path, *, critic: Critic | None, seats: Mapping[str, Trainer]

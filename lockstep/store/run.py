@@ -490,8 +490,12 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
     """The run at `root`, or the runs in it, up to three directories down, by path."""
     root = Path(root)
     places = [root, *(place for depth in ("*", "*/*", "*/*/*") for place in root.glob(depth))]
-    files = ("config.json", "environment.json")
-    return [Run(p) for p in sorted(places) if all((p / name).is_file() for name in files)]
+    return [Run(p) for p in sorted(places) if is_run(p)]
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is a run directory."""
+    return all((path / name).is_file() for name in ("config.json", "environment.json"))
 
 
 def _shown(summary: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -521,7 +525,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 def _check_is_run(path: Path) -> None:
     file = path / "environment.json"
-    if not ((path / "config.json").is_file() and file.is_file()):
+    if not is_run(path):
         nearby = [p.parent.name for p in sorted(path.glob("*/config.json"))]
         hint = f" Did you mean one of the runs in it: {', '.join(nearby[-3:])}?" if nearby else ""
         found = "has no config.json" if path.is_dir() else "does not exist"

@@ -14,57 +14,35 @@ step-000030/
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import math
 import os
-import re
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from lockstep.errors import CheckpointError
+from lockstep.store.checkpoints import FORMAT_VERSION, MANIFEST, Checkpoints, sha256_of, verify
 from lockstep.store.files import replace_directory, storage_errors, sync_tree, write_json
 from lockstep.training.critic import CRITIC, Critic
 from lockstep.training.trainer import Trainer
 
-MANIFEST, STATE, SEATS = "manifest.json", "state.json", "seats"
-FORMAT_VERSION = 1
+STATE, SEATS = "state.json", "seats"
 
 NO_SEATS: Mapping[str, Trainer] = MappingProxyType({})
 
-_NAME = re.compile(r"step-(\d{6,})")
-_REPLACED = re.compile(r"\.step-(\d{6,})\.replaced")
-"""A checkpoint that one of the same step was about to replace when the run was killed."""
-_log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """The files of a checkpoint."""
-
-    format_version: int
-    step: int
-    metric: float | None
-    """Figure by which `best` is chosen; None if the step was not evaluated."""
-    files: Mapping[str, tuple[int, str]]
-    """path -> (bytes, sha256)."""
-
-
-class CheckpointStore:
-    """The checkpoints of one run, by step.
+class CheckpointStore(Checkpoints):
+    """The checkpoints of one run, to write and to load.
 
     keep_last: number of newest ones to keep. keep_best: keep the one with the highest metric too.
-    Only whole checkpoints count: a torn one never replaces a good one.
+    A torn one never replaces a good one.
     """
 
     def __init__(self, root: str | Path, *, keep_last: int = 2, keep_best: bool = True) -> None:
-        self.root = Path(root)
+        super().__init__(root)
         self.keep_last, self.keep_best = keep_last, keep_best
 
     def save(
@@ -88,7 +66,7 @@ class CheckpointStore:
         with storage_errors(target, partial=beside):
             if trainer.is_writer:
                 self.root.mkdir(parents=True, exist_ok=True)
-                for leftover in {*self.root.glob(".step-*")} - {*self._named().values()}:
+                for leftover in {*self.root.glob(".step-*")} - {*self.named().values()}:
                     shutil.rmtree(leftover, ignore_errors=True)  # of a write that was killed
             trainer.save(beside)
             if critic is not None:
@@ -136,65 +114,10 @@ class CheckpointStore:
         trainer.load(checkpoint, weights_only=weights_only)
         return json.loads((checkpoint / STATE).read_text("utf-8"))
 
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint, every byte of it checked; None if there is none.
-
-        Torn ones are skipped with a warning that names the problem.
-        """
-        for _, path in sorted(self._named().items(), reverse=True):
-            try:
-                verify(path)
-            except CheckpointError as error:
-                _log.warning("%s Passed over for the one before.", error)
-                continue
-            return path
-        return None
-
-    def best(self) -> Path | None:
-        """The checkpoint with the highest metric, the newer of equals; None if no step has a
-        metric."""
-        rated = [(m.metric, m.step, path) for path, m in self._whole() if m.metric is not None]
-        return max(rated, key=lambda r: r[:2])[2] if rated else None
-
-    def at(self, step: int) -> Path:
-        """The checkpoint of `step`. Raises CheckpointError naming the existing steps."""
-        named = self._named()
-        if step not in named:
-            known = ", ".join(map(str, sorted(named))) or "none"
-            raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {known}.")
-        return named[step]
-
-    def steps(self) -> list[int]:
-        """Steps of the checkpoints whose files exist with their sizes, in order."""
-        return sorted(manifest.step for _, manifest in self._whole())
-
-    def _named(self) -> dict[int, Path]:
-        entries = list(self.root.iterdir()) if self.root.is_dir() else []
-        named = {
-            int(m[1]): path
-            for pattern in (_REPLACED, _NAME)  # the later one counts
-            for path in entries
-            if (m := pattern.fullmatch(path.name))
-        }
-        for path in named.values():
-            if path.is_symlink():
-                raise CheckpointError(
-                    f"{path} is a link to {os.readlink(path)}. A run renames and deletes its "
-                    "checkpoints: put the directory itself here, or remove the link."
-                )
-        return {step: path for step, path in named.items() if path.is_dir()}
-
-    def _whole(self) -> list[tuple[Path, Manifest]]:
-        out: list[tuple[Path, Manifest]] = []
-        for path in self._named().values():
-            with suppress(CheckpointError):
-                out.append((path, verify(path, digests=False)))
-        return out
-
     def _let_go(self) -> None:
         keep = set(self.steps()[-self.keep_last :])
         best = self.best() if self.keep_best else None
-        for path, manifest in self._whole():
+        for path, manifest in self.whole():
             if manifest.step not in keep and path != best:
                 # Renamed first: a kill within the deletion must not leave half a checkpoint.
                 doomed = path.with_name(f".{path.name.strip('.')}.deleted")
@@ -202,48 +125,9 @@ class CheckpointStore:
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
-def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
-    """The manifest, if the files match it; else raises CheckpointError listing every problem.
-
-    digests: read every byte; False compares names and sizes only.
-    """
-    path = checkpoint / MANIFEST
-    try:
-        manifest = Manifest(**json.loads(path.read_text("utf-8")))
-        files = [(name, size, digest) for name, (size, digest) in manifest.files.items()]
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{checkpoint} has no {MANIFEST}: not a checkpoint, or one that was never finished."
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error!r}). A torn copy?") from error
-    if (version := manifest.format_version) > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{checkpoint} was written in format {version}; this version of Lockstep reads up to "
-            f"{FORMAT_VERSION}. Use the version that wrote it."
-        )
-    problems: list[str] = []
-    for name, size, digest in files:
-        file = checkpoint / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            problems.append(f"{name} has {file.stat().st_size} bytes, {size} were written")
-        elif digests and _sha256(file) != digest:
-            problems.append(f"{name} has changed since it was written")
-    if problems:
-        raise CheckpointError(f"{checkpoint} is torn: {'; '.join(problems)}.")
-    return manifest
-
-
 def _digest_files(directory: Path) -> dict[str, tuple[int, str]]:
     """relative path -> (bytes, sha256) of every file below."""
     return {
-        file.relative_to(directory).as_posix(): (file.stat().st_size, _sha256(file))
+        file.relative_to(directory).as_posix(): (file.stat().st_size, sha256_of(file))
         for file in sorted(p for p in directory.rglob("*") if p.is_file())
     }
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

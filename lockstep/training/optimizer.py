@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from lockstep.models.shapes import misfits
 from lockstep.models.sharding import local_part, mesh_of, part_like, whole_like
 from lockstep.models.tensor_file import Outgoing, StoredTensor
 from lockstep.training.config import TrainerConfig, frozen_names
-from lockstep.training.moments import PackedMoment
+from lockstep.training.moments import PackedMoment, PackedSquare
 
 if TYPE_CHECKING:
     from lockstep.launch.ranks import Ranks
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_UNDECAYED = re.compile(r"(norm\d*|bias|sinks|A_log|\bD|\bln_\w+)(\.weight)?$")
 
 SUMMED_ELEMENTS = 1 << 24  # of gradients that are summed over ranks at once: 64 MiB
 
@@ -54,9 +57,10 @@ def lr_share(update: int, config: TrainerConfig, *, total_updates: int | None) -
 
 
 def is_decayed(name: str) -> bool:
-    """Whether weight decay applies: to projections, and not to a norm's scale, a bias or a sink's
-    logit, which have no reason to be near 0."""
-    return not name.endswith(("norm", "bias", "sinks"))
+    """Whether weight decay applies: to projections, and not to a norm's scale, a bias, a sink's
+    logit or the rates of a recurrence (A_log, D), which have no reason to be near 0. name: the
+    decoder's, or transformers' in a model that it runs."""
+    return _UNDECAYED.search(name) is None
 
 
 def freeze(
@@ -100,7 +104,7 @@ class Optimizer:
         meshes = {n: mesh for n, p in self.parameters.items() if (mesh := mesh_of(p)) is not None}
         self._sharded = list(meshes)
         self._sharded_over = next(iter(meshes.values()), None)
-        self._state: dict[str, dict[str, Tensor | PackedMoment]] = {}
+        self._state: dict[str, dict[str, Tensor | PackedMoment | PackedSquare]] = {}
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter and name not in meshes:
                 # The gradient goes to the master while backward is running, and its memory back. A
@@ -212,7 +216,10 @@ class Optimizer:
         )
         if self._config.moments == "float8":
             for name, state in zip(names, states, strict=True):
-                self._state[name] |= {key: PackedMoment.of(state[key]) for key in _MOMENTS}
+                first = PackedMoment.of(state["exp_avg"])
+                told = {"betas": self._betas, "step": state["step"]}
+                second = PackedSquare.beside(first, state["exp_avg_sq"], **told)
+                self._state[name] |= {"exp_avg": first, "exp_avg_sq": second}
 
     def read_parameters(self) -> None:
         """Copies float32 parameters to those masters that are copies of them."""
@@ -269,12 +276,13 @@ class Optimizer:
                     master.copy_(part_like(_numbers(kept), parameter))
             if (step := tensors.get(f"step/{name}")) is not None:
                 kept = _numbers(step).reshape(()).to(master.device, copy=True)
-                state: dict[str, Tensor | PackedMoment] = {"step": kept}
+                state: dict[str, Tensor | PackedMoment | PackedSquare] = {"step": kept}
                 for key in _MOMENTS:
                     part = part_like(_numbers(tensors[f"{key}/{name}"]), parameter)
                     part = part.to(master.device, copy=True)
+                    packed = PackedMoment if key == "exp_avg" else PackedSquare
                     is_packed = self._config.moments == "float8"
-                    state[key] = PackedMoment.of(part) if is_packed else part
+                    state[key] = packed.of(part) if is_packed else part
                 self._state[name] = state
 
     def _is_own_master(self, name: str) -> bool:
@@ -294,13 +302,13 @@ def _call_while_alive(
         collect(name, parameter)
 
 
-def _numbers(tensor: Tensor | StoredTensor | PackedMoment) -> Tensor:
-    if isinstance(tensor, PackedMoment):
+def _numbers(tensor: Tensor | StoredTensor | PackedMoment | PackedSquare) -> Tensor:
+    if isinstance(tensor, PackedMoment | PackedSquare):
         return tensor.unpacked()
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor.detach()
 
 
-def _whole(part: Tensor | PackedMoment, parameter: torch.nn.Parameter) -> Tensor:
+def _whole(part: Tensor | PackedMoment | PackedSquare, parameter: torch.nn.Parameter) -> Tensor:
     return whole_like(_numbers(part), parameter)
 
 

@@ -27,10 +27,10 @@ from lockstep.correction.weighing import Corrected
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.models import sequence_parallel
 from lockstep.models.decoder import Decoder
-from lockstep.models.lora import adapter_scaled
+from lockstep.models.lora import adapter_parameters, adapter_replaced, adapter_scaled
 from lockstep.models.moe import Routing
 from lockstep.models.peft_io import check_policy, load_policy, save_policy
-from lockstep.models.sharding import let_go
+from lockstep.models.sharding import let_go, local_part
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
 from lockstep.objectives.distillation import vocabulary_kl
 from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss, make_loss, with_teacher
@@ -110,7 +110,7 @@ class Trainer(Learner):
 
         temperature: of the distribution under which the rollout's log-probs were recorded.
         reference: the frozen policy of a reference KL. A model with an adapter needs none: its
-        adapter is switched off instead.
+        adapter is switched off instead, or replaced by the one of `take_reference`.
         contract: numerics under which the sampler's log-probs equal this trainer's bit for bit.
         Recorded log-probs then stand in for a forward of the old policy, and a token of the
         current version that differs raises ContractError before anything is updated.
@@ -126,6 +126,7 @@ class Trainer(Learner):
         config.check_routers(model.config, has_adapter=model.lora is not None)
         super().__init__(model, config, like=like, total_updates=total_updates, ranks=ranks)
         self.model, self.reference, self.contract = model, reference, contract
+        self.reference_adapter: list[Tensor] | None = None
         self.temperature = temperature
         self.distill, self.teachers = distill, teachers
         self.num_recomputed = 0
@@ -359,13 +360,34 @@ class Trainer(Learner):
         if self.reference is not None:
             self.forward(samples, column="reference_logprobs", model=self.reference)
         elif self.model.lora is not None:
-            with adapter_scaled(self.model, 0):
+            adapter = self.reference_adapter
+            with (
+                adapter_scaled(self.model, 0)
+                if adapter is None
+                else adapter_replaced(self.model, adapter)
+            ):
                 self.forward(samples, column="reference_logprobs", model=self.model)
         else:
             raise ConfigError(
                 "objective.kl_coef is above 0, and this trainer has no reference policy: give "
                 "Trainer(reference=...), a frozen copy of the policy."
             )
+
+    def take_reference(self, directory: Path | None = None) -> None:
+        """The reference of the KL is from here on the policy as it is, or as it was saved in
+        `directory`."""
+        if self.model.lora is not None:
+            self.reference_adapter = [p.detach().clone() for p in adapter_parameters(self.model)]
+            if directory is not None:
+                with adapter_replaced(self.model, self.reference_adapter):
+                    load_policy(self.model, directory)
+        elif self.reference is not None and directory is not None:
+            load_policy(self.reference, directory)
+        elif self.reference is not None:
+            with torch.no_grad():
+                pairs = zip(self.reference.parameters(), self.model.parameters(), strict=True)
+                for theirs, mine in pairs:
+                    local_part(theirs).copy_(local_part(mine))
 
     def _scored_by(self, samples: Sequence[Sample], correction: Correction) -> ScoredBy:
         is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
@@ -479,13 +501,14 @@ class Trainer(Learner):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(log-probs [N], entropy [N], what a teacher is compared with, as fields of a
         `TokenBatch`)."""
-        if TEACHER_IDS in batch.columns:
-            targets = torch.cat([batch.targets[:, None], batch.columns[TEACHER_IDS].long()], 1)
+        listed = batch.columns.get(TEACHER_IDS)
+        if listed is not None and batch.support is None:
+            targets = torch.cat([batch.targets[:, None], listed.long()], 1)
             found, entropy = self._log_probs(batch, routing, targets=targets)
             return found[:, 0], entropy, {"listed": found[:, 1:]}
-        if not self.teachers:
+        if listed is None and not self.teachers:
             return *self._log_probs(batch, routing), {}
-        model, where = self.model, batch.columns["teacher"]
+        model = self.model
         hidden = take_rows(
             model(batch.ids, batch.positions, batch.context, routing), batch.predictors
         )
@@ -497,7 +520,10 @@ class Trainer(Learner):
             support=batch.support,
             vocab_size=model.config.vocab_size,
         )
-        kl = torch.zeros_like(logprobs)
+        if listed is not None:  # teachers are compared over the vocabulary, whatever was drawn from
+            found, _ = model.log_probs(hidden, listed.long(), temperature=self.temperature)
+            return logprobs, entropy, {"listed": found}
+        kl, where = torch.zeros_like(logprobs), batch.columns["teacher"]
         for number, teacher in enumerate(self.teachers):
             mine = (where == number).nonzero()[:, 0]
             if not len(mine):
@@ -596,8 +622,12 @@ class Trainer(Learner):
     ) -> list[npt.NDArray[np.float32]]:
         return unpack_rows(samples, parts, ranks=self.ranks, fill=fill)
 
+    def save_policy(self, directory: Path) -> None:
+        """Writes the trained weights alone: see `peft_io.save_policy`."""
+        save_policy(self.model, directory, like=self.like, is_writer=self.is_writer)
+
     def _save_model(self, directory: Path) -> None:
-        save_policy(self.model, directory / POLICY, like=self.like, is_writer=self.is_writer)
+        self.save_policy(directory / POLICY)
 
     def _check_saved(self, directory: Path) -> None:
         check_policy(self.model, directory / POLICY, like=self.like)

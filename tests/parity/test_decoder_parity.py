@@ -3,11 +3,14 @@
 import json
 
 import pytest
+import safetensors.torch
 import torch
 
+from lockstep.errors import CheckpointError
 from lockstep.models.hf_io import INDEX, load_checkpoint, save_checkpoint
 from lockstep.models.shapes import decoder_layout
 from lockstep.ops.context import PackedContext
+from lockstep.training.optimizer import is_decayed
 
 transformers = pytest.importorskip("transformers", reason="pip install 'lockstep-rl[transformers]'")
 
@@ -267,3 +270,40 @@ def test_a_checkpoint_is_saved_back_byte_equal(pair, max_shard_size):
         type(theirs).from_pretrained(root / d)(input_ids=ids).logits for d in ("bf16", "again")
     ]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("case", [*CASES, *HYBRIDS])
+def test_the_parameters_of_transformers_trainer_are_decayed_but_for_sinks_and_rates(case, tmp_path):
+    theirs = make_hf(case)
+    decayed = transformers.Trainer.get_decay_parameter_names(None, theirs)
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = load_checkpoint(tmp_path / "hf")
+    named = {n: torch.full_like(p, is_decayed(n)) for n, p in ours.named_parameters()}
+    named |= {name: None for name in named if name.endswith("choice_bias")}
+    for name, values in as_in_transformers(ours, named).items():
+        is_theirs = name in decayed and not name.endswith(("sinks", "A_log"))
+        assert bool(values.any()) == is_theirs, name
+
+
+def test_experts_in_one_tensor_are_read_as_one_by_one(tmp_path):
+    """Qwen3.5 is published so; transformers saves a tensor for each."""
+    make_hf("qwen3_5_moe_text").save_pretrained(tmp_path / "hf")
+    wanted = load_checkpoint(tmp_path / "hf")
+    tensors = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config.pop("intermediate_size", None)  # which it has no use for
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    for name, parameter in wanted.named_parameters():
+        if parameter.ndim == 3 and name.endswith("_proj"):
+            stem = f"model.{name.replace('mlp.', 'mlp.experts.')}"
+            for one in decoder_layout(wanted.config)[name].pieces:
+                del tensors[one.name]
+            tensors[stem] = parameter.detach().clone()
+    safetensors.torch.save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    found = load_checkpoint(tmp_path / "hf")
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(dict(found.named_parameters())[name], parameter), name
+    del tensors[stem]
+    safetensors.torch.save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing \(\d+\): .*experts.0.down_proj.weight"):
+        load_checkpoint(tmp_path / "hf")

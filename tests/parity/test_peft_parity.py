@@ -25,6 +25,10 @@ KINDS = {
         ("attention", "*.experts.down_proj"),
         ("layers.0.*.experts.gate_up_proj", "layers.2.*.experts.*", "layers.1.*.o_proj"),
     ],
+    # Mixtures with dense layers, or experts that every token goes to.
+    "qwen3_moe-dense-layers": [(), ("mlp",), ("mlp", "*.experts.down_proj"), ("*.0.mlp.up_proj",)],
+    "glm4_moe": [(), ("mlp",), ("experts", "*.shared.*"), ("*.shared.up_proj",)],
+    "deepseek_v3-plain": [("mlp", "experts"), ("mlp", "*.o_proj")],
 }
 CASES = [(kind, targets) for kind, choices in KINDS.items() for targets in choices]
 

@@ -94,6 +94,6 @@ def qwen3_5(reading: Reading) -> dict[str, Any]:
     return _hybrid(reading, is_grouped=False)
 
 
-@family("qwen3_5_moe_text", reads=_READS, head_dim=256)
+@family("qwen3_5_moe_text", reads=_READS, head_dim=256, intermediate_size=0)
 def qwen3_5_moe(reading: Reading) -> dict[str, Any]:
     return {**_hybrid(reading, is_grouped=False), **_experts(reading)}

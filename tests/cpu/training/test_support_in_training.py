@@ -11,6 +11,7 @@ from tiny_training import VOCAB, make_rows, make_trainer
 from lockstep.errors import AlignmentError, TokenError
 from lockstep.objectives.config import Reinforce
 from lockstep.ops.context import PackedContext
+from lockstep.training.distill_config import DistillConfig, TeacherConfig
 from lockstep.training.packing import pack, plan_microbatches, split_updates
 from lockstep.types import Ragged, Sample
 
@@ -104,6 +105,21 @@ def test_an_update_moves_nothing_where_every_token_was_the_only_choice(tmp_path)
     metrics = trainer.update(rows, Reinforce())
     assert metrics["train/grad_norm"] == 0 and metrics["train/entropy"] == 0
     assert metrics["mismatch/unequal_tokens"] == 0
+
+
+def test_a_teachers_ids_are_scored_over_the_vocabulary_and_tokens_over_their_support(tmp_path):
+    """A listed id outside of a token's support had log-prob -inf, and the loss was NaN."""
+    plain, trainer = make_trainer(tmp_path / "a"), make_trainer(tmp_path / "b")
+    found, teacher = [], make_trainer(tmp_path / "c", seed=7).model
+    for one, rows in ((plain, make_rows([20, 31])), (trainer, with_support(make_rows([20, 31])))):
+        one.distill = DistillConfig(teacher=TeacherConfig(model="a"), signal="top_k", top_k=5)
+        one.list_likely(rows, teacher, top_k=5)
+        for row in rows:
+            row.columns["advantages"][:] = 0
+        found.append(one.update(rows, Reinforce()))
+    assert found[1]["train/loss"] == pytest.approx(found[0]["train/loss"], abs=1e-6)
+    assert found[1]["train/grad_norm"] == pytest.approx(found[0]["train/grad_norm"], abs=1e-5)
+    assert found[0]["train/loss"] > 0.01 and found[1]["train/skipped_updates"] == 0
 
 
 def test_a_support_of_another_vocabulary_is_named(tmp_path):

@@ -443,6 +443,23 @@ def test_norms_biases_and_sinks_are_not_decayed(tmp_path):
     assert not is_decayed("layers.0.attention.q_norm")
 
 
+@pytest.mark.parametrize(
+    ("is_it", "names"),
+    [
+        (False, "attention.A_log attention.dt_bias attention.value_norm attention.kv_a_norm"),
+        (False, "mlp.router.choice_bias mlp_output_norm mlp.down_bias attention.q_norm"),
+        (False, "input_layernorm.weight self_attn.q_norm.weight norm.weight mixer.D ln_1.weight"),
+        (False, "linear_attn.norm.weight ln_f.weight norm1.weight self_attn.q_proj.bias"),
+        (True, "attention.conv_weight mlp.shared_gate.weight attention.kv_b_proj.weight"),
+        (True, "attention.q_proj.lora.A mlp.down_lora.B value_head embedding untied_head"),
+        (True, "mlp.router.weight norm_proj.weight attention.in_proj.weight"),
+    ],
+)
+def test_rates_of_a_recurrence_and_transformers_names_are_told_apart_too(is_it, names):
+    found = {name: is_decayed(f"layers.0.{name}") for name in names.split()}
+    assert found == dict.fromkeys(found, is_it)
+
+
 def test_schedules_rise_and_fall_as_they_say():
     base = TrainerConfig(warmup_updates=4, min_lr_share=0.1)
     shares = [lr_share(i, base, total_updates=None) for i in (0, 1, 3, 4, 1000)]
