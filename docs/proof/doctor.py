@@ -88,9 +88,8 @@ from lockstep.models.hf_io import copy_decoder, hf_tensors, load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.objectives.config import GRPO
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.run.preflight import renderer_of
+from lockstep.run.preflight import choose_model_renderer
 from lockstep.testing.engines import BrokenEngine
 from lockstep.testing.faults import FaultConfig
 from lockstep.testing.faults.rows import DroppedFinalTokens, RetokenizedRows, ShiftedLogprobs
@@ -240,11 +239,11 @@ class RenamingEngine(BrokenEngine):
 def shipped() -> Player:
     """tiny-gpt-oss, as the quickstart plays it."""
     directory = locate_model("tiny-gpt-oss")
-    config = ModelConfig.from_directory(directory)
+    config, tokenizer = ModelConfig.from_directory(directory), Tokenizer.from_file(directory)
     return Player(
         name="tiny-gpt-oss",
         model=load_checkpoint(directory).requires_grad_(False),
-        renderer=make_renderer(renderer_of(directory, config), Tokenizer.from_file(directory)),
+        renderer=choose_model_renderer(directory, config.architecture, tokenizer).renderer,
         max_tokens=256,
         max_turn_tokens=48,
     )
@@ -265,7 +264,7 @@ def real() -> Player:
     return Player(
         name="qwen3",
         model=model.requires_grad_(False),
-        renderer=make_renderer(renderer_of(directory, model.config), tokenizer),
+        renderer=choose_model_renderer(directory, model.config.architecture, tokenizer).renderer,
         max_tokens=512,
         max_turn_tokens=96,
         to_model=to_model,
