@@ -221,7 +221,7 @@ claims-quick: install-dev
 models: install
 	rm -rf build/models
 	for model in tiny-gpt-oss tiny-qwen3 tiny-qwen3-next tiny-math tiny-instructions; do \
-	  $(BIN)/lockstep sft $$model out=build/models/$$model && \
+	  $(BIN)/lockstep sft $$model --plugin examples/tiny_models.py out=build/models/$$model && \
 	  rm -rf lockstep/models/shipped/$$model && \
 	  cp -r build/models/$$model/model lockstep/models/shipped/$$model || exit 1; \
 	done

@@ -239,13 +239,11 @@ class RenamingEngine(BrokenEngine):
 def shipped() -> Player:
     """tiny-gpt-oss, as the quickstart plays it."""
     directory = locate_model("tiny-gpt-oss")
-    config = ModelConfig.from_directory(directory)
+    config, tokenizer = ModelConfig.from_directory(directory), Tokenizer.from_file(directory)
     return Player(
         name="tiny-gpt-oss",
         model=load_checkpoint(directory).requires_grad_(False),
-        renderer=choose_model_renderer(
-            directory, config.architecture, Tokenizer.from_file(directory)
-        ).renderer,
+        renderer=choose_model_renderer(directory, config.architecture, tokenizer).renderer,
         max_tokens=256,
         max_turn_tokens=48,
     )

@@ -27,16 +27,16 @@ import torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "parity"))
+sys.path[:0] = [str(ROOT / "tests" / "parity"), str(ROOT / "examples")]
 
 from real_tokenizers import directory_of  # noqa: E402  fetched once, checked by its hash
+from tiny_models import TINY_SFT as TRAINER  # noqa: E402
+from tiny_models import SearchDemonstrationsConfig  # noqa: E402
 
-from lockstep.envs.docsearch.demonstrations import SearchDemonstrationsConfig  # noqa: E402
 from lockstep.models.config import ModelConfig  # noqa: E402
 from lockstep.models.decoder import Decoder  # noqa: E402
 from lockstep.models.hf_io import save_checkpoint  # noqa: E402
 from lockstep.models.tiny import SINK_LOGIT, hf_config  # noqa: E402
-from lockstep.recipes.shipped import TINY_SFT as TRAINER  # noqa: E402
 from lockstep.renderers.config import ChatMLConfig  # noqa: E402
 from lockstep.renderers.registry import make_renderer  # noqa: E402
 from lockstep.renderers.tokenizer import Tokenizer  # noqa: E402

@@ -20,7 +20,15 @@ LIMIT = 62_916
 limit says for which capability, and why nothing could go for it."""
 
 ROOMS = {
-    "nouns: types, errors, config": ("types", "errors", "config", "display", "habits", "dialogues", "__init__"),
+    "nouns: types, errors, config": (
+        "types",
+        "errors",
+        "config",
+        "display",
+        "habits",
+        "dialogues",
+        "__init__",
+    ),
     "tinker": ("tinker", "tinker_config", "tinker_server"),
     "run": (
         "run",

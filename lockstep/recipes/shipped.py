@@ -17,35 +17,22 @@ import lockstep.envs.verifiers.config  # noqa: F401
 from lockstep.agent.config import AgentConfig
 from lockstep.envs.custom import CustomConfig
 from lockstep.envs.docsearch.config import DocSearchConfig
-from lockstep.envs.docsearch.demonstrations import SearchDemonstrationsConfig
 from lockstep.envs.instructions.config import InstructionsConfig
-from lockstep.envs.instructions.demonstrations import InstructionDemonstrationsConfig
 from lockstep.envs.math.config import MathConfig, RetoolConfig
-from lockstep.envs.math.demonstrations import (
-    HEAD_INSTRUCTIONS,
-    STEPS_INSTRUCTIONS,
-    TOOL_INSTRUCTIONS,
-    MathDemonstrationsConfig,
-)
 from lockstep.envs.programs.config import AgentProgramConfig, ConnectConfig
 from lockstep.models.lora_config import LoraConfig
 from lockstep.objectives.config import GAE, PPOClip
 from lockstep.recipes.registry import recipe, supervised_recipe
-from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
+from lockstep.renderers.config import ChatMLConfig
 from lockstep.run_config import Config, EvaluationConfig, SupervisedConfig
 from lockstep.training.config import CheckpointConfig, CriticConfig, SFTConfig, TrainerConfig
 from lockstep.training.distill_config import DistillConfig, TeacherConfig
 
-TINY_SFT = TrainerConfig(
-    lr=4e-3,
-    betas=(0.9, 0.98),
-    weight_decay=0.01,
-    warmup_updates=50,
-    schedule="linear",
-    min_lr_share=0.05,
-)
-"""Training of the shipped models on demonstrations."""
-PLAIN_CHATML = ChatMLConfig(tools_in_prompt=False, has_empty_thinking=False)
+STEPS_INSTRUCTIONS = "Work it out."
+TOOL_INSTRUCTIONS = "Use python."
+HEAD_INSTRUCTIONS = "Answer at once."
+"""Developer messages that tiny-math knows: for word problems, for chains with the tool, for chains
+without it."""
 
 
 def _tiny(**settings: Any) -> Config:
@@ -73,20 +60,6 @@ def _own(**settings: Any) -> Config:
         "checkpoint": CheckpointConfig(every=25),
     }
     return Config(**defaults | settings)
-
-
-def _tiny_model(name: str, create: Any, data: Any, steps: int, **settings: Any) -> SupervisedConfig:
-    """A shipped model, made from random weights."""
-    defaults: dict[str, Any] = {"renderer": PLAIN_CHATML, "spelling_dropout": 0.05}
-    return SupervisedConfig(
-        name=name,
-        create=create,
-        data=data,
-        sft=SFTConfig(steps=steps, rows_per_step=32, observed_weight=0.05),
-        trainer=TINY_SFT,
-        max_tokens=512,
-        **defaults | settings,
-    )
 
 
 @recipe
@@ -267,36 +240,3 @@ def connect() -> Config:
 def sft() -> SupervisedConfig:
     """Trains a model on your own dialogues: sft.path=FILE.jsonl model=DIR."""
     return SupervisedConfig(name="sft", sft=SFTConfig(path="dialogues.jsonl"), max_tokens=1024)
-
-
-@supervised_recipe
-def tiny_gpt_oss() -> SupervisedConfig:
-    """The shipped mixture of experts with sinks, from random weights: minutes on a CPU."""
-    renderer = HarmonyConfig(system_message=False, developer_heading=False, tools_in_prompt=False)
-    data = SearchDemonstrationsConfig()
-    return _tiny_model("tiny-gpt-oss", "gpt_oss", data, 1300, renderer=renderer)
-
-
-@supervised_recipe
-def tiny_qwen3() -> SupervisedConfig:
-    """The shipped dense model, from random weights: minutes on a CPU."""
-    return _tiny_model("tiny-qwen3", "qwen3", SearchDemonstrationsConfig(), 860)
-
-
-@supervised_recipe
-def tiny_qwen3_next() -> SupervisedConfig:
-    """The shipped hybrid of linear attention and attention, with experts, in the format of Qwen."""
-    return _tiny_model("tiny-qwen3-next", "qwen3_next", SearchDemonstrationsConfig(), 860)
-
-
-@supervised_recipe
-def tiny_math() -> SupervisedConfig:
-    """The shipped dense model for `math` and `retool`, from random weights: minutes on a CPU."""
-    return _tiny_model("tiny-math", "qwen3", MathDemonstrationsConfig(), 2000)
-
-
-@supervised_recipe
-def tiny_instructions() -> SupervisedConfig:
-    """The shipped model of the recipe `instructions`, from random weights: minutes on a CPU."""
-    data = InstructionDemonstrationsConfig()
-    return _tiny_model("tiny-instructions", "qwen3", data, 1500, spelling_dropout=0.0)

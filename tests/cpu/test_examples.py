@@ -130,6 +130,14 @@ def test_the_environment_trains_from_the_command_line(tmp_path):
     assert all("reward/penalty" in row and row["episodes/failed"] == 0 for row in rows)
 
 
+@pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-qwen3", "tiny-instructions"])
+def test_the_shipped_models_are_made_again_from_the_command_line(name, tmp_path):
+    small = ["data.num_dialogues=64", "sft.steps=2", "sft.rows_per_step=8"]
+    words = ["sft", name, "--plugin", "tiny_models.py", *small, f"out={tmp_path / 'run'}"]
+    assert main(words) == OK
+    assert (tmp_path / "run/model/model.safetensors").is_file()
+
+
 def played(name, replies, *, seats, **task):
     """The trajectories of one match of `examples/NAME.py`. replies: seat -> its turns' texts."""
     renderer = HarmonyRenderer(byte_tokenizer(), HarmonyConfig())

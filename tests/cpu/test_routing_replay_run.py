@@ -93,7 +93,7 @@ def test_replay_of_what_cannot_be_is_refused_before_a_model_is_loaded(overrides,
 
 def test_supervised_training_has_no_routes_to_replay():
     with pytest.raises(ConfigError, match="in supervised training nothing was sampled"):
-        resolve(find_supervised_recipe("tiny-gpt-oss"), ["trainer.routing_replay=rollout"])
+        resolve(find_supervised_recipe("sft"), ["trainer.routing_replay=rollout"])
 
 
 def test_the_plan_says_whether_a_replay_needs_a_second_pass():

@@ -228,7 +228,10 @@ def test_messages_read_the_openai_form_and_write_one_that_reads_back_equal():
     ("source", "message"),
     [
         ({"role": "robot"}, "'robot' is not one of"),
-        ({"role": "user", "content": [{"type": "image"}]}, r"content\[0\].type is .image.: Only text is read"),
+        (
+            {"role": "user", "content": [{"type": "image"}]},
+            r"content\[0\].type is .image.: Only text is read",
+        ),
         ({"role": "user", "contents": "x"}, r"unknown keys \['contents'\]"),
         ({"role": "tool", "content": "x"}, "a tool message needs `name`"),
         (

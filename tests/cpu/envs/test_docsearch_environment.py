@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import CLEAN_SEARCH, NOISY_SEARCH, demonstrate_search
 
 from lockstep.agent.config import AgentConfig
 from lockstep.config import from_dict, tag, to_dict
 from lockstep.envs.docsearch.config import INVALID_CALL, TOOL_NAME, DocSearchConfig
-from lockstep.envs.docsearch.demonstrations import CLEAN, NOISY, demonstration
 from lockstep.envs.docsearch.worlds import (
     ENTITY_WORDS,
     LINKS,
@@ -262,10 +262,10 @@ def demonstrations(count: int, **options):
     rng = random.Random(5)
     for _ in range(count):
         world = World.generate(rng)
-        yield world, demonstration(world, rng, **options)
+        yield world, demonstrate_search(world, rng, **options)
 
 
-@pytest.mark.parametrize("noise", [NOISY, CLEAN], ids=["noisy", "clean"])
+@pytest.mark.parametrize("noise", [NOISY_SEARCH, CLEAN_SEARCH], ids=["noisy", "clean"])
 def test_demonstrations_show_what_the_environment_would_have_said(noise):
     for world, dialogue in demonstrations(300, noise=noise):
         environment = environment_of(world)
@@ -289,17 +289,17 @@ def test_the_noisy_demonstrator_errs_as_often_as_it_should():
         fact = world.path[0]
         seen["right"] += proper[0] == [fact.name, fact.relation]
         seen["no relation"] += proper[0] == [fact.name]
-    assert seen["broken"] / count == pytest.approx(NOISY.broken_json, abs=0.03)
-    assert seen["no relation"] / count == pytest.approx(NOISY.missing_relation, abs=0.03)
+    assert seen["broken"] / count == pytest.approx(NOISY_SEARCH.broken_json, abs=0.03)
+    assert seen["no relation"] / count == pytest.approx(NOISY_SEARCH.missing_relation, abs=0.03)
     # A wrong name is drawn from all 20, so one time in 20 it is the right one.
     assert seen["right"] / count == pytest.approx(0.55 + 0.25 / 20, abs=0.03)
     assert 0.25 < seen["correct"] / count < 0.45
 
 
 def test_the_clean_demonstrator_makes_no_mistake_and_repeats():
-    for world, dialogue in demonstrations(200, noise=CLEAN):
+    for world, dialogue in demonstrations(200, noise=CLEAN_SEARCH):
         assert [m for m in dialogue if m.role == "assistant"] == oracle(world)
-        assert dialogue == demonstration(world, random.Random(0), noise=CLEAN)
+        assert dialogue == demonstrate_search(world, random.Random(0), noise=CLEAN_SEARCH)
     first, second = ([d for _, d in demonstrations(50)] for _ in range(2))
     assert first == second
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import InstructionDemonstrationsConfig, reply
 
 from lockstep.agent.config import AgentConfig
 from lockstep.config import from_dict, tag, to_dict
@@ -23,7 +24,6 @@ from lockstep.envs.instructions.checkers import (
     sentences,
 )
 from lockstep.envs.instructions.config import InstructionsConfig
-from lockstep.envs.instructions.demonstrations import InstructionDemonstrationsConfig, reply
 from lockstep.envs.instructions.generated import World, are_compatible
 from lockstep.envs.instructions.published import read_published
 from lockstep.errors import ConfigError, DataError, MissingExtraError

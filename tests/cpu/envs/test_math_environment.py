@@ -5,19 +5,19 @@ import json
 import random
 
 import pytest
-
-from lockstep.agent.config import AgentConfig
-from lockstep.config import from_dict, to_dict
-from lockstep.envs.math.config import MathConfig, RetoolConfig
-from lockstep.envs.math.demonstrations import (
-    CLEAN,
+from tiny_models import (
+    CLEAN_MATH,
     FAILED_CODE,
-    NOISY,
+    NOISY_MATH,
     MathDemonstrationsConfig,
     demonstrate_calls,
     demonstrate_head,
     demonstrate_steps,
 )
+
+from lockstep.agent.config import AgentConfig
+from lockstep.config import from_dict, to_dict
+from lockstep.envs.math.config import MathConfig, RetoolConfig
 from lockstep.envs.math.problems import chain, make_problem, word_problem
 from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
@@ -166,8 +166,8 @@ def test_the_demonstrator_without_fault_is_always_right_and_the_other_often_wron
             rewards.append(play(MathConfig(), [reply], answer=made.answer)[1].reward)
         return sum(rewards) / len(rewards)
 
-    assert mean_reward(CLEAN) == pytest.approx(1.0)
-    assert 0.1 < mean_reward(NOISY) < 0.6
+    assert mean_reward(CLEAN_MATH) == pytest.approx(1.0)
+    assert 0.1 < mean_reward(NOISY_MATH) < 0.6
 
 
 def test_the_results_in_demonstrated_calls_are_those_of_the_sandbox_word_for_word():
@@ -176,7 +176,7 @@ def test_the_results_in_demonstrated_calls_are_those_of_the_sandbox_word_for_wor
     kinds = set()
     for _ in range(12):
         made = chain(rng)
-        dialogue = demonstrate_calls(made, rng, NOISY)
+        dialogue = demonstrate_calls(made, rng, NOISY_MATH)
         turns = [m for m in dialogue if m.role == "assistant"]
         shown = [m.content for m in dialogue if m.role == "tool"]
         seen, _ = play(recipe, turns, answer=made.answer)

@@ -1,6 +1,7 @@
 """The shipped recipes, as they are without a setting of the user's."""
 
 import pytest
+import tiny_models  # noqa: F401  its recipes register themselves
 
 from lockstep.config import from_dict, resolve, to_dict
 from lockstep.recipes import find_recipe, find_supervised_recipe
