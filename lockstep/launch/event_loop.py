@@ -126,7 +126,10 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
         try:
             return runner.run(_remembering(main))
         finally:
-            loop.run_until_complete(_end_others())
+            # Before the loop goes on: a task that is ready could block it again.
+            for task in (left := asyncio.all_tasks(loop)):
+                task.cancel()
+            loop.run_until_complete(_end_others(left))
             loop.close()
             asyncio.set_event_loop(None)
 
@@ -176,12 +179,9 @@ def _outside_loop() -> Generator[None]:
             asyncio.tasks._enter_task(outer, task)
 
 
-async def _end_others() -> None:
-    """Ends the tasks and asynchronous generators that are left, and names those that will not."""
+async def _end_others(left: Iterable[asyncio.Task[Any]]) -> None:
+    """Waits for cancelled tasks and asynchronous generators, and names those that do not end."""
     loop = asyncio.get_running_loop()
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
     await _wait_for(left)
     await _wait_for([loop.create_task(loop.shutdown_asyncgens(), name="asynchronous generators")])
 

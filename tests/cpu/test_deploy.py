@@ -76,6 +76,8 @@ def test_every_command_plans_a_run(name, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(200)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    python = f"engine.python={sys.executable}"  # there is no environment of vLLM here
+    words = [python if word.startswith("engine.python=") else word for word in words]
     settings = [word for word in words if not word.startswith(("model=", "out="))]
     settings += ["model=model", "task.path=train.jsonl", "task.source=file"]
     assert main(["train", *settings, "--dry-run"]) == 0, capsys.readouterr().err
