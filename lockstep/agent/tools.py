@@ -37,6 +37,7 @@ from lockstep.agent.guard import (
 from lockstep.agent.json_schema import json_type, mismatch
 from lockstep.errors import ConfigError, SandboxError, ToolServerError, shortened
 from lockstep.launch.process_state import AT_START, put_back
+from lockstep.renderers.calls import load_json
 from lockstep.types import Message, ToolCall, ToolSchema
 
 MAX_NAME_CHARS = 64
@@ -227,7 +228,7 @@ def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
     name is refused, unless the schema allows others.
     """
     try:
-        arguments = json.loads(text or "{}", parse_constant=_refuse_constant)
+        arguments = load_json(text or "{}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"arguments are not valid JSON: {error}") from None
     if not isinstance(arguments, dict):
@@ -238,10 +239,6 @@ def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
     if problem := mismatch(arguments, parameters, "the call"):
         raise ValueError(problem.removeprefix("the call."))
     return arguments
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 # ---------------------------------------------------------------------------------------------
