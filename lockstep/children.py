@@ -334,17 +334,18 @@ def serve(answer: Callable[..., Reply], *, opened: Callable[..., Reply] | None =
     answer: called with the arguments of a request. opened: called with those of the opening. An
     Exception of either is the reply, by its class and its text.
     """
+    alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has none
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         number, seconds = request.pop("id"), request.pop("seconds")
         function = answer if number else opened or (lambda: {})
-        signal.alarm(0 if seconds is None else math.ceil(seconds) + ORPHAN_SECONDS)
+        alarm(0 if seconds is None else math.ceil(seconds) + ORPHAN_SECONDS)
         try:
             reply = function(**request)
         except Exception as error:
             reply = {"error": type(error).__name__, "text": str(error)}
-        signal.alarm(0)
+        alarm(0)
         replies.write(json.dumps({**reply, "id": number}) + "\n")
         replies.flush()
