@@ -34,7 +34,7 @@ from lockstep.agent.guard import (
     result_of,
     settle,
 )
-from lockstep.agent.json_schema import json_type, mismatch
+from lockstep.agent.json_schema import JSON_TYPES, json_type, mismatch
 from lockstep.errors import ConfigError, SandboxError, ToolServerError, shortened
 from lockstep.launch.process_state import AT_START, put_back
 from lockstep.renderers.calls import load_json
@@ -45,9 +45,6 @@ MAX_NAME_CHARS = 64
 
 _OPEN = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 """A schema with one of these at its top may name arguments elsewhere than under "properties"."""
-
-_SCALARS: dict[Any, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
-
 
 # ---------------------------------------------------------------------------------------------
 # From a function to a schema
@@ -168,22 +165,19 @@ def _type_schema(hint: Any, where: str) -> dict[str, Any]:
         return {**schema, "description": texts[0]} if texts else schema
     if hint is Any:
         return {}
-    if hint in (None, type(None)):
-        return {"type": "null"}
-    if isinstance(hint, type) and hint in _SCALARS:
-        return {"type": _SCALARS[hint]}
+    hint = type(None) if hint is None else hint
+    if isinstance(hint, type) and hint in JSON_TYPES:
+        return {"type": JSON_TYPES[hint]}
     if origin is Literal:
         kinds = {type(value) for value in args}
-        if len(kinds) > 1 or not kinds <= set(_SCALARS):
+        if len(kinds) > 1 or not kinds <= JSON_TYPES.keys():
             raise ConfigError(f"{where}: the values of {hint} must be of one plain type.")
-        return {"type": _SCALARS[kinds.pop()], "enum": list(args)}
+        return {"type": JSON_TYPES[kinds.pop()], "enum": list(args)}
     if origin in (typing.Union, types.UnionType):
         options = [_type_schema(arg, where) for arg in args]
         if all(set(option) == {"type"} and isinstance(option["type"], str) for option in options):
             return {"type": [option["type"] for option in options]}
         return {"oneOf": options}  # harmony reads oneOf, not anyOf
-    if hint in (list, dict) and origin is None:
-        return {"type": "array" if hint is list else "object"}
     if origin in (list, collections.abc.Sequence):
         return {"type": "array", "items": _type_schema(args[0], where)}
     if origin in (dict, collections.abc.Mapping):
