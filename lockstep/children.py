@@ -189,8 +189,8 @@ class _Process:
         self._printed: deque[str] = deque(maxlen=NUM_LINES)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._printing = threading.Thread(target=self._keep_printed, daemon=True)
+        self._printing.start()  # first: the listener may end at once, and waits for it
         self._listener.start()
-        self._printing.start()
 
     @property
     def is_usable(self) -> bool:
