@@ -189,8 +189,8 @@ class _Process:
         self._printed: deque[str] = deque(maxlen=NUM_LINES)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._printing = threading.Thread(target=self._keep_printed, daemon=True)
+        self._printing.start()  # first: the listener may end at once, and waits for it
         self._listener.start()
-        self._printing.start()
 
     @property
     def is_usable(self) -> bool:
@@ -334,17 +334,18 @@ def serve(answer: Callable[..., Reply], *, opened: Callable[..., Reply] | None =
     answer: called with the arguments of a request. opened: called with those of the opening. An
     Exception of either is the reply, by its class and its text.
     """
+    alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has none
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         number, seconds = request.pop("id"), request.pop("seconds")
         function = answer if number else opened or (lambda: {})
-        signal.alarm(0 if seconds is None else math.ceil(seconds) + ORPHAN_SECONDS)
+        alarm(0 if seconds is None else math.ceil(seconds) + ORPHAN_SECONDS)
         try:
             reply = function(**request)
         except Exception as error:
             reply = {"error": type(error).__name__, "text": str(error)}
-        signal.alarm(0)
+        alarm(0)
         replies.write(json.dumps({**reply, "id": number}) + "\n")
         replies.flush()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -663,10 +665,10 @@ class ColumnSpec:
     """The form of a per-token column, by which it is packed, sharded and stored."""
 
     dtype: str
-    fill: float | int | None
+    fill: float | int | None = None
     """Value at observed tokens and padding. None for a ragged column, whose entry is empty
     there."""
-    trailing_shape: tuple[int | str, ...] = ()
+    trailing_shape: Sequence[int | str] = ()
     """Shape of one token's entry. A name is a size of the model, equal for all rows of a batch."""
     is_ragged: bool = False
     """Whether tokens have varying numbers of values: a `Ragged` instead of an array."""
@@ -675,30 +677,9 @@ class ColumnSpec:
     fed to the model, not to the trained ones."""
 
 
-_ROUTES = ColumnSpec(
-    "int16", UNKNOWN_EXPERT, trailing_shape=("layers", "active"), is_of_inputs=True
-)
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 COLUMNS: dict[str, ColumnSpec] = {
-    "rollout_logprobs": ColumnSpec("float32", float("nan")),
-    "averaged_logprobs": ColumnSpec("float32", float("nan")),
-    "old_logprobs": ColumnSpec("float32", float("nan")),
-    "logprobs": ColumnSpec("float32", float("nan")),
-    "reference_logprobs": ColumnSpec("float32", float("nan")),
-    "teacher": ColumnSpec("int32", -1),
-    "teacher_logprobs": ColumnSpec("float32", float("nan")),
-    "teacher_ids": ColumnSpec("int32", 0, trailing_shape=("listed",)),
-    "teacher_ids_logprobs": ColumnSpec("float32", float("nan"), trailing_shape=("listed",)),
-    "advantages": ColumnSpec("float32", 0.0),
-    "returns": ColumnSpec("float32", 0.0),
-    "values": ColumnSpec("float32", float("nan")),
-    "policy_version": ColumnSpec("int32", -1),
-    "turn": ColumnSpec("int32", -1),
-    "token_kind": ColumnSpec("int32", -1),
-    "importance_weights": ColumnSpec("float32", 0.0),
-    "weights": ColumnSpec("float32", 0.0),
-    "support": ColumnSpec("int32", None, is_ragged=True),
-    "routed_experts": _ROUTES,
-    "old_routed_experts": _ROUTES,
+    name: ColumnSpec(**fields) for name, fields in _TABLES["columns"].items()
 }
 """Every column by name. A log-prob that does not exist is NaN, so that its use is noticed."""
 

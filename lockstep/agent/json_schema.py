@@ -313,13 +313,15 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+JSON_TYPES: dict[Any, str] = {
+    **{type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"},
+    **{list: "array", dict: "object"},
+}
+"""Types of Python -> of JSON Schema."""
+
+
 def json_type(value: Any) -> str:
-    if value is None:
-        return "null"
-    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
-        if isinstance(value, kind):
-            return name
-    return "array" if isinstance(value, list) else "object"
+    return JSON_TYPES.get(type(value), "object")
 
 
 def _listed(value: Any) -> list[Any]:

@@ -6,11 +6,9 @@ in a notebook. It is known to the process that it lives in, and to no other.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -105,20 +103,13 @@ def _imported(place: str, where: str) -> ModuleType:
     if file is not None and str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # last: a file beside it must not shadow a module
     name = place if file is None else file.stem
+    token = _importing.set(place)
     try:
-        with _mark(place):
-            module = importlib.import_module(name)
+        module = importlib.import_module(name)
     except Exception as error:  # whatever a user's module raises
         raise ConfigError(f"{where}: {place} cannot be imported: {described(error)}.") from error
+    finally:
+        _importing.reset(token)
     if file is not None and Path(module.__file__ or "").resolve() != file:
         raise ConfigError(f"{where}: another module is called {name}. Rename the file.")
     return module
-
-
-@contextlib.contextmanager
-def _mark(place: str) -> Iterator[None]:
-    token = _importing.set(place)
-    try:
-        yield
-    finally:
-        _importing.reset(token)

@@ -34,9 +34,10 @@ from lockstep.agent.guard import (
     result_of,
     settle,
 )
-from lockstep.agent.json_schema import json_type, mismatch
+from lockstep.agent.json_schema import JSON_TYPES, json_type, mismatch
 from lockstep.errors import ConfigError, SandboxError, ToolServerError, shortened
 from lockstep.launch.process_state import AT_START, put_back
+from lockstep.renderers.calls import load_json
 from lockstep.types import Message, ToolCall, ToolSchema
 
 MAX_NAME_CHARS = 64
@@ -44,9 +45,6 @@ MAX_NAME_CHARS = 64
 
 _OPEN = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 """A schema with one of these at its top may name arguments elsewhere than under "properties"."""
-
-_SCALARS: dict[Any, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
-
 
 # ---------------------------------------------------------------------------------------------
 # From a function to a schema
@@ -167,22 +165,19 @@ def _type_schema(hint: Any, where: str) -> dict[str, Any]:
         return {**schema, "description": texts[0]} if texts else schema
     if hint is Any:
         return {}
-    if hint in (None, type(None)):
-        return {"type": "null"}
-    if isinstance(hint, type) and hint in _SCALARS:
-        return {"type": _SCALARS[hint]}
+    hint = type(None) if hint is None else hint
+    if isinstance(hint, type) and hint in JSON_TYPES:
+        return {"type": JSON_TYPES[hint]}
     if origin is Literal:
         kinds = {type(value) for value in args}
-        if len(kinds) > 1 or not kinds <= set(_SCALARS):
+        if len(kinds) > 1 or not kinds <= JSON_TYPES.keys():
             raise ConfigError(f"{where}: the values of {hint} must be of one plain type.")
-        return {"type": _SCALARS[kinds.pop()], "enum": list(args)}
+        return {"type": JSON_TYPES[kinds.pop()], "enum": list(args)}
     if origin in (typing.Union, types.UnionType):
         options = [_type_schema(arg, where) for arg in args]
         if all(set(option) == {"type"} and isinstance(option["type"], str) for option in options):
             return {"type": [option["type"] for option in options]}
         return {"oneOf": options}  # harmony reads oneOf, not anyOf
-    if hint in (list, dict) and origin is None:
-        return {"type": "array" if hint is list else "object"}
     if origin in (list, collections.abc.Sequence):
         return {"type": "array", "items": _type_schema(args[0], where)}
     if origin in (dict, collections.abc.Mapping):
@@ -227,7 +222,7 @@ def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
     name is refused, unless the schema allows others.
     """
     try:
-        arguments = json.loads(text or "{}", parse_constant=_refuse_constant)
+        arguments = load_json(text or "{}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"arguments are not valid JSON: {error}") from None
     if not isinstance(arguments, dict):
@@ -238,10 +233,6 @@ def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
     if problem := mismatch(arguments, parameters, "the call"):
         raise ValueError(problem.removeprefix("the call."))
     return arguments
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 # ---------------------------------------------------------------------------------------------

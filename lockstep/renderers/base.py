@@ -124,6 +124,23 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _SPELLING})}"
 
 
+def grammar_of(bodies: Sequence[str], *, thinking: str, before: str = "", after: str = "") -> str:
+    """The grammar of a turn: thinking, which may be left out, then one of `bodies` between the
+    other two. thinking: part of a grammar, in which TEXT is any text; "" allows none.
+
+    >>> print(grammar_of(["<[7]>", "<[8]>"], thinking="", after=" <[9]>"))
+    start: (body0 | body1) <[9]>
+    body0: <[7]>
+    body1: <[8]>
+    """
+    lines = [f"body{at}: {body}" for at, body in enumerate(bodies)]
+    names = " | ".join(f"body{at}" for at in range(len(bodies)))
+    if thinking:
+        lines += [f"thinking: {thinking}", "TEXT: /(.|\\n)*/"]
+        before = f"thinking? {before}"
+    return "\n".join([f"start: {before}({names}){after}", *lines])
+
+
 def dialogue_pieces(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
 ) -> Iterator[tuple[list[int], int | None]]:

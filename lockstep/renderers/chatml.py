@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.errors import RendererError
-from lockstep.renderers.base import Constraint, TokenIds, json_rule
+from lockstep.renderers.base import Constraint, TokenIds, grammar_of, json_rule
 from lockstep.renderers.calls import ReadTurn, call_text, function_json, read_call
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.pieces import Piece, cut_prefix, encode_pieces, split_turn, text_of
@@ -146,14 +146,10 @@ class ChatMLRenderer(TurnRenderer):
             shared = {name: tool.parameters[name] for name in names if name in tool.parameters}
             call = json_rule(_closed(called) | shared)
             bodies.append(f'<[{self._call}]> "\\n" {call} "\\n" <[{self._call_end}]>')
-        lines = [f"body{at}: {body}" for at, body in enumerate(bodies)]
-        names = " | ".join(f"body{at}" for at in range(len(bodies)))
         thinking = ""
         if self._thinks and self.config.enable_thinking:
-            thinking = "thinking? "
-            lines.append(f'thinking: <[{self._think}]> TEXT <[{self._think_end}]> "\\n\\n"')
-            lines.append("TEXT: /(.|\\n)*/")
-        return "\n".join([f"start: {thinking}({names}) <[{self._end}]>", *lines])
+            thinking = f'<[{self._think}]> TEXT <[{self._think_end}]> "\\n\\n"'
+        return grammar_of(bodies, thinking=thinking, after=f" <[{self._end}]>")
 
     def _dialogue_pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """Writes whole messages, each with the line break after it. Consecutive tool replies share

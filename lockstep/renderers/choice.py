@@ -25,11 +25,10 @@ from lockstep.renderers.jinja.proof import (
     ANSWER,
     CALL,
     DIALOGUES,
-    REPLY,
-    SYSTEM,
     THOUGHT_AND_CALL,
     TOOL,
     USER,
+    WITH_TOOLS,
 )
 from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.jinja.source import has_template, read_template
@@ -45,18 +44,6 @@ _SPECIFIED: dict[type, tuple[str, str]] = {
 }
 """Formats that their makers define by a library, which engines use in place of the template: the
 library, and a token that a template of the format writes."""
-
-
-_WITH_TOOLS: dict[str, tuple[Message, ...]] = {
-    "tools": (SYSTEM, USER),
-    "tools alone": (USER,),
-    "thinking before a reply": (USER, THOUGHT_AND_CALL, REPLY),
-    "blanks": (
-        Message(role="user", content="\n Who is \u00c9va?  "),
-        Message(role="assistant", content="\n Ciro. \n"),
-        Message(role="user", content="  And <b>\u4e2d</b>?\n"),
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +154,10 @@ _Prompt = tuple[tuple[Message, ...], tuple[ToolSchema, ...]]
 def _probes(*, has_thinking: bool, has_tools: bool) -> Iterator[tuple[str, _Prompt | Message]]:
     """Prompts (messages, tools) and replies, with their names."""
     dialogues = {name: messages for name, (_, messages) in DIALOGUES.items()}
-    for name, messages in {**dialogues, **_WITH_TOOLS}.items():
+    for name, messages in {**dialogues, **WITH_TOOLS}.items():
         calls = any(m.tool_calls or m.role == "tool" for m in messages)
         if (has_thinking or not any(m.thinking for m in messages)) and (has_tools or not calls):
-            is_told = has_tools and (name in _WITH_TOOLS or calls)
+            is_told = has_tools and (name in WITH_TOOLS or calls)
             yield f"dialogue {name!r}", (messages, (TOOL,) if is_told else ())
     yield "an answer", ANSWER
     if has_tools:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import RendererError
-from lockstep.renderers.base import Constraint, TokenIds, json_rule
+from lockstep.renderers.base import Constraint, TokenIds, grammar_of, json_rule
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.pieces import Piece, encode_pieces, split_ids
 from lockstep.renderers.tokenizer import Tokenizer
@@ -103,17 +103,11 @@ class HarmonyRenderer(TurnRenderer):
             header = f'"commentary to={_NAMESPACE}{tool.name} " <[{self._constrain}]> "json"'
             arguments = json_rule(tool.parameters)
             bodies.append(f"{header} <[{self._message}]> {arguments} <[{self._call}]>")
-        lines = [f"body{at}: {body}" for at, body in enumerate(bodies)]
-        names = " | ".join(f"body{at}" for at in range(len(bodies)))
         thinking = ""
         if not self.config.stop_at_end:  # else the end of the thinking ends the turn
-            thinking = "thinking? "
-            lines.append(
-                f'thinking: <[{self._channel}]> "analysis" <[{self._message}]> TEXT '
-                f'<[{self._end}]> <[{self._start}]> "assistant"'
-            )
-            lines.append("TEXT: /(.|\\n)*/")
-        return "\n".join([f"start: {thinking}<[{self._channel}]> ({names})", *lines])
+            thinking = f'<[{self._channel}]> "analysis" <[{self._message}]> TEXT '
+            thinking += f'<[{self._end}]> <[{self._start}]> "assistant"'
+        return grammar_of(bodies, thinking=thinking, before=f"<[{self._channel}]> ")
 
     def _follow_up(self, messages: Iterable[Message]) -> list[Piece]:
         pieces = [piece for message in messages for piece in self._pieces(message)]

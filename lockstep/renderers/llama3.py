@@ -29,7 +29,9 @@ test_llama3_template_parity.py compares with it and lists every difference.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RendererError
@@ -41,18 +43,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.renderers.turn_renderer import TurnRenderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
-_FORMAT = (
-    'Respond in the format {"name": function name, "parameters": dictionary of argument name and '
-    "its value}.Do not use variables.\n\n"
-)
-_IN_USER_MESSAGE = (
-    "Given the following functions, please respond with a JSON for a function call with its proper "
-    f"arguments that best answers the given prompt.\n\n{_FORMAT}"
-)
-_IN_SYSTEM_MESSAGE = (
-    "You have access to the following functions. To call a function, please respond with JSON for "
-    f"a function call.{_FORMAT}"
-)
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _KEY = "parameters"
 _IGNORED = ("type",)  # the models often write the tool's "type": "function" with the call
 
@@ -109,7 +100,7 @@ class Llama3Renderer(TurnRenderer):
         is_in_user_message = bool(declared) and self.config.tools_in_user_message
         head = self._dates(bool(declared))
         if declared and not is_in_user_message:
-            head += _IN_SYSTEM_MESSAGE + listed
+            head += _TEXTS["in_system_message"] + listed
         pieces: list[Piece] = [self._begin]
         if head or system is not None:
             pieces += self._block("system", head + (system or ""))
@@ -121,7 +112,7 @@ class Llama3Renderer(TurnRenderer):
                     f"first: found {found}. Or set renderer.tools_in_user_message=false."
                 )
             words = rest.pop(0).content.strip()
-            pieces += self._block("user", _IN_USER_MESSAGE + listed + words)
+            pieces += self._block("user", _TEXTS["in_user_message"] + listed + words)
         return [*pieces, *self._follow_up(rest)]
 
     def _dates(self, has_tools: bool) -> str:

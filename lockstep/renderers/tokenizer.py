@@ -218,8 +218,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Returns readable text: control tokens by name, incomplete characters as U+FFFD, nothing
         for ids that the tokenizer does not have. Do not encode the result."""
-        known = b"".join(self.token_bytes(int(id_)) for id_ in ids)
-        return known.decode("utf-8", errors="replace")
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     # -- other spellings ----------------------------------------------------------------------
 

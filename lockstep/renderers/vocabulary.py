@@ -19,18 +19,15 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import RendererError
 
-MARKUP: frozenset[str] = frozenset(
-    (
-        *("a", "b", "bbox", "blockquote", "body", "caption", "code", "div", "em", "footer"),
-        *("h1", "h2", "h3", "h4", "h5", "h6", "html", "i", "iframe", "img", "li", "s", "span"),
-        *("strong", "sub", "sup", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "u", "ul"),
-    )
-)
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+MARKUP: frozenset[str] = frozenset(_TABLES["markup"])
 """Names of the tags that SentencePiece vocabularies use as text, from Gemma's list."""
 
 MOST_IDS = 1 << 24

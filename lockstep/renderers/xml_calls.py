@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from lockstep.renderers.calls import load_json
@@ -28,65 +30,31 @@ from lockstep.renderers.jinja.marks import unmarked
 from lockstep.types import ToolCall, ToolSchema
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TagDialect:
     """The tags that one family of models uses for calls."""
 
-    open: str
+    open: str = ""
     """Text before the name of the function."""
-    name_end: str
+    name_end: str = ""
     """Text after the name; empty if the first parameter ends it."""
-    close: str
+    close: str = ""
     """Text after the parameters; empty if only the markers around the call end it."""
     key_open: str
     key_end: str
-    value_open: str
+    value_open: str = ""
     """Text before a value, if blanks may stand between it and the key."""
     value_end: str
-    next_key: re.Pattern[str]
-    """Matches the beginning of a parameter, up to its name."""
+    next_key: str
+    """Pattern of the beginning of a parameter, up to its name."""
     sketch: str
     """The form of a call, for error messages."""
     blank: str = ""
     """Text that is cut from both ends of a value."""
 
 
-DIALECTS = {
-    "qwen": TagDialect(
-        open="<function=",
-        name_end=">",
-        close="</function>",
-        key_open="<parameter=",
-        key_end=">",
-        value_open="",
-        value_end="</parameter>",
-        next_key=re.compile(r"<parameter=([^<>\n]+)>"),
-        sketch="<function=NAME> ... </function>",
-        blank="\n",
-    ),
-    "glm": TagDialect(
-        open="",
-        name_end="",
-        close="",
-        key_open="<arg_key>",
-        key_end="</arg_key>",
-        value_open="<arg_value>",
-        value_end="</arg_value>",
-        next_key=re.compile(r"<arg_key>([^<]*)"),
-        sketch="NAME <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> ...",
-    ),
-    "minimax": TagDialect(
-        open='<invoke name="',
-        name_end='">',
-        close="</invoke>",
-        key_open='<parameter name="',
-        key_end='">',
-        value_open="",
-        value_end="</parameter>",
-        next_key=re.compile(r'<parameter name="([^<>"\n]+)">'),
-        sketch='<invoke name="NAME"> ... </invoke>',
-    ),
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+DIALECTS = {name: TagDialect(**fields) for name, fields in _TABLES.items()}
 
 
 TextParameters = dict[str, Mapping[str, Any]]
@@ -168,7 +136,7 @@ def scan_xml_call(
             end = at = find(dialect.close)
         if end < 0:
             return f"the parameter {key} of a call is not closed"
-        for following in dialect.next_key.finditer(text, begin, end):
+        for following in re.compile(dialect.next_key).finditer(text, begin, end):
             if declared is None or unmarked(following[1].strip(), mark) in declared:
                 end = at = following.start()
                 break
@@ -199,15 +167,8 @@ def arguments_of(call: ToolCall) -> dict[str, Any] | None:
 # -- types ----------------------------------------------------------------------------------------
 
 _PYTHON = {"True": True, "False": False, "None": None}
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "null": (type(None),),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "array": (list,),
-    "object": (dict,),
-}
+_TYPES = {"string": str, "null": type(None), "array": list, "object": dict}
+"""Types that decide between text and a value: numbers are read without them."""
 _MAX_DEPTH = 32
 _MAX_SCHEMAS = 1000
 """Nested schemas that are looked at for one value: those of a tool's server may branch without
@@ -233,7 +194,8 @@ def _typed(
 
 
 class _Acceptance:
-    """Whether schemas accept a value, as far as its type, `enum` and `const` decide."""
+    """Whether schemas accept a text, list, object or null, as far as its type, `enum` and `const`
+    decide."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root, self.num_left = root, _MAX_SCHEMAS
@@ -246,14 +208,11 @@ class _Acceptance:
         named = _listed(fields["type"]) if "type" in fields else [*_TYPES]
         if fields.get("nullable") is True:  # OpenAPI 3.0
             named = [*named, "null"]
-        kinds = [kind for name in named for kind in _TYPES.get(str(name), ())]
-        if isinstance(value, float) and value.is_integer() and int in kinds:  # 1.0 is an integer
-            kinds.append(float)
-        checks = [type(value) in kinds]
-        for listed in (fields.get("enum"), [fields["const"]] if "const" in fields else None):
-            if listed is not None:
-                same = (type(one) is type(value) and one == value for one in _listed(listed))
-                checks.append(any(same))
+        checks = [type(value) in [_TYPES.get(str(name)) for name in named]]
+        if (listed := fields.get("enum")) is not None:
+            checks.append(value in _listed(listed))
+        if "const" in fields:
+            checks.append(value == fields["const"])
         if isinstance(reference := fields.get("$ref"), str):
             checks.append(self.accepts(self._target(reference), value, depth + 1))
         for name, combine in (("anyOf", any), ("oneOf", any), ("allOf", all)):

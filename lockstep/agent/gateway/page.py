@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from html import escape
+from pathlib import Path
 
-STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem;
-color:#222;background:#fff}h1{font-size:1.4rem}h2{font-size:1rem;margin:1.5rem 0 .3rem}
-table{border-collapse:collapse}td{padding:.15rem 1.2rem .15rem 0;vertical-align:top}
-code{background:#f0f0f0;padding:.1rem .3rem;border-radius:3px;user-select:all}
-@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}code{background:#2c2c2c}}"""
+STYLE = Path(__file__).with_suffix(".css").read_text("utf-8")
 
 
 def section(

@@ -17,6 +17,7 @@ from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import Fields
 from lockstep.errors import DataError, FieldError
 from lockstep.renderers.base import Constraint, Renderer
+from lockstep.renderers.calls import load_json
 from lockstep.types import Message, ToolCall, ToolSchema, text_of
 
 T = TypeVar("T")
@@ -116,7 +117,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     try:
         # Decoded here: json.loads would read UTF-16 and let raw surrogates through.
         text = raw.decode("utf-8-sig")
-        body = json.loads(text, parse_constant=_no_constant)
+        body = load_json(text)
         if "\\u" in text:  # half a pair, escaped, has no UTF-8 and no tokens
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeError as error:
@@ -133,10 +134,6 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 async def beside(raw: bytes, read: Callable[[], T]) -> T:
     """The result of `read`, which parses a body; in a thread for a large one."""
     return read() if len(raw) <= LOOP_BYTES else await asyncio.to_thread(read)
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,19 +31,13 @@ from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import Field
-from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of
+from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of, web
 from lockstep.agent.gateway.page import section
 from lockstep.agent.gateway.reading import Answered, Asked, Value, beside, event, parse_body
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.errors import MissingExtraError
 from lockstep.renderers.base import Renderer
 from lockstep.types import Task, Trajectory
-
-try:
-    from aiohttp import web
-except ImportError:  # pragma: no cover
-    raise MissingExtraError.of("aiohttp", extra="http", needed_for="the gateway") from None
 
 LOGGER = logging.getLogger(__name__)
 

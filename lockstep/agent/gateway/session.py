@@ -438,27 +438,27 @@ class GatewaySession:
         )
 
     def _grammar_of(self, constraint: Constraint) -> str:
-        asks = f"{constraint.where} constrains the reply"
-        engine, problem = self._engine.capabilities, ""
+        def refusal(text: str, code: str = "unsupported_value") -> Refusal:
+            return Refusal(400, code, text, parameter=constraint.where)
+
+        asks, hint = (
+            f"{constraint.where} constrains the reply",
+            "Or ask for the format in a message.",
+        )
+        engine, renderer = self._engine.capabilities, self._renderer
         if not engine.has_grammar:
-            problem = f"engine {engine.name} does not: its log-probs would be of the free reply. "
-            problem += "The embedded engines"
-        elif not isinstance(self._renderer, Constraining):
-            problem = f"renderer {self._renderer.name} writes no grammar. Chatml and harmony"
-        if problem:
-            text = f"{asks}, and {problem} do. Or ask for the format in a message."
-            raise Refusal(400, "unsupported_value", text, parameter=constraint.where)
-        assert isinstance(self._renderer, Constraining), "checked above"
-        grammar = self._renderer.grammar(constraint)
+            text = f"engine {engine.name} does not: its log-probs would be of the free reply."
+            raise refusal(f"{asks}, and {text} The embedded engines do. {hint}")
+        if not isinstance(renderer, Constraining):
+            text = f"renderer {renderer.name} writes no grammar. Chatml and harmony do."
+            raise refusal(f"{asks}, and {text} {hint}")
+        grammar = renderer.grammar(constraint)
         try:
             problem = grammar_problem(grammar)
         except MissingExtraError as error:
-            raise Refusal(
-                400, "unsupported_value", str(error), parameter=constraint.where
-            ) from error
+            raise refusal(str(error)) from error
         if problem:
-            text = f"{asks}, and its schema cannot be read: {problem}"
-            raise Refusal(400, "invalid_value", text, parameter=constraint.where)
+            raise refusal(f"{asks}, and its schema cannot be read: {problem}", "invalid_value")
         return grammar
 
     def _reply_of(self, answer: Answer, *, is_repeated: bool = False) -> TurnReply:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,8 @@ PROBE_SECONDS = 20.0
 MIN_VERSION = (0, 7)
 """First version with `--size`."""
 NOBODY = 65534
+_VARIABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+"""Environment of the Python inside, but for PYTHONPATH."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +82,8 @@ class BubblewrapConfig(_ProcessConfig):
             # One by one: the /dev that bwrap makes has an unlimited /dev/shm.
             argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
         argv += ["--size", str(self.disk_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
-        variables = {
-            "HOME": "/tmp",
-            "LANG": "C.UTF-8",
-            "PYTHONHASHSEED": "0",
-            "PYTHONHOME": "/python",
-            "PYTHONPATH": ":".join(f"/packages/{index}" for index in range(len(self.packages))),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "LD_LIBRARY_PATH": "/python/libraries",
-            "TZ": "UTC",
-            # One thread: more need address space and are mostly not allowed.
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-        }
-        for name, value in variables.items():
+        folders = ":".join(f"/packages/{index}" for index in range(len(self.packages)))
+        for name, value in {**_VARIABLES, "PYTHONPATH": folders}.items():
             argv += ["--setenv", name, value]
         argv += ["--seccomp", str(reading), "--chdir", "/tmp", "--", "/python/bin/python"]
         argv += ["-S", "-s", *inside_arguments(self, has_group=False)]

@@ -17,6 +17,7 @@ import re
 import shlex
 import tempfile
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,13 +32,8 @@ from lockstep.agent.sandbox.base import (
 from lockstep.config import check_numbers, require
 from lockstep.errors import MissingExtraError, SandboxError
 
-DIALECT = (
-    "It is a small Python: functions, plain classes, comprehensions, try, with, match and async "
-    "work; class inheritance, yield, del and `from x import *` do not. Modules: math, re, json, "
-    "itertools, functools, collections, random, datetime, decimal, bisect, dataclasses, copy. No "
-    "files, no network, no input(); the clock stands still."
-)
-
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+DIALECT: str = _TABLES["dialect"]
 GRACE_SECONDS = 0.5
 """Seconds for the interpreter to end a program at its limit, before its process is killed."""
 CLOCK = datetime.datetime(2025, 1, 1)
@@ -55,12 +51,7 @@ NUM_FRAMES = 5
 SOURCE_CHARS = 200
 """Characters of the source line that a traceback shows."""
 
-_OUTSIDE_NAMES = """
-asyncio.subprocess cffi ctypes fcntl ftplib http http.client httpx mmap multiprocessing paramiko
-pty requests resource select shutil signal smtplib socket socketserver ssl subprocess tempfile
-threading urllib urllib.request
-"""
-OUTSIDE = frozenset(_OUTSIDE_NAMES.split())
+OUTSIDE = frozenset(_TABLES["outside"])
 """Modules whose only use is to reach out of a program. Importing one counts as refused."""
 
 SHOW = "__value__ = [("

@@ -9,37 +9,13 @@ from __future__ import annotations
 
 import platform
 import struct
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
 
-_DENIED: dict[str, tuple[tuple[int, ...], ...]] = {
-    "socket": ((41,), (198,)),
-    "memfd_create: memory in no one's address space": ((319,), (279,)),
-    "shm": ((29, 30, 31), (194, 195, 196, 197)),
-    "sem": ((64, 65, 66, 220), (190, 191, 192, 193)),
-    "msg, mq_open": ((68, 69, 70, 71, 240), (186, 187, 188, 189, 180)),
-    "ptrace, process_vm_readv, process_vm_writev, kcmp": (
-        (101, 310, 311, 312),
-        (117, 270, 271, 272),
-    ),
-    "add_key, request_key, keyctl": ((248, 249, 250), (217, 218, 219)),
-    "perf_event_open, bpf, userfaultfd": ((298, 321, 323), (241, 280, 282)),
-    "mount, umount2, pivot_root, chroot, unshare, setns": (
-        (165, 166, 155, 161, 272, 308),
-        (40, 39, 41, 51, 97, 268),
-    ),
-    "name_to_handle_at, open_by_handle_at, fanotify_init": ((303, 304, 300), (264, 265, 262)),
-    "modules, kexec, reboot, swap, ...": (
-        (175, 313, 176, 246, 320, 169, 167, 168, 103, 163, 179),
-        (105, 273, 106, 104, 294, 142, 224, 225, 116, 89, 60),
-    ),
-    "inotify_init, personality, remap_file_pages": ((253, 294, 135, 216), (26, 92, 234)),
-    "io_uring": ((425, 426, 427),) * 2,
-    "open_tree, move_mount, fsopen, mount_setattr": ((428, 429, 430, 431, 432, 433, 442),) * 2,
-    "pidfd_getfd, process_madvise, quotactl_fd, memfd_secret": ((438, 440, 443, 447),) * 2,
-}
-"""Calls -> their numbers on x86_64 and on aarch64, from the kernel's
-arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h. From 424 on they are
-the same everywhere."""
+_DENIED: dict[str, tuple[list[int], list[int]]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text("utf-8")
+)
 
 
 class _Table(NamedTuple):

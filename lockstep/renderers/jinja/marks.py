@@ -9,7 +9,9 @@ and the dialogue's, is text. Marks are removed before text is encoded.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from lockstep.errors import RendererError
@@ -18,16 +20,10 @@ from lockstep.renderers.tokenizer import Tokenizer
 
 _CANDIDATES = range(0xE000, 0xF8FF)  # private use: no font, no language and no protocol has them
 _ESCAPE = re.compile(r"\\u([ef][0-9a-f]{3})", re.IGNORECASE)
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_JSON_TYPES = ("string", "object", "array", "number", "integer", "boolean", "null")
-_SCHEMA_KEYS = ("type", "properties", "required", "items", "enum", "default", "strict")
-_TOOL_KEYS = ("function", "name", "description", "parameters", "arguments")
-_MESSAGE_KEYS = ("role", "content", "id", "tool_calls", "tool_call_id")
-_THINKING_KEYS = ("reasoning_content", "reasoning", "thinking", "thinking_text")
-
-_PLAIN = frozenset((*_ROLES, *_JSON_TYPES, *_SCHEMA_KEYS, *_TOOL_KEYS[:-1]))
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_PLAIN: frozenset[str] = frozenset(_TABLES["plain"])
 """Values that templates compare with; none of them is the whole name of a control token."""
-_PROTOCOL_KEYS = frozenset((*_MESSAGE_KEYS, *_TOOL_KEYS, *_THINKING_KEYS, "type"))
+_PROTOCOL_KEYS: frozenset[str] = frozenset(_TABLES["protocol_keys"])
 """Keys by which a template reads messages and tools. A mark would hide the field from it: Granite's
 `<|start_of_role|>` contains `role`, and Kimi's `[start_header_id]` contains `id`."""
 

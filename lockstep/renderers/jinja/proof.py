@@ -2,60 +2,37 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RendererError
 from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.xml_calls import arguments_of
-from lockstep.types import Message, ToolCall, ToolSchema
+from lockstep.types import Message, ToolSchema
 
-TOOL = ToolSchema(
-    name="find",
-    description="Finds documents.",
-    parameters={
-        "type": "object",
-        "properties": {"q": {"type": "string", "description": "What to look for."}},
-        "required": ["q"],
-    },
-)
-SYSTEM = Message(role="system", content="Search, then answer.")
-USER = Message(role="user", content="Who is the friend of Bela?")
-MORE = Message(role="user", content="And of Ciro?")
-ANSWER = Message(role="assistant", content="It is Ciro.")
-_THOUGHT = Message(role="assistant", thinking="I know this.", content="It is Ciro.")
-CALL = Message(role="assistant", tool_calls=(ToolCall(name="find", arguments='{"q": "Bela"}'),))
-_TWO = Message(role="assistant", tool_calls=CALL.tool_calls * 2)
-REPLY = Message(role="tool", name="find", content="The friend of Bela is Ciro.")
-_EMPTY = Message(role="tool", name="find")
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_MESSAGES = {name: Message.from_dict(fields) for name, fields in _TABLES["messages"].items()}
 
 
+def _dialogue(names: str) -> tuple[Message, ...]:
+    return tuple(_MESSAGES[name] for name in names.split())
+
+
+TOOL = ToolSchema(**_TABLES["tool"])
+SYSTEM, USER, ANSWER, CALL, REPLY = _dialogue("SYSTEM USER ANSWER CALL REPLY")
+(THOUGHT_AND_CALL,) = _dialogue("THOUGHT_AND_CALL")
 TAKES_TOOLS = "take tools"
-_USERS, _TOOLS, _SEVERAL = (
-    "take a user's words",
-    "take a tool's reply",
-    "take several replies to one turn",
-)
-THOUGHT_AND_CALL = Message(role="assistant", thinking="Hm.", tool_calls=CALL.tool_calls)
+_USERS, _REPLIES = "take a user's words", "take a tool's reply"
 DIALOGUES: Mapping[str, tuple[str, tuple[Message, ...]]] = {
-    "plain": (_USERS, (USER, ANSWER, MORE)),
-    "multi-turn": (_USERS, (USER, ANSWER, MORE, ANSWER, USER, ANSWER, MORE)),
-    "system prompt": ("take a system prompt", (SYSTEM, USER, ANSWER, MORE)),
-    "truncated": (_USERS, (USER, ANSWER, MORE)),
-    "one call": (_TOOLS, (USER, CALL, REPLY)),
-    "several calls": (_TOOLS, (SYSTEM, USER, CALL, REPLY, CALL, REPLY, CALL, REPLY)),
-    "a call and its answer": (_TOOLS, (USER, CALL, REPLY, ANSWER, MORE, CALL, REPLY)),
-    "parallel replies": (_SEVERAL, (USER, _TWO, REPLY, REPLY, ANSWER, MORE)),
-    "empty observation": ("take an empty reply", (USER, CALL, _EMPTY, ANSWER, MORE)),
-    "a reply and a user": ("take a reply and a user's words", (USER, CALL, REPLY, MORE)),
-    "system in the middle": ("take a system message later on", (USER, ANSWER, SYSTEM, MORE)),
-    "thinking": ("drop thinking", (USER, _THOUGHT, MORE, _THOUGHT, USER)),
-    "thinking and calls": ("drop thinking", (USER, THOUGHT_AND_CALL, REPLY, _THOUGHT, MORE)),
+    name: (ability, _dialogue(names)) for name, (ability, names) in _TABLES["dialogues"].items()
 }
 """Name -> the ability that the dialogue needs, its messages. Every template must take a user's
 words. The model's turns in "truncated" lack their stop token."""
+WITH_TOOLS = {name: _dialogue(names) for name, names in _TABLES["with_tools"].items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +86,7 @@ def prove(renderer: Any) -> Proof:
         if ability == _USERS or (ability == "drop thinking" and renderer.config.thinking == "drop"):
             raise RendererError(f"this model's chat template cannot be extended exactly. {problem}")
         unsupported.setdefault(ability, problem)
-        if ability == _TOOLS:
+        if ability == _REPLIES:
             unsupported.setdefault(TAKES_TOOLS, problem)
     return Proof(held=tuple(held), num_asked=num_asked, unsupported=unsupported)
 

@@ -80,7 +80,10 @@ class JinjaRenderer:
         with self._template.probed():
             self.shape = finder.find()
             self._set_stops(self.shape.stop, self.shape.call_stop)
-            self.thinking_opening: tuple[int, ...] = self._thinking_opening()
+            opening, header = self._ids(self.shape.opening), self._ids(self.shape.header)
+            # Nothing if no token ends where the header does.
+            begun = opening[len(header) :] if opening[: len(header)] == header else ()
+            self.thinking_opening: tuple[int, ...] = tuple(begun)
             self.proof = prove(self)
         if TAKES_TOOLS in self.proof.unsupported:
             self._set_stops(self.shape.stop)
@@ -271,11 +274,6 @@ class JinjaRenderer:
     def _control(self, name: str) -> int | None:
         pieces = self._marks.pieces(name, "")
         return pieces[0] if len(pieces) == 1 and isinstance(pieces[0], int) else None
-
-    def _thinking_opening(self) -> tuple[int, ...]:
-        """Returns the ids of the opening after its header, if a token ends there."""
-        whole, header = self._ids(self.shape.opening), self._ids(self.shape.header)
-        return tuple(whole[len(header) :]) if whole[: len(header)] == header else ()
 
     def _loses_thinking(self, messages: Sequence[Message]) -> bool:
         at = next((at for at, m in enumerate(messages) if m.thinking), None)

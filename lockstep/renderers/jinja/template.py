@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from lockstep.children import Child
@@ -24,11 +22,7 @@ RENDER_SECONDS = 10.0  # a long dialogue takes about 10 ms
 PROBE_SECONDS = 60.0  # some 200 short dialogues, before the first prompt
 PROBE_CHARS = 1 << 17
 """Characters that a template may write for a dialogue of a few words."""
-_WORKER = Path(__file__).with_name("template_worker.py")
-_REASONS = {
-    "memory": "it takes more memory than a template may, or calls itself without end ({})",
-    "failed": "it fails: {}",
-}
+_NO_MEMORY = ("MemoryError", "RecursionError", "OverflowError")
 
 
 class TemplateRefusal(RendererError):
@@ -52,8 +46,8 @@ class ChatTemplate:
             raise MissingExtraError.of("jinja2", extra="jinja", needed_for="renderer=jinja")
         self.source, self.where = source, where
         self._until = math.inf
-        self._child = Child(
-            [sys.executable, "-P", str(_WORKER)],
+        self._child = Child.of_module(
+            "lockstep.renderers.jinja.template_worker",
             name="the process that renders the chat template",
             opening={"source": source, "date": date},
         )
@@ -93,11 +87,15 @@ class ChatTemplate:
         try:
             return send()["text"]
         except ChildRefusal as error:
-            if error.kind == "refused":
-                raise TemplateRefusal(f"the chat template refuses the dialogue: {error}") from None
-            if error.kind == "memory":  # memory that was taken may not come back
-                self._child.close()
-            why = _REASONS[error.kind].format(str(error).rstrip("."))
+            text = str(error)[:2000]
+            if error.kind == "Refusal":
+                raise TemplateRefusal(f"the chat template refuses the dialogue: {text}") from None
+            text = (text if error.kind == "Malformed" else f"{error.kind}: {text}").rstrip(".")
+            why = f"it fails: {text}"
+            if error.kind in _NO_MEMORY:
+                self._child.close()  # memory that was taken may not come back
+                why = "it takes more memory than a template may, or calls itself without end "
+                why += f"({text})"
             raise BrokenTemplateError(
                 f"{self.where}: the chat template cannot be used: {why}."
             ) from None
