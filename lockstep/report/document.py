@@ -365,7 +365,7 @@ def _identity(run: Run) -> dict[str, Any]:
 
 
 def _health(run: Run) -> list[dict[str, Any]]:
-    """What silently ate the learning, the last stretch of steps of each trigger; empty with
+    """Says what silently ate the learning, the last stretch of steps of each trigger; empty with
     doctor.health=false."""
     settings = flatten(run.config)
     found = spells(run.metrics, settings) if settings.get("doctor.health", True) else []
