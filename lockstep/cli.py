@@ -12,6 +12,7 @@ import signal
 import sys
 import textwrap
 import threading
+import tomllib
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -364,7 +365,7 @@ def _report(options: argparse.Namespace) -> int:
         return _serve_report(options)
     if options.host or options.port is not None:
         raise ConfigError("--host and --port belong to --serve.")
-    out = lockstep.write_report(*options.runs, out=options.out, warn=warn)
+    out = lockstep.write_report(*options.runs, out=options.out)
     _print(options, {"report": str(out)}, str(out))
     return OK
 
@@ -557,8 +558,8 @@ def _completion(options: argparse.Namespace) -> int:
         print(script(options.shell))
         return OK
     flags = {
-        verb: ["--help", *(name for name, _ in (_JSON, _PLUGIN, *arguments) if name[0] == "-")]
-        for verb, (_, arguments) in COMMANDS.items()
+        verb: ["--help", *(name for name in _arguments(verb) if name.startswith("-"))]
+        for verb in COMMANDS
     }
     print("\n".join(candidates(options.words, flags)))
     return OK
@@ -813,150 +814,30 @@ def _indent(text: str) -> str:
 
 # -- the parser -----------------------------------------------------------------------------------
 
-Argument = tuple[str, dict[str, Any]]
-"""A name, and the keywords of `add_argument`."""
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
-
-def _arg(name: str, metavar: str, help: str = "", **keywords: Any) -> Argument:
-    if name.startswith("--"):
-        keywords = {"default": ""} | keywords
-    return name, {"metavar": metavar, "help": help, **keywords}
-
-
-def _list(name: str, metavar: str, help: str) -> Argument:
-    return _arg(name, metavar, help, action="append", default=[])
-
-
-def _flag(name: str, help: str) -> Argument:
-    return name, {"help": help, "action": "store_true"}
-
-
-_RECIPE = _arg("target", "RECIPE", nargs="?")
-_RUN = _arg("target", "RUN[@STEP]")
-_SETTINGS = _arg("settings", "key=value", nargs="*")
-_DRY_RUN = _flag("--dry-run", "print the resolved config and plan, start nothing")
-_JSON = _flag("--json", "print JSON, no progress")
-_VERBOSE = _flag("--verbose", "also show the internal facts: engine, numerics, memory, sync")
-_PLUGIN = _list("--plugin", "PLUGIN", "Python file or module with kinds of your own")
-_FAULT = _list(
-    "--fault", "KIND[,SETTING=VALUE...]", "break the run on purpose (documentation: Faults)"
-)
-_SCORINGS = _arg("--scorings", "N", "passes of the sampler; default: 16", type=int, default=16)
-_RENDERER = _arg("--renderer", "NAME", "harmony, chatml, jinja, ..., or JSON; default: the model's")
-
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Sequence[Argument]]] = {
-    "train": (
-        _train,
-        (
-            _arg("target", "RECIPE|FILE.yaml|RUN", nargs="?"),
-            _arg(
-                "settings",
-                "key=value",
-                "settings of the recipe, and: out=DIR, resume=true, from=RUN@STEP, method=NAME",
-                nargs="*",
-            ),
-            _list(
-                "--beside",
-                "SETTINGS",
-                "train another run over the same base model too: this one with other settings, as "
-                "'name=b seed=1', or another RECIPE or RUN with its own",
-            ),
-            _DRY_RUN,
-            _VERBOSE,
-            _FAULT,
-        ),
-    ),
-    "sft": (_sft, (_RECIPE, _SETTINGS, _DRY_RUN, _VERBOSE)),
-    "eval": (_eval, (_RUN, _SETTINGS, _FAULT)),
-    "report": (
-        _report,
-        (
-            _arg("runs", "RUN", nargs="+"),
-            _arg("--out", "FILE", "default: RUN/report.html, or report.html"),
-            _flag("--serve", "show the runs, or all in a directory, as they go on, in a browser"),
-            _arg("--port", "N", "with --serve; default: a free one", type=int, default=None),
-            _arg("--host", "ADDRESS", "with --serve; default: this machine only"),
-        ),
-    ),
-    "doctor": (
-        _doctor,
-        (
-            _arg(
-                "target", "RUN|DUMP|example", "what to examine; with --ladder: RECIPE or RUN[@STEP]"
-            ),
-            _arg("settings", "key=value", "with --ladder: settings of the recipe", nargs="*"),
-            _flag("--ladder", "play plain text, one turn, several turns and the training path"),
-            _arg("--format", "NAME", "format of a dump; default: found out"),
-            _arg("--out", "FILE.html", "also write the diagnosis as one HTML file"),
-            _list("--only", "CHECK", "make this check alone; may be repeated"),
-            _arg("--model", "DIR", "score some rows again by this model; own: by the run's own"),
-            _arg("--adapter", "DIR", "with --model: its adapter, in PEFT's form"),
-            _list("--against", "DIR", "with --model: other weights to try"),
-            _arg(
-                "--tokenizer", "DIR", "tokenizer.json, its directory, or ORG/NAME; default: model's"
-            ),
-            _RENDERER,
-            _FAULT,
-        ),
-    ),
-    "noise": (_noise, (_arg("target", "RECIPE|RUN[@STEP]"), _SETTINGS, _SCORINGS, _FAULT)),
-    "replay": (
-        _replay,
-        (
-            _arg("target", "RUN#ID", "a trajectory's id, its end, or number"),
-            _flag("--tokens", "list every sampled token"),
-        ),
-    ),
-    "render": (
-        _render,
-        (
-            _arg("model", "MODEL", "shipped model, directory with a tokenizer.json, or ORG/NAME"),
-            _arg("messages", "messages.json", "messages, or an object with messages and tools"),
-            _arg("--tools", "FILE", "JSON list of the declared tools"),
-            _RENDERER,
-        ),
-    ),
-    "export": (
-        _export,
-        (
-            _RUN,
-            _arg("--hf", "DIR", "directory to write; with --hub, default: RUN/hub/CHECKPOINT"),
-            _arg("--hub", "NAME", "upload it, with its card, to this repository of the HF hub"),
-            _flag("--private", "with --hub: a repository that is created is private"),
-            _flag("--merged", "of a run with lora: the model with the adapter in its weights"),
-        ),
-    ),
-    "serve": (
-        _serve,
-        (
-            _arg("target", "MODEL|RUN[@STEP]|ADAPTER", nargs="?"),
-            _SETTINGS,
-            _arg(
-                "--api",
-                "NAMES",
-                "agents: OpenAI's and Anthropic's APIs, sampling (default); tinker: training, too; "
-                "agents,tinker: both",
-                default=None,
-            ),
-            _arg("--port", "N", "gateway.port; default: a free one", type=int, default=None),
-            _arg("--host", "ADDRESS", "gateway.host; default: this machine only", default=None),
-            _arg("--log", "FILE.jsonl", "gateway.log: a line for each request", default=None),
-            _arg("--key", "KEY", "opens everything; better in the environment, as LOCKSTEP_KEY"),
-            _arg("--out", "DIR", "keep sessions, and what tinker trains, for report and doctor"),
-            _DRY_RUN,
-        ),
-    ),
-    "recipes": (_recipes, ()),
-    "completion": (
-        _completion,
-        (
-            _arg("shell", "bash|zsh|fish", choices=("bash", "zsh", "fish")),
-            _arg("words", "WORD", argparse.SUPPRESS, nargs=argparse.REMAINDER),
-        ),
-    ),
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": _train,
+    "sft": _sft,
+    "eval": _eval,
+    "report": _report,
+    "doctor": _doctor,
+    "noise": _noise,
+    "replay": _replay,
+    "render": _render,
+    "export": _export,
+    "serve": _serve,
+    "recipes": _recipes,
+    "completion": _completion,
 }
-"""Verb -> what it runs, whose docstring is its help, and its arguments. A verb with --dry-run has
-settings: its --help lists those of a target."""
+"""Verb -> what it runs, whose docstring is its help. `cli.toml` has its arguments."""
+
+
+def _arguments(verb: str) -> dict[str, dict[str, Any]]:
+    """Name of an argument -> the keywords of `add_argument`."""
+    own, shared = dict(_TABLES[verb]), _TABLES["shared"]
+    used = {name: shared[name] for name in own.pop("uses")}
+    return {name: shared[name] for name in ("--json", "--plugin")} | own | used
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -968,9 +849,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    for name, (run, arguments) in COMMANDS.items():
+    for name, run in COMMANDS.items():
         about, _, example = (run.__doc__ or "").partition("\n\n")
-        has_settings = _DRY_RUN in arguments
+        arguments = _arguments(name)
+        has_settings = "--dry-run" in arguments
         made = verbs.add_parser(
             name,
             help=about,
@@ -980,11 +862,14 @@ def _parser() -> argparse.ArgumentParser:
             add_help=not has_settings,
         )
         made.set_defaults(run=run, parser=made)
+        made.register("type", "int", int)
         if has_settings:
             text = "this text; with a target, every setting of it"
             made.add_argument("-h", "--help", action="store_true", help=text)
-        for argument, keywords in (_JSON, _PLUGIN, *arguments):
+        for argument, keywords in arguments.items():
             made.add_argument(argument, **keywords)
+    made = verbs.choices["completion"]
+    made.add_argument("words", help=argparse.SUPPRESS, nargs=argparse.REMAINDER)
     return parser
 
 

@@ -22,7 +22,7 @@ KINDS: dict[str, str] = _TABLES["kinds"]
 
 
 COMMAND_LINE = ("out", "from", "resume", "method")
-"""What a command takes beside the settings of a run."""
+"""Words that a command takes beside the settings of a run."""
 
 
 def hint(key: str, text: str, paths: Iterable[str]) -> str:

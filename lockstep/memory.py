@@ -10,6 +10,7 @@ as long as the settings allow. tests/cpu/test_memory.py compares the bytes that 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,22 +48,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Parts = Mapping[str, int]
 """Use of memory -> bytes, largest first."""
 
-_FEWER_TOKENS = "a smaller trainer.max_tokens_per_microbatch"
-LOWERED_BY = {
-    "weights": "dtype=bfloat16",
-    "float32 masters": "lora, trainer.freeze or trainer.offload=optimizer",
-    "AdamW moments": "trainer.moments=float8, lora, trainer.freeze or trainer.offload=optimizer",
-    "gradients": "lora or trainer.freeze",
-    "teachers": "distill.teacher.engine (a server), or a smaller teacher",
-    "reference policy": "objective.kl_coef=0 or lora",
-    KV_CACHE: "a smaller engine.kv_cache_tokens",
-    "engines in processes of their own": "fewer engine.replicas",
-    "packed weights of the contract": "contract=none",
-    "the engine's copy of the weights": "parallel.shard=false",
-    "activations": f"trainer.recompute=blocks or {_FEWER_TOKENS}",
-    "one block at work": _FEWER_TOKENS,
-    "log-prob head": _FEWER_TOKENS,
-}
+LOWERED_BY: Mapping[str, str] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text("utf-8")
+)
 """Use of memory -> the settings that make it smaller."""
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from lockstep.config import from_dict, overlaid, resolve
 from lockstep.dialogues import read_messages, read_tools
-from lockstep.display import Named, block, table
+from lockstep.display import Named, block, table, warn
 from lockstep.doctor import rendering
 from lockstep.doctor.replay import as_html
 from lockstep.errors import ConfigError
@@ -69,14 +68,10 @@ def evaluate(run: RunPath, *, overrides: Sequence[str] = (), **settings: Any) ->
     return Evaluation(run=path, checkpoint=name, metrics=Named(metrics))
 
 
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 def write_report(
     *runs: RunPath,
     out: str | os.PathLike[str] | None = None,
-    warn: Callable[[str], None] = _to_stderr,
+    warn: Callable[[str], None] = warn,
 ) -> Path:
     """Writes one HTML file about one run, or several side by side. Returns its path.
 

@@ -67,6 +67,7 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         """The verdict in a notebook, with each cause, its share, and its remedy."""
+        told = ("certainty", "measured", "remedy")
         examined, gap = self.examination, self.examination.gap.means()
         facts = [
             ("input", f"{self.dump.format}, {examined.num_rows:,} rows"),
@@ -77,16 +78,10 @@ class Diagnosis:
             *(("next", step) for step in self.next_steps),
         ]
         causes = [
-            (
-                f"{cause.name}\n{cause.title}",
-                f"{self.share_of(cause.name):.0%}",
-                self.certainty_of(cause, finding)[0],
-                finding.measured,
-                self.remedy_for(cause),
-            )
-            for cause, finding in self.causes
+            (f"{c['cause']}\n{c['title']}", f"{c['share_k2']:.0%}", *(c[name] for name in told))
+            for c in (self._cause_to_json(cause, finding) for cause, finding in self.causes)
         ]
-        head = ("cause", "of k2", "certainty", "measured", "remedy")
+        head = ("cause", "of k2", *told)
         found = table(causes, head=head) if causes else ""
         return block(f"{self.outcome}: {self.name}", found, table(facts))
 

@@ -161,7 +161,7 @@ class Trigger:
     unless: tuple[str, ...] = ()
     """Triggers that are its cause: it is not said beside them."""
     says: str
-    """What happens. %(NAME)s is a setting, or one of the words of `_alarm`."""
+    """Says what happens. %(NAME)s is a setting, or one of the words of `_alarm`."""
     settings: tuple[str, ...]
     """The setting that would change it, with a value: the first of them that the run has."""
 

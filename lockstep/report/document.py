@@ -17,6 +17,7 @@ import math
 import os
 import re
 import statistics
+import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -364,7 +365,7 @@ def _identity(run: Run) -> dict[str, Any]:
 
 
 def _health(run: Run) -> list[dict[str, Any]]:
-    """What silently ate the learning, the last stretch of steps of each trigger; empty with
+    """Says what silently ate the learning, the last stretch of steps of each trigger; empty with
     doctor.health=false."""
     settings = flatten(run.config)
     found = spells(run.metrics, settings) if settings.get("doctor.health", True) else []
@@ -503,72 +504,39 @@ def _speed(run: Run) -> float | None:
     return sum(run.values("tokens/sampled")) / seconds if seconds else None
 
 
-def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The few figures that a reader wants first, each with its meaning in plain words."""
-    names = _held_out(runs)
-    alarms = [worst_alarm(run) for run in runs]
-    seconds = [(None, _seconds(run) or None) for run in runs]
-    out: list[dict[str, Any]] = []
-
-    def add(title: str, unit: str, better: str, ends: Sequence[Ends], meaning: str) -> None:
-        values = [_tile(title, [(ends[i], alarms[i]) for i in group["runs"]]) for group in groups]
-        if any(value["value"] is not None for value in values):
-            text = {"title": title, "meaning": meaning, "unit": unit, "better": better}
-            out.append({**text, "values": values})
-
-    add(
-        f"Reward, last {NUM_LAST_STEPS} steps",
-        "reward",
-        "up",
-        [_ends(run.values("reward/mean"), NUM_LAST_STEPS) for run in runs],
-        "Mean reward of the sampled episodes that were trained on, at the end of the run. "
-        "It is measured with exploration on, on tasks drawn fresh for each step.",
-    )
-    if not out:  # supervised
-        losses = [_ends(run.values("train/loss"), NUM_LAST_STEPS) for run in runs]
-        add(
-            f"Loss, last {NUM_LAST_STEPS} steps",
-            "nats",
-            "down",
-            losses,
-            "The objective that was minimised.",
-        )
-    for word, title, meaning in _HELD_OUT_TILES:
-        if name := next((n for n in names if f"/{word}/mean" in n), ""):
-            values = [_ends(run.values(name), 1) for run in runs]
-            add(title, "reward", "up", values, meaning)
-    add(
-        _WORST,
-        "nats",
-        "down",
-        [(None, None if math.isnan(alarm.value) else alarm.value) for alarm in alarms],
-        "max(|k1|, k2, k3) between the sampler's and the trainer's log-probs, at its worst "
-        f"step. Above {WARNING_LIMIT:g} the update is visibly off-policy; above "
-        f"{CRITICAL_LIMIT:g} runs tend to collapse.",
-    )
-    add("Time", "seconds", "down", seconds, "From the first step to the last.")
-    speeds = [(None, _speed(run)) for run in runs]
-    add("Sampling speed", "tokens/s", "up", speeds, "Tokens sampled per second of sampling.")
-    return out
-
-
 Ends = tuple[float | None, float | None]
 """(value at the start, value at the end) of one run; None where it was not measured."""
 
-_WORST = "Worst mismatch"
-_HELD_OUT_TILES = (
-    (
-        "sampled",
-        "Held-out, sampled",
-        "Reward on tasks that were never trained on, answered the way training samples.",
-    ),
-    (
-        "greedy",
-        "Held-out, greedy",
-        "The same tasks, always taking the likeliest token. Where this starts high, much of the "
-        "gain in sampled reward is the policy becoming more certain, not learning more.",
-    ),
-)
+_WORST = "mismatch"
+
+
+def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The few figures of `headlines.toml` that a reader wants first, where they were measured."""
+    alarms = [worst_alarm(run) for run in runs]
+    ends: dict[str, list[Ends]] = {
+        "reward": [_ends(run.values("reward/mean"), NUM_LAST_STEPS) for run in runs],
+        _WORST: [(None, None if math.isnan(alarm.value) else alarm.value) for alarm in alarms],
+        "time": [(None, _seconds(run) or None) for run in runs],
+        "speed": [(None, _speed(run)) for run in runs],
+    }
+    if all(final is None for _, final in ends["reward"]):  # supervised
+        ends["loss"] = [_ends(run.values("train/loss"), NUM_LAST_STEPS) for run in runs]
+    names = _held_out(runs)
+    for arm in ("sampled", "greedy"):
+        if name := next((n for n in names if f"/{arm}/mean" in n), ""):
+            ends[arm] = [_ends(run.values(name), 1) for run in runs]
+    limits = {"warning": WARNING_LIMIT, "critical": CRITICAL_LIMIT, "num_last": NUM_LAST_STEPS}
+    out: list[dict[str, Any]] = []
+    for name, texts in tomllib.loads(_read("headlines.toml")).items():
+        if name not in ends:
+            continue
+        values = [
+            _tile(name, [(ends[name][i], alarms[i]) for i in group["runs"]]) for group in groups
+        ]
+        if any(value["value"] is not None for value in values):
+            told = {key: text.format(**limits) for key, text in texts.items()}
+            out.append({**told, "values": values})
+    return out
 
 
 def _ends(values: Sequence[float], size: int) -> Ends:
@@ -579,11 +547,11 @@ def _ends(values: Sequence[float], size: int) -> Ends:
     return start, statistics.fmean(values[-size:])
 
 
-def _tile(title: str, members: Sequence[tuple[Ends, Alarm]]) -> dict[str, Any]:
+def _tile(name: str, members: Sequence[tuple[Ends, Alarm]]) -> dict[str, Any]:
     """One group's figure in a headline: over its runs, with its range and where it started."""
     starts = [start for (start, _), _ in members if start is not None]
     finals = [final for (_, final), _ in members if final is not None]
-    is_worst = title == _WORST
+    is_worst = name == _WORST
     level = max((alarm.level for _, alarm in members), key=_LEVELS.index) if is_worst else None
     choose = max if is_worst else statistics.fmean
     return {

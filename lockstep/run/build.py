@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import flatten, from_dict, to_dict
 from lockstep.engines.config import EngineConfig
-from lockstep.errors import (
-    ConfigError,
-)
+from lockstep.errors import ConfigError
 from lockstep.launch.gpu import Device, check_gpu
 from lockstep.models import peft_format
 from lockstep.models.locate import locate_model

@@ -6,7 +6,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lockstep.store.run import Run
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_SETTINGS = ("name", "model")
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def write_card(directory: Path, run: Run, *, checkpoint: str, hub: str) -> None:
@@ -56,17 +58,22 @@ def write_card(directory: Path, run: Run, *, checkpoint: str, hub: str) -> None:
         pipeline_tag="text-generation",
         tags=["lockstep", *(["lora"] if is_adapter else []), *_methods(run)],
     )
-    parts = (
-        f"# {run.name}, {checkpoint}\n\n{_trained(run, model, task, is_adapter)}",
-        _figures_text(run, checkpoint, held_out),
-        "## Sampler and trainer\n\n" + _exactness(run, checkpoint),
-        "## Use\n\n" + _usage(hub or directory.name, model, is_adapter),
-        "## Settings\n\n" + _settings(run),
-        "## Licence\n\nNone is stated. Add `license:` to the head of this file; the licence of "
-        f"`{_shown(model)}` applies to what was made from it.\n",
+    step = step_of(checkpoint)
+    rows = [row for row in run.metrics if step < 0 or row["step"] < step]  # what it has learned
+    text = _TEXTS["card"].format(
+        name=run.name,
+        checkpoint=checkpoint,
+        what=_TEXTS["what"][kind],
+        how="reinforcement learning" if "objective" in run.config else "supervised training",
+        task=task,
+        version=run.environment.get("versions", {}).get("lockstep-rl", ""),
+        model=_shown(model),
+        figures=_figures_text(run, rows, held_out),
+        exactness=_exactness(rows),
+        use=_TEXTS["use"][kind].format(name=hub or directory.name, model=_shown(model)),
+        settings=_settings(run),
     )
-    text = f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part.strip() for part in parts) + "\n"
-    (directory / "README.md").write_text(text, "utf-8")
+    (directory / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n{text}", "utf-8")
 
 
 def check_hub_name(name: str) -> None:
@@ -118,80 +125,44 @@ def _held_out(run: Run, checkpoint: str) -> dict[str, tuple[float | None, float]
     return out
 
 
-def _trained(run: Run, model: str, task: str, is_adapter: bool) -> str:
-    what = "An adapter for" if is_adapter else "A fine-tuned copy of"
-    how = "reinforcement learning" if "objective" in run.config else "supervised training"
-    return (
-        f"{what} `{_shown(model)}`, trained by {how} on `{task}` with Lockstep "
-        f"{run.environment.get('versions', {}).get('lockstep-rl', '')}."
-    )
-
-
-def _figures_text(run: Run, checkpoint: str, held_out: Mapping[str, Any]) -> str:
-    lines = ["## Figures\n"]
+def _figures_text(
+    run: Run,
+    rows: Sequence[Mapping[str, Any]],
+    held_out: Mapping[str, tuple[float | None, float]],
+) -> str:
+    texts, parts = _TEXTS["figures"], list[str]()
     if held_out:
-        lines += ["| held-out tasks | before training | this checkpoint |", "|---|---|---|"]
-        lines += [
+        lines = [
             f"| {label} | {'' if before is None else f'{before:.4g}'} | {value:.4g} |"
             for label, (before, value) in held_out.items()
         ]
+        parts.append(texts["held_out"].format(rows="\n".join(lines)))
         tasks = run.config.get("evaluation")
         if isinstance(tasks, dict) and tasks.get("num_tasks"):
-            lines.append(f"\nMeans over {tasks['num_tasks']} tasks that were never trained on.")
+            parts.append(texts["tasks"].format(num_tasks=tasks["num_tasks"]))
     else:
-        lines.append("This checkpoint was not evaluated on held-out tasks.")
-    rows = [row for row in run.metrics if _is_in(row["step"], checkpoint)]
+        parts.append(texts["none"])
     if rewards := [row["reward/mean"] for row in rows if "reward/mean" in row]:
         last = rewards[-10:]
-        lines.append(
-            f"\nMean reward of the sampled episodes: {rewards[0]:.3g} at the first step, "
-            f"{sum(last) / len(last):.3g} over the last {len(last)} of {len(rewards)} steps."
-        )
-    return "\n".join(lines)
+        ends = {"first": rewards[0], "last": sum(last) / len(last)}
+        parts.append(texts["reward"].format(**ends, num_last=len(last), num_steps=len(rewards)))
+    return "\n\n".join(parts)
 
 
-def _is_in(step: int, checkpoint: str) -> bool:
-    """Whether the checkpoint holds what this step learned."""
-    return step_of(checkpoint) < 0 or step < step_of(checkpoint)
-
-
-def _exactness(run: Run, checkpoint: str) -> str:
-    rows = [row for row in run.metrics if _is_in(row["step"], checkpoint)]
+def _exactness(rows: Sequence[Mapping[str, Any]]) -> str:
+    texts = _TEXTS["exactness"]
     compared = [row for row in rows if row.get("mismatch/compared_tokens", 0) > 0]
-    num_tokens = int(sum(row["mismatch/compared_tokens"] for row in compared))
     if not compared:
-        return "The log-probs of the sampler and of the trainer were not compared."
+        return texts["none"]
     unequal = sum(int(row["mismatch/unequal_tokens"]) for row in compared)
     worst = max(row["mismatch/k3"] for row in compared)
     gap = max(row["mismatch/max_abs_diff"] for row in compared)
-    found = "All are equal to the sampler's, bit for bit."
-    if unequal or gap:
-        found = (
-            f"{unequal:,} differ from the sampler's. The largest difference is {gap:.3g} nats, the "
-            f"largest KL (k3) of a step {worst:.3g} nats."
-        )
-    return (
-        f"Over {len(compared)} steps, the trainer computed the log-probs of {num_tokens:,} sampled "
-        f"tokens again, before each update. {found}"
+    found = texts["differ" if unequal or gap else "equal"]
+    return texts["compared"].format(
+        num_steps=len(compared),
+        num_tokens=int(sum(row["mismatch/compared_tokens"] for row in compared)),
+        found=found.format(unequal=unequal, gap=gap, worst=worst),
     )
-
-
-def _usage(name: str, model: str, is_adapter: bool) -> str:
-    loading = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-    ]
-    if is_adapter:
-        loading = [
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f'base = AutoModelForCausalLM.from_pretrained("{_shown(model)}")',
-            f'model = PeftModel.from_pretrained(base, "{name}")',
-        ]
-    return "```python\n" + "\n".join(loading) + "\n```"
 
 
 def _settings(run: Run) -> str:

@@ -159,7 +159,7 @@ def _support_bias(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, 
 
 
 LIMITS = ("max_turn_tokens", "max_tokens", "max_turns", "max_seconds")
-"""What may cut an episode; the `error` of a truncated trajectory begins with its name."""
+"""Limits that may cut an episode; the `error` of a truncated trajectory begins with its name."""
 MAX_TOOLS = 32
 """Tools with figures of their own: those called most."""
 
@@ -171,8 +171,8 @@ def health_metrics(
     compares: bool,
     decode: Callable[[Sequence[int]], str],
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """What `lockstep.observe.alarms.TRIGGERS` reads of a step's episodes beside `step_metrics`, and
-    trigger -> an example in words.
+    """Figures that `lockstep.observe.alarms.TRIGGERS` reads of a step's episodes beside
+    `step_metrics`, and trigger -> an example in words.
 
     compares: whether the comparison of rewards within a group teaches. decode: ids as text.
     """

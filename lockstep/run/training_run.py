@@ -79,7 +79,7 @@ class TrainingRun:
     slots: EpisodeSlots = field(init=False)
     """Limits the episodes that run at the same time."""
     health: Health = field(init=False)
-    """What silently eats the learning, over the last steps; see `doctor.health`."""
+    """Finds what silently eats the learning, over the last steps; see `doctor.health`."""
     difficulty: DifficultySource | None = None
     """The tasks of `buffer`, where they are drawn by their expected signal."""
     buffer: Buffer = field(init=False)

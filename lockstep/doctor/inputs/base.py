@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,25 +24,11 @@ _WORDS_BYTES = 16
 """Approximate bytes per token of the text in messages."""
 
 
-HOW_TO_GET: Mapping[str, str] = {
-    "rollout_logprobs": "log the sampler's log-prob of each sampled token when it is drawn",
-    "trainer_logprobs": "log the trainer's log-probs of the same tokens before the update "
-    "(often called old_logprobs)",
-    "policy_version": "log the version of the weights that sampled each token",
-    "trainer_version": "log the version of the weights that the trainer's log-probs are of",
-    "steps": "log the training step of each row",
-    "messages": "log the dialogue of each row, the model's replies included",
-    "engine_prompt_ids": "log the ids that the engine was sent before each reply",
-    "engine_ids": "log the ids that the engine returned, turn by turn, beside those trained",
-    "tokenizer": "name the model's tokenizer: --tokenizer DIR",
-    "renderer": "name the template that the prompts were made with: --renderer NAME",
-    "advantages": "log the weight of each trained token in the loss",
-    "routed_experts": "ask the engine for the experts of each token, and log them",
-    "step_metrics": "log the metrics of each step beside the rows",
-    "generation_defaults": "name the model: its directory has generation_config.json",
-    "stop_ids": "name the model, or log the ids that end a turn",
-    "model": "give the model that sampled: --model DIR",
-}
+HOW_TO_GET_OF: Mapping[str, Mapping[str, str]] = tomllib.loads(
+    Path(__file__).with_name("how_to_get.toml").read_text("utf-8")
+)
+"""Format of a dump, or "any" -> data that it may lack -> how its writer gets it."""
+HOW_TO_GET = HOW_TO_GET_OF["any"]
 """Data that a check lacks -> how the writer of the input gets it, if the format does not say."""
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from lockstep.dialogues import read_messages
 from lockstep.doctor.inputs.assemble import Array, Row, floats_of, ids_of
+from lockstep.doctor.inputs.base import HOW_TO_GET_OF
 from lockstep.doctor.inputs.lines import LineDump
 from lockstep.errors import DataError
 from lockstep.types import MESSAGE_KEYS, TEXT_ONLY, Int32Array, Message
@@ -36,12 +37,7 @@ class ChatDump(LineDump):
     trainer: ClassVar[str] = ""
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json")
     keys: ClassVar[frozenset[str]] = frozenset()
-    why: ClassVar[Mapping[str, str]] = {
-        "rollout_logprobs": "ask the engine for them: logprobs=true.",
-        "trainer_logprobs": "an engine's answers have the sampler's log-probs only; write the "
-        "trainer's beside them in the doctor's own columns (documentation: Doctor: dumps).",
-        "messages": "the lines have no `messages`, or parts in them that are not text.",
-    }
+    why: ClassVar[Mapping[str, str]] = HOW_TO_GET_OF["chat"]
 
     @classmethod
     def is_own_line(cls, line: Mapping[str, Any]) -> bool:

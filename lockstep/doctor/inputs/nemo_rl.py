@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.doctor.inputs.assemble import Row, Values, floats_of, ids_of, real, row_name, whole
+from lockstep.doctor.inputs.base import HOW_TO_GET_OF
 from lockstep.doctor.inputs.lines import LineDump, step_in
 from lockstep.errors import DataError
 
@@ -29,10 +30,7 @@ class NemoRlDump(LineDump):
     keys: ClassVar[frozenset[str]] = frozenset(  # earlier versions logged texts without ids
         {"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs", "input_lengths"}
     )
-    why: ClassVar[Mapping[str, str]] = {
-        "trainer_logprobs": "all of prev_logprobs are 0.0: with loss_fn.force_on_policy_ratio "
-        "NeMo-RL computes none before the update."
-    }
+    why: ClassVar[Mapping[str, str]] = HOW_TO_GET_OF["nemo-rl"]
 
     def rows_of(
         self, line: Mapping[str, Any], path: Path, number: int, where: str

@@ -30,6 +30,7 @@ from lockstep.doctor.inputs.assemble import (
     row_name,
     whole,
 )
+from lockstep.doctor.inputs.base import HOW_TO_GET_OF
 from lockstep.doctor.inputs.lines import FileDump
 from lockstep.doctor.inputs.pickles import is_torch_file, read_torch
 from lockstep.errors import DataError
@@ -48,15 +49,7 @@ class SlimeDump(FileDump):
     format: ClassVar[str] = "slime"
     patterns: ClassVar[tuple[str, ...]] = ("*.pt",)
     suffixes: ClassVar[tuple[str, ...]] = (".pt", ".pth")
-    why: ClassVar[Mapping[str, str]] = {
-        "rollout_logprobs": "the samples have no rollout_log_probs: a custom generate function "
-        "must set them from meta_info.output_token_logprobs.",
-        "trainer_logprobs": "the trainer's log-probs are in the files of --save-debug-train-data, "
-        "unless --use-rollout-logprobs leaves them out; a step of one update computes them with "
-        "--get-mismatch-metrics.",
-        "policy_version": "weight_versions are in the files of --save-debug-rollout-data; tokens "
-        "get them only if each turn has one, or all are the same number.",
-    }
+    why: ClassVar[Mapping[str, str]] = HOW_TO_GET_OF["slime"]
 
     @classmethod
     def files_of(cls, path: Path) -> list[Path]:

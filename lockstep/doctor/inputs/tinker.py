@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep.doctor.inputs.assemble import Row, Values, array_of, floats_of, ids_of
+from lockstep.doctor.inputs.base import HOW_TO_GET_OF
 from lockstep.doctor.inputs.lines import LineDump
 from lockstep.errors import DataError
 
@@ -27,10 +28,7 @@ class TinkerDump(LineDump):
 
     format: ClassVar[str] = "tinker"
     keys: ClassVar[frozenset[str]] = frozenset({"model_input", "target_tokens", "logprobs", "mask"})
-    why: ClassVar[Mapping[str, str]] = {
-        "trainer_logprobs": "write train_step's return value beside each datum, as "
-        "training_logprobs (documentation: Doctor: dumps)."
-    }
+    why: ClassVar[Mapping[str, str]] = HOW_TO_GET_OF["tinker"]
 
     def rows_of(
         self, line: Mapping[str, Any], path: Path, number: int, where: str

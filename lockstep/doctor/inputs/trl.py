@@ -24,6 +24,7 @@ from lockstep.doctor.inputs.assemble import (
     row_name,
     row_of,
 )
+from lockstep.doctor.inputs.base import HOW_TO_GET_OF
 from lockstep.doctor.inputs.lines import FileDump, step_in
 from lockstep.doctor.inputs.pickles import is_torch_file, mentions, read_torch
 from lockstep.errors import DataError
@@ -42,14 +43,7 @@ class TrlDump(FileDump):
     format: ClassVar[str] = "trl"
     patterns: ClassVar[tuple[str, ...]] = ("*.pt",)
     suffixes: ClassVar[tuple[str, ...]] = (".pt",)
-    why: ClassVar[Mapping[str, str]] = {
-        "rollout_logprobs": "sampling_per_token_logps are kept with use_vllm=True, or where a "
-        "rollout_func returns logprobs.",
-        "trainer_logprobs": "old_per_token_logps are computed with use_vllm=True and "
-        "vllm_importance_sampling_correction=True, or where a generation is trained more than once "
-        "(num_iterations > 1).",
-        "policy_version": "TRL samples with the weights of the step that trains.",
-    }
+    why: ClassVar[Mapping[str, str]] = HOW_TO_GET_OF["trl"]
 
     @classmethod
     def is_own(cls, path: Path) -> bool:

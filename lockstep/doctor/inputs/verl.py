@@ -32,6 +32,7 @@ from lockstep.doctor.inputs.assemble import (
     row_of,
     whole,
 )
+from lockstep.doctor.inputs.base import HOW_TO_GET_OF
 from lockstep.doctor.inputs.lines import FileDump, step_in
 from lockstep.doctor.inputs.pickles import (
     Record,
@@ -58,13 +59,7 @@ class VerlDump(FileDump):
     format: ClassVar[str] = "verl"
     patterns: ClassVar[tuple[str, ...]] = ("*.dp", *(f"**/{name}" for name in _BATCHES))
     suffixes: ClassVar[tuple[str, ...]] = ("",)
-    why: ClassVar[Mapping[str, str]] = {
-        "rollout_logprobs": "set actor_rollout_ref.rollout.calculate_log_probs=true.",
-        "trainer_logprobs": "skip.rollout keeps a batch as it was sampled; for the trainer's "
-        "log-probs save it later: batch.save_to_disk(PATH) in fit(), after compute_advantage.",
-        "policy_version": "min_global_steps and max_global_steps are in batches of the agent loop; "
-        "where they differ, no token is known to be of either.",
-    }
+    why: ClassVar[Mapping[str, str]] = HOW_TO_GET_OF["verl"]
 
     def __init__(self, path: Path) -> None:
         self._groups: dict[str, int] = {}
