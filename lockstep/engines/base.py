@@ -120,7 +120,7 @@ class EngineContext:
 @runtime_checkable
 class Engine(Protocol):
     """The protocol. Subclass it: the methods after `close` have defaults.
-    `lockstep.testing.check_engine` tests an implementation."""
+    `examples/check_engine.py` tests an implementation."""
 
     @property
     def capabilities(self) -> Capabilities: ...

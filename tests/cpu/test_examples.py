@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from check_engine import check_engine
 
 import lockstep
 from lockstep.agent.config import AgentConfig
@@ -19,7 +20,6 @@ from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.errors import ConfigError, EngineError, RendererError
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
-from lockstep.testing.check_engine import check_engine
 from lockstep.testing.engines import FakeEngine
 from lockstep.testing.renderers import check_renderer
 from lockstep.testing.tokenizers import byte_tokenizer

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from check_engine import check_engine
 from full_counts import PROOF
 from safetensors.torch import load_file, save_file
 from vllm_models import CONFIGS, VOCAB, make_changed, make_checkpoint
@@ -26,7 +27,6 @@ from lockstep.models.peft_io import save_adapter
 from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.contract import Fingerprint
 from lockstep.ops.selftest import fingerprint, prove
-from lockstep.testing.check_engine import check_engine
 from lockstep.types import Ragged, Request, SamplingParams
 
 MAX_TOKENS = 512

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from check_engine import check_engine
 from vllm_models import is_hybrid, make_changed, make_checkpoint, trainer_logprobs
 
 from lockstep.engines.base import EngineContext
@@ -19,7 +20,6 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig
 from lockstep.models.peft_io import save_adapter
 from lockstep.ops.context import PackedContext
-from lockstep.testing.check_engine import check_engine
 from lockstep.types import Request, SamplingParams
 
 BLOCK = 128  # ids of vLLM's pages on a CPU

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from check_engine import check_engine
 from vllm_models import make_changed, make_checkpoint, run, trainer_logprobs
 
 from lockstep.config import resolve
@@ -26,7 +27,6 @@ from lockstep.models.peft_io import save_adapter
 from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.store.run import load_run
-from lockstep.testing.check_engine import check_engine
 from lockstep.types import Request, SamplingParams
 
 TOLERANCE = 1e-4  # float32 over 64 wide rows: 1e-6 is usual, one part in 10,000 is another model

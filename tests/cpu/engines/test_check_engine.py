@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from check_engine import check_engine
 from engine_models import VOCAB, make_engine, make_model
 
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
 from lockstep.models.hf_io import hf_tensors
-from lockstep.testing.check_engine import check_engine
 
 TOKEN_BYTES = [bytes([97 + i % 26]) * (1 + i % 3) for i in range(VOCAB)]
 PROMPT = [1, 2, 3, 4, 5]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from check_engine import check_engine
 from engine_models import VOCAB, deltas_of, make_engine, make_model, prompt, request
 from test_check_engine import PROMPT, TOKEN_BYTES
 
@@ -14,7 +15,6 @@ from lockstep.engines.pool import EVENTS, Pool
 from lockstep.errors import ConfigError, EngineDownError, EngineError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.observe.metrics import find_metric
-from lockstep.testing.check_engine import check_engine
 from lockstep.testing.engines import BrokenEngine, FakeEngine
 from lockstep.testing.faults.servers import EngineFrozen, EngineKilled
 from lockstep.types import Delta

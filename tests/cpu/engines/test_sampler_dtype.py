@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from check_engine import check_engine
 from engine_models import make_model, prompt, reply_of, request
 
 from lockstep.engines.base import EngineContext
@@ -12,7 +13,6 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.registry import make_engine
 from lockstep.errors import EngineError
 from lockstep.models.hf_io import hf_tensors
-from lockstep.testing.check_engine import check_engine
 
 
 def sampler_of(model, dtype, tmp_path):

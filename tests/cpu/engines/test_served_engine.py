@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from check_engine import check_engine
 from engine_models import deltas_of, make_engine, make_model, prompt, reply_of, request
 from engine_wire import EngineWire, until
 
@@ -12,7 +13,6 @@ from lockstep.engines.ledger import equal_distributions
 from lockstep.engines.served import ServedEngine
 from lockstep.errors import CapabilityError, EngineError, ServerUnreachableError
 from lockstep.models.hf_io import hf_tensors
-from lockstep.testing.check_engine import check_engine
 from lockstep.types import SamplingParams
 
 

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from check_engine import check_engine
 from engine_models import deltas_of, make_engine, make_model, prompt, reply_of, request
 from engine_wire import until
 from fake_servers import context
@@ -20,7 +21,6 @@ from lockstep.errors import (
     ServerUnreachableError,
 )
 from lockstep.models.hf_io import hf_tensors
-from lockstep.testing.check_engine import check_engine
 
 DETERMINISTIC = "enable_deterministic_inference"
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from check_engine import check_engine
 from engine_models import deltas_of, reply_of, request
 
 from lockstep.engines.base import EngineContext
@@ -27,7 +28,6 @@ from lockstep.models.hf_io import hf_tensors, load_checkpoint, save_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.ops.invariant import InvariantOps, Rules
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.testing.check_engine import check_engine
 
 DIRECTORY = locate_model("tiny-gpt-oss")
 CONFIG = EmbeddedConfig(replicas=1, kv_cache_tokens=2048, max_num_sequences=16)

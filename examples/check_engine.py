@@ -1,4 +1,7 @@
-"""`check_engine`: tests that an engine keeps the promises of the protocol."""
+"""Tests that an engine keeps the promises of the protocol; my_engine.py shows how it is called.
+
+report = await check_engine(MyEngine(...), prompt_ids=[3, 1, 4])
+"""
 
 from __future__ import annotations
 
