@@ -91,7 +91,7 @@ def models() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         for model in SHIPPED:
             out = Path(scratch) / model
-            words = ["sft", model]
+            words = ["sft", model, "--plugin", "examples/tiny_models.py"]
             commands.append("lockstep " + " ".join(words))
             began = time.perf_counter()
             subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,

@@ -526,7 +526,7 @@ def model_of(name: str) -> Run:
     if study.plugin:
         words = ("sft", study.model, "--plugin", study.plugin)
         return Run(words=words, path=RUNS / "models" / study.model)
-    words = ("sft", study.model, *GPT_OSS)
+    words = ("sft", study.model, "--plugin", "examples/tiny_models.py", *GPT_OSS)
     return Run(words=words, path=RUNS / "models" / f"{study.model}-gpt-oss")
 
 

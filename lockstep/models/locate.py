@@ -12,7 +12,7 @@ from lockstep.store.checkpoints import ADAPTER, POLICY, sha256_of, split_address
 from lockstep.store.run import is_run
 
 SHIPPED_ROOT = Path(__file__).parent / "shipped"
-"""One directory per model of the package; `lockstep sft NAME` rebuilds it."""
+"""One directory per model of the package; examples/tiny_models.py rebuilds it."""
 
 CONFIG_FILES = ("*.json", "*.jinja")
 """Everything but the weights."""

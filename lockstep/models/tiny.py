@@ -96,68 +96,20 @@ def write_tokenizer_config(architecture: str, directory: Path, renderer: Rendere
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    shipped = SHIPPED_ROOT / f"tiny-{architecture.replace('_', '-')}"
+    shipped = _shipped(architecture)
     of_shipped = json.loads((shipped / "renderer.json").read_text())["renderer"]
     if {**of_shipped, **to_dict(renderer)} == of_shipped:
         shutil.copyfile(shipped / "chat_template.jinja", directory / "chat_template.jinja")
 
 
 def hf_config(architecture: str, vocab_size: int, eos_token_id: int | None) -> dict[str, Any]:
-    """The Hugging Face config of the tiny model: two layers of width 64."""
-    common = {
-        "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.05,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "eos_token_id": eos_token_id,
-        "bos_token_id": None,
-        "pad_token_id": 0,
-        "dtype": "float32",
-    }
-    if architecture == "qwen3":
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "intermediate_size": 128,
-            "layer_types": ["full_attention", "full_attention"],
-            **common,
-        }
-    if architecture == "qwen3_next":
-        return {
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
-            "intermediate_size": 128,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 48,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            **common,
-            "rope_parameters": {**common["rope_parameters"], "partial_rotary_factor": 0.5},
-        }
-    return {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "intermediate_size": 64,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 64,
-        "layer_types": ["full_attention", "sliding_attention"],
-        "attention_bias": True,
-        **common,
-    }
+    """The Hugging Face config of the shipped model of this architecture, for another vocabulary."""
+    of_shipped = json.loads((_shipped(architecture) / "config.json").read_text())
+    return of_shipped | {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
+
+
+def _shipped(architecture: str) -> Path:
+    return SHIPPED_ROOT / f"tiny-{architecture.replace('_', '-')}"
 
 
 def train_tokenizer(

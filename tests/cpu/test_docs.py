@@ -110,8 +110,9 @@ def commands(block: Block) -> list[tuple[str, tuple[int, int] | None]]:
 
 
 def run_page(page: Path, directory: Path) -> list[Block]:
-    """Runs all blocks in `directory`, which is the current one. Returns them with what they
-    printed."""
+    """Runs all blocks in `directory`, which is the current one and has the examples. Returns them
+    with what they printed."""
+    (directory / "examples").symlink_to(ROOT / "examples")
     text = page.read_text(encoding="utf-8")
     module = types.ModuleType(f"docs_{page.stem}")
     sys.modules[module.__name__] = module

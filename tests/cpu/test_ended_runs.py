@@ -37,7 +37,9 @@ KINDS = {
     "sft_lora": (*SFT, *LORA),
     "sft_bfloat16": (*SFT, "dtype=bfloat16"),
     "sft_hybrid_lora": (*SFT, *LORA, "model=tiny-qwen3-next"),
-    "sft_stage_of_a_recipe": ("sft", "tiny-instructions", "sft.steps=2", "sft.rows_per_step=2"),
+    "sft_stage_of_a_recipe": (
+        "sft", "tiny-instructions", "--plugin", "tiny_models", "sft.steps=2", "sft.rows_per_step=2",
+    ),
     "from": (*RL, *GO_ON),
     "from_lora": (*RL, *LORA, "steps=2", "from=PATH/rl_lora"),
     "lora_path": (*RL, "lora.path=PATH/sft_lora_of_gpt/adapter"),

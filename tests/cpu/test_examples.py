@@ -18,6 +18,7 @@ from lockstep.agent.loop import Budget, run_episode
 from lockstep.agent.match_loop import SeatPolicy, collect_matches
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.errors import ConfigError, EngineError, RendererError
+from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.testing.engines import FakeEngine
@@ -130,12 +131,18 @@ def test_the_environment_trains_from_the_command_line(tmp_path):
     assert all("reward/penalty" in row and row["episodes/failed"] == 0 for row in rows)
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-qwen3", "tiny-instructions"])
+@pytest.mark.parametrize(
+    "name", ["tiny-gpt-oss", "tiny-qwen3", "tiny-qwen3-next", "tiny-math", "tiny-instructions"]
+)
 def test_the_shipped_models_are_made_again_from_the_command_line(name, tmp_path):
     small = ["data.num_dialogues=64", "sft.steps=2", "sft.rows_per_step=8"]
     words = ["sft", name, "--plugin", "tiny_models.py", *small, f"out={tmp_path / 'run'}"]
     assert main(words) == OK
-    assert (tmp_path / "run/model/model.safetensors").is_file()
+    made, shipped = tmp_path / "run/model", SHIPPED_ROOT / name
+    assert (made / "model.safetensors").is_file()
+    written, known = (json.loads((each / "config.json").read_text()) for each in (made, shipped))
+    # Fewer dialogues make a smaller vocabulary.
+    assert written | {key: known[key] for key in ("vocab_size", "eos_token_id")} == known
 
 
 def played(name, replies, *, seats, **task):
