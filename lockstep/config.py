@@ -215,7 +215,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 FILE_FORMS = (".json", ".yaml", ".yml", ".toml")
 MAX_FILE_BYTES = 1 << 18
 MAX_VALUES, MAX_LEVELS = 100_000, 64
-"""Of a file of settings. An alias in YAML counts as often as it is used."""
+"""Limits of a file of settings. An alias in YAML counts as often as it is used."""
 Key = tuple[tuple[str | int, ...], int]
 """(path of a key, its line)."""
 _LONG_PATH = re.compile(rf"""(?m)(?:^|[\[{{,])\s*+(?:[\w"'-]++\s*+\.\s*+){{{MAX_LEVELS}}}""")

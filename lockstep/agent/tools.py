@@ -384,7 +384,7 @@ class ToolRunner:
 
 
 def as_output(value: Any) -> ToolOutput:
-    """What a function returned, as text for the model."""
+    """Converts the result of a function to text for the model."""
     if isinstance(value, ToolOutput):
         return ToolOutput(text=value.text, metrics=value.metrics)
     if value is None or isinstance(value, str):

@@ -116,7 +116,7 @@ AT_START: ContextVar[Values | None] = ContextVar("at_start", default=None)
 
 
 def state_at_start() -> Values:
-    """What a run begins with, for `AT_START`."""
+    """Returns the state with which a run begins, for `AT_START`."""
     handlers = [signal.getsignal(number) for number in _SIGNALS]
     return {**_read(_OF_RUN), "environ": dict(os.environ), "path": sys.path[:], "signals": handlers}
 

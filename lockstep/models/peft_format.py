@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,30 +39,9 @@ differs."""
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Keys of config.json that change when a model is saved again."""
 
-_WITHOUT_EFFECT = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "loftq_config",
-    "lora_alpha",
-    "lora_dropout",
-    "megatron_core",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "target_parameters",
-    "task_type",
-    "use_rslora",
-}
+_WITHOUT_EFFECT = frozenset(
+    tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["without_effect"]
+)
 """Settings that are read, or that do not change what the tensors mean. Dropout concerns PEFT's own
 training. The tensors show which modules are adapted."""
 

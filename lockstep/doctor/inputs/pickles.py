@@ -52,7 +52,7 @@ class Record:
 
 
 MEMORY_BYTES, EXPANSION = 4 << 30, 8
-"""What reading may take: as many bytes, or as many times those of the file."""
+"""Memory that reading may take: this many bytes, or this many times the size of the file."""
 MAX_RANGE = 1 << 20
 
 
