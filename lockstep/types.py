@@ -1243,8 +1243,8 @@ class Task:
 
     id: str
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Content of the task for the environment, as JSON. The task has its own copy, with lists in place of
-    tuples."""
+    """Content of the task for the environment, as JSON. The task has its own copy, with lists in
+    place of tuples."""
     source: str = ""
     """Component of the mixture that it came from; "" if there is one source."""
     problem: str = ""
