@@ -31,6 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1),
     "swiglu_alpha": (None, 1.702),
