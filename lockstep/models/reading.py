@@ -31,7 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
     "use_bidirectional_attention": (None, False),
-    "is_causal": (None, True),
+    "is_causal": (True,),  # null counts as false in transformers
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1),
     "swiglu_alpha": (None, 1.702),
@@ -211,7 +211,7 @@ class Reading:
 
     def expect(self, key: str, *neutral: Any) -> None:
         """A problem unless `key` is absent or one of the values."""
-        value = self.source.get(key)
+        value = self.source.get(key, neutral[0])
         if value not in neutral:
             expected = " or ".join(json.dumps(v) for v in neutral if v is not None) or "none"
             self.problems.append(

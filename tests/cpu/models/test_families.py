@@ -435,6 +435,7 @@ def test_a_rope_for_each_kind_of_layer_reads_like_the_older_spelling():
         ("Qwen3-8B", {"hidden_act": "gelu"}, r'hidden_act="gelu".*expected "silu"'),
         ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias=true is not implemented"),
         ("Llama-3.1-8B", {"is_causal": False}, "is_causal=false is not implemented"),
+        ("Llama-3.1-8B", {"is_causal": None}, "is_causal=null is not implemented"),
         ("Llama-3.1-8B", {"sliding_window": 512}, "sliding_window=512"),
         ("Qwen2.5-0.5B", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ("gpt-oss-20b", {"swiglu_alpha": 2.0}, r"swiglu_alpha=2\.0"),
