@@ -45,8 +45,9 @@ class Watched(Tokenizer):
         return super().encode_batch(texts)
 
     def decode_bytes(self, ids):
-        self.read.append(super().decode_bytes(ids).decode(errors="replace"))
-        return super().decode_bytes(ids)
+        found = super().decode_bytes(ids)
+        self.read.append(found.decode(errors="replace"))
+        return found
 
     def decode(self, ids):
         self.read.append(super().decode(ids))

@@ -63,7 +63,7 @@ def test_what_the_input_names_and_is_not_here_is_left_out_and_said(tmp_path: Pat
     elsewhere = find_tokenization(Facts(model="/models/gone"))
     on_hub = find_tokenization(Facts(model="nobody/no-such-model"))
     bare = find_tokenization(
-        Facts(model=str(model_copy(tmp_path / "m", left_out=("config.json", "renderer.json"))))
+        Facts(model=str(model_copy(tmp_path / "m", left_out=("config.json", "renderer.json", "chat_template.jinja"))))
     )
 
     for found in (nothing, elsewhere, on_hub):
@@ -192,7 +192,7 @@ TEMPLATE = """\
 def test_a_template_that_declares_tools_in_its_own_way_goes_before_the_architectures_format(
     tmp_path: Path, more: dict[str, str], named: str, kind: type
 ):
-    model = model_copy(tmp_path / "m", left_out=("renderer.json",))
+    model = model_copy(tmp_path / "m", left_out=("renderer.json", "chat_template.jinja"))
     for name, text in more.items():
         (model / name).write_text(text)
     by_user = find_tokenization(Facts(model=str(model)), renderer=named)
