@@ -63,7 +63,13 @@ def test_what_the_input_names_and_is_not_here_is_left_out_and_said(tmp_path: Pat
     elsewhere = find_tokenization(Facts(model="/models/gone"))
     on_hub = find_tokenization(Facts(model="nobody/no-such-model"))
     bare = find_tokenization(
-        Facts(model=str(model_copy(tmp_path / "m", left_out=("config.json", "renderer.json", "chat_template.jinja"))))
+        Facts(
+            model=str(
+                model_copy(
+                    tmp_path / "m", left_out=("config.json", "renderer.json", "chat_template.jinja")
+                )
+            )
+        )
     )
 
     for found in (nothing, elsewhere, on_hub):
