@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 try:
@@ -56,12 +57,11 @@ def limit_process(**limits: int) -> None:
 @contextlib.contextmanager
 def bounded_memory(num_bytes: int) -> Iterator[None]:
     """Within it, this process may take so many bytes more; then MemoryError. On Linux alone."""
-    try:
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-    except (OSError, AttributeError):
+    statm = Path("/proc/self/statm")
+    if resource is None or not statm.exists():
         yield
         return
+    used = int(statm.read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = used + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(most, soft), hard))

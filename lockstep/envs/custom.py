@@ -167,9 +167,8 @@ class CustomConfig(TaskConfig):
         """The messages before the first reply. Raises DataError for a row that gives none."""
         name = self.question if self.question in task.payload else "messages"
         asked = task.payload.get(name)
-        is_text = isinstance(asked, str) and not _IS_DIALOGUE.match(asked)
         said: str | list[Message] = ""
-        if is_text and asked.strip():
+        if isinstance(asked, str) and asked.strip() and not _IS_DIALOGUE.match(asked):
             said = asked
         elif asked and isinstance(asked, str | list):
             said = read_prompt(asked, where=name)

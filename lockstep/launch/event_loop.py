@@ -32,7 +32,7 @@ def own_context() -> Context:
     return context
 
 
-_ON_SIGINT = asyncio.Runner._on_sigint.__code__
+_ON_SIGINT = asyncio.Runner._on_sigint.__code__  # pyright: ignore
 """The handler of Ctrl-C, which may come while foreign code runs."""
 
 

@@ -229,7 +229,7 @@ def _meet(place: Place, timeout: timedelta) -> Store:
         store, _, _ = next(rendezvous(place.meeting, place.rank, place.world, timeout=timeout))
     else:
         host, _, port = place.meeting.removeprefix("tcp://").rpartition(":")
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host, int(port), is_master=place.rank == 0, timeout=timeout, wait_for_workers=False
         )
     keys = [f"lockstep/here/{rank}" for rank in range(place.world)]

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -99,7 +100,7 @@ class ReportServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://{f'[{host}]' if ':' in str(host) else host}:{port}/"
 
-    def refusal(self, headers: Mapping[str, str]) -> tuple[HTTPStatus, str] | None:
+    def refusal(self, headers: Message) -> tuple[HTTPStatus, str] | None:
         """The answer to a request without the key, or, where there is none, to a name of another
         site, whose pages could read the runs."""
         if not self._key:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
+from lockstep.agent.environment import Environment
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import FilteredSource, TaskSource
 from lockstep.errors import DataError
@@ -71,7 +72,9 @@ class Prompts:
     def _frame(self, task: Task) -> tuple[Sequence[ToolSchema], int]:
         """The tools of a task's source, and the tokens of a prompt that has them alone."""
         if task.source not in self._frames:
-            tools = self._config.task.environment(task, self._config.agent).tools
+            environment = self._config.task.environment(task, self._config.agent)
+            assert isinstance(environment, Environment), "a task with an opening has an environment"
+            tools = environment.tools
             hello = [Message(role="user", content="?")]
             size = prompt_size(self._renderer, hello, tools, max_tokens=self._config.max_tokens)
             self._frames[task.source] = tools, size

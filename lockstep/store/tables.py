@@ -214,8 +214,9 @@ def _as_data(file: Path) -> Iterator[None]:
 
 def _rows_of(file: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
     _check_names(file, schema.names)
-    readers = {field.name: _reader(field) for field in schema}
-    skipped = {name: read for name, read in readers.items() if isinstance(read, NotJson)}
+    found = {field.name: _reader(field) for field in schema}
+    skipped = {name: read for name, read in found.items() if isinstance(read, NotJson)}
+    readers = {name: read for name, read in found.items() if not isinstance(read, NotJson)}
     number = size = 0
     waiting = iter(batches)
     while True:

@@ -168,9 +168,10 @@ class Value:
     def entries(self, most: int = MAX_ENTRIES) -> list[Value]:
         if self.raw is not None and not isinstance(self.raw, list):
             raise self.wrong("a list")
-        if len(self.raw or ()) > most:
-            raise self.refusal(f"has {len(self.raw)} entries, more than {most}.")
-        return [Value(each, f"{self.where}[{at}]") for at, each in enumerate(self.raw or ())]
+        found = self.raw or ()
+        if len(found) > most:
+            raise self.refusal(f"has {len(found)} entries, more than {most}.")
+        return [Value(each, f"{self.where}[{at}]") for at, each in enumerate(found)]
 
     def text(self, default: str | None = None) -> str:
         found = default if self.raw is None else self.raw
