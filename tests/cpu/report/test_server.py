@@ -187,7 +187,7 @@ def test_half_requests_hold_no_thread(place, request_of, monkeypatch):
                 each.sendall(request_of)
         assert json.loads(get("runs.json"))["runs"], "answered while they wait"
         assert threading.active_count() - before <= MAX_CONNECTIONS + 8
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60  # a busy machine closes them late
         while threading.active_count() - before > 2 and time.monotonic() < until:
             with contextlib.suppress(OSError):
                 held[-1].sendall(b"x")  # however slowly it goes on
