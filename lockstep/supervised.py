@@ -87,6 +87,7 @@ def check_supervised(
     """
     check_fallback(config)
     model_files = read_model_files(config)
+    config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
     check_parallel(config, model_files.model)
     check_memory(config, model_files, device or config.expected_device)
     return model_files, _rows(config, model_files)

@@ -57,6 +57,9 @@ def score(
     if routing is not None and own is not None:
         routing.chosen |= {layer: split.gather(x) for layer, x in own.chosen.items()}
         routing.differing |= {layer: split.gather(x) for layer, x in own.differing.items()}
+        for layer, own_E in own.prob_sums.items():
+            index = torch.arange(len(own_E), device=own_E.device)
+            (routing.prob_sums[layer],) = _Spread.apply(own_E[None], index, len(own_E), group)
     logprobs, entropy = _Spread.apply(torch.stack(found), mine, len(targets_N), group)
     return logprobs, entropy
 
@@ -85,18 +88,15 @@ def _places_in(split: SplitContext, index_N: Tensor) -> Tensor:
 
 def _take_routing(routing: Routing, split: SplitContext) -> Routing:
     """This rank's part of the routes."""
-    replay, is_known = routing.replay_TLA, routing.is_known_T
-    return Routing(
-        replay_TLA=None if replay is None else split.take(replay),
-        is_known_T=None if is_known is None else split.take(is_known),
-    )
+    of_tokens = {name: getattr(routing, name) for name in ("replay_TLA", "is_known_T", "weight_T")}
+    return Routing(**{name: None if x is None else split.take(x) for name, x in of_tokens.items()})
 
 
 class _Spread(torch.autograd.Function):
-    """[F, n] values of each rank at their places among [F, N], on all ranks.
+    """[F, n] values of each rank at their places among [F, N], on all ranks, summed.
 
-    Each place is one rank's, the others add 0.0: exact in any order. Every rank computes the same
-    loss from the result, so the gradient of a value is its owner's own.
+    A token's place is one rank's, the others add 0.0: exact in any order. Every rank computes the
+    same loss from the result, so the gradient of a value is its owner's own.
     """
 
     @staticmethod

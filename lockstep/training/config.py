@@ -123,6 +123,10 @@ class TrainerConfig(LearnerConfig):
     """Change per update of the bias that balances the load of experts (DeepSeek V3, GLM 4.5): up
     where an expert had fewer tokens than the mean of its layer, down where it had more. The load is
     that of `moe/load_max`. 0 keeps the bias as it is; DeepSeek V3 was trained with 0.001."""
+    router_aux_loss_coef: float = 0.0
+    """Coefficient of the routers' load-balancing loss, as transformers computes it, for mixtures
+    that choose experts by a softmax. Each micro-batch has its own, which counts by its share in the
+    trained tokens. 0 adds none; the default of transformers' models is 0.001."""
     measure_after_every: int = 10
     """Steps between measurements of the mismatch after the update, on the batch; 0 never
     measures."""
@@ -130,7 +134,8 @@ class TrainerConfig(LearnerConfig):
     def __post_init__(self) -> None:
         self._check_learner("trainer")
         check_numbers(self, "trainer.", "eps")
-        check_numbers(self, "trainer.", "measure_after_every", "expert_bias_rate", least=0)
+        of_routers = ("expert_bias_rate", "router_aux_loss_coef")
+        check_numbers(self, "trainer.", "measure_after_every", *of_routers, least=0)
         check_numbers(self, "trainer.", "max_tokens_per_microbatch", least=2)
         in_range = all(0 <= beta < 1 for beta in self.betas)
         require(self, "trainer.", betas=(in_range, "two numbers in [0, 1)"))
@@ -156,14 +161,23 @@ class TrainerConfig(LearnerConfig):
     def check_routers(
         self, model: ModelConfig | FallbackConfig, *, has_adapter: bool = False
     ) -> None:
-        """Raises ConfigError if there are no routes to replay, or no bias to change."""
-        if self.routing_replay != "none" and not model.routed_layers:
-            raise ConfigError(
-                f"trainer.routing_replay={self.routing_replay} needs a model with routers; this "
-                f"one ({model.architecture}) has none. Set trainer.routing_replay=none."
-            )
+        """Raises ConfigError if there are no routes to replay or to balance, or no bias to
+        change."""
+        for name, off in (("routing_replay", "none"), ("router_aux_loss_coef", 0)):
+            if (value := getattr(self, name)) != off and not model.routed_layers:
+                raise ConfigError(
+                    f"trainer.{name}={value} needs a model with routers; this one "
+                    f"({model.architecture}) has none. Set trainer.{name}={off}."
+                )
         is_ours = isinstance(model, ModelConfig)
         has_bias = is_ours and model.has_sigmoid_routes and bool(model.routed_layers)
+        if self.router_aux_loss_coef and has_bias:
+            raise ConfigError(
+                f"trainer.router_aux_loss_coef={self.router_aux_loss_coef:g} balances routers that "
+                f"choose by a softmax; this model ({model.architecture}) chooses by sigmoids, and "
+                "transformers has no such loss for it. Set it to 0, and for an even load "
+                "trainer.expert_bias_rate=0.001."
+            )
         if self.expert_bias_rate and (has_adapter or not has_bias):
             why = f"this one ({model.architecture}) has none"
             if has_bias:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.models.decoder import Decoder
-from lockstep.models.moe import Router
+from lockstep.models.moe import Router, Routing
 from lockstep.models.sharding import local_part, part_like
 from lockstep.ops.context import to_device
 from lockstep.training.packing import PackedBatch
@@ -28,12 +28,36 @@ def expert_load(batch: PackedBatch, chosen_TLA: Tensor, num_experts: int) -> Ten
     T, L, A = chosen_TLA.shape
     layer_L = torch.arange(L, device=chosen_TLA.device)
     place_TLA = layer_L[:, None] * num_experts + chosen_TLA.long()
-    rows_T = np.bincount(np.concatenate(batch.inputs), minlength=T)  # that contain each token
-    weight_T = to_device(rows_T.astype(np.float64), chosen_TLA.device)
-    weight_TLA = weight_T[:, None, None].expand(T, L, A)
+    weight_TLA = count_rows(batch).double()[:, None, None].expand(T, L, A)
     counts = weight_TLA.new_zeros(L * num_experts)  # whole numbers: exact in any order
     counts.scatter_add_(0, place_TLA.flatten(), weight_TLA.flatten())
     return counts.view(L, num_experts)
+
+
+def count_rows(batch: PackedBatch) -> Tensor:
+    """[T] float32: rows of the micro-batch that contain each token."""
+    rows_T = np.bincount(np.concatenate(batch.inputs), minlength=len(batch.ids))
+    return to_device(rows_T.astype(np.float32), batch.ids.device)
+
+
+def router_aux_loss(batch: PackedBatch, routing: Routing, num_experts: int) -> Tensor:
+    """[] load-balancing loss of the routers over one micro-batch, after its forward: the number
+    of active experts at an even load, more at an uneven one.
+
+    With the means over tokens and layers alike: E * sum over experts of (choices of the expert per
+    token) * (mean probability of the expert); only the second has a gradient. It equals
+    transformers' `load_balancing_loss_func` on the same rows, padded and masked, each without the
+    tokens after the last that predicts a trained one. In a replay, choices are the replayed ones.
+    A product of means is not a sum over tokens, so the mean over micro-batches differs from the
+    loss of all their rows at once; transformers' differs likewise with gradient accumulation.
+
+    routing: with `weight_T=count_rows(batch)`, so that a token that several rows share counts once
+    for each. Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6.
+    """
+    load_LE = expert_load(batch, routing.stacked(), num_experts)
+    num_tokens = len(load_LE) * sum(map(len, batch.inputs))  # each once per layer
+    prob_E = torch.stack(list(routing.prob_sums.values())).sum(0) / num_tokens
+    return num_experts * (load_LE.sum(0).float() / num_tokens * prob_E).sum()
 
 
 def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:

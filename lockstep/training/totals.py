@@ -30,7 +30,8 @@ class Totals:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         self.sums: dict[str, Tensor] = {"loss": zero, "differing": zero}
         """differing: replayed choices, over tokens and layers, that the router would have made
-        otherwise. load: [L, E], see `expert_load`. train/...: the figures of the loss."""
+        otherwise. load: [L, E], see `expert_load`. aux: of micro-batches, by their share in the
+        trained tokens. train/...: the figures of the loss."""
         self.maxima: dict[str, Tensor] = {}
         self.counts: Counter[str] = Counter()
         """Trained tokens, those that the correction kept, tokens computed; in forwards that replay:
@@ -47,9 +48,12 @@ class Totals:
         loss: Tensor,
         logprobs_N: Tensor,
         routing: Routing | None,
+        aux: Tensor | None,
     ) -> None:
         """out: None where the correction kept no token. loss: [] float64, as it was summed."""
         self._add("loss", loss)
+        if aux is not None:
+            self._add("aux", aux.double())
         self._add("logprob", logprobs_N.sum(dtype=torch.float64))
         self.counts.update(
             tokens=len(logprobs_N), kept=len(tokens.logprobs), computed=len(batch.ids)
@@ -102,6 +106,8 @@ class Totals:
         out |= {name: x / kept for name, x in sums.items() if name.startswith("train/")}
         out |= {f"train/{name}": top for name, top in maxima.items()}
         out["tokens/computed"] = float(counts["computed"])
+        if "aux" in sums:
+            out["train/router_aux_loss"] = sums["aux"]
         if counts["replaying"]:
             out["routing/replayed_share"] = counts["routed"] / counts["replaying"]
             out["routing/differing_share"] = sums["differing"] / max(counts["choices"], 1)

@@ -50,6 +50,7 @@ from lockstep.training.correcting import (
     weigh_samples,
 )
 from lockstep.training.distill_config import DistillConfig
+from lockstep.training.expert_load import count_rows, router_aux_loss
 from lockstep.training.learner import MAX_NAMED_ROWS, Learner, Metrics, check_same_shapes
 from lockstep.training.packing import PackedBatch, split_updates, unpack_rows
 from lockstep.training.replay import COLUMN, keep_routes, routes_to_replay, routing_of
@@ -262,7 +263,8 @@ class Trainer(Learner):
             denominator=denominator,
             is_kept_only=is_kept_only,
         )
-        backward = partial(self._backward, loss_fn, weights_of, correction)
+        num_trained = sum(sample.num_trained for sample in samples)
+        backward = partial(self._backward, loss_fn, weights_of, correction, num_trained)
         self._passes.append((samples, backward))
         totals = Totals(self.device, num_experts=self.model.config.num_experts)
         trained = [backward(batch, totals) for batch in self.pack(samples)]
@@ -291,6 +293,8 @@ class Trainer(Learner):
         if self.config.expert_bias_rate:
             self._expert_load = self._expert_load + totals.sums.get("load", 0.0)
         metrics = totals.to_metrics()
+        if (name := "train/router_aux_loss") in metrics:
+            metrics["train/loss"] += self.config.router_aux_loss_coef * metrics[name]
         if not np.isfinite(metrics["train/loss"]):
             losses = [(part.batch, part.losses) for part in trained]
             found = self._by_row(samples, losses, fill=0.0)
@@ -454,19 +458,23 @@ class Trainer(Learner):
         loss_fn: LossFn,
         weights_of: Callable[[PackedBatch], Tensor],
         correction: Correction | None,
+        num_trained: int,
         batch: PackedBatch,
         totals: Totals | None = None,
     ) -> _Trained:
-        """Forward and backward of a micro-batch, whose figures are added to `totals`."""
-        routing = routing_of(batch)
+        """Forward and backward of a micro-batch, whose figures are added to `totals`. num_trained:
+        trained tokens of all micro-batches and ranks."""
+        routing, aux_coef = routing_of(batch), self.config.router_aux_loss_coef
         if routing is None and self.model.config.routed_layers:
             routing = Routing()  # keeps what is chosen, for `moe/...`
+        if routing is not None and aux_coef:
+            routing.weight_T = count_rows(batch)
         logprobs, entropy, beside = self._score_trained(batch, routing)
         tokens, weighed = keep_tokens(
             batch, logprobs, entropy, correction, version=self.version, beside=beside
         )
         weight_N = weights_of(batch)
-        loss_N, out = torch.zeros_like(logprobs.detach()), None
+        loss_N, out, aux = torch.zeros_like(logprobs.detach()), None, None
         if batch.is_filler or not len(tokens.logprobs):
             if self.ranks is not None:  # the others wait for its part in their gradients
                 logprobs.backward(torch.zeros_like(logprobs))
@@ -481,7 +489,12 @@ class Trainer(Learner):
                     coef=correction.kl_penalty_coef,
                     clip=correction.kl_penalty_clip,
                 )
-            ((loss * tokens.select(weight_N)).sum() * self.loss_scale.value).backward()
+            total = (loss * tokens.select(weight_N)).sum()
+            if routing is not None and aux_coef:
+                aux = router_aux_loss(batch, routing, self.model.config.num_experts)
+                aux = aux * (len(logprobs) / num_trained)
+                total = total + aux_coef * aux
+            (total * self.loss_scale.value).backward()
             self.optimizer.collect_gradients()
             loss_N = tokens.spread(loss.detach())
         if totals is not None and not batch.is_filler:
@@ -492,6 +505,7 @@ class Trainer(Learner):
                 loss=(loss_N.double() * weight_N).sum(),
                 logprobs_N=logprobs.detach(),
                 routing=routing,
+                aux=None if aux is None else aux.detach(),
             )
         weights = torch.ones_like(tokens.logprobs) if tokens.weights is None else tokens.weights
         return _Trained(batch, logprobs.detach(), loss_N, tokens.spread(weights), weighed)
