@@ -56,9 +56,11 @@ class Block(nn.Module):
             self.mlp = MLP(config)
         self.mlp_output_norm = norm(is_after)
 
-    def forward(self, x_TD: Tensor, *inputs: Any, is_recomputed: bool = False) -> Tensor:
-        """inputs: those of `_run`. is_recomputed: keep x alone for backward, and run the block
-        again there."""
+    def forward(
+        self, x_TD: Tensor, *inputs: Any, is_recomputed: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(stream [T, D], the entry of `Routing.prob_sums` if it is asked for). inputs: those of
+        `_run`. is_recomputed: keep x alone for backward, and run the block again there."""
         if is_recomputed:
             # Within the module's hooks: those of FSDP gather its weights once for both runs.
             # Not the reentrant kind, whose first run is without gradient: ops may then take
@@ -77,7 +79,7 @@ class Block(nn.Module):
         ops: Ops,
         routing: Routing | None,
         adapters: AdapterRows | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, list[Tensor]]:
         before, after, before_mlp, after_mlp = (
             None if weight is None else norm_scale(weight, self.norm_weights)
             for weight in (
@@ -89,10 +91,16 @@ class Block(nn.Module):
         )
         x_TD = self.attention(x_TD, before, cos, sin, context, ops, adapters, output_norm=after)
         if not self.is_routed:
-            return self.mlp(x_TD, before_mlp, self.eps, ops, adapters, output_norm=after_mlp)
+            out_TD = self.mlp(x_TD, before_mlp, self.eps, ops, adapters, output_norm=after_mlp)
+            return out_TD, []
         out_TD = x_TD if before_mlp is None else ops.rms_norm(x_TD, before_mlp, self.eps)
         out_TD = self.mlp(out_TD, ops, routing, adapters)
-        return x_TD + (out_TD if after_mlp is None else ops.rms_norm(out_TD, after_mlp, self.eps))
+        # Handed out, not kept in `routing`: FSDP copies inputs with gradient, and hooks outputs.
+        sums: list[Tensor] = []
+        if routing is not None:
+            sums, routing.prob_sums = routing.prob_sums, []
+        out_TD = out_TD if after_mlp is None else ops.rms_norm(out_TD, after_mlp, self.eps)
+        return x_TD + out_TD, sums
 
 
 class Decoder(nn.Module):
@@ -170,11 +178,15 @@ class Decoder(nn.Module):
         if c.embedding_scale != 1:
             x_TD = x_TD * float(torch.tensor(c.embedding_scale, dtype=x_TD.dtype))
         is_recomputed = self.recomputes_blocks and torch.is_grad_enabled()
+        prob_sums: list[Tensor] = []
         for block, window in zip(self.layers, c.windows, strict=True):
             cos, sin = of_kinds[0 if window is None else -1]
-            x_TD = block(
+            x_TD, sums = block(
                 x_TD, cos, sin, context, self.ops, routing, adapters, is_recomputed=is_recomputed
             )
+            prob_sums += sums
+        if routing is not None:
+            routing.prob_sums = prob_sums
         final_norm = norm_scale(self.final_norm, c.norm_weights)
         return self.ops.rms_norm(x_TD, final_norm, c.rms_norm_eps)
 

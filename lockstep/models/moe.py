@@ -49,10 +49,9 @@ class Routing:
     """Routed layer -> [T] bool: in a replay, whether the router would have chosen other experts."""
     weight_T: Tensor | None = None
     """[T] float32: weight of each token in `prob_sums`. None computes no sums."""
-    prob_sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Routed layer -> [E] float32: the router's softmax over all experts, summed over tokens. It
-    carries gradient, also out of a block that backward computes again: `Block.forward` uses the
-    kind of checkpoint whose first run builds the graph."""
+    prob_sums: list[Tensor] = field(default_factory=list[Tensor])
+    """[E] float32 of each routed layer: the router's softmax over all experts, summed over tokens;
+    carries gradient. Complete after the forward, and until backward."""
 
     def stacked(self) -> Tensor:
         """[T, L, A] int64 of all routed layers, after the forward."""
@@ -182,8 +181,7 @@ class MoE(nn.Module):
     def _route(self, x_TD: Tensor, ops: Ops, routing: Routing | None) -> tuple[Tensor, Tensor]:
         logits_TE = self.router_logits(x_TD, ops)
         if routing is not None and routing.weight_T is not None:
-            sums_E = routing.weight_T @ logits_TE.float().softmax(-1)
-            routing.prob_sums[self.routed_layer] = sums_E
+            routing.prob_sums.append(routing.weight_T @ logits_TE.float().softmax(-1))
         replayed_TA = None
         if routing is not None and routing.replay_TLA is not None:
             own_TA = self._choose(logits_TE.detach(), ops, None)[1]

@@ -57,9 +57,10 @@ def score(
     if routing is not None and own is not None:
         routing.chosen |= {layer: split.gather(x) for layer, x in own.chosen.items()}
         routing.differing |= {layer: split.gather(x) for layer, x in own.differing.items()}
-        for layer, own_E in own.prob_sums.items():
-            index = torch.arange(len(own_E), device=own_E.device)
-            (routing.prob_sums[layer],) = _Spread.apply(own_E[None], index, len(own_E), group)
+        if own.prob_sums:
+            sums_LE = torch.stack(own.prob_sums)
+            index = torch.arange(sums_LE.shape[1], device=sums_LE.device)
+            routing.prob_sums = list(_Spread.apply(sums_LE, index, len(index), group))
     logprobs, entropy = _Spread.apply(torch.stack(found), mine, len(targets_N), group)
     return logprobs, entropy
 

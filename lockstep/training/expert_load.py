@@ -56,7 +56,7 @@ def router_aux_loss(batch: PackedBatch, routing: Routing, num_experts: int) -> T
     """
     load_LE = expert_load(batch, routing.stacked(), num_experts)
     num_tokens = len(load_LE) * sum(map(len, batch.inputs))  # each once per layer
-    prob_E = torch.stack(list(routing.prob_sums.values())).sum(0) / num_tokens
+    prob_E = torch.stack(routing.prob_sums).sum(0) / num_tokens
     return num_experts * (load_LE.sum(0).float() / num_tokens * prob_E).sum()
 
 

@@ -1,0 +1,48 @@
+"""What a trainer with the routers' load-balancing loss does on each rank, and on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from cpu.training.tiny_training import make_rows
+from trainer_ranks import gradients_of, make_arm
+
+from lockstep.launch.place import Place
+from lockstep.launch.ranks import Ranks
+from lockstep.objectives.config import Reinforce
+from lockstep.objectives.losses import make_loss
+
+LENGTHS = (40, 33, 38)  # each a micro-batch, on one rank as on two, of which one gets a filler
+ARMS = [
+    (sequence, is_sharded, recompute)
+    for sequence in (1, 2)
+    for is_sharded in (False, True)
+    for recompute in ("none", "blocks")
+]
+
+
+def script(directory, **settings):
+    """(metric, gradients) of one call."""
+    trainer = make_arm(
+        directory, "gpt_oss", router_aux_loss_coef=2.0, max_tokens_per_microbatch=41, **settings
+    )
+    metrics = trainer.forward_backward(make_rows(LENGTHS), make_loss(Reinforce()))
+    trainer._gradient_norm()
+    figures = {name: metrics[name] for name in ("train/router_aux_loss", "train/loss")}
+    return figures, gradients_of(trainer)
+
+
+def work(rank, directory):
+    """arm -> what this rank found."""
+    world, out = dist.get_world_size(), {}
+    for number, (sequence, is_sharded, recompute) in enumerate(ARMS):
+        place = Place(rank=rank, world=world, local_rank=rank, meeting="")
+        store = dist.FileStore(f"{directory}/told-{number}", world)
+        ranks = Ranks(place, store, sequence=sequence, device=torch.device("cpu"))
+        at = Path(directory) / f"{rank}-{number}"
+        out[sequence, is_sharded, recompute] = script(
+            at, ranks=ranks, is_sharded=is_sharded, recompute=recompute
+        )
+    return out

@@ -1,0 +1,22 @@
+"""The routers' load-balancing loss over two processes: the value and gradient of one."""
+
+import pytest
+from aux_ranks import ARMS, script, work
+from processes import run_ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """(what one process finds, what each of two finds)."""
+    directory = tmp_path_factory.mktemp("aux")
+    return script(directory / "alone"), run_ranks(work, directory, world=2)
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_the_ranks_have_the_loss_and_the_gradient_of_one_process(found, arm):
+    (metrics, gradients), ranks = found
+    for figures, of_rank in (rank[arm] for rank in ranks):
+        assert figures == pytest.approx(metrics, rel=1e-6)
+        for name, gradient in gradients.items():
+            gap = (of_rank[name] - gradient).abs().max() / gradient.abs().max()
+            assert gap < 1e-5, (name, float(gap))  # float32 sums in another order
