@@ -59,8 +59,8 @@ class Block(nn.Module):
     def forward(
         self, x_TD: Tensor, *inputs: Any, is_recomputed: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """(stream [T, D], the entry of `Routing.prob_sums` if it is asked for). inputs: those of
-        `_run`. is_recomputed: keep x alone for backward, and run the block again there."""
+        """(stream [T, D], this layer's entry of `Routing.prob_sums`, if any). inputs: see `_run`.
+        is_recomputed: keep x alone for backward, and run the block again there."""
         if is_recomputed:
             # Within the module's hooks: those of FSDP gather its weights once for both runs.
             # Not the reentrant kind, whose first run is without gradient: ops may then take

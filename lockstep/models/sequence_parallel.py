@@ -89,8 +89,9 @@ def _places_in(split: SplitContext, index_N: Tensor) -> Tensor:
 
 def _take_routing(routing: Routing, split: SplitContext) -> Routing:
     """This rank's part of the routes."""
-    of_tokens = {name: getattr(routing, name) for name in ("replay_TLA", "is_known_T", "weight_T")}
-    return Routing(**{name: None if x is None else split.take(x) for name, x in of_tokens.items()})
+    inputs = (routing.replay_TLA, routing.is_known_T, routing.weight_T)
+    replay, is_known, weight = (None if x is None else split.take(x) for x in inputs)
+    return Routing(replay_TLA=replay, is_known_T=is_known, weight_T=weight)
 
 
 class _Spread(torch.autograd.Function):

@@ -149,13 +149,11 @@ class Critic(Learner):
     def _backward(self, batch: PackedBatch, *, num_tokens: int) -> Tensor:
         """[2] float64: the sums of loss and clipped tokens. num_tokens: of the whole call."""
         values = self._values(batch)
-        if batch.is_filler:  # the others wait for its part in their gradients
-            values.backward(torch.zeros_like(values))
-            self.optimizer.collect_gradients()
+        if batch.is_filler:
+            self._run_backward(None, values)
             return torch.zeros(2, dtype=torch.float64, device=self.device)
         out = value_loss(values, batch.columns["values"], batch.columns["returns"], clip=self.clip)
-        (out.loss.sum() / num_tokens * self.loss_scale.value).backward()
-        self.optimizer.collect_gradients()
+        self._run_backward(out.loss.sum() / num_tokens, values)
         clipped = out.mean["clip_fraction"]
         return torch.stack([x.sum(dtype=torch.float64) for x in (out.loss.detach(), clipped)])
 

@@ -40,9 +40,9 @@ def count_rows(batch: PackedBatch) -> Tensor:
     return to_device(rows_T.astype(np.float32), batch.ids.device)
 
 
-def router_aux_loss(batch: PackedBatch, routing: Routing, num_experts: int) -> Tensor:
-    """[] load-balancing loss of the routers over one micro-batch, after its forward: the number
-    of active experts at an even load, more at an uneven one.
+def router_aux_loss(batch: PackedBatch, routing: Routing) -> Tensor:
+    """[] load-balancing loss of the routers over one micro-batch, after its forward: about the
+    number of active experts at an even load, more at an uneven one.
 
     With the means over tokens and layers alike: E * sum over experts of (choices of the expert per
     token) * (mean probability of the expert); only the second has a gradient. It equals
@@ -54,10 +54,11 @@ def router_aux_loss(batch: PackedBatch, routing: Routing, num_experts: int) -> T
     routing: with `weight_T=count_rows(batch)`, so that a token that several rows share counts once
     for each. Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6.
     """
-    load_LE = expert_load(batch, routing.stacked(), num_experts)
+    sums_E = torch.stack(routing.prob_sums).sum(0)
+    load_LE = expert_load(batch, routing.stacked(), len(sums_E))
     num_tokens = len(load_LE) * sum(map(len, batch.inputs))  # each once per layer
-    prob_E = torch.stack(routing.prob_sums).sum(0) / num_tokens
-    return num_experts * (load_LE.sum(0).float() / num_tokens * prob_E).sum()
+    share_E = load_LE.sum(0).float() / num_tokens
+    return len(sums_E) * (share_E * sums_E / num_tokens).sum()
 
 
 def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:

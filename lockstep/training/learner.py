@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.config import read_json
 from lockstep.errors import CheckpointError
 from lockstep.launch.place import hearing_interrupts
 from lockstep.models.config import FallbackConfig, ModelConfig
@@ -163,6 +163,15 @@ class Learner:
         named = {f"{self.role}/{name}": value for name, value in metrics.items()}
         return named | self.loss_scale.to_metrics(self.role)
 
+    def _run_backward(self, loss: Tensor | None, outputs: Tensor) -> None:
+        """Backward of a micro-batch's loss. None: it has none, and other ranks wait for its part in
+        their gradients, which is 0."""
+        if loss is not None:
+            (loss * self.loss_scale.value).backward()
+        elif self.ranks is not None:
+            outputs.backward(torch.zeros_like(outputs))
+        self.optimizer.collect_gradients()
+
     def _drop_gradients(self) -> None:
         """Forgets the calls since the last update."""
         self.optimizer.zero_gradients()
@@ -246,7 +255,7 @@ class Learner:
         self._check_saved(directory)
         counters: Mapping[str, Any] = {"num_updates": 0, "num_skipped": 0}
         if not weights_only:
-            counters = _read(directory / self.state_file, lambda path: json.loads(path.read_text()))
+            counters = read_json(directory / self.state_file, CheckpointError)
             tensors = read_header(directory / OPTIMIZER)
             self.optimizer.load_state_tensors(tensors, where=str(directory / OPTIMIZER))
         self._load_model(directory)
@@ -323,10 +332,3 @@ def check_same_shapes(directory: Path, expected: ModelConfig | FallbackConfig) -
     ]
     if differing:
         raise CheckpointError(f"{directory} holds another model: {'; '.join(differing)}.")
-
-
-def _read(path: Path, read: Callable[[Path], Any]) -> Any:
-    try:
-        return read(path)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). A torn copy?") from error

@@ -53,7 +53,7 @@ class Totals:
         """out: None where the correction kept no token. loss: [] float64, as it was summed."""
         self._add("loss", loss)
         if aux is not None:
-            self._add("aux", aux.double())
+            self._add("aux", aux.detach().double())
         self._add("logprob", logprobs_N.sum(dtype=torch.float64))
         self.counts.update(
             tokens=len(logprobs_N), kept=len(tokens.logprobs), computed=len(batch.ids)

@@ -474,12 +474,8 @@ class Trainer(Learner):
             batch, logprobs, entropy, correction, version=self.version, beside=beside
         )
         weight_N = weights_of(batch)
-        loss_N, out, aux = torch.zeros_like(logprobs.detach()), None, None
-        if batch.is_filler or not len(tokens.logprobs):
-            if self.ranks is not None:  # the others wait for its part in their gradients
-                logprobs.backward(torch.zeros_like(logprobs))
-                self.optimizer.collect_gradients()
-        else:
+        loss_N, total, out, aux = torch.zeros_like(logprobs.detach()), None, None, None
+        if not batch.is_filler and len(tokens.logprobs):
             out = loss_fn(tokens)
             loss = _weighed(out, tokens)
             if correction is not None and correction.changes_loss:
@@ -491,12 +487,10 @@ class Trainer(Learner):
                 )
             total = (loss * tokens.select(weight_N)).sum()
             if routing is not None and aux_coef:
-                aux = router_aux_loss(batch, routing, self.model.config.num_experts)
-                aux = aux * (len(logprobs) / num_trained)
+                aux = router_aux_loss(batch, routing) * (len(logprobs) / num_trained)
                 total = total + aux_coef * aux
-            (total * self.loss_scale.value).backward()
-            self.optimizer.collect_gradients()
             loss_N = tokens.spread(loss.detach())
+        self._run_backward(total, logprobs)
         if totals is not None and not batch.is_filler:
             totals.add(
                 batch,
@@ -505,7 +499,7 @@ class Trainer(Learner):
                 loss=(loss_N.double() * weight_N).sum(),
                 logprobs_N=logprobs.detach(),
                 routing=routing,
-                aux=None if aux is None else aux.detach(),
+                aux=aux,
             )
         weights = torch.ones_like(tokens.logprobs) if tokens.weights is None else tokens.weights
         return _Trained(batch, logprobs.detach(), loss_N, tokens.spread(weights), weighed)

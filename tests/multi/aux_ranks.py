@@ -1,4 +1,4 @@
-"""What a trainer with the routers' load-balancing loss does on each rank, and on one process."""
+"""A trainer with the routers' load-balancing loss: one script for a rank and for one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.launch.ranks import Ranks
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 
-LENGTHS = (40, 33, 38)  # each a micro-batch, on one rank as on two, of which one gets a filler
+LENGTHS = (40, 33, 38)  # each row is a micro-batch; of two ranks, one gets a filler
 ARMS = [
     (sequence, is_sharded, recompute)
     for sequence in (1, 2)
@@ -35,7 +35,7 @@ def script(directory, **settings):
 
 
 def work(rank, directory):
-    """arm -> what this rank found."""
+    """arm -> figures and gradients of this rank."""
     world, out = dist.get_world_size(), {}
     for number, (sequence, is_sharded, recompute) in enumerate(ARMS):
         place = Place(rank=rank, world=world, local_rank=rank, meeting="")

@@ -7,7 +7,7 @@ from processes import run_ranks
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """(what one process finds, what each of two finds)."""
+    """(figures of one process, figures of each of two)."""
     directory = tmp_path_factory.mktemp("aux")
     return script(directory / "alone"), run_ranks(work, directory, world=2)
 

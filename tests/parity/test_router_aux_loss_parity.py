@@ -43,7 +43,7 @@ def make_pair(kind, directory, **settings):
 
 
 def make_rows():
-    """Rows of which every token but the first is trained; two begin alike."""
+    """Rows that train every token except the first; two begin alike."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, SHAPE["vocab_size"], n).astype(np.int32) for n in (7, 40, 23, 31)]
     ids[3][:12] = ids[2][:12]
