@@ -205,11 +205,12 @@ class TrainingRun:
         """Evaluates the policy and records its episodes. The figures join the row of the step.
 
         own_row: they make a row of their own instead, with this step; none with evaluation=none.
+        The episodes are stored under the last step made, -1 before the first.
         """
         metrics, played = await self.tester.test()
         with uninterrupted():  # an evaluation is kept whole, or made again
             for name, groups in played.items():
-                self.record(max(self.step - 1, 0), groups, split=name)
+                self.record(self.step - 1, groups, split=name)
             if own_row is None:
                 self.row.update(metrics)
             elif metrics:

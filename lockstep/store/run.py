@@ -4,6 +4,7 @@ config.json         the resolved config; `lockstep train DIR/config.json` runs i
 environment.json    versions, host, threads and command of every start
 metrics.jsonl       a row per step
 trajectories/       step-000012.parquet, one part per step; step-000012-NAME.parquet of evaluations
+                    after it, step--00001-NAME.parquet of those before step 0
 checkpoints/        step-000030/ (written by the trainer)
 set-aside/          rows and parts that a resume from an earlier checkpoint replaced
 lock                who writes here
@@ -60,7 +61,7 @@ TRAIN = "train"
 """The split whose parts have no name of their own in the file name."""
 
 _OWN_NAMES = ("config.json", "metrics.jsonl", "trajectories", "checkpoints")
-_PART = re.compile(r"step-(\d{6,})(?:-([A-Za-z0-9_.-]+))?\.parquet")
+_PART = re.compile(r"step-(-00001|\d{6,})(?:-([A-Za-z0-9_.-]+))?\.parquet")
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _SPLIT = re.compile(r"[A-Za-z0-9_.-]+")
 _NOTED = ("lockstep-rl", "torch", "numpy", "tokenizers", "safetensors", "pyarrow", "transformers")

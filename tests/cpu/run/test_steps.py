@@ -201,3 +201,14 @@ def test_a_config_of_defaults_alone_is_one(tmp_path):
     from lockstep.run_config import Config
 
     assert json.dumps(to_dict(Config(task=DocSearchConfig())))
+
+
+def test_every_evaluation_keeps_its_episodes(tmp_path):
+    words = ("steps=2", "evaluation.every=1", "evaluation.at_start=true")
+    run = load_run(train(config(*words), out=tmp_path / "run", view="json").path)
+    assert run.steps(split="sampled") == [-1, 0, 1]
+    for step in (-1, 0, 1):
+        (group, *_) = run.groups(step, split="sampled")
+        segments = [x for t in group.trajectories for x in t.segments if x.is_sampled]
+        assert {segment.policy_version for segment in segments} == {step + 1}
+    assert [row["step"] for row in run.metrics if "eval/sampled/failed" in row] == [-1, 0, 2]
