@@ -173,10 +173,9 @@ class TrainerConfig(LearnerConfig):
         has_bias = is_ours and model.has_sigmoid_routes and bool(model.routed_layers)
         if self.router_aux_loss_coef and has_bias:
             raise ConfigError(
-                f"trainer.router_aux_loss_coef={self.router_aux_loss_coef:g} balances routers that "
-                f"choose by a softmax; this model ({model.architecture}) chooses by sigmoids, and "
-                "transformers has no such loss for it. Set it to 0, and for an even load "
-                "trainer.expert_bias_rate=0.001."
+                f"trainer.router_aux_loss_coef={self.router_aux_loss_coef:g} is for routers with a "
+                f"softmax; this model ({model.architecture}) has sigmoids, and transformers has no "
+                "such loss for it. Set it to 0 and balance by trainer.expert_bias_rate=0.001."
             )
         if self.expert_bias_rate and (has_adapter or not has_bias):
             why = f"this one ({model.architecture}) has none"
