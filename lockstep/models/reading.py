@@ -23,6 +23,7 @@ NO_LIMIT = 1 << 31  # positions of a model without a table of them (ALiBi, state
 MOST = 1 << 16  # layers, heads, experts and numbers of a head: more is a damaged file
 
 
+KV_HEADS = "num_key_value_heads"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -91,7 +92,8 @@ def text_of(source: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any
     prefix, *towers = _WHOLES[kind]
     of_whole = {
         "model_type": f"{kind}_text",
-        "tie_word_embeddings": source.get("tie_word_embeddings"),  # whatever the text's says
+        # Whatever the text's says. Gemma 3 is tied unless its config says otherwise.
+        "tie_word_embeddings": source.get("tie_word_embeddings", kind == "gemma3"),
     }
     found = {**(_GEMMA3 if kind == "gemma3" else {}), **text, **of_whole}
     return found, {"prefix": prefix, "extra_tensors": tuple(towers)}
@@ -152,7 +154,8 @@ class Reading:
         return default
 
     def flag(self, key: str, *, default: bool) -> bool:
-        return bool(self.get(key, default=default))
+        """Null is false, whatever the default."""
+        return bool(self.get(key) if key in self.source else default)
 
     def places(self, key: str) -> list[int]:
         """Numbers of layers. A problem unless all are whole numbers."""
@@ -161,10 +164,10 @@ class Reading:
             self.problems.append(f"{key} holds {json.dumps(wrong[0])}, which is no layer")
         return found
 
-    def window(self, default: int | None) -> int | None:
-        """The sliding window; null is none, whatever the default."""
-        found = self.source.get("sliding_window", default)
-        return None if found is None else self.count("sliding_window", default=default)
+    def optional(self, key: str, default: int | None, *, most: int = NO_LIMIT) -> int | None:
+        """Like `count`; null is None, whatever the default."""
+        found = self.source.get(key, default)
+        return None if found is None else self.count(key, default=default, most=most)
 
     def need(self, *keys: str) -> Any:
         """Like `get`; a missing value is a problem, and 1 is returned so that reading goes on."""
@@ -182,8 +185,13 @@ class Reading:
         if type(found) is int and (found == default or least <= found <= most):
             return found
         bound = f"at most {most}" if type(found) is int and found > most else f"at least {least}"
-        self.problems.append(f"{keys[0]}={json.dumps(found)} must be a whole number of {bound}")
+        self.problems.append(f"{self.shown(*keys)} must be a whole number of {bound}")
         return 1
+
+    def shown(self, *keys: str) -> str:
+        """key=value of the first of `keys` that is present and not null, for an error."""
+        key = next((key for key in keys if self.source.get(key) is not None), keys[0])
+        return f"{key}={json.dumps(self.source.get(key))}"
 
     def number(self, value: Any, key: str) -> float:
         """A problem unless the value is a finite number above 0."""
@@ -191,6 +199,29 @@ class Reading:
             return float(value)
         self.problems.append(f"{key}={json.dumps(value)} must be a finite number above 0")
         return 1.0
+
+    def experts(self) -> dict[str, int]:
+        """How many experts there are, and how many a token has."""
+        given = [key for key in EXPERT_COUNTS if self.source.get(key) is not None]
+        if len({json.dumps(self.source[key]) for key in given}) > 1:
+            self.problems.append(f"{' and '.join(map(self.shown, given))} differ")
+        return {
+            "num_experts": self.count(*EXPERT_COUNTS, most=MOST),
+            "num_active_experts": self.count("num_experts_per_tok"),
+        }
+
+    def dense_layers(self) -> dict[str, Any]:
+        """Layers of a mixture of experts that have a dense MLP, in the manner of Qwen."""
+        every, named = self.count("decoder_sparse_step", default=1), self.places("mlp_only_layers")
+        layers = (i for i in range(num_layers(self)) if i in named or (i + 1) % every)
+        width = self.count("intermediate_size", default=0)
+        return {"dense_layers": tuple(layers), "dense_intermediate_size": width}
+
+    def rotary_share(self, default: float) -> float:
+        """Share of a head's dims that are rotated."""
+        key = "partial_rotary_factor"
+        rope = self.get("rope_parameters") or self.get("rope_scaling", default={})
+        return self.share(rope.get(key, self.source.get(key, default)), key)
 
     def share(self, value: Any, key: str) -> float:
         """A problem unless the value is a number in (0, 1]."""
@@ -201,13 +232,11 @@ class Reading:
     def setting(self, value: Any, key: str, kind: str) -> Any:
         """A problem unless the value is true or false (kind bool), or a number above 0 (float), a
         whole one (int)."""
-        if kind == "bool" and type(value) is bool:
-            return value
-        if kind == "bool" or (kind == "int" and type(value) is not int):
-            expected = "true or false" if kind == "bool" else "a whole number"
+        whole, expected = {"bool": _FLAG, "int": (int, "a whole number")}.get(kind, (float, ""))
+        if expected and type(value) is not whole:
             self.problems.append(f"{key}={json.dumps(value)} must be {expected}")
-        found = self.number(value, key)
-        return value if kind == "int" else found
+        found = 1.0 if kind == "bool" else self.number(value, key)
+        return value if expected else found
 
     def expect(self, key: str, *neutral: Any) -> None:
         """A problem unless `key` is absent or one of the values."""
@@ -224,12 +253,14 @@ class Reading:
             self.problems.append(
                 f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}"
             )
-        if fields["head_dim"] % 2:
+        if fields["head_dim"] % 2 and "latent" not in fields:
             self.problems.append(f"head_dim={fields['head_dim']} must be even")
         num_groups, in_use = fields.get("num_expert_groups", 1), fields.get("num_active_groups", 1)
-        if num_groups > 1 and (fields["num_experts"] % num_groups or in_use > num_groups):
+        per_group, rest = divmod(fields.get("num_experts", 0), num_groups)
+        # A group's score is the sum of its two best experts.
+        if num_groups > 1 and (rest or per_group < 2 or in_use > num_groups):
             self.problems.append(
-                f"n_group={num_groups} with topk_group={in_use} and {fields['num_experts']} experts"
+                f"n_group={num_groups} with topk_group={in_use} and {self.shown(*EXPERT_COUNTS)}"
             )
         experts, active = fields.get("num_experts", 0), fields.get("num_active_experts", 0)
         if active > experts:
@@ -258,10 +289,8 @@ def read_common(reading: Reading) -> dict[str, Any]:
                 "read, only mxfp4 of gpt_oss. Use the checkpoint that they were quantised from"
             )
     hidden, heads = r.count("hidden_size"), r.count("num_attention_heads", most=MOST)
-    head_dim = r.source.get("head_dim", defaults.get("head_dim"))
-    if head_dim is not None:
-        head_dim = r.count("head_dim", default=defaults.get("head_dim"), most=MOST)
-    else:
+    head_dim = r.optional("head_dim", defaults.get("head_dim"), most=MOST)
+    if head_dim is None:
         head_dim = hidden // heads
         if hidden % heads:
             r.problems.append(
@@ -278,7 +307,7 @@ def read_common(reading: Reading) -> dict[str, Any]:
         ),
         "num_layers": r.count("num_hidden_layers", most=MOST),
         "num_heads": heads,
-        "num_kv_heads": r.count("num_key_value_heads", default=heads),
+        "num_kv_heads": r.optional(KV_HEADS, defaults.get(KV_HEADS, heads)) or heads,
         "head_dim": head_dim,
         "rms_norm_eps": r.number(r.need("rms_norm_eps"), "rms_norm_eps"),
         "rope_theta": theta,
@@ -336,6 +365,8 @@ def read_rope(
         if unread.keys() & {"partial_rotary_factor", "mrope_section"}:
             r.problems.append(f"rope_parameters={json.dumps(unread)} is not implemented")
         return theta, None
+    if "window_rope_theta" in r.defaults and rope.get("truncate", True) is False:
+        unread["truncate"] = False  # transformers looks for it beside the kinds of layers
     r.problems += [f"{k}={v!r} of rope_type={kind!r} is not implemented" for k, v in unread.items()]
     original = "original_max_position_embeddings"
     values = {original: max_positions, **rope}
@@ -346,12 +377,12 @@ def read_rope(
     given = {
         s.name: r.setting(values[s.name], s.name, str(s.type))
         for s in settings
-        if values.get(s.name) is not None
+        if values.get(s.name) is not None or (s.name in values and s.default is True)
     }
     if given.get("high_freq_factor", 1) <= given.get("low_freq_factor", 0):
         r.problems.append("high_freq_factor must be above low_freq_factor")
     missing = [s.name for s in settings if s.default is MISSING and s.name not in given]
-    r.problems += [f"{name} is missing" for name in missing]
+    r.problems += [f"{name} of rope_type={kind!r} is missing" for name in missing]
     return theta, None if missing else scaling(**given)
 
 
@@ -384,8 +415,8 @@ def windows_of(
     known = {"full_attention": None, "sliding_attention": window}
     if len(kinds) != count or any(kind not in known for kind in map(str, kinds)):
         reading.problems.append(
-            f"layer_types must name {count} of {', '.join(known)}; found {len(kinds)}: "
-            f"{names_of(kinds)}"
+            f"layer_types must name num_hidden_layers={count} of {', '.join(known)}; found "
+            f"{len(kinds)}: {names_of(kinds)}"
         )
         return {"windows": ()}
     if "sliding_attention" in kinds and window is None:
@@ -410,8 +441,7 @@ def sigmoid_routes(reading: Reading) -> dict[str, Any]:
     num_dense = r.count(key, default=r.defaults[key], least=0, most=MOST)
     return {
         "intermediate_size": width,
-        "num_experts": r.count(*EXPERT_COUNTS, most=MOST),
-        "num_active_experts": r.count("num_experts_per_tok"),
+        **r.experts(),
         "has_sigmoid_routes": True,
         "num_expert_groups": r.count("n_group", default=r.defaults["n_group"]),
         "num_active_groups": r.count("topk_group", default=r.defaults["topk_group"]),
@@ -424,11 +454,15 @@ def sigmoid_routes(reading: Reading) -> dict[str, Any]:
     }
 
 
-def window_rope(reading: Reading) -> dict[str, float]:
-    """The rotation of windowed layers, where `rope_parameters` has one for each kind of layer."""
-    r, key = reading, "rope_local_base_freq"
+def window_rope(reading: Reading, *older: str) -> dict[str, float]:
+    """The rotation of windowed layers, where `rope_parameters` has one for each kind of layer.
+
+    older: the key of its base in configs before transformers 5.
+    """
+    r = reading
     rope = object_of(r, r.get("rope_parameters", "rope_scaling", default={}), "sliding_attention")
     if (kind := rope.get("rope_type", "default")) != "default":
         r.problems.append(f"rope_type={kind!r} of sliding_attention is not implemented")
-    theta = rope.get("rope_theta", r.get(key, default=r.defaults["window_rope_theta"]))
+    theta = rope.get("rope_theta", r.get(*older, default=r.defaults["window_rope_theta"]))
+    key = "rope_theta" if "rope_theta" in rope else "".join(older)
     return {"window_rope_theta": r.number(theta, key)}

@@ -18,7 +18,7 @@ from lockstep.models.reading import Reading, family, same_windows, sigmoid_route
 def deepseek_v3(reading: Reading) -> dict[str, Any]:
     r = reading
     latent = LatentShape(
-        query_rank=r.count("q_lora_rank", default=0),
+        query_rank=r.optional("q_lora_rank", 1536) or 0,
         kv_rank=r.count("kv_lora_rank"),
         nope_dim=r.count("qk_nope_head_dim"),
         rope_dim=r.count("qk_rope_head_dim"),

@@ -8,7 +8,12 @@ from lockstep.models.reading import Reading, family, num_layers, window_rope, wi
 
 
 @family(
-    "gemma3_text", rope_theta=1e6, window_rope_theta=1e4, head_dim=256, tie_word_embeddings=True
+    "gemma3_text",
+    rope_theta=1e6,
+    window_rope_theta=1e4,
+    head_dim=256,
+    num_key_value_heads=4,
+    tie_word_embeddings=True,
 )
 def gemma3_text(reading: Reading) -> dict[str, Any]:
     r, hidden = reading, reading.count("hidden_size")
@@ -25,6 +30,6 @@ def gemma3_text(reading: Reading) -> dict[str, Any]:
         "query_scale": r.number(
             r.get("query_pre_attn_scalar", default=256), "query_pre_attn_scalar"
         ),
-        **window_rope(r),
-        **windows_of(r, kinds, r.window(4096)),
+        **window_rope(r, "rope_local_base_freq"),
+        **windows_of(r, kinds, r.optional("sliding_window", 4096)),
     }

@@ -10,6 +10,7 @@ from lockstep.models.reading import Reading, family, same_windows, sigmoid_route
 @family(
     "glm4_moe",
     reads=("partial_rotary_factor",),
+    num_key_value_heads=8,
     n_group=1,
     topk_group=1,
     routed_scaling_factor=1.0,
@@ -17,12 +18,10 @@ from lockstep.models.reading import Reading, family, same_windows, sigmoid_route
 )
 def glm4_moe(reading: Reading) -> dict[str, Any]:
     r = reading
-    rope = r.get("rope_parameters", default={})
-    share = rope.get("partial_rotary_factor", r.get("partial_rotary_factor", default=0.5))
     return {
         "has_output_bias": False,
         "has_qk_norm": r.flag("use_qk_norm", default=False),
-        "rotary_share": r.share(share, "partial_rotary_factor"),
+        "rotary_share": r.rotary_share(0.5),
         **sigmoid_routes(r),
         **same_windows(r, None),
     }

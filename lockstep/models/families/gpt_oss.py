@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.models.reading import EXPERT_COUNTS, MOST, Reading, family, num_layers, windows_of
+from lockstep.models.reading import Reading, family, num_layers, windows_of
 
 
-@family("gpt_oss", rope_theta=150000.0, head_dim=64, attention_bias=True)
+@family("gpt_oss", rope_theta=150000.0, head_dim=64, num_key_value_heads=8, attention_bias=True)
 def gpt_oss(reading: Reading) -> dict[str, Any]:
     r = reading
     if r.get("rope_parameters", "rope_scaling", "rope_theta") is None:
@@ -15,10 +15,9 @@ def gpt_oss(reading: Reading) -> dict[str, Any]:
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(r))]
     return {
         "has_sinks": True,
-        "num_experts": r.count(*EXPERT_COUNTS, most=MOST),
-        "num_active_experts": r.count("num_experts_per_tok"),
+        **r.experts(),
         "swiglu_limit": r.number(r.get("swiglu_limit", default=7.0), "swiglu_limit"),
         "has_router_bias": True,
         "has_expert_bias": True,
-        **windows_of(r, kinds, r.window(128)),
+        **windows_of(r, kinds, r.optional("sliding_window", 128)),
     }

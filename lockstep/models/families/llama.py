@@ -13,7 +13,7 @@ def llama(reading: Reading) -> dict[str, Any]:
     return same_windows(reading, None)
 
 
-@family("mistral")
+@family("mistral", num_key_value_heads=8)
 def mistral(reading: Reading) -> dict[str, Any]:
-    window = reading.window(4096)
+    window = reading.optional("sliding_window", 4096)
     return {"has_attention_bias": False, **same_windows(reading, window)}

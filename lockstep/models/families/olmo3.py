@@ -17,5 +17,5 @@ def olmo3(reading: Reading) -> dict[str, Any]:
         "has_qk_norm": True,
         "has_wide_qk_norm": True,
         **window_rope(r),
-        **windows_of(r, kinds, r.window(4096)),
+        **windows_of(r, kinds, r.optional("sliding_window", 4096)),
     }

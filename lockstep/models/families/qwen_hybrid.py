@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.models.attention_config import LinearShape
-from lockstep.models.reading import (
-    EXPERT_COUNTS,
-    MOST,
-    Reading,
-    family,
-    names_of,
-    num_layers,
-    same_windows,
-)
+from lockstep.models.reading import MOST, Reading, family, names_of, num_layers, same_windows
 
 _READS = ("partial_rotary_factor", "mrope_section")
 
@@ -31,8 +23,8 @@ def _hybrid(reading: Reading, *, is_grouped: bool) -> dict[str, Any]:
         or "full_attention" not in kinds
     ):
         r.problems.append(
-            f"layer_types must name {count} of full_attention, linear_attention, at least one of "
-            f"them full; found {len(kinds)}: {names_of(kinds)}"
+            f"layer_types must name num_hidden_layers={count} of full_attention, linear_attention, "
+            f"at least one of them full; found {len(kinds)}: {names_of(kinds)}"
         )
     linear = LinearShape(
         layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
@@ -48,14 +40,12 @@ def _hybrid(reading: Reading, *, is_grouped: bool) -> dict[str, Any]:
             f"linear_num_value_heads={linear.value_heads} is not a multiple of "
             f"linear_num_key_heads={linear.key_heads}"
         )
-    rope = r.get("rope_parameters", default={})
-    share = rope.get("partial_rotary_factor", r.get("partial_rotary_factor", default=0.25))
     return {
         "linear": linear if linear.layers else None,
         "has_output_gate": True,
         "has_qk_norm": True,
         "norm_weights": "centered",
-        "rotary_share": r.share(share, "partial_rotary_factor"),
+        "rotary_share": r.rotary_share(0.25),
         "extra_tensors": ("mtp.",),
         **same_windows(r, None),
     }
@@ -65,35 +55,30 @@ def _experts(reading: Reading) -> dict[str, Any]:
     r = reading
     return {
         "intermediate_size": r.count("moe_intermediate_size", default=512),
-        "num_experts": r.count(*EXPERT_COUNTS, most=MOST),
-        "num_active_experts": r.count("num_experts_per_tok"),
+        **r.experts(),
         "shared_width": r.count("shared_expert_intermediate_size", default=512),
         "has_shared_gate": True,
     }
 
 
-@family("qwen3_next", reads=_READS, head_dim=256)
+@family("qwen3_next", reads=_READS, head_dim=256, num_key_value_heads=2)
 def qwen3_next(reading: Reading) -> dict[str, Any]:
     r, fields = reading, _hybrid(reading, is_grouped=True)
-    if not r.count("num_experts", default=0):
+    if not r.count("num_experts", default=512, least=0):
         return fields
-    step = r.count("decoder_sparse_step", default=1)
-    dense = r.places("mlp_only_layers")
-    layers = range(num_layers(r))
     return {
         **fields,
         **_experts(r),
         "has_normalized_routes": r.flag("norm_topk_prob", default=True),
-        "dense_layers": tuple(i for i in layers if i in dense or (i + 1) % step),
-        "dense_intermediate_size": r.count("intermediate_size", default=0),
+        **r.dense_layers(),
     }
 
 
-@family("qwen3_5_text", reads=_READS, head_dim=256)
+@family("qwen3_5_text", reads=_READS, head_dim=256, num_key_value_heads=4)
 def qwen3_5(reading: Reading) -> dict[str, Any]:
     return _hybrid(reading, is_grouped=False)
 
 
-@family("qwen3_5_moe_text", reads=_READS, head_dim=256, intermediate_size=0)
+@family("qwen3_5_moe_text", reads=_READS, head_dim=256, num_key_value_heads=2, intermediate_size=0)
 def qwen3_5_moe(reading: Reading) -> dict[str, Any]:
     return {**_hybrid(reading, is_grouped=False), **_experts(reading)}

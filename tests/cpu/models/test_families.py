@@ -467,19 +467,19 @@ def test_a_rope_for_each_kind_of_layer_reads_like_the_older_spelling():
         (
             "Llama-3.1-8B",
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "low_freq_factor is missing; high_freq_factor is missing",
+            "low_freq_factor of rope_type='llama3' is missing; high_freq_factor of",
         ),
         (
             "Qwen3-8B",
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             "quantised by 'gptq' cannot be read, only mxfp4 of gpt_oss",
         ),
-        ("Qwen3-8B", {"layer_types": ["full_attention"] * 35}, "must name 36 of"),
+        ("Qwen3-8B", {"layer_types": ["full_attention"] * 35}, "must name num_hidden_layers=36 of"),
         ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "sliding_window is null"),
         (
             "Qwen3-Next-80B-A3B",
             {"layer_types": ["linear_attention"] * 47 + ["mamba"]},
-            "layer_types must name 48 of full_attention, linear_attention, .* linear_.*, mamba",
+            "layer_types must name num_hidden_layers=48 of full_attention, linear_attention, .* linear_.*, mamba",
         ),
         (
             "Qwen3-Next-80B-A3B",
