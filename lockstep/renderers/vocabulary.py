@@ -84,7 +84,13 @@ def read_vocabulary(
             for piece, id_ in vocab.items()
         }
     else:
-        text_tokens = _sentencepiece_bytes(vocab, where)
+        text_tokens = {
+            id_: bytes([BYTE_OF_TOKEN[piece]])
+            if piece in BYTE_OF_TOKEN
+            else piece.replace(SPACE, " ").encode()
+            for piece, id_ in vocab.items()
+        }
+    _check_bytes(vocab, BYTE_OF_CHARACTER if kind == "byte-level" else BYTE_OF_TOKEN, where)
     plain: dict[str, Any] = {
         "version": spec.get("version", "1.0"),
         "truncation": None,
@@ -213,6 +219,11 @@ def _byte_of_character() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_of_character()
+BYTE_OF_TOKEN = {f"<0x{byte:02X}>": byte for byte in range(256)}
+"""SentencePiece's token -> its byte."""
+
+_NOT_IN_TEXT = (0xC0, 0xC1, *range(0xF5, 0x100))
+"""Bytes that UTF-8 never writes."""
 
 
 def _bytes_of_characters(piece: str, where: str) -> bytes:
@@ -225,15 +236,11 @@ def _bytes_of_characters(piece: str, where: str) -> bytes:
         ) from error
 
 
-def _sentencepiece_bytes(vocab: Mapping[str, int], where: str) -> dict[int, bytes]:
-    byte_of = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    missing = [name for name in byte_of if name not in vocab]
+def _check_bytes(vocab: Mapping[str, int], byte_of: Mapping[str, int], where: str) -> None:
+    """Raises RendererError for a vocabulary that lacks the token of a byte."""
+    missing = [b for name, b in byte_of.items() if name not in vocab and b not in _NOT_IN_TEXT]
     if missing:
         raise RendererError(
-            f"{where}: the vocabulary lacks {len(missing)} of the 256 byte tokens, such as "
-            f"{missing[0]}: there is text that it cannot write."
+            f"{where}: the vocabulary lacks tokens for {len(missing)} of the 243 bytes "
+            f"of UTF-8, such as 0x{missing[0]:02X}: there is text that it cannot write."
         )
-    return {
-        id_: bytes([byte_of[piece]]) if piece in byte_of else piece.replace(SPACE, " ").encode()
-        for piece, id_ in vocab.items()
-    }

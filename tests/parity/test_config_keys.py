@@ -128,6 +128,7 @@ WRONG_ONCE = {
         ("rope_parameters.truncate", None),
     ],
     "glm4_moe": [("partial_rotary_factor", None)],
+    "gpt_oss": [("rope_scaling", None), ("rope_scaling", {})],
     "olmo3": [
         ("rope_local_base_freq", 250000.0),
         ("rope_parameters.full_attention", {**LONG_YARN, "truncate": False}),
@@ -248,7 +249,8 @@ def sources_of(case, directory):
     old["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    old["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
+    is_plain = rope == {"rope_type": "default"} and name != "GptOss"  # which then has YaRN
+    old["rope_scaling"] = None if is_plain else rope
     return {"new": new, "old": old}
 
 
@@ -280,7 +282,7 @@ def in_transformers(source, directory, base=None):
         seeded(model)
         with torch.no_grad():
             logits = model(input_ids=IDS[None], use_cache=False).logits[0]
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if base is not None and shapes == base.shapes:  # then its numbers are the same
             shutil.copy(base.weights, directory)
             model.config.save_pretrained(directory)

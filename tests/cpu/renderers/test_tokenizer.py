@@ -246,6 +246,13 @@ def prefixed(scheme):
     return {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
 
 
+def without(character):
+    """The file of a byte-level tokenizer whose vocabulary lacks a byte."""
+    spec = json.loads(byte_tokenizer_json())
+    del spec["model"]["vocab"][character]
+    return json.dumps(spec)
+
+
 WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
 PREFIX = "changes text"
 ADDED = {"content": "<|one|>", "id": 300, "special": True}
@@ -264,7 +271,11 @@ REFUSED = {
         sentencepiece(
             model={"type": "BPE", "vocab": {"a": 0}, "merges": [], "byte_fallback": True}
         ),
-        "lacks 256 of the 256 byte tokens, such as <0x00>",
+        "lacks tokens for 243 of the 243 bytes of UTF-8, such as 0x00",
+    ),
+    "no bell": (
+        without("\u0107"),
+        "lacks tokens for 1 of the 243 bytes of UTF-8, such as 0x07",
     ),
     "no file": (None, "no tokenizer at .*tokenizer.json"),
     "no JSON": ("{", "is not JSON"),
