@@ -198,7 +198,7 @@ class ModelConfig(_Kind):
         of_family = FAMILIES.get(architecture)
         if of_family is None:
             raise CheckpointError(
-                f"{where}: model_type {architecture!r} is not supported; supported are "
+                f"{where}: model_type {architecture!r:.80} is not supported; supported are "
                 f"{', '.join(FAMILIES)}. fallback=true trains any causal language model of "
                 "transformers, with an external engine (models/fallback)."
             )

@@ -27,7 +27,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import read_json
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, printable
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import merged
@@ -126,8 +126,8 @@ def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
     Raises CheckpointError if there are no weights, or two sets of them, and one that lists every
     missing or torn file, and every tensor that is not in the file that the index names.
     """
-    root = Path(directory)
-    has_index, has_file = (root / INDEX).is_file(), (root / WEIGHTS).is_file()
+    root, index = Path(directory), Path(directory) / INDEX
+    has_index, has_file = index.is_file(), (root / WEIGHTS).is_file()
     if has_index and has_file:
         raise CheckpointError(
             f"{root} holds {WEIGHTS} and {INDEX}: two sets of weights. Remove the one that is old."
@@ -136,18 +136,19 @@ def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{root} holds neither {WEIGHTS} nor {INDEX}.")
     files, placed = [WEIGHTS], None
     if has_index:
-        placed = read_json(root / INDEX, CheckpointError).get("weight_map")
+        placed = read_json(index, CheckpointError).get("weight_map")
         if not isinstance(placed, dict) or not placed:
-            raise CheckpointError(f"{root / INDEX} has no weight_map. A torn copy?")
+            raise CheckpointError(f"{index} has no weight_map. A torn copy?")
         for file in placed.values():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{root / INDEX} names {file!r}: expected a file beside it.")
+            if not isinstance(file, str) or "/" in file:
+                raise CheckpointError(f"{index} names {file!r:.80}: expected a file beside it.")
         files = sorted(set(placed.values()))
     problems: list[str] = []
     out: dict[str, StoredTensor] = {}
+    there = {path.name for path in root.iterdir() if path.is_file()}
     for file in files:
-        if not (root / file).is_file():
-            problems.append(f"{root / INDEX} names {file}, which is not there")
+        if file not in there:
+            problems.append(f"{index} names {file}, which is not there")
             continue
         try:
             found = read_header(root / file)
@@ -164,7 +165,7 @@ def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
     if not problems and placed is not None:
         problems = [f"{placed[n]} does not hold {n}" for n in sorted(set(placed) - set(out))]
     if problems:
-        raise CheckpointError("; ".join(_first(problems)) + ".")
+        raise CheckpointError(printable("; ".join(p[:400] for p in _first(problems))) + ".")
     return out
 
 

@@ -41,6 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 _FLAG, _OBJECT, _LIST = (bool, "true or false"), (Mapping, "an object"), (list, "a list")
 _KINDS: dict[str, tuple[type, str]] = {
+    "model_type": (str, "a string"),
     "attention_bias": _FLAG,
     "tie_word_embeddings": _FLAG,
     "norm_topk_prob": _FLAG,
@@ -269,9 +270,9 @@ class Reading:
             self.problems.append("intermediate_size is missing, and some layers are dense")
 
     def finish(self, where: str) -> None:
-        """Raises CheckpointError that lists all problems, if there are any."""
+        """Raises CheckpointError that lists all problems, if there are any. Long values are cut."""
         if self.problems:
-            raise CheckpointError(f"{where}: {'; '.join(self.problems)}.")
+            raise CheckpointError(f"{where}: {'; '.join(p[:800] for p in self.problems)}.")
 
 
 def read_common(reading: Reading) -> dict[str, Any]:
@@ -355,12 +356,11 @@ def read_rope(
         return theta, None
     scaling = _SCALINGS.get(kind)
     settings = fields(scaling) if scaling is not None else ()
-    read = {"rope_type", "type", "rope_theta", *(setting.name for setting in settings)}
+    # Positions of text are the same in every section of mrope_section.
+    read = {"rope_type", "type", "rope_theta", *r.reads, *(setting.name for setting in settings)}
     unread = {k: v for k, v in rope.items() if k not in read and v is not None}
-    if unread.get("partial_rotary_factor") == 1 or "partial_rotary_factor" in r.reads:
-        unread.pop("partial_rotary_factor", None)
-    if "mrope_section" in r.reads:  # positions of text are the same in every section
-        unread.pop("mrope_section", None)
+    if unread.get("partial_rotary_factor") == 1:
+        del unread["partial_rotary_factor"]
     if scaling is None:
         if unread.keys() & {"partial_rotary_factor", "mrope_section"}:
             r.problems.append(f"rope_parameters={json.dumps(unread)} is not implemented")

@@ -96,6 +96,14 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(checkpoint):
     assert "holds stray, which model.safetensors.index.json has in no file" in error_of(checkpoint)
     (checkpoint / INDEX).write_text('{"weight_map": {"a": "../other/model.safetensors"}}')
     assert "'../other/model.safetensors': expected a file beside it" in error_of(checkpoint)
+    for name in ("..", "", "a\0b", "a\nb", "a" * 5000, "\ud800"):
+        (checkpoint / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+        text = error_of(checkpoint)
+        assert f"{INDEX} names {name[:9]!r}"[:-1].replace("'", "") in text, text
+        assert "\n" not in text and len(text) < 1000
+    many = {f"tensor {number}": f"{number}.safetensors" for number in range(20_000)}
+    (checkpoint / INDEX).write_text(json.dumps({"weight_map": many}))
+    assert "and 19980 more" in error_of(checkpoint)
     (checkpoint / INDEX).write_text('{"weight_map": ' + "[" * 100_000)
     assert "it is not JSON (maximum recursion depth" in error_of(checkpoint)
     (checkpoint / INDEX).write_text("{}")

@@ -479,7 +479,7 @@ def test_a_rope_for_each_kind_of_layer_reads_like_the_older_spelling():
         (
             "Qwen3-Next-80B-A3B",
             {"layer_types": ["linear_attention"] * 47 + ["mamba"]},
-            "layer_types must name num_hidden_layers=48 of full_attention, linear_attention, .* linear_.*, mamba",
+            "layer_types must name num_hidden_layers=48 of full_attention, .* linear_.*, mamba",
         ),
         (
             "Qwen3-Next-80B-A3B",
@@ -552,3 +552,20 @@ def test_what_the_fallback_must_know_is_read_without_transformers(tmp_path):
     path.write_text(json.dumps({"model_type": "t5", "vocab_size": 9, "is_encoder_decoder": True}))
     with pytest.raises(CheckpointError, match=r"is_encoder_decoder=true.*hidden_size or n_embd"):
         FallbackConfig.from_directory(tmp_path)
+
+
+FALLBACK = {
+    "model_type": "olmo2", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2,
+    "max_position_embeddings": 128, "num_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FALLBACK)
+def test_a_value_that_a_fallback_cannot_have_is_refused_in_one_line(key, tmp_path):
+    for value in (-1, 1.5, True, [], {}, 2**70, 10**400, math.nan, math.inf, "4" * 10**5):
+        if key == "model_type" and isinstance(value, str):
+            continue
+        (tmp_path / "config.json").write_text(json.dumps({**FALLBACK, key: value}))
+        with pytest.raises(CheckpointError, match=f"{key}=") as caught:
+            FallbackConfig.from_directory(tmp_path)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 2000
