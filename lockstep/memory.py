@@ -10,18 +10,21 @@ as long as the settings allow. tests/cpu/test_memory.py compares the bytes that 
 from __future__ import annotations
 
 import math
+import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.engines.config import GPU_SHARE, EmbeddedConfig
 from lockstep.errors import ConfigError
-from lockstep.launch.gpu import Device
+from lockstep.launch.gpu import Device, free_gpu_memory
 from lockstep.models.config import ModelConfig
+from lockstep.models.locate import locate_model
 from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
 from lockstep.ops.contract import CHUNK, DELTA_WORK_BYTES
+from lockstep.run_config import Config, ModelChoice, SupervisedConfig
 from lockstep.training.config import TrainerConfig, frozen_names
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -93,9 +96,17 @@ class MemoryPlan:
         others = sum(size for name, size in self.parts.items() if name not in away)
         return int(GPU_SHARE * num_bytes) - others
 
-    def check(self, num_bytes: int, source: str, *, is_host: bool = False) -> None:
+    def check(
+        self,
+        num_bytes: int,
+        source: str,
+        *,
+        is_host: bool = False,
+        ways: Callable[[], str] = str,
+    ) -> None:
         """Raises ConfigError if the plan does not fit into `num_bytes` of the device, or its parts
-        in the host's memory into so much of that. source: the origin of the number."""
+        in the host's memory into that much of it. source: the origin of the number. ways: a
+        sentence that names the settings that would fit."""
         parts = self.host_parts if is_host else self.parts
         if sum(parts.values()) <= num_bytes:
             return
@@ -109,8 +120,8 @@ class MemoryPlan:
         raise ConfigError(
             f"{who} is predicted to need {_gib(sum(parts.values()))} GiB"
             f"{' of the host' if is_host else ''} at its peak, and there are {_gib(num_bytes)} GiB "
-            f"({source}). The largest parts: {'; '.join(largest[:3])}. If the prediction is wrong "
-            "for you, memory_limit_gib=N replaces what it is compared with."
+            f"({source}). The largest parts: {'; '.join(largest[:3])}. {ways()} If the prediction "
+            "is wrong for you, memory_limit_gib=N replaces what it is compared with."
         )
 
 
@@ -186,6 +197,59 @@ class PlanFacts:
         shapes = decoder_shapes(self.model)
         trainable = self.adapters() if self.lora else shapes
         return _unfrozen(trainable, self.trainer.freeze, "trainer.freeze", others=shapes)
+
+
+def predict_memory(
+    config: ModelChoice,
+    model: ModelConfig,
+    lora: LoraShape | None,
+    *,
+    device: Device,
+    is_invariant: bool,
+) -> MemoryPlan:
+    """The predicted peak of a run. lora: the shape of `config.lora` on this model. is_invariant:
+    whether the contract holds, whose packed weights take memory."""
+    world = config.parallel.num_processes(os.environ)
+    facts = PlanFacts(
+        model=model,
+        dtype=config.compute_dtype,
+        device=device,
+        trainer=config.trainer,
+        lora=lora,
+        num_adapters=1 + len(config.own_seats) if isinstance(config, Config) else 1,
+        num_ranks=world,
+        sequence=config.parallel.sequence,
+        is_sharded=config.parallel.shard and world > 1,
+    )
+    if isinstance(config, SupervisedConfig):
+        longest = config.sft.max_tokens or config.max_tokens
+        facts = replace(facts, max_update_tokens=config.sft.rows_per_step * longest)
+    if isinstance(config, Config):
+        critic = None
+        if config.advantage.needs_critic:
+            name = config.critic.model
+            critic = ModelConfig.from_directory(locate_model(name)) if name else model
+        total = config.groups_per_step * config.group_size * config.max_tokens
+        engine = config.engine if isinstance(config.engine, EmbeddedConfig) else None
+        if engine is not None:  # an engine without sizes is planned as small as it can be
+            engine = engine.sized(None if device == "cpu" else 0, longest=config.max_tokens)
+        teachers = [] if config.distill is None else config.distill.teachers.values()
+        facts = replace(
+            facts,
+            engine=engine,
+            has_reference=config.objective.reads_reference_logprobs,
+            teachers=tuple(
+                ModelConfig.from_directory(locate_model(teacher.model))
+                for teacher in teachers
+                if not teacher.engine
+            ),
+            compares_vocabulary=config.distill is not None and config.distill.signal == "full",
+            critic=critic,
+            critic_freeze=config.critic.freeze,
+            is_invariant=is_invariant,
+            max_update_tokens=max(total // config.trainer.updates_per_batch, config.max_tokens),
+        )
+    return plan_memory(facts)
 
 
 def plan_memory(facts: PlanFacts) -> MemoryPlan:
@@ -392,6 +456,22 @@ def _expert_chunk_bytes(facts: PlanFacts, num_tokens: int) -> int:
 
 
 # -- available memory ------------------------------------------------------------------------------
+
+
+def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
+    """(bytes that the device has for this run, their source); None if they are not known."""
+    if config.memory_limit_gib:
+        return int(config.memory_limit_gib * GIB), f"memory_limit_gib={config.memory_limit_gib:g}"
+    return host_memory(config) if device == "cpu" else free_gpu_memory()
+
+
+def host_memory(config: ModelChoice) -> tuple[int, str] | None:
+    """(bytes of this machine's memory for one of the run's processes on it, their source)."""
+    found = available_bytes()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or config.parallel.processes or 1
+    if found is None or here == 1:
+        return found
+    return found[0] // here, f"{found[1]}, divided by {here} processes"
 
 
 def available_bytes(root: Path = Path("/")) -> tuple[int, str] | None:

@@ -116,21 +116,33 @@ def _why_no_compiler() -> str:
     return ""
 
 
+def free_gpu_memory() -> tuple[int, str] | None:
+    """(free bytes of this process' GPU, their source); None without a GPU. While torch is not
+    imported, nvidia-smi tells the least of all GPUs that are not hidden."""
+    if "torch" in sys.modules:
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return free, f"free on the GPU{taken_by_others(free, total)}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    only = ("-i", visible) if visible else ()
+    rows = _nvidia_smi("--query-gpu=memory.free", "--format=csv,noheader,nounits", *only)
+    free = [int(row[0]) << 20 for row in rows if row[0].isdigit()]
+    return (min(free), "free on the GPU, by nvidia-smi") if free and shows_gpu() else None
+
+
 def taken_by_others(free: int, total: int) -> str:
-    """Says, after a number of free bytes, who has the rest of this process' GPU; empty if that is
-    little. Processes outside of this container are not known by name."""
+    """Says, after a number of free bytes, which processes hold the rest of this process' GPU. Empty
+    below TAKEN_SHARE. Processes outside of this container have no name here."""
     import torch
 
     taken = total - free - torch.cuda.memory_reserved()
     if taken < TAKEN_SHARE * total:
         return ""
     gpu = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    query = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader")
-    try:
-        answer = subprocess.check_output(("nvidia-smi", *query), text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        answer = ""
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
+    rows = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader")
     others = [
         f"process {row[1]} ({row[2]})"
         for row in rows
@@ -141,6 +153,15 @@ def taken_by_others(free: int, total: int) -> str:
         f", where {by} took {taken / 2**30:.1f} of {total / 2**30:.1f} GiB: end what you do not "
         "need, or choose another GPU with CUDA_VISIBLE_DEVICES=N"
     )
+
+
+def _nvidia_smi(*query: str) -> list[list[str]]:
+    """The cells of its answer; empty if there is none."""
+    try:
+        answer = subprocess.check_output(("nvidia-smi", *query), text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
 
 
 def _dotted(numbers: tuple[int, int]) -> str:

@@ -9,6 +9,7 @@ were not measured.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.locate import CONFIG_FILES, locate_model
 from lockstep.models.shapes import decoder_shapes, num_elements
+from lockstep.recipes.memory_fit import fit_memory, left_open
 from lockstep.recipes.registry import find_recipe
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run_config import Config
@@ -40,6 +42,7 @@ LEARNING_RATES = ((10**7, 1e-3), (10**8, 1e-4), (4 * 10**8, 1e-5))
 """(parameters below which it holds, learning rate of full training)."""
 LARGE_LEARNING_RATE = 1e-6
 LORA_FACTOR, LARGEST_LORA_RATE = 10, 3e-3
+MOST_THREADS = 8  # the bits of more threads were not compared
 FORMAT_TOKENS = 64
 """Tokens of a prompt's frame, and of one turn's."""
 
@@ -53,7 +56,13 @@ def configure(
     tree = dict(tree or {})
     config = resolve(overlaid(base, tree), overrides)
     given = {*flatten(tree), *(text.partition("=")[0].strip() for text in overrides)}
-    return fitted(config, given) if recipe in FITTED else config
+    if config.fallback or config.placement.is_elsewhere():
+        return config
+    directory = locate_model(config.model, files=CONFIG_FILES)
+    model = ModelConfig.from_directory(directory)
+    if recipe in FITTED:
+        return fitted(config, given, model, directory)
+    return fit_memory(config, given, model, directory, may_adapt=False)
 
 
 def find_config(target: str | Path, settings: Mapping[str, Any]) -> Config:
@@ -130,32 +139,30 @@ def learning_rate(num_parameters: int, *, is_lora: bool) -> float:
     return min(rate * LORA_FACTOR, LARGEST_LORA_RATE) if is_lora else rate
 
 
-def fitted(config: Config, given: Collection[str]) -> Config:
-    """`config` with what the user left open. given: paths of the settings that the user gave.
+def fitted(config: Config, given: Collection[str], model: ModelConfig, directory: Path) -> Config:
+    """`config` with open settings chosen for the model, the tasks and the machine.
 
-    Reads the model's config.json and tokenizer, and the tasks of `custom`.
+    given: paths of the settings that the user gave. directory: the model's files, whose tokenizer
+    measures the prompts of `custom`.
     """
-    directory = locate_model(config.model, files=CONFIG_FILES)
-    if config.fallback:
-        return config
-    model = ModelConfig.from_directory(directory)
     size = num_elements(decoder_shapes(model))
     is_tiny = size < LEARNING_RATES[0][0]
+    on_cpu = config.expected_device == "cpu"
     open_settings: dict[str, Any] = {
-        "trainer.lr": learning_rate(size, is_lora=config.lora is not None),
         "trainer.schedule": "linear" if is_tiny else "constant",
         "trainer.min_lr_share": 0.05 if is_tiny else 0.0,
-        "agent.max_turn_tokens": 64 if is_tiny else 1024,
+        "agent.max_turn_tokens": 64 if is_tiny else 256 if on_cpu else 1024,
+        "threads": 1 if is_tiny else min(len(os.sched_getaffinity(0)), MOST_THREADS),
     }
     if size >= LEARNING_RATES[-1][0]:  # such a model is trained on a GPU, whose memory is short
         open_settings |= {"dtype": "bfloat16", "trainer.recompute": "blocks"}
     task = config.task
     if isinstance(task, CustomConfig):
-        chosen = _kept(open_settings, given)
+        chosen = left_open(open_settings, given)
         agent = overlaid(config, {k: v for k, v in chosen.items() if k.startswith("agent.")}).agent
         counts = {split: len(task.splits[split]) for split in ("train", "eval")}
         max_turns = agent.max_turns if "agent.max_turns" in given else 8 if task.tools else 1
-        groups = min(8 if is_tiny else 16, counts["train"])
+        groups = min(8 if is_tiny or on_cpu else 16, counts["train"])
         groups = config.groups_per_step if "groups_per_step" in given else groups
         prompt = _longest_prompt(task, Tokenizer.from_file(directory))
         # A call's output is as long as a reply, by guess; max_tokens bounds the episode anyway.
@@ -169,16 +176,10 @@ def fitted(config: Config, given: Collection[str]) -> Config:
             "evaluation.num_tasks": min(counts["eval"], 128),
             "evaluation.every": 0 if is_tiny else 50,
         }
-    return overlaid(config, nested(_kept(open_settings, given)))
-
-
-def _kept(settings: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """The settings that are neither given nor below or above a given one."""
-    return {
-        path: value
-        for path, value in settings.items()
-        if not any(path == g or path.startswith(f"{g}.") for g in given)
-    }
+    config = overlaid(config, nested(left_open(open_settings, given)))
+    config = fit_memory(config, given, model, directory, may_adapt=True)
+    rate = {"trainer.lr": learning_rate(size, is_lora=config.lora is not None)}
+    return overlaid(config, nested(left_open(rate, given)))
 
 
 def _longest_prompt(task: CustomConfig, tokenizer: Tokenizer) -> int:

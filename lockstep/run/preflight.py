@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -42,8 +41,15 @@ from lockstep.errors import (
     RunError,
 )
 from lockstep.launch.event_loop import run_to_end
-from lockstep.launch.gpu import Device, check_driver, taken_by_others
-from lockstep.memory import DTYPE_BYTES, GIB, MemoryPlan, PlanFacts, available_bytes, plan_memory
+from lockstep.launch.gpu import Device, check_driver
+from lockstep.memory import (
+    DTYPE_BYTES,
+    MemoryPlan,
+    PlanFacts,
+    host_memory,
+    memory_limit,
+    predict_memory,
+)
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import HUB_FILES, locate_model
@@ -51,6 +57,7 @@ from lockstep.models.lora_config import LoraShape
 from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.observe.loggers import check_loggers
 from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint
+from lockstep.recipes.memory_fit import ways_to_fit
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.choice import Choice, choose_renderer
 from lockstep.renderers.config import (
@@ -65,7 +72,7 @@ from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import current_hooks
 from lockstep.run.prompts import Prompts
-from lockstep.run_config import DEFAULT_DTYPES, Config, ModelChoice, SupervisedConfig
+from lockstep.run_config import DEFAULT_DTYPES, Config, ModelChoice
 from lockstep.store.checkpoints import checkpoint_of, trained_by
 from lockstep.store.files import why_no_directory
 from lockstep.store.run import load_run
@@ -329,8 +336,11 @@ def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -
         return
     limit = memory_limit(config, device)
     if limit is not None:
-        plan.check(*limit)
-    host = _host_memory(config)
+        ways = partial(
+            ways_to_fit, config, model_files.model, model_files.directory, device, limit[0]
+        )
+        plan.check(*limit, ways=ways)
+    host = host_memory(config)
     if plan.host_parts and host is not None:
         plan.check(*host, is_host=True)
 
@@ -360,31 +370,6 @@ def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> Eng
     )
 
 
-def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
-    """(bytes of the device, what says so); None if that is not known."""
-    if config.memory_limit_gib:
-        return int(config.memory_limit_gib * GIB), f"memory_limit_gib={config.memory_limit_gib:g}"
-    if device == "cpu":
-        return _host_memory(config)
-    if "torch" not in sys.modules:  # a dry run, which does not start CUDA
-        return None
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return free, f"free on the GPU{taken_by_others(free, total)}"
-
-
-def _host_memory(config: ModelChoice) -> tuple[int, str] | None:
-    """(bytes of this machine's memory for one of the run's processes on it, their source)."""
-    found = available_bytes()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or config.parallel.processes or 1
-    if found is None or here == 1:
-        return found
-    return found[0] // here, f"{found[1]}, divided by {here} processes"
-
-
 def memory_plan(
     config: ModelChoice,
     model_files: ModelFiles,
@@ -394,45 +379,14 @@ def memory_plan(
 ) -> MemoryPlan | None:
     """The peak that is predicted; None for a model that transformers runs, of which too little is
     known. numerics: None before a model is loaded."""
-    model, world = model_files.model, config.parallel.num_processes(os.environ)
-    if isinstance(model, FallbackConfig):
+    if isinstance(model_files.model, FallbackConfig):
         return None
-    facts = PlanFacts(
-        model=model,
-        dtype=config.compute_dtype,
-        device=device,
-        trainer=config.trainer,
-        lora=model_files.lora,
-        num_adapters=1 + len(config.own_seats) if isinstance(config, Config) else 1,
-        num_ranks=world,
-        sequence=config.parallel.sequence,
-        is_sharded=config.parallel.shard and world > 1,
+    is_kept = False if numerics is None else numerics.is_kept
+    if numerics is None and isinstance(config, Config):
+        is_kept = config.contract != "none" and not why_no_contract(config)
+    return predict_memory(
+        config, model_files.model, model_files.lora, device=device, is_invariant=is_kept
     )
-    if isinstance(config, SupervisedConfig):
-        longest = config.sft.max_tokens or config.max_tokens
-        facts = replace(facts, max_update_tokens=config.sft.rows_per_step * longest)
-    if isinstance(config, Config):
-        critic = None
-        if config.advantage.needs_critic:
-            name = config.critic.model
-            critic = ModelConfig.from_directory(locate_model(name)) if name else model
-        may_be = config.contract != "none" and not why_no_contract(config)
-        total = config.groups_per_step * config.group_size * config.max_tokens
-        engine = config.engine if isinstance(config.engine, EmbeddedConfig) else None
-        if engine is not None:  # one that is not sized yet: as small as it can be
-            engine = engine.sized(None if device == "cpu" else 0, longest=config.max_tokens)
-        facts = replace(
-            facts,
-            engine=engine,
-            has_reference=config.objective.reads_reference_logprobs,
-            teachers=teacher_shapes(config),
-            compares_vocabulary=config.distill is not None and config.distill.signal == "full",
-            critic=critic,
-            critic_freeze=config.critic.freeze,
-            is_invariant=may_be if numerics is None else numerics.is_kept,
-            max_update_tokens=max(total // config.trainer.updates_per_batch, config.max_tokens),
-        )
-    return plan_memory(facts)
 
 
 def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -> ModelFiles:
@@ -497,14 +451,6 @@ def check_critic(config: Config, model_files: ModelFiles) -> None:
             problem = f"has another tokenizer than model={config.model}: it would read other text"
     if problem:
         raise ConfigError(f"{where} {problem}. Leave it empty to start from the policy.")
-
-
-def teacher_shapes(config: Config) -> tuple[ModelConfig, ...]:
-    """The teachers that this process loads."""
-    teachers = [] if config.distill is None else config.distill.teachers.values()
-    return tuple(
-        ModelConfig.from_directory(locate_model(each.model)) for each in teachers if not each.engine
-    )
 
 
 def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFiles) -> None:

@@ -25,6 +25,7 @@ from lockstep.memory import (
     available_bytes,
     kept_per_token,
     plan_memory,
+    predict_memory,
 )
 from lockstep.models import experts
 from lockstep.models.attention_config import LatentShape, LinearShape
@@ -38,6 +39,7 @@ from lockstep.ops.context import PackedContext
 from lockstep.ops.contract import DELTA_WORK_BYTES
 from lockstep.ops.invariant import InvariantOps
 from lockstep.recipes import find_recipe, find_supervised_recipe
+from lockstep.recipes.memory_fit import FIT_SHARE, fit_memory, ways_to_fit
 from lockstep.run.preflight import (
     ModelFiles,
     Numerics,
@@ -386,6 +388,67 @@ def test_a_plan_that_exceeds_memory_is_refused_with_the_parts_and_the_settings(c
     for extra in ([], ["--dry-run"]):
         assert main(["train", "quickstart", *settings, *extra]) == 2
         assert "predicted to need" in " ".join(capsys.readouterr().err.split())
+
+
+def dense(width, layers, mlp, vocabulary, heads, kv_heads):
+    return replace(
+        QWEN3, num_experts=0, num_active_experts=0, vocab_size=vocabulary, hidden_size=width,
+        intermediate_size=mlp, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=128 if width > 4000 else 64, max_positions=32768, windows=(None,) * layers,
+    )  # fmt: skip
+
+
+PUBLISHED = {
+    "10M": dense(256, 6, 768, 8192, 4, 2),
+    "135M": dense(576, 30, 1536, 49152, 9, 3),
+    "0.6B": dense(1024, 28, 3072, 151936, 16, 8),
+    "8B": dense(4096, 36, 12288, 151936, 32, 8),
+    "70B": dense(8192, 80, 28672, 128256, 64, 8),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("gib", [8, 16, 24, 80])
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_defaults_fit_or_the_refusal_names_the_memory_that_would_do(size, gib, device):
+    model = PUBLISHED[size]
+    settings = [f"memory_limit_gib={gib}", f"device={device}", "max_tokens=2048"]
+    config = resolve(find_recipe("custom"), settings)
+    given = ["memory_limit_gib", "device", "max_tokens"]
+    fitted = fit_memory(config, given, model, Path(), may_adapt=True)
+    found = peak(fitted, model, device)
+    if found <= gib * GIB:
+        assert found <= FIT_SHARE * gib * GIB, "other programs need some too"
+        return
+    sentence = ways_to_fit(fitted, model, Path(), device, gib * GIB)
+    needed = float(sentence.partition("still needs ")[2].partition(" GiB")[0])
+    roomy = replace(config, memory_limit_gib=needed / FIT_SHARE + 0.2)
+    assert peak(fit_memory(roomy, given, model, Path(), may_adapt=True), model, device) <= (
+        roomy.memory_limit_gib * GIB
+    )
+
+
+def peak(config, model, device):
+    lora = config.lora and lora_shape(config.lora, model)
+    found = predict_memory(config, model, lora, device=device, is_invariant=True)
+    return found.num_bytes
+
+
+def test_a_setting_of_the_user_stays_and_the_refusal_names_its_largest_value():
+    settings = ["trainer.max_tokens_per_microbatch=50000", "trainer.recompute=none"]
+    config = resolve(find_recipe("custom"), [*settings, "memory_limit_gib=12", "device=cpu"])
+    given = [text.partition("=")[0] for text in settings]
+    model = PUBLISHED["135M"]
+    fitted = fit_memory(config, given, model, Path(), may_adapt=False)
+    assert fitted.trainer == config.trainer and fitted.engine != config.engine
+    sentence = ways_to_fit(fitted, model, Path(), "cpu", 12 * GIB)
+    number = int(sentence.partition("trainer.max_tokens_per_microbatch=")[2].split()[0].rstrip("."))
+
+    def fits(tokens):
+        trainer = replace(fitted.trainer, max_tokens_per_microbatch=tokens)
+        return peak(replace(fitted, trainer=trainer), model, "cpu") <= 12 * GIB
+
+    assert fits(number) and not fits(number + 1)
 
 
 def test_offloading_what_is_on_the_cpu_is_refused_before_a_model_is_loaded(capsys):

@@ -10,7 +10,7 @@ import torch
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.launch import gpu
-from lockstep.launch.gpu import check_gpu, shows_gpu, taken_by_others
+from lockstep.launch.gpu import check_gpu, free_gpu_memory, shows_gpu, taken_by_others
 from lockstep.recipes import find_recipe
 from lockstep.run.build import resolve_device
 
@@ -181,3 +181,18 @@ def test_what_others_took_of_a_gpu_is_said_with_their_processes(machine, monkeyp
     )
     program.unlink()
     assert ", where other processes took 60.0 of 80.0 GiB" in taken_by_others(20 * GIB, 80 * GIB)
+
+
+def test_the_gpus_free_memory_is_known_before_torch_is_there(machine, monkeypatch):
+    """The least of the visible GPUs; None where nvidia-smi is missing."""
+    bin_path = machine.path / "bin"
+    bin_path.mkdir()
+    program = bin_path / "nvidia-smi"
+    program.write_text(f"#!{sys.executable}\nimport sys\nprint('81000\\n7000')\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(bin_path))
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr("lockstep.launch.gpu.shows_gpu", lambda: True)
+    assert free_gpu_memory() == (7000 << 20, "free on the GPU, by nvidia-smi")
+    program.unlink()
+    assert free_gpu_memory() is None

@@ -1,0 +1,141 @@
+"""Settings that lower the memory of a run: chosen where the user left them open, and named where
+the user's own settings do not fit.
+
+They are ordered by cost: first those that cost nothing, then time, then what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.config import flatten, nested, overlaid, to_dict
+from lockstep.engines.config import CPU_CACHE_TOKENS, EmbeddedConfig
+from lockstep.launch.gpu import Device
+from lockstep.memory import GIB, MemoryPlan, memory_limit, predict_memory
+from lockstep.models import peft_format
+from lockstep.models.config import ModelConfig
+from lockstep.run_config import Config, ModelChoice
+
+FIT_SHARE = 0.9
+"""Share of the free memory that chosen settings may take: the rest is for other programs, whose use
+changes while a run starts."""
+FAST_TOKENS = 4096
+"""Tokens of a micro-batch below which a step takes more time."""
+LORA_RANK = 16
+
+C = TypeVar("C", bound=ModelChoice)
+
+
+def left_open(settings: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The settings that are neither given nor below a given one."""
+    return {
+        path: value
+        for path, value in settings.items()
+        if not any(path == g or path.startswith(f"{g}.") for g in given)
+    }
+
+
+def fit_memory(
+    config: C, given: Collection[str], model: ModelConfig, directory: Path, *, may_adapt: bool
+) -> C:
+    """`config` with open settings lowered until its predicted peak fits into the free memory, or
+    as far as they go: the check at the start refuses what is still too large.
+
+    given: paths of the settings that the user gave. may_adapt: whether a model too large for full
+    training gets an adapter.
+    """
+    device = config.expected_device
+    limit = memory_limit(config, device)
+    if limit is None:
+        return config
+    for change in _changes(config, device, may_adapt=may_adapt):
+        if _plan(config, model, directory, device).num_bytes <= FIT_SHARE * limit[0]:
+            break
+        config = overlaid(config, nested(left_open(change, given)))
+    return config
+
+
+def ways_to_fit(
+    config: ModelChoice, model: ModelConfig, directory: Path, device: Device, num_bytes: int
+) -> str:
+    """A sentence for a run that does not fit into `num_bytes`: each setting that alone makes it
+    fit, with its largest value; else all of them together, or the memory that they still need."""
+
+    def peak(settings: Mapping[str, Any]) -> int:
+        changed = overlaid(config, nested(settings))
+        return _plan(changed, model, directory, device).num_bytes
+
+    alone: dict[str, Any] = {}
+    smallest: dict[str, Any] = {}
+    for change in _changes(config, device, may_adapt=True):
+        smallest |= change
+        (path, value), *others = change.items()
+        if path not in alone and not others and peak(change) <= num_bytes:
+            alone[path] = value
+    known = flatten(to_dict(config))
+    for path, value in alone.items():
+        if isinstance(value, int) and not isinstance(value, bool) and known.get(path):
+            alone[path] = _largest(lambda n, p=path: peak({p: n}) <= num_bytes, value, known[path])
+    if alone:
+        return f"It fits with {' or with '.join(f'{p}={_text(v)}' for p, v in alone.items())}."
+    together = " ".join(f"{path}={_text(value)}" for path, value in smallest.items())
+    least = peak(smallest)
+    if least <= num_bytes:
+        return f"It fits with {together}."
+    return (
+        f"With {together} it still needs {least / GIB:.1f} GiB: use a machine with that much free, "
+        "a smaller model, or a smaller max_tokens."
+    )
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _plan(config: ModelChoice, model: ModelConfig, directory: Path, device: Device) -> MemoryPlan:
+    lora = config.lora
+    shape = lora and peft_format.resolve_shape(lora, model, directory, name=config.model)
+    is_invariant = isinstance(config, Config) and config.contract != "none"
+    return predict_memory(config, model, shape, device=device, is_invariant=is_invariant)
+
+
+def _changes(config: ModelChoice, device: Device, *, may_adapt: bool) -> Iterator[dict[str, Any]]:
+    """Changes of settings that lower the memory further and further."""
+    longest, budget = config.max_tokens, config.trainer.max_tokens_per_microbatch
+    engine = getattr(config, "engine", None)
+    fast = max(longest, FAST_TOKENS)
+    cache = 0
+    if isinstance(engine, EmbeddedConfig) and device == "cpu":
+        cache = engine.kv_cache_tokens or CPU_CACHE_TOKENS
+        page = engine.page_size
+        longest_pages = -(-longest // page) * page
+    yield from _halved("trainer.max_tokens_per_microbatch", budget, fast)
+    yield {"trainer.recompute": "blocks"}
+    if cache:
+        yield from _halved("engine.kv_cache_tokens", cache, 2 * max(longest_pages, fast))
+    yield from _halved("trainer.max_tokens_per_microbatch", min(budget, fast), longest)
+    if cache:
+        yield {"engine.resident_rows": False}
+        yield from _halved("engine.kv_cache_tokens", 2 * max(longest_pages, fast), longest_pages)
+    if device == "cuda" and config.lora is None:
+        yield {"trainer.offload": "optimizer"}
+    if may_adapt and config.lora is None:
+        yield {"lora.rank": LORA_RANK} | ({"trainer.offload": "none"} if device == "cuda" else {})
+    if config.compute_dtype == "float32" and device == "cuda":
+        yield {"dtype": "bfloat16"}
+
+
+def _halved(path: str, value: int, least: int) -> Iterator[dict[str, int]]:
+    while value > least:
+        value = max(value // 2, least)
+        yield {path: value}
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number from low, which fits, to high."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
