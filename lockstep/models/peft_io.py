@@ -29,6 +29,7 @@ from lockstep.models.peft_format import (
     tensor_keys,
 )
 from lockstep.models.tensor_file import DTYPES, Outgoing, read_header, write_tensors
+from lockstep.ops.invariant import ask_for_reproducible_gemm
 
 Tensor = torch.Tensor
 
@@ -111,6 +112,7 @@ def load_adapter(model: Decoder, directory: str | Path) -> None:
 def merge_adapter(adapter: Path, base: Path, directory: Path) -> None:
     """Writes the model in `base` with `adapter` in its weights: added in float32, then cast to the
     adapter's dtype, in which its run computed. Raises CheckpointError for another base."""
+    ask_for_reproducible_gemm()  # this product may be the first of a process that trains afterwards
     check_base(adapter, base)
     model = load_checkpoint(base)
     add_adapter(model, read_shape(adapter, model.config), seed=0)

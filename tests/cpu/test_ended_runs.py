@@ -136,6 +136,15 @@ def test_weights_are_named_by_a_run_a_step_or_their_directory(
         assert not out.exists()
 
 
+def test_merging_asks_mkl_for_sums_that_the_contract_needs(runs, tmp_path, monkeypatch):
+    """MKL reads its setting at its first product, which may be the merge's."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(runs("sft_lora/adapter"), adapter, ignore=shutil.ignore_patterns("merged-*"))
+    monkeypatch.delenv("MKL_CBWR")
+    locate_model(str(adapter))
+    assert os.environ["MKL_CBWR"] == "AUTO,STRICT"
+
+
 def test_a_run_without_checkpoints_has_what_it_ended_with(runs, tmp_path, capsys):
     for kind in ("sft", "sft_lora"):
         shutil.copytree(runs(kind), tmp_path / kind)
