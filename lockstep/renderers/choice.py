@@ -8,6 +8,7 @@ if it writes the probes of `proof` as the template does, token for token.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,7 +58,9 @@ class Choice:
 
     @property
     def line(self) -> str:
-        return f"{tag(type(self.config))}: {self.why}" if self.why else ""
+        told = self.renderer.tools_line if isinstance(self.renderer, JinjaRenderer) else ""
+        said = "; ".join(part for part in (self.why, told) if part)
+        return f"{tag(type(self.config))}: {said}" if said else ""
 
 
 def choose_renderer(format: RendererConfig | None, tokenizer: Tokenizer) -> Choice | None:
@@ -88,7 +91,7 @@ def choose_renderer(format: RendererConfig | None, tokenizer: Tokenizer) -> Choi
     if library and token in read_template(tokenizer, own)[0]:
         return Choice(config=format, renderer=made, why=f"as {library} writes it")
     try:
-        template = JinjaRenderer(tokenizer, own)
+        template = JinjaRenderer(tokenizer, replace(own, tools="template"))
     except (MissingExtraError, BrokenTemplateError) as error:
         why = f"the architecture's format, not compared with the model's chat template: {error}"
         return Choice(config=format, renderer=made, why=why)
@@ -106,7 +109,7 @@ def choose_renderer(format: RendererConfig | None, tokenizer: Tokenizer) -> Choi
             return Choice(config=variant, renderer=make_renderer(variant, tokenizer), why=why)
         difference = difference or found
     why = f"the model's chat template, which differs from {name} in {difference}"
-    return Choice(config=own, renderer=template, why=why)
+    return Choice(config=own, renderer=make_renderer(own, tokenizer), why=why)
 
 
 def _variants(format: RendererConfig, template: JinjaRenderer) -> Iterator[RendererConfig]:
@@ -118,8 +121,9 @@ def _variants(format: RendererConfig, template: JinjaRenderer) -> Iterator[Rende
 
 def _has_tools(template: JinjaRenderer) -> bool:
     """Whether a template writes declared tools or calls in any way."""
-    is_declared = template.render_whole((USER,), (TOOL,)) != template.render_whole((USER,))
-    return is_declared or template.shape.calls is not None
+    with suppress(RendererError):
+        return bool(template.shape.calls or template.render_whole((USER,), (TOOL,)))
+    return False
 
 
 def _compare(format: RendererConfig, template: JinjaRenderer) -> tuple[int, str]:

@@ -123,6 +123,10 @@ class JinjaConfig(RendererConfig):
     """Date that strftime_now formats, such as 2025-08-05, so that prompts repeat."""
     stop_tokens: tuple[str, ...] = ()
     """Names of control tokens that also end a turn, in addition to the template's own."""
+    tools: Literal["auto", "template", "text"] = "auto"
+    """Form of tools and calls. template: the template's own. text: schemas as text in the system
+    message, calls between <tool_call> tags. auto: the template's own form if it extends exactly,
+    else text."""
     thinking: Thinking = "keep"
     """Earlier thinking. keep: it stays in the prompt, even if the template leaves it out. drop: it
     goes when the template leaves it out; the dialogue then continues as a new branch, so that

@@ -14,7 +14,9 @@ the template writes long dialogues as these pieces; what it writes in another wa
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from lockstep.errors import RendererError
@@ -75,18 +77,56 @@ class JinjaRenderer:
         self._variables = {**special_tokens, **self.config.variables}
         self._marks = Marks(tokenizer)
         self._schemas: TextParameters = {}
+        self.tools_line = ""
+        """How tools are written, and why, if that is not the template's own form."""
         finder = ShapeFinder(run=self._run, marks=self._marks, source=text, where=where)
-        self.proof: Proof | None = None
         with self._template.probed():
-            self.shape = finder.find()
-            self._set_stops(self.shape.stop, self.shape.call_stop)
-            opening, header = self._ids(self.shape.opening), self._ids(self.shape.header)
-            # Nothing if no token ends where the header does.
-            begun = opening[len(header) :] if opening[: len(header)] == header else ()
-            self.thinking_opening: tuple[int, ...] = tuple(begun)
-            self.proof = prove(self)
-        if TAKES_TOOLS in self.proof.unsupported:
+            problem = self._examine(finder)
+            why = f"the template has no way to {TAKES_TOOLS}: {problem}" if problem else ""
+            if self.config.tools == "text" or (why and self.config.tools == "auto"):
+                self._write_tools_as_text(finder, why or "renderer.tools=text")
+
+    def _examine(self, finder: ShapeFinder, text_tools: Mapping[str, str] | None = None) -> str:
+        """Finds the pieces of the template and checks them; returns why it cannot take tools."""
+        self._text_tools = text_tools
+        self.proof: Proof | None = None
+        self.shape = finder.find()
+        self._set_stops(self.shape.stop, self.shape.call_stop)
+        opening, header = self._ids(self.shape.opening), self._ids(self.shape.header)
+        # Nothing if no token ends where the header does.
+        begun = opening[len(header) :] if opening[: len(header)] == header else ()
+        self.thinking_opening: tuple[int, ...] = tuple(begun)
+        self.proof = prove(self)
+        problem = self.proof.unsupported.get(TAKES_TOOLS, "")
+        if problem:
             self._set_stops(self.shape.stop)
+        return problem
+
+    def _write_tools_as_text(self, finder: ShapeFinder, why: str) -> None:
+        """Chooses the message of the schemas and the role of results with which most dialogues
+        extend exactly. Leaves the template as it was if it takes tools with none of them."""
+        num_held: dict[tuple[str, str], int] = {}
+        problem = ""
+        for place, role in product(("system", "user"), ("tool", "user")):
+            try:
+                problem = self._examine(finder, {"place": place, "role": role})
+            except RendererError as error:
+                problem = str(error)
+            if not problem and self.proof is not None:
+                num_held[place, role] = len(self.proof.held)
+        if not num_held:
+            self._examine(finder)
+            assert self.proof is not None, "it was examined"
+            unsupported = {**self.proof.unsupported}
+            unsupported[TAKES_TOOLS] = f"{why}; as text: {problem}"
+            self.proof = replace(self.proof, unsupported=unsupported)
+            return
+        place, role = max(num_held, key=lambda form: num_held[form])
+        self._examine(finder, {"place": place, "role": role})
+        self.tools_line = (
+            f"tools as text, schemas in the {'system' if place == 'system' else 'first user'} "
+            f"message, results in {role} turns: {why}"
+        )
 
     def _set_stops(self, *names: str) -> None:
         """Sets the tokens that end a turn of text and one of calls, `renderer.stop_tokens`, and the
@@ -117,6 +157,9 @@ class JinjaRenderer:
         """Returns the template's own rendering of a history, with its generation prompt."""
         text, mark = self._write(messages, tools, has_opening=True)
         self._require_words(messages, text, mark)
+        for tool in tools:
+            if not self._is_shown(tool.name, text, mark):
+                raise RendererError(f"the chat template leaves out the tool {tool.name}.")
         return encode_pieces(self.tokenizer, self._marks.pieces(text, mark))
 
     def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
@@ -397,6 +440,7 @@ class JinjaRenderer:
                 "tools": tools or None,
                 "documents": None,
                 "add_generation_prompt": has_opening,
+                **({} if self._text_tools is None else {"text_tools": self._text_tools}),
                 **self._variables,
             }
         )
@@ -404,13 +448,17 @@ class JinjaRenderer:
     def _require_words(self, messages: Sequence[Message], text: str, mark: str) -> None:
         """Raises RendererError if the template left out text of a message."""
         for message in messages:
-            words = self._marks.mark(message.content, mark).strip()
-            forms = (words, *(json.dumps(words, ensure_ascii=a)[1:-1] for a in (False, True)))
-            if not any(form in text for form in forms):
+            if not self._is_shown(message.content, text, mark):
                 raise RendererError(
                     f"the chat template leaves out words of the {message.role}'s message: "
                     f"{message.content.strip()[:80]!r}."
                 )
+
+    def _is_shown(self, words: str, text: str, mark: str) -> bool:
+        """Whether words are in rendered text, as they are or as JSON."""
+        words = self._marks.mark(words, mark).strip()
+        forms = (words, *(json.dumps(words, ensure_ascii=a)[1:-1] for a in (False, True)))
+        return any(form in text for form in forms)
 
     def _end_of(self, turn: Message, text: str) -> int:
         """Returns the end of a turn in rendered text, after its stop token."""

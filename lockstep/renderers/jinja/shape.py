@@ -162,19 +162,20 @@ class ShapeFinder:
 
     def _with_calls(self, base: str, shape: Shape) -> Shape:
         """Adds the format of calls, or the reason why there is none."""
-        problem = "it writes nothing for a call"
+        problem = ""
         for has_text, empty in product((True, False), ("", None)):
             tried = replace(shape, has_text_arguments=has_text, empty_content=empty)
             try:
                 one = self._calling(base, tried, 1)
             except TemplateRefusal as refusal:
-                problem = f"it takes no tool's reply: {refusal}"
+                problem = problem or f"it takes no tool's reply: {refusal}"
                 continue
             except RendererError as error:
-                problem = str(error)
+                problem = problem or str(error)
                 continue
             is_quoted = json.dumps(CALLS[0].arguments)[1:-1] in one
             if value_of(CALLS[0]) not in one or (has_text and is_quoted):
+                problem = problem or "it writes nothing for a call"
                 continue
             try:
                 two = self._calling(base, tried, 2)

@@ -5,13 +5,15 @@ and files, but a loop in a loop, a power or a doubled list can take any time and
 Python cannot interrupt such a step. So the template runs here: its memory is bounded, it may not
 open a file, and the parent kills it when it takes too long.
 
-The opening has `source` and `date`, later requests have `variables`; a reply has `text`.
+The opening has `source` and `date`, later requests have `variables`; a reply has `text`. The variable
+`text_tools` asks for `text_tools.jinja`, which rewrites messages before the template runs.
 """
 
 import json
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -60,6 +62,9 @@ def main() -> None:
     # Renders and fails once, so that jinja2 imports everything now: no file can be opened later.
     warm = "{% for x in [1] %}{{ 'a\\n\\u00e9' ~ x|tojson|trim }}{% endfor %}{{ none.a.b }}"
     template = environment.from_string(warm)
+    rewriting = Path(__file__).with_name("text_tools.jinja").read_text("utf-8")
+    text_tools = environment.from_string(rewriting)
+    text_tools.make_module({"messages": [], "text_tools": {}})
 
     def open_template(source: str, date: str) -> dict[str, str]:
         nonlocal template
@@ -72,6 +77,9 @@ def main() -> None:
         return {"text": ""}
 
     def render(variables: dict[str, Any]) -> dict[str, str]:
+        if "text_tools" in variables:
+            rewritten = text_tools.make_module(variables)
+            variables = {**variables, "messages": rewritten.messages, "tools": None}
         size = 0
         parts: list[str] = []
         for part in template.generate(**variables):

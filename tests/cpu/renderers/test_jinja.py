@@ -154,7 +154,8 @@ def test_all_invariants_hold_where_names_of_control_tokens_contain_the_keys_of_m
 
 
 def test_a_template_without_a_tool_role_is_named_as_the_reason_that_it_takes_no_tools(make):
-    renderer = make(NO_TOOLS.replace("bos_token", "''").replace("<|end|>", "<|im_end|>"))
+    source = NO_TOOLS.replace("bos_token", "''").replace("<|end|>", "<|im_end|>")
+    renderer = make(source, tools="template")
     with pytest.raises(RendererError, match=r"take tools. it takes no tool's reply"):
         renderer.render([USER], TOOLS)
 
@@ -190,7 +191,7 @@ def test_with_keep_a_history_is_written_as_it_was_extended(make):
 
 
 def test_what_a_template_cannot_do_is_refused_later_with_its_reason(make):
-    renderer = make(NO_TOOLS)
+    renderer = make(NO_TOOLS, tools="template")
     assert renderer.proof.held == ("plain", "multi-turn", "truncated")
     assert "refused: take tools, take a system prompt, take a tool's reply" in renderer.proof.line
     tool = ToolSchema(name="find", description="", parameters={})
@@ -239,7 +240,7 @@ def test_a_template_that_is_no_sequence_of_pieces_is_refused(make, source, messa
 
 
 def test_a_template_whose_calls_depend_on_the_past_takes_no_tools(make):
-    proof = make(FIRST_CALL_IS_OTHER).proof
+    proof = make(FIRST_CALL_IS_OTHER, tools="template").proof
     assert "dialogue 'several calls': the ids differ" in proof.unsupported["take tools"]
     assert {"plain", "multi-turn", "one call"} <= set(proof.held)
 
