@@ -58,6 +58,7 @@ from lockstep.types import (
     Int32Array,
     SamplingParams,
     Task,
+    ToolSchema,
     Trajectory,
 )
 
@@ -229,7 +230,7 @@ class _Episode:
             deadline = started + budget.max_seconds
             try:
                 prompt_ids = np.concatenate([path_ids, *(part.ids for part in pending)])
-                reply = await self._sample(prompt_ids, leaf, pending, turn, deadline)
+                reply = await self._sample(prompt_ids, leaf, pending, turn, deadline, tools)
             except OutOfTime:
                 if turn == 0:
                     raise
@@ -386,6 +387,7 @@ class _Episode:
         pending: Sequence[Observed],
         turn: int,
         deadline: float,
+        tools: Sequence[ToolSchema],
     ) -> Turn:
         record_prompt = partial(self.sampler.observe, leaf, pending, reason=self.reason)
         try:
@@ -396,6 +398,7 @@ class _Episode:
                 name=f"{turn}-{self.seed:x}",
                 seed=derive_seed(self.seed, turn),
                 deadline=deadline,
+                tools=tools,
                 at=partial(setattr, self, "stage"),
             )
         except Exception as error:

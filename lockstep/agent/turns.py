@@ -18,7 +18,7 @@ import numpy as np
 from lockstep.agent.config import AgentConfig
 from lockstep.engines.base import Engine
 from lockstep.errors import EngineError
-from lockstep.renderers.base import Renderer
+from lockstep.renderers.base import Renderer, TypesArguments
 from lockstep.renderers.large_texts import encoded
 from lockstep.types import (
     Delta,
@@ -131,6 +131,7 @@ class TurnSampler:
         name: str,
         seed: int,
         deadline: float,
+        tools: Sequence[ToolSchema] = (),
         sampling: SamplingParams | None = None,
         at: Callable[[str], None] = lambda stage: None,
     ) -> Turn:
@@ -140,7 +141,8 @@ class TurnSampler:
         called when the reply has come, so that no path ends in an observation that was never
         answered. It records the rest of the prompt, and returns the segment that ends it and the
         reason of the turn (`Segment.reason`). name: names the request within the trajectory.
-        deadline: by `time.monotonic`. sampling: replaces the template. at: called with the name of
+        deadline: by `time.monotonic`. tools: declared in this dialogue. sampling: replaces the
+        template. at: called with the name of
         each stage, for the reason of a failure.
 
         The turn is one segment, or one per policy version that drew it. Raises OutOfTime if the
@@ -175,7 +177,10 @@ class TurnSampler:
             raise kind(f"request {request.id}: no token was sampled ({finish_reason}).")
         ids = np.concatenate([piece.token_ids for piece in pieces])
         at("renderer.parse")
-        message = self.renderer.parse(ids.tolist())
+        renderer = self.renderer
+        if isinstance(renderer, TypesArguments):
+            renderer = renderer.with_tools(tools)
+        message = renderer.parse(ids.tolist())
         at("the sampled reply")
         leaf, reason = record_prompt()
         context_ids = prompt_ids

@@ -90,6 +90,16 @@ class Renderer(Protocol):
         ...
 
 
+@runtime_checkable
+class TypesArguments(Protocol):
+    """Renderers whose calls may carry no types: the dialogue's tools say which arguments are text.
+    """
+
+    def with_tools(self, tools: Sequence[ToolSchema]) -> Renderer:
+        """Returns this renderer for the turns of one dialogue, which declares `tools`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
     """Limits of a reply: JSON of the schema, or one call of one of the tools."""

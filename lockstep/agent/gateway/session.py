@@ -324,6 +324,7 @@ class GatewaySession:
                 name=f"{digest}-{num_asked}-{self._seed:x}",
                 seed=seed,
                 deadline=min(self._deadline, time.monotonic() + self._sampler.budget.max_seconds),
+                tools=dialogue.tools,
                 sampling=sampling,
                 at=partial(setattr, drafted, "stage"),
             )

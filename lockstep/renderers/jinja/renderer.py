@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -82,7 +83,7 @@ class JinjaRenderer:
         finder = ShapeFinder(run=self._run, marks=self._marks, source=text, where=where)
         with self._template.probed():
             problem = self._examine(finder)
-            why = f"the template has no way to {TAKES_TOOLS}: {problem}" if problem else ""
+            why = f"the template cannot {TAKES_TOOLS}: {problem}" if problem else ""
             if self.config.tools == "text" or (why and self.config.tools == "auto"):
                 self._write_tools_as_text(finder, why or "renderer.tools=text")
 
@@ -125,7 +126,7 @@ class JinjaRenderer:
         self._examine(finder, {"place": place, "role": role})
         self.tools_line = (
             f"tools as text, schemas in the {'system' if place == 'system' else 'first user'} "
-            f"message, results in {role} turns: {why}"
+            f"message, results in {role} turns, since {why}"
         )
 
     def _set_stops(self, *names: str) -> None:
@@ -144,7 +145,6 @@ class JinjaRenderer:
         piece instead. Raises RendererError, with the template's own message, for what it refuses.
         """
         declared = tools if self.config.tools_in_prompt else ()
-        self._schemas |= text_parameters(tools)
         if declared:
             self._require(TAKES_TOOLS)
         if self.config.thinking == "keep" and self._loses_thinking(messages):
@@ -338,12 +338,19 @@ class JinjaRenderer:
 
     # -- ids to a message ---------------------------------------------------------------------
 
+    def with_tools(self, tools: Sequence[ToolSchema]) -> JinjaRenderer:
+        """See `base.TypesArguments`."""
+        made = copy(self)
+        made._schemas = text_parameters(tools)
+        return made
+
     def parse(self, sampled_ids: TokenIds) -> Message:
         """Parses one turn: thinking, text and calls, as the template writes them.
 
         A tag that is a control token counts only as that. The text of a call's arguments is kept;
         tags with one parameter each become JSON. Malformed parts stay in `content`, control tokens
-        by name, and `parse_error` says why.
+        by name, and `parse_error` says why. With `with_tools`, a tool's schema decides between text
+        and numbers where a call does not.
         """
         parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
         try:

@@ -5,8 +5,8 @@ and files, but a loop in a loop, a power or a doubled list can take any time and
 Python cannot interrupt such a step. So the template runs here: its memory is bounded, it may not
 open a file, and the parent kills it when it takes too long.
 
-The opening has `source` and `date`, later requests have `variables`; a reply has `text`. The variable
-`text_tools` asks for `text_tools.jinja`, which rewrites messages before the template runs.
+The opening has `source` and `date`, later requests have `variables`; a reply has `text`. With the
+variable `text_tools`, `text_tools.jinja` rewrites the messages before the template runs.
 """
 
 import json

@@ -186,7 +186,7 @@ def test_a_model_without_a_format_is_written_by_its_template_if_it_has_one(choos
     assert choose(None, None) is None
     assert choose(PLAIN, None).line == (
         "jinja: the model's chat template; tools as text, schemas in the system message, results "
-        "in tool turns: the template has no way to take tools: it writes nothing for a call"
+        "in tool turns, since the template cannot take tools: it writes nothing for a call"
     )
 
 

@@ -382,19 +382,20 @@ def test_calls_are_read_as_models_spell_them(make, call):
         assert "x" in read.content + read.thinking or "x" not in bad
 
 
-def test_parameters_that_a_tool_declares_as_text_stay_text(make):
+def test_parameters_that_a_tool_declares_as_text_stay_text_in_its_own_dialogue(make):
+    """Two dialogues at the same time declare tools of one name, with other types."""
     renderer = make(template("xml"))
     turn = ids_of(GOOD["xml"][0])
-    assert renderer.parse(turn).tool_calls[0].arguments == '{"a": 1}'
-    renderer.render(
-        [USER],
-        [
-            ToolSchema(
-                name="f", description="", parameters={"properties": {"a": {"type": "string"}}}
-            )
-        ],
-    )
-    assert renderer.parse(turn).tool_calls[0].arguments == '{"a": "1"}'
+    dialogues = {}
+    for type_ in ("string", "integer"):
+        parameters = {"type": "object", "properties": {"a": {"type": type_}}}
+        tool = ToolSchema(name="f", description="", parameters=parameters)
+        dialogues[type_] = renderer.with_tools([tool])
+        dialogues[type_].render([USER], [tool])
+    read = {type_: each.parse(turn).tool_calls[0] for type_, each in dialogues.items()}
+    assert read["string"].arguments == '{"a": "1"}'
+    assert read["integer"] == renderer.parse(turn).tool_calls[0]
+    assert read["integer"].arguments == '{"a": 1}'
 
 
 def test_settings_are_checked_and_reach_the_template(make, tmp_path):
