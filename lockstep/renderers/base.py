@@ -92,8 +92,8 @@ class Renderer(Protocol):
 
 @runtime_checkable
 class TypesArguments(Protocol):
-    """Renderers whose calls may carry no types: the dialogue's tools say which arguments are text.
-    """
+    """Renderers whose calls may carry no types: the dialogue's tools say which arguments are
+    text."""
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> Renderer:
         """Returns this renderer for the turns of one dialogue, which declares `tools`."""

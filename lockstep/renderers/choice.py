@@ -71,27 +71,22 @@ def choose_renderer(format: RendererConfig | None, tokenizer: Tokenizer) -> Choi
     the template differs from the format and cannot be used.
     """
     has_own = has_template(Path(tokenizer.where).parent)
-    own = JinjaConfig()
     if format is None:
-        if not has_own:
-            return None
-        why = "the model's chat template"
-        return Choice(config=own, renderer=make_renderer(own, tokenizer), why=why)
+        return _template_choice(tokenizer, "") if has_own else None
     name = tag(type(format))
     try:
         made = make_renderer(format, tokenizer)
     except RendererError:
         if not has_own:
             raise
-        why = f"the model's chat template; the tokenizer lacks the tokens of {name}"
-        return Choice(config=own, renderer=make_renderer(own, tokenizer), why=why)
+        return _template_choice(tokenizer, f"; the tokenizer lacks the tokens of {name}")
     if not has_own:
         return Choice(config=format, renderer=made)
     library, token = _SPECIFIED.get(type(format), ("", ""))
-    if library and token in read_template(tokenizer, own)[0]:
+    if library and token in read_template(tokenizer, JinjaConfig())[0]:
         return Choice(config=format, renderer=made, why=f"as {library} writes it")
     try:
-        template = JinjaRenderer(tokenizer, replace(own, tools="template"))
+        template = JinjaRenderer(tokenizer, JinjaConfig(tools="template"))
     except (MissingExtraError, BrokenTemplateError) as error:
         why = f"the architecture's format, not compared with the model's chat template: {error}"
         return Choice(config=format, renderer=made, why=why)
@@ -108,8 +103,12 @@ def choose_renderer(format: RendererConfig | None, tokenizer: Tokenizer) -> Choi
             why = f"equals the model's chat template on {num_probes} probes{lacks}"
             return Choice(config=variant, renderer=make_renderer(variant, tokenizer), why=why)
         difference = difference or found
-    why = f"the model's chat template, which differs from {name} in {difference}"
-    return Choice(config=own, renderer=make_renderer(own, tokenizer), why=why)
+    return _template_choice(tokenizer, f", which differs from {name} in {difference}")
+
+
+def _template_choice(tokenizer: Tokenizer, why: str) -> Choice:
+    made = JinjaRenderer(tokenizer)
+    return Choice(config=made.config, renderer=made, why=f"the model's chat template{why}")
 
 
 def _variants(format: RendererConfig, template: JinjaRenderer) -> Iterator[RendererConfig]:

@@ -14,7 +14,8 @@ the template writes long dialogues as these pieces; what it writes in another wa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from itertools import product
@@ -79,17 +80,21 @@ class JinjaRenderer:
         self._marks = Marks(tokenizer)
         self._schemas: TextParameters = {}
         self.tools_line = ""
-        """How tools are written, and why, if that is not the template's own form."""
+        """How tools are written, and why, if not in the template's own form."""
         finder = ShapeFinder(run=self._run, marks=self._marks, source=text, where=where)
         with self._template.probed():
-            problem = self._examine(finder)
-            why = f"the template cannot {TAKES_TOOLS}: {problem}" if problem else ""
-            if self.config.tools == "text" or (why and self.config.tools == "auto"):
-                self._write_tools_as_text(finder, why or "renderer.tools=text")
+            why = "renderer.tools=text"
+            if self.config.tools != "text":
+                why = self._examine(finder)
+            if why and self.config.tools != "template":
+                self._write_tools_as_text(finder, why)
 
-    def _examine(self, finder: ShapeFinder, text_tools: Mapping[str, str] | None = None) -> str:
-        """Finds the pieces of the template and checks them; returns why it cannot take tools."""
-        self._text_tools = text_tools
+    def _examine(self, finder: ShapeFinder, place: str = "", role: str = "") -> str:
+        """Finds the pieces of the template and checks them; returns why it cannot take tools.
+
+        place, role: where tools are text (`text_tools.jinja`); empty for the template's own form.
+        """
+        self._text_tools = {"text_tools": {"place": place, "role": role}} if place else {}
         self.proof: Proof | None = None
         self.shape = finder.find()
         self._set_stops(self.shape.stop, self.shape.call_stop)
@@ -98,36 +103,32 @@ class JinjaRenderer:
         begun = opening[len(header) :] if opening[: len(header)] == header else ()
         self.thinking_opening: tuple[int, ...] = tuple(begun)
         self.proof = prove(self)
-        problem = self.proof.unsupported.get(TAKES_TOOLS, "")
-        if problem:
+        if problem := self.proof.unsupported.get(TAKES_TOOLS, ""):
             self._set_stops(self.shape.stop)
+            problem = f"the template cannot {TAKES_TOOLS}: {problem}"
         return problem
 
     def _write_tools_as_text(self, finder: ShapeFinder, why: str) -> None:
         """Chooses the message of the schemas and the role of results with which most dialogues
-        extend exactly. Leaves the template as it was if it takes tools with none of them."""
+        extend exactly. With none of them, the template takes no tools."""
         num_held: dict[tuple[str, str], int] = {}
-        problem = ""
-        for place, role in product(("system", "user"), ("tool", "user")):
-            try:
-                problem = self._examine(finder, {"place": place, "role": role})
-            except RendererError as error:
-                problem = str(error)
-            if not problem and self.proof is not None:
-                num_held[place, role] = len(self.proof.held)
-        if not num_held:
-            self._examine(finder)
-            assert self.proof is not None, "it was examined"
-            unsupported = {**self.proof.unsupported}
-            unsupported[TAKES_TOOLS] = f"{why}; as text: {problem}"
-            self.proof = replace(self.proof, unsupported=unsupported)
-            return
-        place, role = max(num_held, key=lambda form: num_held[form])
-        self._examine(finder, {"place": place, "role": role})
-        self.tools_line = (
-            f"tools as text, schemas in the {'system' if place == 'system' else 'first user'} "
-            f"message, results in {role} turns, since {why}"
-        )
+        for form in product(("system", "user"), ("tool", "user")):
+            with suppress(RendererError):
+                if not self._examine(finder, *form) and self.proof is not None:
+                    num_held[form] = len(self.proof.held)
+        place, role = max(num_held, key=num_held.__getitem__, default=("", ""))
+        self._examine(finder, place, role)
+        if place:
+            self.config = replace(self.config, tools="text")
+            where = "the system message" if place == "system" else "the first user message"
+            self.tools_line = (
+                f"tools as text, schemas in {where}, results in {role} turns, since {why}"
+            )
+        elif self.config.tools == "text":
+            raise RendererError(
+                "renderer.tools=text: this model's chat template can be extended exactly neither "
+                "with results in a tool's turn nor in a user's. Set renderer.tools=template."
+            )
 
     def _set_stops(self, *names: str) -> None:
         """Sets the tokens that end a turn of text and one of calls, `renderer.stop_tokens`, and the
@@ -447,7 +448,7 @@ class JinjaRenderer:
                 "tools": tools or None,
                 "documents": None,
                 "add_generation_prompt": has_opening,
-                **({} if self._text_tools is None else {"text_tools": self._text_tools}),
+                **self._text_tools,
                 **self._variables,
             }
         )

@@ -136,7 +136,8 @@ def test_a_format_is_used_where_the_template_writes_the_same(choose, name):
 @pytest.mark.parametrize("name", OTHER)
 def test_the_template_is_used_where_it_writes_otherwise(choose, name):
     found = choose(OTHER[name], ChatMLConfig())
-    assert found.config == JinjaConfig() and found.renderer.name == "jinja"
+    assert isinstance(found.config, JinjaConfig) and found.renderer.name == "jinja"
+    assert (found.config.tools == "text") == bool(found.renderer.tools_line)
     assert found.line.startswith("jinja: the model's chat template, which differs from chatml in ")
     assert "\n" not in found.line
 
@@ -194,4 +195,4 @@ def test_harmony_is_as_its_library_writes_it(choose):
     tokens = (*TOKENS, *HARMONY_TOKENS)
     found = choose("{# <|channel|> #}" + PLAIN, HarmonyConfig(), tokens)
     assert found.line == "harmony: as openai-harmony writes it"
-    assert choose(PLAIN, HarmonyConfig(), tokens).config == JinjaConfig()
+    assert choose(PLAIN, HarmonyConfig(), tokens).config == JinjaConfig(tools="text")
