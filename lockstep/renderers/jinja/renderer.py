@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from lockstep.errors import RendererError
@@ -41,7 +41,7 @@ from lockstep.renderers.jinja.shape import (
     with_inline,
 )
 from lockstep.renderers.jinja.source import read_template
-from lockstep.renderers.jinja.template import ChatTemplate
+from lockstep.renderers.jinja.template import ChatTemplate, TemplateRefusal
 from lockstep.renderers.pieces import (
     Piece,
     cut_front,
@@ -236,7 +236,8 @@ class JinjaRenderer:
         stop = shape.call_stop if message.tool_calls else shape.stop
         if not after and all(name != stop for _, name in self._marks.names(text)):
             # GLM-4.5 ends a turn with the token of the next role, Apriel the last one with nothing.
-            text += shape.call_stop if message.tool_calls else shape.words_end
+            has_own_end = message.tool_calls and not self._text_tools
+            text += shape.call_stop if has_own_end else shape.words_end
         text = text[: self._end_of(message, text)]
         self._require_words([message], text, mark)
         if text.startswith(shape.opening):
@@ -439,7 +440,13 @@ class JinjaRenderer:
         marked = [*ours, *self._marks.marked(theirs, mark)]
         if shape.thinking is not None and shape.thinking.key == "content":
             marked = [with_inline(message, shape.thinking) for message in marked]
-        return self._run(marked, self._marks.marked(declared, mark), has_opening), mark
+        try:
+            return self._run(marked, self._marks.marked(declared, mark), has_opening), mark
+        except TemplateRefusal as refusal:
+            if self.proof is None:
+                raise
+            roles = [message["role"] for message in marked]
+            raise TemplateRefusal(f"{refusal} {_way_out(roles)}".rstrip()) from None
 
     def _run(self, messages: list[Any], tools: list[Any], has_opening: bool) -> str:
         return self._template.render(
@@ -488,7 +495,16 @@ class JinjaRenderer:
         """Raises RendererError for an ability that the proof refused. During the proof everything
         is tried."""
         if self.proof is not None and (problem := self.proof.unsupported.get(what)):
-            raise RendererError(f"this model's chat template has no way to {what}. {problem}")
+            way_out = " Or set renderer.tools=text." if what == TAKES_TOOLS else ""
+            raise RendererError(
+                f"this model's chat template has no way to {what}. {problem}{way_out}"
+            )
+
+
+def _way_out(roles: Sequence[str]) -> str:
+    if ("user", "user") in pairwise(roles):
+        return "Join two messages of a user that follow each other."
+    return "Put the system's words into the next message of a user." if "system" in roles else ""
 
 
 def _kinds(messages: Sequence[Message]) -> list[str]:
