@@ -157,10 +157,7 @@ class JinjaRenderer:
     ) -> list[int]:
         """Returns the template's own rendering of a history, with its generation prompt."""
         text, mark = self._write(messages, tools, has_opening=True)
-        self._require_words(messages, text, mark)
-        for tool in tools:
-            if not self._is_shown(tool.name, text, mark):
-                raise RendererError(f"the chat template leaves out the tool {tool.name}.")
+        self._require_words(messages, text, mark, tools)
         return encode_pieces(self.tokenizer, self._marks.pieces(text, mark))
 
     def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
@@ -460,20 +457,18 @@ class JinjaRenderer:
             }
         )
 
-    def _require_words(self, messages: Sequence[Message], text: str, mark: str) -> None:
-        """Raises RendererError if the template left out text of a message."""
-        for message in messages:
-            if not self._is_shown(message.content, text, mark):
-                raise RendererError(
-                    f"the chat template leaves out words of the {message.role}'s message: "
-                    f"{message.content.strip()[:80]!r}."
-                )
-
-    def _is_shown(self, words: str, text: str, mark: str) -> bool:
-        """Whether words are in rendered text, as they are or as JSON."""
-        words = self._marks.mark(words, mark).strip()
-        forms = (words, *(json.dumps(words, ensure_ascii=a)[1:-1] for a in (False, True)))
-        return any(form in text for form in forms)
+    def _require_words(
+        self, messages: Sequence[Message], text: str, mark: str, tools: Sequence[ToolSchema] = ()
+    ) -> None:
+        """Raises RendererError if the template left out text of a message, or a tool."""
+        wanted = [
+            (f"words of the {message.role}'s message", message.content) for message in messages
+        ]
+        for what, words in [*wanted, *(("a tool", tool.name) for tool in tools)]:
+            marked = self._marks.mark(words, mark).strip()
+            forms = (marked, *(json.dumps(marked, ensure_ascii=a)[1:-1] for a in (False, True)))
+            if not any(form in text for form in forms):
+                raise RendererError(f"the chat template leaves out {what}: {words.strip()[:80]!r}.")
 
     def _end_of(self, turn: Message, text: str) -> int:
         """Returns the end of a turn in rendered text, after its stop token."""

@@ -5,8 +5,8 @@ and files, but a loop in a loop, a power or a doubled list can take any time and
 Python cannot interrupt such a step. So the template runs here: its memory is bounded, it may not
 open a file, and the parent kills it when it takes too long.
 
-The opening has `source` and `date`, later requests have `variables`; a reply has `text`. With the
-variable `text_tools`, `text_tools.jinja` rewrites the messages before the template runs.
+The opening has `source` and `date`, later requests have `variables`; a reply has `text`. Before the
+template stands `text_tools.jinja`, which has no effect without the variable `text_tools`.
 """
 
 import json
@@ -62,24 +62,20 @@ def main() -> None:
     # Renders and fails once, so that jinja2 imports everything now: no file can be opened later.
     warm = "{% for x in [1] %}{{ 'a\\n\\u00e9' ~ x|tojson|trim }}{% endfor %}{{ none.a.b }}"
     template = environment.from_string(warm)
-    rewriting = Path(__file__).with_name("text_tools.jinja").read_text("utf-8")
-    text_tools = environment.from_string(rewriting)
-    text_tools.make_module({"messages": [], "text_tools": {}})
+    text_tools = Path(__file__).with_name("text_tools.jinja").read_text("utf-8")
 
     def open_template(source: str, date: str) -> dict[str, str]:
         nonlocal template
         limit_process(AS=MEMORY_BYTES, NOFILE=0, CORE=0)
         environment.globals["strftime_now"] = datetime.fromisoformat(date).strftime
         try:
-            template = environment.from_string(source)
+            template = environment.from_string(text_tools + source)
         except jinja2.TemplateSyntaxError as error:
-            raise Malformed(f"TemplateSyntaxError in line {error.lineno}: {error}") from None
+            line = error.lineno - text_tools.count("\n")
+            raise Malformed(f"TemplateSyntaxError in line {line}: {error}") from None
         return {"text": ""}
 
     def render(variables: dict[str, Any]) -> dict[str, str]:
-        if "text_tools" in variables:
-            rewritten = text_tools.make_module(variables)
-            variables = {**variables, "messages": rewritten.messages, "tools": None}
         size = 0
         parts: list[str] = []
         for part in template.generate(**variables):
