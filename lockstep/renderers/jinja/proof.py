@@ -93,7 +93,8 @@ def prove(renderer: Any) -> Proof:
 
 def _hold(renderer: Any, messages: Sequence[Message], *, is_cut: bool) -> None:
     """Raises RendererError if the extended dialogue differs from the template's ids."""
-    tools = (TOOL,) if any(m.tool_calls for m in messages) else ()
+    has_calls = any(m.tool_calls for m in messages)
+    tools = (TOOL,) if has_calls and renderer.config.tools_in_prompt else ()
     if renderer.shape.thinking is not None and renderer.thinking_opening:
         messages = [  # a model that is opened with thinking thinks
             replace(m, thinking=m.thinking or "Hm.") if m.role == "assistant" else m

@@ -109,8 +109,8 @@ class JinjaRenderer:
         return problem
 
     def _write_tools_as_text(self, finder: ShapeFinder, why: str) -> None:
-        """Chooses the message of the schemas and the role of results with which most dialogues
-        extend exactly. With none of them, the template takes no tools."""
+        """Chooses the message of the schemas and the role of results that let most dialogues extend
+        exactly. If none does, the template takes no tools."""
         num_held: dict[tuple[str, str], int] = {}
         for form in product(("system", "user"), ("tool", "user")):
             with suppress(RendererError):

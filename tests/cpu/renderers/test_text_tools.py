@@ -204,3 +204,22 @@ def test_a_template_that_takes_no_tools_is_left_alone_where_it_may_not_be_rewrit
     source = NO_TOOLS.replace("bos_token", "''")
     assert "take tools" in make(source, tools="template").proof.unsupported
     assert "take tools" not in make(source).proof.unsupported
+
+
+OWN_CALLS = """\
+{%- for message in messages %}
+{{- '<|start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<call>{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments + '}</call>' }}
+{%- endfor %}
+{{- '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}
+"""
+
+
+def test_a_template_that_leaves_out_tools_has_them_as_text_unless_they_are_not_declared(make):
+    assert make(OWN_CALLS).tools_line.endswith("the chat template leaves out a tool: 'find'.")
+    own = make(OWN_CALLS, tools_in_prompt=False)
+    assert not own.tools_line and own.shape.calls.open == "<call>"
