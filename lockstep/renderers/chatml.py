@@ -23,7 +23,10 @@ test_qwen3_template_parity.py compares and lists every difference.
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RendererError
@@ -35,6 +38,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.renderers.turn_renderer import TurnRenderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
@@ -204,21 +208,10 @@ class ChatMLRenderer(TurnRenderer):
     def _tools_pieces(self, tools: Sequence[ToolSchema]) -> list[Piece]:
         """The template's instructions. Where they show the tags of a call, those are control
         tokens."""
-        lines = "".join(
-            f"\n{json.dumps(function_json(tool), ensure_ascii=False)}" for tool in tools
-        )
-        return [
-            "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-            "You are provided with function signatures within <tools></tools> XML tags:\n"
-            f"<tools>{lines}\n</tools>\n\nFor each function call, return a json object with "
-            "function name and arguments within ",
-            self._call,
-            self._call_end,
-            " XML tags:\n",
-            self._call,
-            '\n{"name": <function-name>, "arguments": <args-json-object>}\n',
-            self._call_end,
-        ]
+        lines = [f"\n{json.dumps(function_json(tool), ensure_ascii=False)}" for tool in tools]
+        tags = {"<tool_call>": self._call, "</tool_call>": self._call_end}
+        words = re.split("(</?tool_call>)", _TEXTS["tools"])
+        return [tags.get(word, word.replace("SCHEMAS", "".join(lines))) for word in words]
 
     def _close(self, sampled_ids: TokenIds) -> list[Piece]:
         """Closes open thinking too. An open <tool_call> stays open: closing it would say that a

@@ -22,15 +22,7 @@ from lockstep.renderers.config import (
     MistralConfig,
     RendererConfig,
 )
-from lockstep.renderers.jinja.proof import (
-    ANSWER,
-    CALL,
-    DIALOGUES,
-    THOUGHT_AND_CALL,
-    TOOL,
-    USER,
-    WITH_TOOLS,
-)
+from lockstep.renderers.jinja.proof import DIALOGUES, REPLIES, TOOL, USER, WITH_TOOLS
 from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.jinja.source import has_template, read_template
 from lockstep.renderers.jinja.template import BrokenTemplateError, TemplateRefusal
@@ -157,13 +149,10 @@ _Prompt = tuple[tuple[Message, ...], tuple[ToolSchema, ...]]
 def _probes(*, has_thinking: bool, has_tools: bool) -> Iterator[tuple[str, _Prompt | Message]]:
     """Prompts (messages, tools) and replies, with their names."""
     dialogues = {name: messages for name, (_, messages) in DIALOGUES.items()}
-    for name, messages in {**dialogues, **WITH_TOOLS}.items():
+    for name, messages in {**dialogues, **WITH_TOOLS, **REPLIES}.items():
         calls = any(m.tool_calls or m.role == "tool" for m in messages)
-        if (has_thinking or not any(m.thinking for m in messages)) and (has_tools or not calls):
-            is_told = has_tools and (name in WITH_TOOLS or calls)
-            yield f"dialogue {name!r}", (messages, (TOOL,) if is_told else ())
-    yield "an answer", ANSWER
-    if has_tools:
-        yield "a call", CALL
-    if has_tools and has_thinking:
-        yield "a call with thinking", THOUGHT_AND_CALL
+        if (calls and not has_tools) or (any(m.thinking for m in messages) and not has_thinking):
+            continue
+        is_told = has_tools and (name in WITH_TOOLS or calls)
+        dialogue = f"dialogue {name!r}", (messages, (TOOL,) if is_told else ())
+        yield (name, messages[0]) if name in REPLIES else dialogue

@@ -46,7 +46,7 @@ class RealTemplate:
     bos: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     place: str = "system"
-    """Message that takes the schemas as text: the system's, or the first user's."""
+    """Message that takes the schemas as text: the first of the system or of a user."""
     role: str = "user"
     """Role of the turns that take results as text."""
     refused: frozenset[str] = frozenset({"take a system message later on"})
@@ -74,11 +74,11 @@ TEMPLATES: Mapping[str, RealTemplate] = {
     ),
     "Mistral 7B v0.3": RealTemplate(
         file="mistralai-Mistral-7B-Instruct-v0.3", controls=("<s>", "</s>", *_INST), eos="</s>",
-        bos="<s>", place="first user",
+        bos="<s>", place="user",
     ),
     "Gemma 2": RealTemplate(
         file="google-gemma-2-2b-it", controls=("<bos>", "<start_of_turn>", "<end_of_turn>"),
-        eos="<end_of_turn>", bos="<bos>", place="first user",
+        eos="<end_of_turn>", bos="<bos>", place="user",
     ),
     "OLMo 2": RealTemplate(  # of allenai/OLMo-2-1124-13B-Instruct, by the package's index
         file="allenai-OLMoE-1B-7B-0125-Instruct", controls=("<|endoftext|>",),

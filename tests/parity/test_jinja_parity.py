@@ -221,8 +221,8 @@ def test_what_a_template_has_no_form_for_is_refused_and_not_written_wrong():
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("deepseek_v3", "tools as text, schemas in the system message, results in "),
-        ("gemma3", "tools as text, schemas in the system message, results in user turns"),
+        ("deepseek_v3", "tools as text, schemas in the first system message, results in "),
+        ("gemma3", "tools as text, schemas in the first system message, results in user turns"),
     ],
 )
 def test_a_template_whose_own_form_of_tools_is_not_exact_has_them_as_text(name, line):

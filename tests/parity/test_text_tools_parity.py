@@ -71,7 +71,7 @@ def made(folders):
 def test_tools_are_text_in_the_messages_that_the_template_has(made, name):
     real, renderer = TEMPLATES[name], made(name)
     assert renderer.tools_line.startswith(
-        f"tools as text, schemas in the {real.place} message, results in {real.role} turns, since "
+        f"tools as text, schemas in the first {real.place} message, results in {real.role} turns, since "
     )
     assert "\n" not in renderer.tools_line
     assert set(renderer.proof.unsupported) == real.refused
@@ -85,7 +85,7 @@ def test_without_tools_ids_equal_those_of_transformers(folders, made, name):
         tokenizer_file=str(folders[name] / "tokenizer.json"), eos_token=real.eos,
         bos_token=real.bos or None, chat_template=source_of(real.file),
     )  # fmt: skip
-    head = [] if real.place == "first user" else [SYSTEM]
+    head = [] if real.place == "user" else [SYSTEM]
     for messages in (
         [USER],
         [*head, USER],

@@ -24,7 +24,6 @@ def _dialogue(names: str) -> tuple[Message, ...]:
 
 TOOL = ToolSchema(**_TABLES["tool"])
 SYSTEM, USER, ANSWER, CALL, REPLY = _dialogue("SYSTEM USER ANSWER CALL REPLY")
-(THOUGHT_AND_CALL,) = _dialogue("THOUGHT_AND_CALL")
 TAKES_TOOLS = "take tools"
 _USERS, _REPLIES = "take a user's words", "take a tool's reply"
 DIALOGUES: Mapping[str, tuple[str, tuple[Message, ...]]] = {
@@ -33,6 +32,7 @@ DIALOGUES: Mapping[str, tuple[str, tuple[Message, ...]]] = {
 """Name -> the ability that the dialogue needs, its messages. Every template must take a user's
 words. The model's turns in "truncated" lack their stop token."""
 WITH_TOOLS = {name: _dialogue(names) for name, names in _TABLES["with_tools"].items()}
+REPLIES = {name: _dialogue(names) for name, names in _TABLES["replies"].items()}
 
 
 @dataclass(frozen=True, kw_only=True)

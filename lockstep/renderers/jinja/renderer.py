@@ -54,7 +54,7 @@ from lockstep.renderers.pieces import (
     text_of,
 )
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.renderers.xml_calls import TextParameters, arguments_of, text_parameters
+from lockstep.renderers.xml_calls import TextParameters, arguments_of
 from lockstep.types import Message, ToolSchema
 
 
@@ -83,9 +83,7 @@ class JinjaRenderer:
         """How tools are written, and why, if not in the template's own form."""
         finder = ShapeFinder(run=self._run, marks=self._marks, source=text, where=where)
         with self._template.probed():
-            why = "renderer.tools=text"
-            if self.config.tools != "text":
-                why = self._examine(finder)
+            why = "renderer.tools=text" if self.config.tools == "text" else self._examine(finder)
             if why and self.config.tools != "template":
                 self._write_tools_as_text(finder, why)
 
@@ -120,10 +118,8 @@ class JinjaRenderer:
         self._examine(finder, place, role)
         if place:
             self.config = replace(self.config, tools="text")
-            where = "the system message" if place == "system" else "the first user message"
-            self.tools_line = (
-                f"tools as text, schemas in {where}, results in {role} turns, since {why}"
-            )
+            where = f"schemas in the first {place} message, results in {role} turns"
+            self.tools_line = f"tools as text, {where}, since {why}"
         elif self.config.tools == "text":
             raise RendererError(
                 "renderer.tools=text: this model's chat template can be extended exactly neither "
@@ -340,7 +336,7 @@ class JinjaRenderer:
     def with_tools(self, tools: Sequence[ToolSchema]) -> JinjaRenderer:
         """See `base.TypesArguments`."""
         made = copy(self)
-        made._schemas = text_parameters(tools)
+        made._schemas = {tool.name: tool.parameters for tool in tools}
         return made
 
     def parse(self, sampled_ids: TokenIds) -> Message:

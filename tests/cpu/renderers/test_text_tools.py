@@ -128,10 +128,10 @@ def test_schemas_and_results_go_where_the_template_has_a_place(make, source, pro
 def test_the_line_says_where_tools_are_and_why(make):
     why = "since the template cannot take tools: it writes nothing for a call"
     assert make(ECHO).tools_line == (
-        f"tools as text, schemas in the system message, results in tool turns, {why}"
+        f"tools as text, schemas in the first system message, results in tool turns, {why}"
     )
     assert make(DROPS).tools_line == (
-        "tools as text, schemas in the system message, results in user turns, since the template "
+        "tools as text, schemas in the first system message, results in user turns, since the template "
         "cannot take tools: the template writes no tool's reply: '<|start|>user\\nHello.<|end|>\\n"
         "<|start|>assistant\\n<|end|>\\n'"
     )

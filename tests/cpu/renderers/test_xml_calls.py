@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.renderers.xml_calls import DIALECTS, read_xml_call, text_parameters
+from lockstep.renderers.xml_calls import DIALECTS, read_xml_call
 from lockstep.types import ToolSchema
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
@@ -102,7 +102,9 @@ def arguments(dialect, parameters, properties=None):
     tools = (
         [] if properties is None else [ToolSchema(name="find", description="", parameters=declared)]
     )
-    read = read_xml_call(said(dialect, parameters), text_parameters(tools), DIALECTS[dialect])
+    read = read_xml_call(
+        said(dialect, parameters), {tool.name: tool.parameters for tool in tools}, DIALECTS[dialect]
+    )
     assert not isinstance(read, str), read
     read.arguments.encode()  # no half of a surrogate pair, which no file can hold
     return json.loads(read.arguments, parse_constant=pytest.fail)
@@ -151,7 +153,7 @@ def test_a_parameter_without_an_end_tag_ends_where_the_next_one_begins(dialect):
 def test_schemas_that_expand_are_looked_at_in_bounded_time(schema):
     defs = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(60)}
     parameters = {"properties": {"q": schema}, "$defs": defs, "anyOf": [{"$ref": "#"}] * 9}
-    texts = text_parameters([ToolSchema(name="f", description="", parameters=parameters)])
+    texts = {"f": parameters}
     begun = time.process_time()
     read = read_xml_call("<function=f><parameter=q>[1]</parameter></function>", texts)
     assert time.process_time() - begun < 1
