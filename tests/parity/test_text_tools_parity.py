@@ -71,7 +71,7 @@ def made(folders):
 def test_tools_are_text_in_the_messages_that_the_template_has(made, name):
     real, renderer = TEMPLATES[name], made(name)
     assert renderer.tools_line.startswith(
-        f"tools as text, schemas in the first {real.place} message, results in {real.role} turns, since "
+        f"tools as text, schemas in the first {real.place} message, results in {real.role} turns, "
     )
     assert "\n" not in renderer.tools_line
     assert set(renderer.proof.unsupported) == real.refused

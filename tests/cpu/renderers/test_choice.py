@@ -186,8 +186,8 @@ def test_without_jinja_a_line_says_that_nothing_was_compared(choose, monkeypatch
 def test_a_model_without_a_format_is_written_by_its_template_if_it_has_one(choose):
     assert choose(None, None) is None
     assert choose(PLAIN, None).line == (
-        "jinja: the model's chat template; tools as text, schemas in the first system message, results "
-        "in tool turns, since the template cannot take tools: it writes nothing for a call"
+        "jinja: the model's chat template; tools as text, schemas in the first system message, "
+        "results in tool turns, since the template cannot take tools: it writes nothing for a call"
     )
 
 

@@ -131,9 +131,9 @@ def test_the_line_says_where_tools_are_and_why(make):
         f"tools as text, schemas in the first system message, results in tool turns, {why}"
     )
     assert make(DROPS).tools_line == (
-        "tools as text, schemas in the first system message, results in user turns, since the template "
-        "cannot take tools: the template writes no tool's reply: '<|start|>user\\nHello.<|end|>\\n"
-        "<|start|>assistant\\n<|end|>\\n'"
+        "tools as text, schemas in the first system message, results in user turns, since the "
+        "template cannot take tools: the template writes no tool's reply: "
+        "'<|start|>user\\nHello.<|end|>\\n<|start|>assistant\\n<|end|>\\n'"
     )
     assert make(STRICT).tools_line == (
         "tools as text, schemas in the first user message, results in user turns, since the "

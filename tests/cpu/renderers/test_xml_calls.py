@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.renderers.xml_calls import DIALECTS, read_xml_call
-from lockstep.types import ToolSchema
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 DEFS = {
@@ -99,12 +98,8 @@ def said(dialect, parameters):
 
 def arguments(dialect, parameters, properties=None):
     declared = {} if properties is None else {"properties": properties, "$defs": DEFS}
-    tools = (
-        [] if properties is None else [ToolSchema(name="find", description="", parameters=declared)]
-    )
-    read = read_xml_call(
-        said(dialect, parameters), {tool.name: tool.parameters for tool in tools}, DIALECTS[dialect]
-    )
+    schemas = {} if properties is None else {"find": declared}
+    read = read_xml_call(said(dialect, parameters), schemas, DIALECTS[dialect])
     assert not isinstance(read, str), read
     read.arguments.encode()  # no half of a surrogate pair, which no file can hold
     return json.loads(read.arguments, parse_constant=pytest.fail)
