@@ -81,13 +81,22 @@ def test_the_plan_of_a_run_says_why_it_is_written_by_its_template(directory):
 
 def test_the_plan_of_a_run_says_what_was_proved_of_its_template(directory):
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    recipe = find_recipe("quickstart")
-    config = resolve(recipe, [f"model={directory}", "renderer=jinja"])
-    said = plan(config, read_model_files(config))
-    (line,) = [line for line in said if line.startswith("template")]
-    assert "dialogues extend exactly; refused: take tools" in line
+    recipe, words = find_recipe("quickstart"), [f"model={directory}", "renderer=jinja"]
+
+    def said(label, *more):
+        config = resolve(recipe, [*words, *more])
+        lines = plan(config, read_model_files(config))
+        return "".join(line for line in lines if line.startswith(label))
+
+    own = "renderer.tools=template"
+    assert "dialogues extend exactly; refused: take tools" in said("template", own)
+    assert not said("renderer", own)
+    assert said("template").endswith("11 of 11 dialogues extend exactly")
+    assert said("renderer").startswith(
+        "renderer   jinja: tools as text, schemas in the first system"
+    )
     with pytest.raises(RendererError, match="no way to take tools"):
-        preflight(resolve(recipe, [f"model={directory}", "renderer=jinja"]))
+        preflight(resolve(recipe, [*words, own]))
 
 
 def test_a_llama_is_written_as_llama_3_and_one_with_other_tokens_is_told_so(directory):
