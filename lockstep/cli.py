@@ -313,7 +313,7 @@ def _sft(options: argparse.Namespace) -> int:
 
     example: lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200
     """
-    from lockstep.recipes import find_supervised_recipe
+    from lockstep.recipes import find_supervised_recipe, fitted_supervised
     from lockstep.run.train import check_out
     from lockstep.run_config import SupervisedConfig
     from lockstep.supervised import check_supervised
@@ -321,12 +321,13 @@ def _sft(options: argparse.Namespace) -> int:
     settings, own = _split(options.settings, "sft", "out", "resume")
     if options.help:
         return _show_settings(options, find_supervised_recipe, SupervisedConfig)
-    path, make = _config_file(options.target), partial(find_supervised_recipe, "sft")
+    path, given = _config_file(options.target), {s.partition("=")[0].strip() for s in settings}
+    make = partial(find_supervised_recipe, options.target or "sft")
     if path is not None:
-        make = partial(from_dict, SupervisedConfig, nested(read_tree(path)))
-    elif options.target:
-        make = partial(find_supervised_recipe, options.target)
-    config, run = _resolved(make, settings, SupervisedConfig), None
+        tree = nested(read_tree(path))
+        make, given = partial(from_dict, SupervisedConfig, tree), given | {*flatten(tree)}
+    config = fitted_supervised(_resolved(make, settings, SupervisedConfig), given)
+    run = None
     if _is_resume(own):
         config, run = _continued(config, own, path)
     if options.dry_run:

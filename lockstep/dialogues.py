@@ -7,7 +7,9 @@ message by message, as Arrow and CSV store it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import DataError, FieldError
@@ -22,6 +24,22 @@ SHAREGPT = {
     "function_response": "tool",
 }
 """Roles of ShareGPT's form that are called otherwise in OpenAI's."""
+
+
+COLUMNS = ("messages", "conversations")
+"""Columns of a dialogue: OpenAI's, ShareGPT's."""
+BESIDE = ("tools", "system", "parallel_tool_calls")
+"""Columns that may stand beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """One record of a file: a dialogue, and the tools that it may call."""
+
+    messages: tuple[Message, ...]
+    weights: tuple[float, ...]
+    """Per message, for training: factor on the loss of an assistant's tokens."""
+    tools: tuple[ToolSchema, ...] = ()
 
 
 class Transcript:
@@ -71,6 +89,35 @@ def read_messages(source: object, *, where: str = "messages") -> tuple[Message, 
         except DataError as error:
             raise DataError(f"{where}: message {number}: {error}") from None
     return tuple(transcript.messages)
+
+
+def read_dialogue(source: Mapping[str, Any], *, where: str = "") -> Dialogue:
+    """The dialogue of a record with one of COLUMNS, and those of BESIDE. Raises DataError, which
+    begins with `where` or the column."""
+    name = next((name for name in COLUMNS if source.get(name) is not None), "")
+    if not name:
+        raise DataError(f"{where}: expected a list of messages, or an object with `messages`.")
+    raw = entries_of(source[name], where=where or name, of="messages")
+    raw = [dict(each) if isinstance(each, Mapping) else each for each in raw]
+    if source.get("system"):
+        raw = [{"role": "system", "content": source["system"]}, *raw]
+    weights = [each.pop("weight", None) if isinstance(each, dict) else None for each in raw]
+    return Dialogue(
+        messages=read_messages(raw, where=where or name),
+        weights=tuple(
+            1.0 if weight is None else read_weight(weight, f"message {at}: weight")
+            for at, weight in enumerate(weights)
+        ),
+        tools=read_tools(source.get("tools") or [], where=f"{where}: tools" if where else "tools"),
+    )
+
+
+def read_weight(value: Any, name: str) -> float:
+    """The factor on a loss. Raises DataError, which begins with `name`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise DataError(f"{name}: expected a finite number, at least 0, found {value!r}.")
+    return float(value)
 
 
 def read_prompt(source: object, *, where: str = "messages") -> list[Message]:

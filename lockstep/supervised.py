@@ -16,10 +16,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep.config import overlaid, to_dict
+from lockstep.config import flatten, overlaid, to_dict
 from lockstep.launch.gpu import Device
+from lockstep.models.config import ModelConfig
 from lockstep.observe.live import RunHeader, ViewKind, open_view
-from lockstep.recipes import find_supervised_recipe
+from lockstep.recipes import find_supervised_recipe, fitted_supervised
+from lockstep.recipes.fitting import rate_line
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.run.build import load_model, resolve_device
@@ -55,8 +57,10 @@ def train_supervised(
     Raises DataError `file:line` for malformed dialogues, before the model is loaded.
     """
     if isinstance(config, str):
-        config = find_supervised_recipe(config)
-    config = overlaid(config, settings)
+        config = overlaid(find_supervised_recipe(config), settings)
+        config = fitted_supervised(config, flatten(settings))
+    else:
+        config = overlaid(config, settings)
     out = Path(out) if out else default_run_path(config.name)
     check_out(out, resume=resume)
     check_machine(config)
@@ -113,6 +117,8 @@ def _train(
     if chosen := model_files.renderer_line:
         facts["renderer"] = chosen
         config = replace(config, renderer=model_files.renderer_config)
+    if isinstance(model_files.model, ModelConfig):
+        facts["learning"] = rate_line(config, model_files.model)
     last: dict[str, float] = {}
     memory = describe_memory(config, model_files)
     kept = config.checkpoint
@@ -136,7 +142,11 @@ def _train(
                 num_steps=config.sft.steps,
                 architecture=model_files.model.family,
                 lines=(
-                    *([f"renderer   {chosen}"] if chosen else []),
+                    *(
+                        f"{name:<11}{facts[name]}"
+                        for name in ("renderer", "learning")
+                        if name in facts
+                    ),
                     f"memory     {memory}",
                     f"run        {path}",
                 ),
@@ -192,7 +202,7 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Iterator[Sample]
             where = f"{config.name} stage {number} dialogue {at}"
             weights = (1.0,) * len(dialogue)
             row = sft_row(
-                SFTExample(where=where, messages=tuple(dialogue), message_weights=weights),
+                SFTExample(where=where, messages=tuple(dialogue), weights=weights),
                 renderer,
                 observed_weight=sft.observed_weight,
                 word_weights=stage.word_weights,

@@ -185,7 +185,7 @@ def render(
     if isinstance(messages, (str, Path)):
         if not isinstance(tools, (str, Path)):
             raise ConfigError("messages is a file, so tools must be one, too.")
-        dialogue, schemas = rendering.read_dialogue(messages, tools_path=tools)
+        dialogue, schemas = rendering.read_dialogue_file(messages, tools_path=tools)
     else:
         given = [one.to_dict() if isinstance(one, Message) else one for one in messages]
         dialogue = read_messages(given, where="messages")

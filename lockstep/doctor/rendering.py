@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.dialogues import read_messages, read_tools
+from lockstep.dialogues import read_dialogue, read_tools
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.tokenization import find_tokenization
 from lockstep.errors import ConfigError, DataError
@@ -44,7 +44,7 @@ def find_renderer(model: str, *, renderer: str = "") -> tuple[Renderer, str]:
     return found.renderer, found.why
 
 
-def read_dialogue(
+def read_dialogue_file(
     path: str | Path, *, tools_path: str | Path = ""
 ) -> tuple[tuple[Message, ...], tuple[ToolSchema, ...]]:
     """The messages and the tools of a JSON file, or of a JSONL file's first line.
@@ -53,18 +53,15 @@ def read_dialogue(
     tools_path: a JSON list of tools that replaces the file's own. Raises DataError.
     """
     source = _read_json(path)
-    tools: Any = []
-    if isinstance(source, dict):
-        if "messages" not in source:
-            raise DataError(f"{path}: expected a list of messages, or an object with `messages`.")
-        source, tools = source["messages"], source.get("tools") or []
-    messages = read_messages(source, where=str(path))
-    if not messages:
-        raise DataError(f"{path}: the list of messages is empty. There is nothing to render.")
-    where = str(path)
+    source = dict(source) if isinstance(source, dict) else {"messages": source}
     if tools_path:
-        tools, where = _read_json(tools_path), str(tools_path)
-    return messages, read_tools(tools, where=f"{where}: tools")
+        source["tools"] = ()
+    found, tools = read_dialogue(source, where=str(path)), ()
+    if not found.messages:
+        raise DataError(f"{path}: the list of messages is empty. There is nothing to render.")
+    if tools_path:
+        tools = read_tools(_read_json(tools_path), where=f"{tools_path}: tools")
+    return found.messages, tools or found.tools
 
 
 def _read_json(path: str | Path) -> Any:

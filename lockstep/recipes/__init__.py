@@ -9,7 +9,13 @@ A module given with --plugin adds its own:
 """
 
 from lockstep.recipes import shipped as shipped  # its recipes register themselves
-from lockstep.recipes.fitting import configure, custom_config, find_config, read_config
+from lockstep.recipes.fitting import (
+    configure,
+    custom_config,
+    find_config,
+    fitted_supervised,
+    read_config,
+)
 from lockstep.recipes.methods import with_method
 from lockstep.recipes.registry import (
     find_recipe,
@@ -24,6 +30,7 @@ __all__ = [
     "find_config",
     "find_recipe",
     "find_supervised_recipe",
+    "fitted_supervised",
     "read_config",
     "recipe",
     "supervised_recipe",

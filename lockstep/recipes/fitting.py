@@ -4,7 +4,10 @@ A setting that the user gives is never changed. Sources of the rules: full train
 half a billion parameters on takes 1e-6 (DeepSeekMath, arXiv 2402.03300; DAPO, arXiv 2503.14476), an
 adapter ten times that of the full model (LoRA Without Regret, thinkingmachines.ai/blog/lora). The
 rate of the shipped models was measured with the quickstart; those in between are interpolated, and
-were not measured.
+were not measured. Supervised training takes ten times the rate: 5e-6 to 2e-5 is published for full
+training of 7 and 8 billion parameters (Tulu 3, arXiv 2411.15124; LIMA, arXiv 2305.11206; Alpaca),
+3e-4 to 1e-3 as the best of a sweep for adapters (tinker-cookbook, recipes/chat_sl), and 1e-3 for
+135 and 360 million parameters (SmolLM2, in the alignment handbook). It is at the careful end.
 """
 
 from __future__ import annotations
@@ -34,14 +37,15 @@ from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.recipes.memory_fit import fit_memory, left_open
 from lockstep.recipes.registry import find_recipe
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.run_config import Config
+from lockstep.run_config import Config, ModelChoice, SupervisedConfig
+from lockstep.training.config import TrainerConfig
 
 FITTED = ("custom", "docsearch", "agent", "connect")
 """Recipes whose open settings follow the model and the data."""
 LEARNING_RATES = ((10**7, 1e-3), (10**8, 1e-4), (4 * 10**8, 1e-5))
 """(parameters below which it holds, learning rate of full training)."""
 LARGE_LEARNING_RATE = 1e-6
-LORA_FACTOR, LARGEST_LORA_RATE = 10, 3e-3
+LORA_FACTOR, SUPERVISED_FACTOR, LARGEST_RATE = 10, 10, 3e-3
 MOST_THREADS = 8  # the bits of more threads were not compared
 FORMAT_TOKENS = 64
 """Tokens of a prompt's frame, and of one turn's."""
@@ -129,14 +133,52 @@ def custom_config(
     return configure("custom", tree={"model": model, **settings, "task": own | task})
 
 
-def learning_rate(num_parameters: int, *, is_lora: bool) -> float:
+def learning_rate(num_parameters: int, *, is_lora: bool, is_supervised: bool = False) -> float:
     """The peak learning rate for a model of this size.
 
     >>> learning_rate(600_000_000, is_lora=False), learning_rate(4_000_000_000, is_lora=True)
     (1e-06, 1e-05)
+    >>> learning_rate(135_000_000, is_lora=True, is_supervised=True)
+    0.001
     """
     rate = next((lr for most, lr in LEARNING_RATES if num_parameters < most), LARGE_LEARNING_RATE)
-    return min(rate * LORA_FACTOR, LARGEST_LORA_RATE) if is_lora else rate
+    factor = (LORA_FACTOR if is_lora else 1) * (SUPERVISED_FACTOR if is_supervised else 1)
+    return min(float(f"{rate * factor:.3g}"), LARGEST_RATE)
+
+
+def usual_rate(config: ModelChoice, model: ModelConfig) -> float:
+    """The peak learning rate for this model, by the method of the run."""
+    return learning_rate(
+        num_elements(decoder_shapes(model)),
+        is_lora=config.lora is not None,
+        is_supervised=isinstance(config, SupervisedConfig),
+    )
+
+
+def rate_line(config: ModelChoice, model: ModelConfig) -> str:
+    """The learning rate of a run beside the usual one, and what that follows from."""
+    lr, usual = config.trainer.lr, usual_rate(config, model)
+    method = "supervised training" if isinstance(config, SupervisedConfig) else "RL"
+    what = "an adapter of" if config.lora is not None else "all of"
+    size = num_elements(decoder_shapes(model))
+    times = "the usual" if lr == usual else f"{lr / usual:.2g} times the usual {usual:g}"
+    return f"lr {lr:g}, {times} for {method} of {what} a model with {size / 1e6:,.1f} M parameters"
+
+
+def fitted_supervised(config: SupervisedConfig, given: Collection[str]) -> SupervisedConfig:
+    """`config` with what the user and the recipe left open. given: paths of settings, as in
+    `fitted`. Reads the model's config.json."""
+    if config.fallback:
+        return config
+    rate = learning_rate(0, is_lora=False, is_supervised=True)  # `create` makes a tiny model
+    if not config.create:
+        directory = locate_model(config.model, files=CONFIG_FILES)
+        model = ModelConfig.from_directory(directory)
+        config = fit_memory(config, given, model, directory, may_adapt=True)
+        rate = usual_rate(config, model)
+    if config.trainer.lr != TrainerConfig.lr:
+        return config
+    return overlaid(config, nested(left_open({"trainer.lr": rate}, given)))
 
 
 def fitted(config: Config, given: Collection[str], model: ModelConfig, directory: Path) -> Config:
@@ -178,7 +220,7 @@ def fitted(config: Config, given: Collection[str], model: ModelConfig, directory
         }
     config = overlaid(config, nested(left_open(open_settings, given)))
     config = fit_memory(config, given, model, directory, may_adapt=True)
-    rate = {"trainer.lr": learning_rate(size, is_lora=config.lora is not None)}
+    rate = {"trainer.lr": usual_rate(config, model)}
     return overlaid(config, nested(left_open(rate, given)))
 
 

@@ -28,9 +28,8 @@ from lockstep.errors import ContractError, OutOfMemoryError, RolloutError, is_ou
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.ranks import Ranks
 from lockstep.models.config import ModelConfig
-from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.observe.live import View, open_view
-from lockstep.recipes.fitting import learning_rate
+from lockstep.recipes.fitting import usual_rate
 from lockstep.run.build import Parts
 from lockstep.run.episodes import play_tasks
 from lockstep.run.evaluation import Tester
@@ -246,9 +245,7 @@ def health_row(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     )
     run.health.reasons.update(reasons)
     if isinstance(model, ModelConfig):
-        size = num_elements(decoder_shapes(model))
-        usual = learning_rate(size, is_lora=config.lora is not None)
-        found["train/lr_to_usual"] = config.trainer.lr / usual
+        found["train/lr_to_usual"] = config.trainer.lr / usual_rate(config, model)
     if not teaches:
         del found["episodes/same_reward"]
     return found

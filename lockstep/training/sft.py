@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.dialogues import entries_of, read_messages, read_tools
+from lockstep.dialogues import BESIDE, COLUMNS, Dialogue, read_dialogue, read_weight
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.objectives.losses import supervised_loss
 from lockstep.renderers.base import Renderer, dialogue_pieces
@@ -33,23 +33,17 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.tables import data_files, read_rows
 from lockstep.training.config import SFTConfig
 from lockstep.training.trainer import Metrics, Trainer
-from lockstep.types import Message, Sample, ToolSchema, frozen_ids
+from lockstep.types import Sample, frozen_ids
 
-DIALOGUES = ("messages", "conversations")
-"""Columns of a dialogue: OpenAI's, ShareGPT's."""
 MASS_ROUNDING = 1e-3  # of probabilities that were written with few digits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SFTExample:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTExample(Dialogue):
     """A dialogue to train on."""
 
     where: str
     """`path:line`, for errors."""
-    messages: tuple[Message, ...]
-    message_weights: tuple[float, ...]
-    """Per message: factor on the loss of an assistant's tokens; 0 leaves them out."""
-    tools: tuple[ToolSchema, ...] = ()
 
 
 def load_examples(path: str | Path) -> list[SFTExample | Sample]:
@@ -107,7 +101,7 @@ def sft_row(
                 weights.append(np.full(len(piece_ids), observed_weight, np.float32))
             else:
                 of_words = token_weights(renderer.tokenizer, piece_ids, word_weights or {})
-                weights.append(of_words * np.float32(example.message_weights[at]))
+                weights.append(of_words * np.float32(example.weights[at]))
     except LockstepError as error:
         raise DataError(f"{example.where}: {error}") from error
     return _make_sample(example.where, ids, np.concatenate(weights))
@@ -221,38 +215,20 @@ def _read_record(source: Mapping[str, Any], where: str) -> SFTExample | Sample:
     if not isinstance(source, Mapping):
         raise DataError(f"expected an object, found {type(source).__name__}.")
     source = {key: value for key, value in source.items() if value is not None}
-    name = next((name for name in DIALOGUES if name in source), "")
-    known = {name, "tools", "system"}
-    if not name:
-        known = {"token_ids", "loss_mask", "weights", "teacher_ids", "teacher_logprobs"}
+    known = {"token_ids", "loss_mask", "weights", "teacher_ids", "teacher_logprobs"}
+    if is_dialogue := any(name in source for name in COLUMNS):
+        known = {next(name for name in COLUMNS if name in source), *BESIDE}
     if unknown := sorted(set(source) - known):
         raise DataError(f"unknown keys {unknown}; known here are {sorted(known)}.")
-    return _read_dialogue(source, name, where) if name else _read_ids(source, where)
-
-
-def _read_dialogue(source: Mapping[str, Any], name: str, where: str) -> SFTExample:
-    raw = entries_of(source[name], where=name, of="messages")
-    if source.get("system"):
-        raw = [{"role": "system", "content": source["system"]}, *raw]
-    weights = [
-        1.0 if weight is None else _weight(weight, f"message {at}: weight")
-        for at, weight in enumerate(_taken(raw, "weight"))
-    ]
-    messages = read_messages(raw, where=name)
-    if not messages or messages[-1].role != "assistant":
-        last = f"the last is a {messages[-1].role}'s" if messages else "there is none"
+    if not is_dialogue:
+        return _read_ids(source, where)
+    found = read_dialogue(source)
+    if not found.messages or found.messages[-1].role != "assistant":
+        last = f"the last is a {found.messages[-1].role}'s" if found.messages else "there is none"
         raise DataError(f"the last message must be an assistant's, {last}.")
     return SFTExample(
-        where=where,
-        messages=messages,
-        message_weights=tuple(weights),
-        tools=read_tools(source.get("tools") or []),
+        where=where, messages=found.messages, weights=found.weights, tools=found.tools
     )
-
-
-def _taken(messages: list[Any], key: str) -> list[Any]:
-    """The values of a key, which is taken out; None where there is none."""
-    return [each.pop(key, None) if isinstance(each, dict) else None for each in messages]
 
 
 def _read_ids(source: Mapping[str, Any], where: str) -> Sample:
@@ -273,7 +249,7 @@ def _read_ids(source: Mapping[str, Any], where: str) -> Sample:
         raise DataError(f"loss_mask must hold 0 and 1 (or false and true), found {wrong}.")
     if mask[0]:
         raise DataError("loss_mask[0] is set, but nothing predicts the first token.")
-    loss = [_weight(w, f"weights[{i}]") for i, w in enumerate(weights)]
+    loss = [read_weight(w, f"weights[{i}]") for i, w in enumerate(weights)]
     sample = _make_sample(where, ids, np.array(mask, bool) * np.array(loss, np.float32))
     if "teacher_ids" in source or "teacher_logprobs" in source:
         _add_soft_targets(sample, source.get("teacher_ids"), source.get("teacher_logprobs"))
@@ -309,13 +285,6 @@ def _add_soft_targets(sample: Sample, listed: Any, logprobs: Any) -> None:
             )
     sample.set("teacher_ids", ids)
     sample.set("teacher_ids_logprobs", values)
-
-
-def _weight(value: Any, name: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not np.isfinite(value) or value < 0:
-        raise DataError(f"{name}: expected a finite number, at least 0, found {value!r}.")
-    return float(value)
 
 
 def _make_sample(where: str, ids: Sequence[int], weights: npt.NDArray[np.floating[Any]]) -> Sample:

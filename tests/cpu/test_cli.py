@@ -16,6 +16,7 @@ from full_counts import PROOF
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.recipes.registry import RECIPES
 from lockstep.store.metrics import read_rows
+from lockstep.store.run import load_run
 
 SMALL = [
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=4", "checkpoint.every=1",
@@ -283,13 +284,37 @@ def test_sft_trains_on_a_users_dialogues(tmp_path, capsys):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, out, _ = lockstep(
         "sft", "--json", f"sft.path={path}", "sft.steps=3", "sft.rows_per_step=2",
-        "trainer.lr=1e-3", "model=tiny-gpt-oss", f"out={tmp_path / 'run'}", capsys=capsys,
+        "model=tiny-gpt-oss", f"out={tmp_path / 'run'}", capsys=capsys,
     )  # fmt: skip
     found = json.loads(out)
     assert code == OK
+    run = load_run(tmp_path / "run")
+    assert run.config["trainer"]["lr"] == 3e-3  # by the size of the model
+    assert run.environment["learning"].startswith("lr 0.003, the usual for supervised training")
     losses = [r["train/loss"] for r in metrics_of(tmp_path / "run")]
     assert losses[-1] < losses[0]
     assert lockstep("train", "quickstart", f"model={found['model']}", "--dry-run") == OK
+
+
+@pytest.mark.parametrize(
+    ("words", "lr"),
+    [
+        ((), 3e-3),
+        (("trainer.lr=1e-5",), 1e-5),
+        (("lora.rank=4",), 3e-3),
+        (("create=qwen3", "renderer=chatml"), 3e-3),
+        (("PATH/mine.yaml",), 2e-3),
+        (("PATH/open.yaml",), 3e-3),
+    ],
+)
+def test_a_learning_rate_that_nobody_gives_follows_the_model(tmp_path, capsys, words, lr):
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}\n')
+    (tmp_path / "mine.yaml").write_text(f"trainer: {{lr: 2.0e-3}}\nsft: {{path: {ids}}}\n")
+    (tmp_path / "open.yaml").write_text(f"sft: {{path: {ids}}}\n")
+    words = [word.replace("PATH", str(tmp_path)) for word in words]
+    code, out, _ = lockstep("sft", *words, f"sft.path={ids}", "--dry-run", capsys=capsys)
+    assert code == OK and json.loads(out)["trainer"]["lr"] == lr
 
 
 BAD = {
@@ -463,8 +488,6 @@ def test_an_interrupted_run_is_resumable_and_ends_equal(name, tmp_path):
 def test_the_record_holds_the_trainers_own_log_probs(tmp_path, capsys):
     """Not a copy of the rollout's: the report's colours would show an agreement nobody measured."""
     import numpy as np
-
-    from lockstep.store.run import load_run
 
     run = tmp_path / "run"
     # Stock ops: the two sides are equal to rounding only, and so can be told apart.

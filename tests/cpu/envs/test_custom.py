@@ -368,6 +368,10 @@ def test_open_settings_follow_the_model_and_given_ones_stay():
     assert config_of(tools=()).agent.max_turns == 1
     assert config_of(groups_per_step=3, max_tokens=200).max_tokens == 200
     assert [learning_rate(n, is_lora=False) for n in (10**9, 32 * 10**9)] == [1e-6, 1e-6]
+    sizes, found = (10**5, 135 * 10**6, 8 * 10**9), [3e-3, 1e-4, 1e-5]
+    assert [learning_rate(n, is_lora=False, is_supervised=True) for n in sizes] == found
+    adapters = [learning_rate(n, is_lora=True, is_supervised=True) for n in sizes]
+    assert adapters == [3e-3, 1e-3, 1e-4]
     assert configure("agent", overrides=["model=tiny-qwen3"]).trainer.lr == 1e-3
 
 

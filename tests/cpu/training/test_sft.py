@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from tiny_training import make_rows, make_trainer
 
+from lockstep.doctor.rendering import read_dialogue_file
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
+from lockstep.renderers.origins import trace
 from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.training.config import SFTConfig
 from lockstep.training.sft import (
@@ -58,6 +60,50 @@ def test_a_dialogue_is_written_as_a_rollout_would_have_seen_it(tmp_path, rendere
     assert row.loss_mask.tolist() == np.repeat([False, True, False, True], lengths).tolist()
     assert row.columns["weights"].tolist() == np.repeat([0.0, 1.0, 0.0, 1.0], lengths).tolist()
     assert row.id.endswith("dialogues.jsonl:1")
+
+
+OPENAI = [
+    {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+    {"role": "user", "content": "Where is Bela?"},
+    {
+        "role": "assistant", "content": None, "refusal": None, "tool_calls": [
+            {"id": "a1", "type": "function",
+             "function": {"name": "look", "arguments": '{"who": "Bela"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a1", "content": [{"type": "text", "text": "In Rome."}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "Bela is in Rome."}], "weight": 1},
+]  # fmt: skip
+SHAREGPT = [
+    {"from": "human", "value": "Where is Bela?"},
+    {"from": "function_call", "value": '{"name": "look", "arguments": {"who": "Bela"}}'},
+    {"from": "observation", "value": "In Rome."},
+    {"from": "gpt", "value": "Bela is in Rome."},
+]
+RECORDS = {
+    "OpenAI": {"messages": OPENAI, "tools": TOOLS, "parallel_tool_calls": True},
+    "ShareGPT": {"conversations": SHAREGPT, "system": "Be brief.", "tools": json.dumps(TOOLS)},
+}
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+@pytest.mark.parametrize("renderer", renderers(), ids=lambda r: type(r).__name__)
+def test_training_and_render_read_a_file_alike(tmp_path, record, renderer):
+    path = write(tmp_path, record)
+    (example,) = load_examples(path)
+    messages, tools = read_dialogue_file(path)
+    assert (messages, tools) == (example.messages, example.tools)
+    assert [m.role for m in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [m.content for m in messages] == [
+        "Be brief.", "Where is Bela?", "", "In Rome.", "Bela is in Rome."
+    ]  # fmt: skip
+    assert messages[3].name == "look" and json.loads(messages[2].tool_calls[0].arguments)
+    row = sft_row(example, renderer)
+    ids = [token.id for token in trace(renderer, messages, tools).tokens]
+    assert row.token_ids.tolist() == ids
+    trained = [i for i, is_it in zip(row.token_ids, row.loss_mask, strict=True) if is_it]
+    replies = [renderer.render_reply(m) for m in messages if m.role == "assistant"]
+    assert trained == [i for reply in replies for i in reply]
 
 
 def test_weights_of_messages_words_and_observed_tokens(tmp_path):
