@@ -261,7 +261,7 @@ def _finish(outcome: Any, options: argparse.Namespace) -> int:
 
     if not is_follower():
         try:
-            if not options.json and options.verb == "train":
+            if not options.json:
                 print("\n".join(_closing(outcome, options)))
             _print(options, {"run": str(outcome.path), **outcome.summary}, outcome.path)
             if sys.stdout is not None:
@@ -292,13 +292,17 @@ def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
         if len(values) > 1
     ]
     same = [w for name in options.plugin for w in ("--plugin", name)]
-    same += [w for fault in options.fault for w in ("--fault", fault)]
-    commands = {
-        f"train {path} {shlex.join(['resume=true', *same])}": "goes on from here",
-        f"replay {shlex.quote(f'{outcome.path}#0')}": "shows an episode token by token",
-        f"doctor {path}": "says whether sampler and trainer agree",
-        f"export {path} --hf DIR": "writes the model for other programs",
-    }
+    same += [w for fault in getattr(options, "fault", ()) for w in ("--fault", fault)]
+    commands = {f"{options.verb} {path} {shlex.join(['resume=true', *same])}": "goes on from here"}
+    commands |= (
+        {f"train RECIPE model={path}": "trains it by reinforcement learning"}
+        if options.verb == "sft"
+        else {
+            f"replay {shlex.quote(f'{outcome.path}#0')}": "shows an episode token by token",
+            f"doctor {path}": "says whether sampler and trainer agree",
+        }
+    )
+    commands[f"export {path} --hf DIR"] = "writes the model for other programs"
     shown = list(commands.items())[outcome.status == "done" :][:3]
     width = max(len(command) for command, _ in shown)
     return [
@@ -334,7 +338,7 @@ def _sft(options: argparse.Namespace) -> int:
         check_out(own.get("out"), resume=run is not None)
         if not config.create:  # what is created is checked then
             _, rows = check_supervised(config)
-            deque(islice(rows, config.sft.steps * config.sft.rows_per_step), maxlen=0)
+            deque(islice(rows.train, config.sft.steps * config.sft.rows_per_step), maxlen=0)
         print(dumps(config), end="")
         return OK
     ended = lockstep.train_supervised(

@@ -163,7 +163,7 @@ def chart_of(
         known = dict.fromkeys(name for row in rows for name in row)
         held_out = [name for name in known if re.fullmatch(r"eval/.+/mean@\d+", name)]
         names = [name for name in ("reward/mean", *held_out) if name in known]
-        names = names or [name for name in ("train/loss",) if name in known]
+        names = names or [name for name in ("train/loss", "eval/loss") if name in known]
     series: dict[str, Series] = {}
     for name in names:
         found = [(row["step"], row[name]) for row in rows if name in row]

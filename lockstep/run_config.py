@@ -37,6 +37,7 @@ from lockstep.tinker_config import TinkerConfig
 from lockstep.training.config import (
     CheckpointConfig,
     CriticConfig,
+    HeldOutConfig,
     SFTConfig,
     TrainerConfig,
 )
@@ -452,6 +453,8 @@ class SupervisedConfig(ModelChoice):
     spelling_dropout: float = 0.0
     """Share of the tokenizer's merges that is left out in replies (BPE dropout): the model learns
     that one text has many spellings."""
+    evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
+    """Tests on held-out rows."""
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=100))
     """How often a checkpoint is saved, from which resume=true continues."""
     create: Literal["", "gpt_oss", "qwen3", "qwen3_next"] = ""

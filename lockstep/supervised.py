@@ -7,24 +7,29 @@ model under `model/`, ready for `lockstep train model=RUN/model`; with lora, the
 
 from __future__ import annotations
 
+import math
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
 from lockstep.config import flatten, overlaid, to_dict
+from lockstep.errors import ConfigError
 from lockstep.launch.gpu import Device
 from lockstep.models.config import ModelConfig
+from lockstep.observe.alarms import Health
 from lockstep.observe.live import RunHeader, ViewKind, open_view
+from lockstep.observe.metrics import is_step_row
 from lockstep.recipes import find_supervised_recipe, fitted_supervised
-from lockstep.recipes.fitting import rate_line
+from lockstep.recipes.fitting import rate_line, usual_rate
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
-from lockstep.run.build import load_model, resolve_device
+from lockstep.run.build import load_model, resolve_device, tokenizer_of
 from lockstep.run.preflight import (
     ModelFiles,
     check_fallback,
@@ -37,7 +42,16 @@ from lockstep.run.preflight import (
 )
 from lockstep.run.train import check_out, said_first
 from lockstep.run_config import SupervisedConfig
-from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path
+from lockstep.store.checkpoints import POLICY
+from lockstep.store.run import (
+    Outcome,
+    RunDirectory,
+    Status,
+    default_run_path,
+    is_run,
+    load_run,
+)
+from lockstep.training.config import SFTConfig
 from lockstep.types import Sample
 
 
@@ -77,13 +91,13 @@ def train_supervised(
                 config.create, created, dialogues, renderer=config.renderer, seed=config.seed
             )
             begun = replace(config, model=str(created), create="")
-        model_files, rows = check_supervised(begun, device=resolve_device(config))
-        return _train(config, model_files, rows, out=out, resume=resume, view=view)
+        model_files, data = check_supervised(begun, device=resolve_device(config))
+        return _train(config, model_files, data, out=out, resume=resume, view=view)
 
 
 def check_supervised(
     config: SupervisedConfig, *, device: Device | None = None
-) -> tuple[ModelFiles, Iterator[Sample]]:
+) -> tuple[ModelFiles, Rows]:
     """Checks what is known before a model is loaded: dialogues, the model's files, the format.
     Returns the files and the rows. device: None is the expected one.
 
@@ -94,34 +108,43 @@ def check_supervised(
     config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
     check_parallel(config, model_files.model)
     check_memory(config, model_files, device or config.expected_device)
-    return model_files, _rows(config, model_files)
+    rows = _rows(config, model_files)
+    first = list(islice(rows.train, config.sft.rows_per_step))  # names what cannot be written
+    return model_files, replace(rows, train=chain(first, rows.train))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of a run."""
+
+    train: Iterator[Sample]
+    """Those of all steps, in order."""
+    held_out: Sequence[Sample] = ()
 
 
 def _train(
     config: SupervisedConfig,
     model_files: ModelFiles,
-    rows: Iterator[Sample],
+    data: Rows,
     *,
     out: Path,
     resume: bool,
     view: ViewKind,
 ) -> Outcome:
     from lockstep.models.peft_io import save_policy
+    from lockstep.run.training_run import finish_run
     from lockstep.training.checkpoint import CheckpointStore
-    from lockstep.training.sft import run_sft
+    from lockstep.training.sft import held_out_loss, run_sft
     from lockstep.training.trainer import Trainer
 
-    path = out
-    shown = open_view(is_json=view == "json")
-    facts = {"architecture": model_files.model.architecture, "family": model_files.model.family}
-    if chosen := model_files.renderer_line:
-        facts["renderer"] = chosen
+    path, steps, kept = out, config.sft.steps, config.checkpoint
+    shown, model = open_view(is_json=view == "json"), model_files.model
+    facts = {"architecture": model.architecture, "family": model.family}
+    if model_files.renderer_line:
+        facts["renderer"] = model_files.renderer_line
         config = replace(config, renderer=model_files.renderer_config)
-    if isinstance(model_files.model, ModelConfig):
-        facts["learning"] = rate_line(config, model_files.model)
-    last: dict[str, float] = {}
-    memory = describe_memory(config, model_files)
-    kept = config.checkpoint
+    if isinstance(model, ModelConfig):
+        facts["learning"] = rate_line(config, model)
     store = CheckpointStore(
         path / "checkpoints", keep_last=kept.keep_last, keep_best=kept.keep_best
     )
@@ -130,67 +153,99 @@ def _train(
         if resume
         else RunDirectory.create(path, to_dict(config), facts=facts)
     )
+    last: dict[str, Any] = {}
     with opened as run:
         trainer = Trainer(
             load_model(config, model_files),
             config.trainer,
             like=model_files.directory,
-            total_updates=config.sft.steps,
+            total_updates=steps,
         )
-        shown.start(
-            RunHeader(
-                num_steps=config.sft.steps,
-                architecture=model_files.model.family,
-                lines=(
-                    *(
-                        f"{name:<11}{facts[name]}"
-                        for name in ("renderer", "learning")
-                        if name in facts
-                    ),
-                    f"memory     {memory}",
-                    f"run        {path}",
-                ),
-            )
-        )
-        done, elapsed = 0, 0.0
+        tests = f"{len(data.held_out)} rows, never trained" if data.held_out else ""
+        said = {"memory": describe_memory(config, model_files), "tests": tests, "run": str(path)}
+        said = {name: facts.get(name, "") for name in ("renderer", "learning")} | said
+        lines = tuple(f"{name:<11}{text}" for name, text in said.items() if text)
+        shown.start(RunHeader(num_steps=steps, architecture=model.family, lines=lines))
+        done, elapsed, lowest, health = 0, 0.0, math.inf, Health(flatten(to_dict(config)))
         if resume:
             if (newest := store.latest()) is not None:
                 state = store.load(newest, trainer)
                 done, elapsed = state["step"], state["elapsed_seconds"]
-            run.rewind(done - 1)
+            run.rewind(done - 1 if done else -2)
             run.add_facts({"resumed_at": done})
-        rows = islice(rows, done * config.sft.rows_per_step, None)
-        began = time.perf_counter() - elapsed
+            before = load_run(path)
+            lowest = min(before.values("eval/loss"), default=lowest)
+            for row in filter(is_step_row, before.metrics):
+                health.take(row)
+
+        def test() -> dict[str, float]:
+            nonlocal lowest
+            shown.phase("evaluating")
+            loss = held_out_loss(trainer, data.held_out)
+            lowest = min(lowest, loss)
+            return {"eval/loss": loss, "eval/loss_to_lowest": loss / lowest}
+
+        def save(metric: float | None = None) -> None:
+            store.save(done, trainer, {"step": done, "elapsed_seconds": elapsed}, metric=metric)
+
+        began, every = time.perf_counter() - elapsed, config.evaluation.every
         status: Status = "interrupted"
         # What was learnt so far is a model too. A step whose row is not written is made again.
         with suppress(KeyboardInterrupt):
-            for metrics in run_sft(trainer, rows, config.sft, first_step=done):
+            if data.held_out and not done:
+                first = {"step": -1, **test()}
+                run.log(first)
+                shown.step(first)
                 elapsed = time.perf_counter() - began
-                last = {**metrics, "step": done, "time/elapsed_seconds": elapsed}
-                run.log(last)
-                done += 1
-                shown.step(last)
-                if done == config.sft.steps or (kept.every and done % kept.every == 0):
-                    store.save(done, trainer, {"step": done, "elapsed_seconds": elapsed})
+            rows = islice(data.train, done * config.sft.rows_per_step, None)
+            for metrics in run_sft(trainer, rows, config.sft, first_step=done):
+                row, is_last = {**metrics, "step": done}, done + 1 == steps
+                if data.held_out and (is_last or (every and (done + 1) % every == 0)):
+                    row |= test()
+                if isinstance(model, ModelConfig):
+                    row["train/lr_to_usual"] = config.trainer.lr / usual_rate(config, model)
+                now = time.perf_counter() - began
+                row |= {"time/step_seconds": now - elapsed, "time/elapsed_seconds": now}
+                row |= health.take(row, is_last=is_last)
+                run.log(row)
+                last, elapsed, done = row, now, done + 1
+                shown.step(row, health.alarms)
+                is_best = kept.keep_best and row.get("eval/loss") == lowest
+                if is_last or (kept.every and (is_best or done % kept.every == 0)):
+                    save(-row["eval/loss"] if "eval/loss" in row else None)
             status = "done"
-        shown.close()
         if status == "interrupted" and done == trainer.num_updates:
-            store.save(done, trainer, {"step": done, "elapsed_seconds": elapsed})
+            save()
         made = path / ("model" if model_files.lora is None else "adapter")
-        save_policy(trainer.model, made, like=model_files.directory)
+        if (best := store.best()) is not None:
+            shutil.copytree(best / POLICY, made, dirs_exist_ok=True)
+            shown.note(f"{made} has the weights of {best.name}: the lowest held-out loss.")
+        else:
+            save_policy(trainer.model, made, like=model_files.directory)
         write_renderer(made, model_files.renderer_config)
-    summary = {k: last[k] for k in ("train/loss", "time/elapsed_seconds") if k in last}
-    return Outcome(path, status, {"steps": config.sft.steps, made.name: str(made), **summary})
+    found = finish_run(path, shown, health)
+    shown.close()
+    losses = {k: last[k] for k in ("train/loss", "time/elapsed_seconds") if k in last}
+    return Outcome(path, status, {"steps": steps, made.name: str(made), **losses, **found})
 
 
-def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Iterator[Sample]:
-    """The rows of all steps: those of a file, or of one stage of `data` after another."""
-    from lockstep.training.sft import SFTExample, load_examples, sft_row, sft_rows
+def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:
+    """The rows of all steps: those of a file, or of one stage of `data` after another; and those
+    that are held out."""
+    from lockstep.training.sft import SFTExample, fits, hold_out, sft_row, sft_rows
 
-    renderer, sft = _spelling(model_files, config), config.sft
+    renderer, sft, tests = _spelling(model_files, config), config.sft, config.evaluation
+    examples = _load("sft.path", config, model_files) if sft.path else []
+    if tests.path:
+        held = _load("evaluation.path", config, model_files)[: tests.num_rows]
+    else:
+        examples, held = hold_out(examples, tests, seed=config.seed)
+    limit = sft.max_tokens or config.max_tokens
+    tested = [sft_row(each, model_files.renderer) for each in held]
+    tested = [row for row in tested if fits(row, sft, limit)]
     if config.data is None:
-        examples = load_examples(sft.path)
-        return sft_rows(examples, renderer, sft, max_tokens=config.max_tokens, seed=config.seed)
+        rows = sft_rows(examples, renderer, sft, max_tokens=limit, seed=config.seed)
+        return Rows(train=rows, held_out=tested)
     streams: list[Iterator[Sample]] = []
     left = sft.steps
     stages = config.data.stages(config.seed)
@@ -211,10 +266,31 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Iterator[Sample]
         steps = left if number == len(stages) - 1 else round(stage.share * sft.steps)
         left -= steps
         written = replace(sft, observed_weight=0.0, word_weights={})
-        seed = config.seed + number
-        rows = sft_rows(examples, renderer, written, max_tokens=config.max_tokens, seed=seed)
+        rows = sft_rows(examples, renderer, written, max_tokens=limit, seed=config.seed + number)
         streams.append(islice(rows, steps * sft.rows_per_step))
-    return chain.from_iterable(streams)
+    return Rows(train=chain.from_iterable(streams), held_out=tested)
+
+
+def _load(setting: str, config: SupervisedConfig, model_files: ModelFiles) -> list[Any]:
+    """The examples of a file, or of a run whose ids are this model's."""
+    from lockstep.training.sft import load_examples
+
+    sft = config.sft
+    path = Path(sft.path if setting == "sft.path" else config.evaluation.path).expanduser()
+    if is_run(path):
+        own, theirs = model_files.renderer.tokenizer, tokenizer_of(load_run(path).config)
+        if own.all_token_bytes() != theirs.all_token_bytes():
+            raise ConfigError(
+                f"{setting}={path}: its model {load_run(path).config['model']} has another "
+                f"tokenizer than {config.model}, and tokens are trained as they were sampled. Set "
+                "model to the run's model or to the run."
+            )
+    elif setting == "sft.path" and sft.min_reward != SFTConfig.min_reward:
+        raise ConfigError(
+            f"sft.min_reward={sft.min_reward:g} chooses episodes of a run, and sft.path={path} is "
+            "none. Set sft.path=RUN, or leave sft.min_reward out."
+        )
+    return load_examples(path, min_reward=sft.min_reward, setting=setting)
 
 
 def _spelling(model_files: ModelFiles, config: SupervisedConfig) -> Renderer:

@@ -119,11 +119,14 @@ _HELD_OUT = re.compile(r"eval/(.+)/((?:mean|pass)(?:@\d+)?)")
 
 
 def held_out_label(name: str) -> str | None:
-    """How a held-out mean or pass rate reads; None for every other name, its interval's included.
+    """How a held-out mean, pass rate or loss reads; None for every other name, its interval's
+    included.
 
     >>> [held_out_label(f"eval/{n}") for n in ("greedy/mean@1", "sampled/pass@4", "greedy/failed")]
     ['greedy', 'sampled pass@4', None]
     """
+    if name == "eval/loss":
+        return "loss"
     match = _HELD_OUT.fullmatch(name)
     if match is None:
         return None

@@ -56,8 +56,8 @@ function chartSpecs() {
     { title: "Mismatch of sampler and trainer", unit: "nats", isWide: true, isLog: true, hasLimits: true,
       series: mismatchOf("mismatch") },
     { title: "Held-out evaluation", unit: "reward", hasPoints: true,
-      series: Object.entries(report.held_out).map(([name, label]) => named(name, label)) },
-    { title: "Loss", unit: "nats", series: [named("train/loss", "loss")] },
+      series: Object.entries(report.held_out).filter(([name]) => name !== "eval/loss").map(([name, label]) => named(name, label)) },
+    { title: "Loss", unit: "nats", series: [named("train/loss", "loss"), named("eval/loss", "held out")] },
     { title: "Gradient norm", unit: "1", series: [
       named("train/grad_norm", "before clipping"), named("critic/grad_norm", "of the critic")] },
     { title: "Learning rate", unit: "1", series: [named("train/lr", "policy"), named("critic/lr", "critic")] },

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -487,28 +488,35 @@ class TrainingRun:
         )
 
     def finish(self) -> Outcome:
-        """Writes RUN/report.html, and says what still eats the learning. Returns the outcome with
-        the last figures of metrics.jsonl."""
+        """Ends the run: see `finish_run`."""
         self.warn_of_lost(self.step)
-        run = load_run(self.path)
-        tokenizer = tokenizer_of(to_dict(self.config))
-        page, recipes = self.path / "report.html", [recipe_of(run)]
-        try:
-            write_report([run], page, tokenizers=[tokenizer], recipes=recipes, warn=self.warn)
-        except StorageError as error:
-            self.warn(f"{error} Everything else is kept; `lockstep report {self.path}` writes it.")
-        out: dict[str, Any] = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
-        if rewards := run.values("reward/mean"):
-            last = rewards[-10:]
-            out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
-        if self.config.doctor.health:
-            said = spells(run.metrics, self.health.settings, reasons=self.health.reasons)
-            found = [text for text, still in said if still]
-            for line in found:
-                self.view.note(line, "warning")
-            out |= {"health": found} if found else {}
-        tested = [{k: v for k, v in r.items() if k.startswith("eval/")} for r in run.metrics]
-        return Outcome(self.path, self.status, out | next(filter(None, reversed(tested)), {}))
+        out = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
+        health = self.health if self.config.doctor.health else None
+        return Outcome(self.path, self.status, out | finish_run(self.path, self.view, health))
+
+
+def finish_run(path: Path, view: View, health: Health | None) -> dict[str, Any]:
+    """Writes RUN/report.html, and says what still eats the learning. Returns the last figures of
+    metrics.jsonl."""
+    run = load_run(path)
+    tokenizers, recipes = [tokenizer_of(run.config)], [recipe_of(run)]
+    warn = partial(view.note, level="warning")
+    try:
+        write_report([run], path / "report.html", tokenizers=tokenizers, recipes=recipes, warn=warn)
+    except StorageError as error:
+        warn(f"{error} Everything else is kept; `lockstep report {path}` writes it.")
+    out: dict[str, Any] = {}
+    if rewards := run.values("reward/mean"):
+        last = rewards[-10:]
+        out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
+    if health is not None:
+        said = spells(run.metrics, health.settings, reasons=health.reasons)
+        found = [text for text, still in said if still]
+        for line in found:
+            warn(line)
+        out |= {"health": found} if found else {}
+    tested = [{k: v for k, v in r.items() if k.startswith("eval/")} for r in run.metrics]
+    return out | next(filter(None, reversed(tested)), {})
 
 
 @contextmanager

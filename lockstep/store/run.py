@@ -504,7 +504,7 @@ def _shown(summary: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in summary.items()
-        if not name.startswith("eval/") or re.fullmatch(r"eval/.+/(mean|pass)@\d+", name)
+        if not name.startswith("eval/") or re.fullmatch(r"eval/(loss|.+/(mean|pass)@\d+)", name)
     ]
 
 

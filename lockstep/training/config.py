@@ -239,11 +239,32 @@ class CheckpointConfig:
     keep_last: int = 2
     """Newest checkpoints to keep. With two or more, one survives a torn write."""
     keep_best: bool = True
-    """Also keep the one with the highest evaluation reward."""
+    """Also keep the one with the highest evaluation reward, or in a supervised run with the lowest
+    held-out loss: that run saves a checkpoint whenever the loss is lower than before."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "checkpoint.", "every", least=0)
         check_numbers(self, "checkpoint.", "keep_last", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutConfig:
+    """Tests of a supervised run on rows that it is not trained on: the metric `eval/loss`."""
+
+    every: int = 10
+    """Steps between tests; 0 tests before the first step and after the last one only."""
+    path: str = ""
+    """File or run with the rows, as sft.path; empty takes a part of sft.path."""
+    share: float = 0.1
+    """Part of sft.path to hold out. 0 tests nothing, as do fewer rows than 1 / share. Episodes of
+    one task stay together."""
+    num_rows: int = 64
+    """Most rows to test; the same ones each time."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "evaluation.", "every", least=0)
+        check_numbers(self, "evaluation.", "num_rows", least=1)
+        require(self, "evaluation.", share=(0 <= self.share < 1, "in [0, 1)"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +273,10 @@ class SFTConfig:
 
     path: str = ""
     """A JSONL file: an object per line with `messages` (and `tools`), or `token_ids` and
-    `loss_mask`."""
+    `loss_mask`. Or a run of `lockstep train`: the tokens of its training episodes, as they were
+    sampled."""
+    min_reward: float = 0.999
+    """With a run as sft.path: least reward of an episode that is trained on."""
     steps: int = 100
     """Updates."""
     rows_per_step: int = 32

@@ -15,8 +15,10 @@ as the ids that the model would sample, and between replies only what is new.
 from __future__ import annotations
 
 import re
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,8 +32,9 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.objectives.losses import supervised_loss
 from lockstep.renderers.base import Renderer, dialogue_pieces
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.store.run import Run, is_run, load_run
 from lockstep.store.tables import data_files, read_rows
-from lockstep.training.config import SFTConfig
+from lockstep.training.config import HeldOutConfig, SFTConfig
 from lockstep.training.trainer import Metrics, Trainer
 from lockstep.types import Sample, frozen_ids
 
@@ -46,11 +49,16 @@ class SFTExample(Dialogue):
     """`path:line`, for errors."""
 
 
-def load_examples(path: str | Path) -> list[SFTExample | Sample]:
+def load_examples(
+    path: str | Path, *, min_reward: float = SFTConfig.min_reward, setting: str = "sft.path"
+) -> list[SFTExample | Sample]:
     """Reads and checks the whole file, of any form of lockstep/store/tables.py, or folder of such;
-    a line that gives ids is a row already. Raises DataError `path:line` for the first bad line."""
+    a line that gives ids is a row already. Of a run: see `sampled_rows`. Raises DataError
+    `path:line` for the first bad line."""
+    if is_run(Path(path).expanduser()):
+        return [*sampled_rows(load_run(Path(path).expanduser()), min_reward=min_reward)]
     out: list[SFTExample | Sample] = []
-    rows = (row for file in data_files(str(path), setting="sft.path") for row in read_rows(file))
+    rows = (row for file in data_files(str(path), setting=setting) for row in read_rows(file))
     for where, record in rows:
         try:
             out.append(_read_record(record, where))
@@ -64,6 +72,57 @@ def load_examples(path: str | Path) -> list[SFTExample | Sample]:
     if not out:
         raise DataError(f"{path} is empty. It needs an object per line with messages or token_ids.")
     return out
+
+
+def sampled_rows(run: Run, *, min_reward: float) -> list[Sample]:
+    """The tokens of a run's training episodes with at least this reward, as they were sampled:
+    rejection sampling. `Sample.group` numbers the tasks from 1. Raises DataError if no episode has
+    it."""
+    out: list[Sample] = []
+    tasks: dict[str, int] = {}
+    rewards: list[float] = []
+    for record in run.trajectories():
+        episode = record.trajectory
+        if episode.status == "failed" or episode.policy:
+            continue
+        rewards += episode.rewards.values()
+        kept = {leaf: reward for leaf, reward in episode.rewards.items() if reward >= min_reward}
+        for row in replace(episode, rewards=kept).rows():
+            where = f"{run.path}#{row.id}"
+            out.append(_make_sample(where, row.token_ids.tolist(), row.loss_mask))
+            out[-1].group = tasks.setdefault(record.task.id, len(tasks) + 1)
+    if not out:
+        highest = f"the highest of {len(rewards)} is {max(rewards):g}" if rewards else "it has none"
+        raise DataError(
+            f"{run.path}: no stored training episode has a reward of at least {min_reward:g}; "
+            f"{highest}. Set sft.min_reward lower, or name a run that solves some tasks."
+        )
+    return out
+
+
+def hold_out(
+    examples: Sequence[SFTExample | Sample], config: HeldOutConfig, *, seed: int
+) -> tuple[list[SFTExample | Sample], list[SFTExample | Sample]]:
+    """(examples to train on, examples to test). Rows of one task are on the same side."""
+    room = min(config.num_rows, int(config.share * len(examples)))
+    tasks = [getattr(example, "group", 0) or -at for at, example in enumerate(examples)]
+    sizes, held = Counter(tasks), set[int]()
+    for task in np.random.default_rng([seed, 1]).permutation(sorted(sizes)).tolist():
+        if sizes[task] <= room:
+            held.add(task)
+            room -= sizes[task]
+    sides: tuple[list[SFTExample | Sample], list[SFTExample | Sample]] = [], []
+    for task, example in zip(tasks, examples, strict=True):
+        sides[task in held].append(example)
+    return sides
+
+
+def held_out_loss(trainer: Trainer, rows: Sequence[Sample]) -> float:
+    """The weighted mean of -log-prob over the trained tokens of the rows."""
+    is_trained = np.concatenate([row.loss_mask for row in rows])
+    weights = np.concatenate([row.columns["weights"] for row in rows])[is_trained].astype(float)
+    logprobs = np.concatenate(trainer.forward(rows, column=None))[is_trained]
+    return float(-(weights * logprobs).sum() / weights.sum())
 
 
 def num_listed(example: SFTExample | Sample) -> int:
@@ -175,21 +234,25 @@ def sft_rows(
             order = np.random.default_rng([seed, epoch]).permutation(len(examples))
         num_kept = 0
         for index in order.tolist():
-            sample = row_of(examples[index])
-            if len(sample) <= max_tokens:
+            if fits(sample := row_of(examples[index]), config, max_tokens):
                 num_kept += 1
                 yield sample
-            elif config.long_rows == "error":
-                raise DataError(
-                    f"{sample.id}: {len(sample)} tokens, at most {max_tokens} fit. Raise "
-                    "sft.max_tokens and trainer.max_tokens_per_microbatch, shorten the example, or "
-                    "leave such rows out with sft.long_rows=drop."
-                )
         if not num_kept:
             raise DataError(
                 f"every one of the {len(examples)} examples is longer than {max_tokens} tokens. "
                 "Raise sft.max_tokens and trainer.max_tokens_per_microbatch."
             )
+
+
+def fits(sample: Sample, config: SFTConfig, max_tokens: int) -> bool:
+    """Whether a row is short enough. Raises DataError for a longer one, unless long_rows=drop."""
+    if len(sample) > max_tokens and config.long_rows == "error":
+        raise DataError(
+            f"{sample.id}: {len(sample)} tokens, at most {max_tokens} fit. Raise "
+            "sft.max_tokens and trainer.max_tokens_per_microbatch, shorten the example, or "
+            "leave such rows out with sft.long_rows=drop."
+        )
+    return len(sample) <= max_tokens
 
 
 def run_sft(
@@ -201,10 +264,12 @@ def run_sft(
     targets of KL(teacher || policy).
     """
     for step in range(first_step, config.steps):
+        began = time.perf_counter()
         batch = [next(rows) for _ in range(config.rows_per_step)]
         weight = sum(float(s.columns["weights"][s.loss_mask].sum()) for s in batch)
         metrics = trainer.forward_backward(batch, supervised_loss, denominator=weight)
-        yield {"step": float(step), **metrics, **trainer.optim_step()}
+        metrics |= trainer.optim_step()
+        yield {"step": step, **metrics, "time/train_seconds": time.perf_counter() - began}
 
 
 # -- mechanism ----------------------------------------------------------------------------------

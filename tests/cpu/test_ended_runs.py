@@ -188,11 +188,12 @@ def test_a_supervised_run_killed_at_any_point_resumes_to_the_same_bits(tmp_path,
     """In a process of its own, so that SIGKILL can end it: at its start, within steps and within
     writes of checkpoints."""
     asked = {"role": "user", "content": "hi"}
-    rows = [{"messages": [asked, {"role": "assistant", "content": x}]} for x in ("yes", "no", "ok")]
+    words = ("yes", "no", "ok") * 4  # of which one is held out
+    rows = [{"messages": [asked, {"role": "assistant", "content": x}]} for x in words]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [
         "sft", "model=tiny-qwen3", f"sft.path={tmp_path / 'd.jsonl'}", "sft.steps=30",
-        "sft.rows_per_step=2", "checkpoint.every=3", "spelling_dropout=0.2",
+        "sft.rows_per_step=2", "checkpoint.every=3", "spelling_dropout=0.2", "evaluation.every=2",
         "trainer.moments=float8", *lora,
     ]  # fmt: skip
     assert lockstep(*words, f"out={tmp_path / 'whole'}", "--json") == OK

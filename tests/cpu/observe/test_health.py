@@ -86,6 +86,11 @@ CASES = {
         {"tool/offered/open": 64, "tool/calls/open": 0},
         'none of 128 episodes called open. Set task.instructions="Call open before you answer."',
     ),
+    "overfits": (
+        {"eval/loss_to_lowest": 1.25},
+        "the held-out loss is 1.25 times its lowest, so the rows are learnt by heart. Set "
+        "sft.steps=N to stop at the lowest, whose checkpoint is kept, or give more dialogues.",
+    ),
     "lr_high": (
         {"train/lr_to_usual": 100.0},
         "trainer.lr=0.001 is 100 times the usual for this model and method. Set trainer.lr=1e-05.",
@@ -136,7 +141,7 @@ def test_the_page_has_one_example_for_each_trigger_and_its_threshold():
         assert not share or f" {100 * share:.0f} % or more " in row
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("lr")])
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("overfits", "lr_high", "lr_low")])
 @pytest.mark.parametrize("at", [0, 4, 11])
 def test_one_odd_step_is_no_alarm(name, at):
     changes = [CASES[name][0] if step == at else {} for step in range(12)]

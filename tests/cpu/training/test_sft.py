@@ -8,13 +8,16 @@ from tiny_training import make_rows, make_trainer
 
 from lockstep.doctor.rendering import read_dialogue_file
 from lockstep.errors import ConfigError, DataError
+from lockstep.objectives.losses import supervised_loss
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.renderers.origins import trace
 from lockstep.testing.tokenizers import byte_tokenizer
-from lockstep.training.config import SFTConfig
+from lockstep.training.config import HeldOutConfig, SFTConfig
 from lockstep.training.sft import (
+    held_out_loss,
+    hold_out,
     load_examples,
     run_sft,
     sft_row,
@@ -152,6 +155,42 @@ def test_rows_of_ids_are_taken_as_they_are(tmp_path):
     assert second.id.endswith(":3") and second.loss_mask.tolist() == [False, True, False]
     with_observed = sft_row(load_examples(path)[1], None, observed_weight=0.1)
     assert with_observed.columns["weights"].tolist() == pytest.approx([0, 1, 0.1])
+
+
+def file_of(tmp_path, num_rows):
+    return write(tmp_path, *({"token_ids": [5, i], "loss_mask": [0, 1]} for i in range(num_rows)))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "settings", "num_held"),
+    [(60, {}, 6), (9, {}, 0), (60, {"num_rows": 4}, 4), (60, {"share": 0}, 0)],
+)
+def test_a_part_of_the_rows_is_held_out_and_never_trained(tmp_path, num_rows, settings, num_held):
+    examples = load_examples(file_of(tmp_path, num_rows))
+    trained, held = hold_out(examples, HeldOutConfig(**settings), seed=0)
+    assert len(held) == num_held and len(trained) == num_rows - num_held
+    assert {e.id for e in trained} | {e.id for e in held} == {e.id for e in examples}
+    again = hold_out(examples, HeldOutConfig(**settings), seed=0)[1]
+    assert [e.id for e in again] == [e.id for e in held]
+    other = hold_out(examples, HeldOutConfig(**settings), seed=1)[1]
+    assert not num_held or [e.id for e in other] != [e.id for e in held]
+
+
+def test_held_out_rows_of_one_task_are_together(tmp_path):
+    examples = load_examples(file_of(tmp_path, 60))
+    for at, example in enumerate(examples):
+        example.group = 1 + at % 20
+    trained, held = hold_out(examples, HeldOutConfig(share=0.1), seed=0)
+    assert len(held) == 6 and not {e.group for e in trained} & {e.group for e in held}
+
+
+def test_the_held_out_loss_is_the_loss_of_training_on_the_same_rows(tmp_path):
+    trainer, rows = make_trainer(tmp_path), make_rows((12, 20, 9))
+    for row in rows:
+        row.set("weights", row.loss_mask * np.float32(1 + len(row) % 2))
+    weight = sum(float(row.columns["weights"].sum()) for row in rows)
+    trained = trainer.forward_backward(rows, supervised_loss, denominator=weight)
+    assert held_out_loss(trainer, rows) == pytest.approx(trained["train/loss"], rel=1e-6)
 
 
 def soft(ids=(6, 9), logprobs=(-0.5, -2.0), **changes):
