@@ -337,8 +337,8 @@ def _sft(options: argparse.Namespace) -> int:
     if options.dry_run:
         check_out(own.get("out"), resume=run is not None)
         if not config.create:  # what is created is checked then
-            _, rows = check_supervised(config)
-            deque(islice(rows.train, config.sft.steps * config.sft.rows_per_step), maxlen=0)
+            _, (rows, _) = check_supervised(config)
+            deque(islice(rows, config.sft.steps * config.sft.rows_per_step), maxlen=0)
         print(dumps(config), end="")
         return OK
     ended = lockstep.train_supervised(

@@ -29,7 +29,7 @@ SHAREGPT = {
 COLUMNS = ("messages", "conversations")
 """Columns of a dialogue: OpenAI's, ShareGPT's."""
 BESIDE = ("tools", "system", "parallel_tool_calls")
-"""Columns that may stand beside them."""
+"""Other columns of a dialogue's record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def read_messages(source: object, *, where: str = "messages") -> tuple[Message, 
 
 
 def read_dialogue(source: Mapping[str, Any], *, where: str = "") -> Dialogue:
-    """The dialogue of a record with one of COLUMNS, and those of BESIDE. Raises DataError, which
+    """The dialogue of a record with one of COLUMNS and any of BESIDE. Raises DataError, which
     begins with `where` or the column."""
     name = next((name for name in COLUMNS if source.get(name) is not None), "")
     if not name:

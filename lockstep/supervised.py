@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +53,9 @@ from lockstep.store.run import (
 )
 from lockstep.training.config import SFTConfig
 from lockstep.types import Sample
+
+Rows = tuple[Iterator[Sample], Sequence[Sample]]
+"""(rows of all steps in order, held-out rows)."""
 
 
 @said_first()
@@ -98,8 +101,8 @@ def train_supervised(
 def check_supervised(
     config: SupervisedConfig, *, device: Device | None = None
 ) -> tuple[ModelFiles, Rows]:
-    """Checks what is known before a model is loaded: dialogues, the model's files, the format.
-    Returns the files and the rows. device: None is the expected one.
+    """Checks dialogues, the model's files and the format before a model is loaded. Returns the
+    files and the rows. device: None is the expected one.
 
     Raises DataError `file:line`, ConfigError, CheckpointError or RendererError.
     """
@@ -108,18 +111,9 @@ def check_supervised(
     config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
     check_parallel(config, model_files.model)
     check_memory(config, model_files, device or config.expected_device)
-    rows = _rows(config, model_files)
-    first = list(islice(rows.train, config.sft.rows_per_step))  # names what cannot be written
-    return model_files, replace(rows, train=chain(first, rows.train))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """The rows of a run."""
-
-    train: Iterator[Sample]
-    """Those of all steps, in order."""
-    held_out: Sequence[Sample] = ()
+    rows, held_out = _rows(config, model_files)
+    first = list(islice(rows, config.sft.rows_per_step))  # a bad dialogue raises here
+    return model_files, (chain(first, rows), held_out)
 
 
 def _train(
@@ -137,7 +131,7 @@ def _train(
     from lockstep.training.sft import held_out_loss, run_sft
     from lockstep.training.trainer import Trainer
 
-    path, steps, kept = out, config.sft.steps, config.checkpoint
+    path, steps, kept, (train_rows, held_out) = out, config.sft.steps, config.checkpoint, data
     shown, model = open_view(is_json=view == "json"), model_files.model
     facts = {"architecture": model.architecture, "family": model.family}
     if model_files.renderer_line:
@@ -161,7 +155,7 @@ def _train(
             like=model_files.directory,
             total_updates=steps,
         )
-        tests = f"{len(data.held_out)} rows, never trained" if data.held_out else ""
+        tests = f"{len(held_out)} rows, never trained" if held_out else ""
         said = {"memory": describe_memory(config, model_files), "tests": tests, "run": str(path)}
         said = {name: facts.get(name, "") for name in ("renderer", "learning")} | said
         lines = tuple(f"{name:<11}{text}" for name, text in said.items() if text)
@@ -181,7 +175,7 @@ def _train(
         def test() -> dict[str, float]:
             nonlocal lowest
             shown.phase("evaluating")
-            loss = held_out_loss(trainer, data.held_out)
+            loss = held_out_loss(trainer, held_out)
             lowest = min(lowest, loss)
             return {"eval/loss": loss, "eval/loss_to_lowest": loss / lowest}
 
@@ -190,17 +184,17 @@ def _train(
 
         began, every = time.perf_counter() - elapsed, config.evaluation.every
         status: Status = "interrupted"
-        # What was learnt so far is a model too. A step whose row is not written is made again.
+        # An interrupted run is a model too. A step whose row is not written is made again.
         with suppress(KeyboardInterrupt):
-            if data.held_out and not done:
+            if held_out and not done:
                 first = {"step": -1, **test()}
                 run.log(first)
                 shown.step(first)
                 elapsed = time.perf_counter() - began
-            rows = islice(data.train, done * config.sft.rows_per_step, None)
+            rows = islice(train_rows, done * config.sft.rows_per_step, None)
             for metrics in run_sft(trainer, rows, config.sft, first_step=done):
                 row, is_last = {**metrics, "step": done}, done + 1 == steps
-                if data.held_out and (is_last or (every and (done + 1) % every == 0)):
+                if held_out and (is_last or (every and (done + 1) % every == 0)):
                     row |= test()
                 if isinstance(model, ModelConfig):
                     row["train/lr_to_usual"] = config.trainer.lr / usual_rate(config, model)
@@ -230,8 +224,7 @@ def _train(
 
 
 def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:
-    """The rows of all steps: those of a file, or of one stage of `data` after another; and those
-    that are held out."""
+    """The rows of a file, or of one stage of `data` after another, and the held-out rows."""
     from lockstep.training.sft import SFTExample, fits, hold_out, sft_row, sft_rows
 
     renderer, sft, tests = _spelling(model_files, config), config.sft, config.evaluation
@@ -245,7 +238,7 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:
     tested = [row for row in tested if fits(row, sft, limit)]
     if config.data is None:
         rows = sft_rows(examples, renderer, sft, max_tokens=limit, seed=config.seed)
-        return Rows(train=rows, held_out=tested)
+        return rows, tested
     streams: list[Iterator[Sample]] = []
     left = sft.steps
     stages = config.data.stages(config.seed)
@@ -268,7 +261,7 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:
         written = replace(sft, observed_weight=0.0, word_weights={})
         rows = sft_rows(examples, renderer, written, max_tokens=limit, seed=config.seed + number)
         streams.append(islice(rows, steps * sft.rows_per_step))
-    return Rows(train=chain.from_iterable(streams), held_out=tested)
+    return chain.from_iterable(streams), tested
 
 
 def _load(setting: str, config: SupervisedConfig, model_files: ModelFiles) -> list[Any]:

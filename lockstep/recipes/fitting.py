@@ -156,7 +156,7 @@ def usual_rate(config: ModelChoice, model: ModelConfig) -> float:
 
 
 def rate_line(config: ModelChoice, model: ModelConfig) -> str:
-    """The learning rate of a run beside the usual one, and what that follows from."""
+    """The learning rate of a run beside the usual one, with its reasons."""
     lr, usual = config.trainer.lr, usual_rate(config, model)
     method = "supervised training" if isinstance(config, SupervisedConfig) else "RL"
     what = "an adapter of" if config.lora is not None else "all of"

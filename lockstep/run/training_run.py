@@ -496,8 +496,8 @@ class TrainingRun:
 
 
 def finish_run(path: Path, view: View, health: Health | None) -> dict[str, Any]:
-    """Writes RUN/report.html, and says what still eats the learning. Returns the last figures of
-    metrics.jsonl."""
+    """Writes RUN/report.html, and repeats the health lines that still hold. Returns the last
+    figures of metrics.jsonl."""
     run = load_run(path)
     tokenizers, recipes = [tokenizer_of(run.config)], [recipe_of(run)]
     warn = partial(view.note, level="warning")

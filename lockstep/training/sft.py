@@ -89,7 +89,8 @@ def sampled_rows(run: Run, *, min_reward: float) -> list[Sample]:
         kept = {leaf: reward for leaf, reward in episode.rewards.items() if reward >= min_reward}
         for row in replace(episode, rewards=kept).rows():
             where = f"{run.path}#{row.id}"
-            out.append(_make_sample(where, row.token_ids.tolist(), row.loss_mask))
+            mask = row.loss_mask.astype(np.float32)
+            out.append(_make_sample(where, row.token_ids.tolist(), mask))
             out[-1].group = tasks.setdefault(record.task.id, len(tasks) + 1)
     if not out:
         highest = f"the highest of {len(rewards)} is {max(rewards):g}" if rewards else "it has none"
