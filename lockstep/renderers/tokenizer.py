@@ -28,6 +28,7 @@ from lockstep.renderers.vocabulary import (
     characters_of,
     merge_parts,
     read_vocabulary,
+    unwritable_bytes,
     without_prefix_space,
 )
 
@@ -74,6 +75,7 @@ class Tokenizer:
         """Source of the vocabulary, for messages."""
         self.lacks_prefix = False
         """Whether the file's own tokenizer writes a space before a text, and this one does not."""
+        self._unwritable = b""
         self.eos_ids: tuple[int, ...] = ()
         """Ids that end a reply by the generation_config.json beside the file."""
         self.num_encoded = 0
@@ -132,7 +134,7 @@ class Tokenizer:
         try:
             text_tokens, control_tokens, plain = read_vocabulary(spec, extra=extra, where=where)
             fast = FastTokenizer.from_str(json.dumps(plain))
-            return cls(
+            out = cls(
                 # In a batch, even of one text, the library lets other threads run.
                 lambda text: _encoded(fast, [text], where)[0],
                 text_tokens=text_tokens,
@@ -140,6 +142,8 @@ class Tokenizer:
                 where=where,
                 fast=fast,
             )
+            out._unwritable = unwritable_bytes(text_tokens)
+            return out
         except RendererError:
             raise
         except Exception as error:  # the library's own errors have no other class
@@ -154,23 +158,40 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`. No id is a control token, whatever the text spells.
 
-        Halves of surrogate pairs, which JSON can spell and UTF-8 cannot, become U+FFFD.
+        Halves of surrogate pairs, which JSON can spell and UTF-8 cannot, become U+FFFD. Raises
+        RendererError for a character that the vocabulary has no token for.
         """
         if (call := CURRENT.get()) is not None:
             return call.encode(text, self._encode_storable, longest=self._longest)
         return self._encode_storable(text)
 
     def _encode_storable(self, text: str) -> list[int]:
-        text = _storable(text)
+        text = self._storable(text)
         ids = self._encode(text) if text else []
         self.num_encoded += len(ids)
         return ids
+
+    def _storable(self, text: str) -> str:
+        """`text` without halves of surrogate pairs. Raises RendererError for a byte that the
+        library would leave out."""
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            data = text.encode()
+        if self._unwritable and len(data.translate(None, self._unwritable)) < len(data):
+            found = next(c for c in text if set(c.encode()) & set(self._unwritable))
+            raise RendererError(
+                f"{self.where}: no token writes the character U+{ord(found):04X}, found in "
+                f"{text!r:.60}. Take it out of the text, or train a model whose vocabulary has it."
+            )
+        return text
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes many texts in one call, several times as fast as `encode` for short ones."""
         if self._fast is None:
             return [self.encode(text) for text in texts]
-        out = _encoded(self._fast, [_storable(text) for text in texts], self.where)
+        out = _encoded(self._fast, [self._storable(text) for text in texts], self.where)
         self.num_encoded += sum(map(len, out))
         return out
 
@@ -258,7 +279,7 @@ class Tokenizer:
             control_tokens=self._control_tokens,
             where=self.where,
         )
-        out.eos_ids = self.eos_ids
+        out.eos_ids, out._unwritable = self.eos_ids, self._unwritable
         return out
 
 
@@ -280,15 +301,6 @@ def _eos_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
     if not all(type(id_) is int for id_ in ids):
         raise RendererError(f"{path}: eos_token_id is {named!r}, expected an id or a list of ids.")
     return tuple(id_ for id_ in ids if 0 <= id_ < vocab_size)
-
-
-def _storable(text: str) -> str:
-    """Returns `text` without halves of surrogate pairs."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _merge(

@@ -90,7 +90,8 @@ def read_vocabulary(
             else piece.replace(SPACE, " ").encode()
             for piece, id_ in vocab.items()
         }
-    _check_bytes(vocab, BYTE_OF_CHARACTER if kind == "byte-level" else BYTE_OF_TOKEN, where)
+    if kind != "byte-level":
+        _check_bytes(vocab, where)
     plain: dict[str, Any] = {
         "version": spec.get("version", "1.0"),
         "truncation": None,
@@ -236,9 +237,18 @@ def _bytes_of_characters(piece: str, where: str) -> bytes:
         ) from error
 
 
-def _check_bytes(vocab: Mapping[str, int], byte_of: Mapping[str, int], where: str) -> None:
-    """Raises RendererError for a vocabulary that lacks the token of a byte."""
-    missing = [b for name, b in byte_of.items() if name not in vocab and b not in _NOT_IN_TEXT]
+def unwritable_bytes(text_tokens: Mapping[int, bytes]) -> bytes:
+    """The bytes of UTF-8 that no token writes alone: a byte-level vocabulary learned from text
+    without them may lack some, as SmolLM2's lacks U+0004."""
+    written = set(text_tokens.values())
+    every = (bytes([byte]) for byte in range(256) if byte not in _NOT_IN_TEXT)
+    return b"".join(byte for byte in every if byte not in written)
+
+
+def _check_bytes(vocab: Mapping[str, int], where: str) -> None:
+    """Raises RendererError for a vocabulary that lacks the token of a byte to fall back to."""
+    every = BYTE_OF_TOKEN.items()
+    missing = [b for name, b in every if name not in vocab and b not in _NOT_IN_TEXT]
     if missing:
         raise RendererError(
             f"{where}: the vocabulary lacks tokens for {len(missing)} of the 243 bytes "
