@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.doctor.watch import watch as watch
     from lockstep.model_server import BackgroundServer as BackgroundServer
     from lockstep.model_server import serve as serve
+    from lockstep.models.locate import fetch_model as fetch  # noqa: F401 - in _PUBLIC
     from lockstep.store.run import load_run as load  # noqa: F401 - in _PUBLIC
     from lockstep.supervised import train_supervised as train_supervised
     from lockstep.verbs import evaluate as evaluate
@@ -39,6 +40,7 @@ _PUBLIC = {
     "diagnose": ("lockstep.doctor.diagnose", "diagnose"),
     "evaluate": ("lockstep.verbs", "evaluate"),
     "export": ("lockstep.verbs", "export"),
+    "fetch": ("lockstep.models.locate", "fetch_model"),
     "list_recipes": ("lockstep.verbs", "list_recipes"),
     "load": ("lockstep.store.run", "load_run"),
     "measure_noise": ("lockstep.doctor.noise_table", "measure_noise"),

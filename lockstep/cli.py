@@ -540,6 +540,16 @@ def _export(options: argparse.Namespace) -> int:
     return OK
 
 
+def _fetch(options: argparse.Namespace) -> int:
+    """Bring a pretrained model onto this machine, once, where model=NAME finds it.
+
+    example: lockstep fetch smollm2-135m
+    """
+    place = str(lockstep.fetch(options.model))
+    _print(options, {"model": options.model, "directory": place}, place)
+    return OK
+
+
 def _recipes(options: argparse.Namespace) -> int:
     """List the recipes.
 
@@ -832,6 +842,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "render": _render,
     "export": _export,
     "serve": _serve,
+    "fetch": _fetch,
     "recipes": _recipes,
     "completion": _completion,
 }

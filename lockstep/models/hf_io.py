@@ -64,6 +64,7 @@ COMPANIONS = (
     "generation_config.json",
     "chat_template.jinja",
     "renderer.json",
+    "LICENSE",
 )
 """Files that are copied with a checkpoint's weights. renderer.json is written by Lockstep: settings
 of the renderer that the model was trained with."""

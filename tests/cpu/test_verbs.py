@@ -23,6 +23,7 @@ FUNCTIONS = {
     "render": "render",
     "export": "export",
     "serve": "serve",
+    "fetch": "fetch",
     "recipes": "list_recipes",
 }
 SMALL = {"steps": 2, "groups_per_step": 1, "group_size": 2, "evaluation": {"num_tasks": 1}}
