@@ -5,19 +5,25 @@ import re
 
 import lockstep
 
+SYSTEM = "Reply with the sum alone. 4 + 9 is 13. 12 + 7 is 19."
 
-def tasks() -> list[dict[str, str]]:
+
+def tasks() -> list[dict]:
     draw, rows = random.Random(0), []
     for _ in range(2000):
-        a, b = draw.randint(10, 99), draw.randint(10, 99)
-        rows.append({"question": f"What is {a} + {b}?", "answer": str(a + b)})
+        a, b = draw.randint(2, 40), draw.randint(2, 40)
+        messages = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"{a} + {b} is"},
+        ]
+        rows.append({"messages": messages, "answer": str(a + b)})
     return rows
 
 
-def reward(episode) -> float:
-    """1 for a reply whose last number is the sum."""
-    numbers = re.findall(r"\d+", episode.answer)
-    return float(numbers[-1:] == [episode.task["answer"]])
+def reward(episode) -> dict[str, float]:
+    """1 for a reply whose last number is the sum, and a little for one that comes to its end."""
+    is_right = re.findall(r"\d+", episode.answer)[-1:] == [episode.task["answer"]]
+    return {"right": float(is_right), "ended": 0.1 * bool(episode.answer)}
 
 
 if __name__ == "__main__":
@@ -25,9 +31,9 @@ if __name__ == "__main__":
         model="smollm2-135m",
         reward=reward,
         tasks=tasks,
-        lora={"rank": 16},
-        groups_per_step=8,
-        group_size=8,
-        agent={"max_turn_tokens": 24},
         steps=20,
+        max_tokens=96,
+        groups_per_step=8,
+        lora={"rank": 16},
+        agent={"max_turn_tokens": 12},
     )

@@ -16,7 +16,7 @@ from lockstep.doctor.checks.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.models.config import ModelConfig
-from lockstep.models.gguf import PACKAGED, is_gguf
+from lockstep.models.gguf import PACKAGED
 from lockstep.models.locate import fetch, locate_model, shipped_models
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.config import RendererConfig
@@ -135,7 +135,7 @@ def _place_named(facts: Facts) -> Path:
 def locate(named: str, *, may_fetch: bool) -> Path:
     """A file, a directory, a shipped model, or the hub's copy of the small files."""
     path = Path(named).expanduser()
-    if named in (*shipped_models(), *PACKAGED) or is_gguf(path):
+    if named in (*shipped_models(), *PACKAGED) or path.suffix == ".gguf":
         return locate_model(named)
     if path.is_file() or (path / "tokenizer.json").is_file():
         return path

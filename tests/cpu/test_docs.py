@@ -10,6 +10,7 @@ block) is what it prints; `...` stands for anything. A comment before a block te
     <!-- run: steps=2 out=runs/a -->     settings that the commands are given besides, to be quick
     <!-- run: exit 2 -->                 the exit code that the page speaks of
     <!-- run: no, REASON -->             not executed
+    <!-- run: needs NAME ... -->         only where `lockstep fetch NAME` was called before
     <!-- file: my_task.py -->            written to this file instead
 """
 
@@ -24,6 +25,7 @@ import runpy
 import shlex
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -32,6 +34,9 @@ from statistics import median
 from typing import Any
 
 import pytest
+
+from lockstep.errors import CheckpointError
+from lockstep.models.gguf import packaged
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -145,6 +150,12 @@ def run_python(block: Block, page: Path, module: types.ModuleType) -> str:
 
 def run_shell(block: Block, directive: str, where: str, text: str) -> None:
     code = 0
+    if match := re.match(r"needs (\S+)\s*", directive):
+        directive = directive[match.end() :]
+        try:
+            packaged(match[1])
+        except CheckpointError as error:
+            return warnings.warn(f"{where} is skipped: {error}", stacklevel=1)
     if match := re.match(r"exit (\d+)\s*", directive):
         code, directive = int(match[1]), directive[match.end() :]
     all_printed = ""

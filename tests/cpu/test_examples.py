@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import random
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, run_episode
 from lockstep.agent.match_loop import SeatPolicy, collect_matches
 from lockstep.cli import BAD_INPUT, OK, main
+from lockstep.envs.custom import Episode
 from lockstep.errors import ConfigError, EngineError, RendererError
 from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.renderers.config import HarmonyConfig
@@ -79,6 +81,17 @@ def answer(text):
 def test_every_example_has_a_test():
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     assert NAMES and [name for name in NAMES if name not in tests] == []
+
+
+def test_sums_are_rewarded_for_the_last_number_and_a_little_for_an_end():
+    module = example("sums")
+    first = module.tasks()[0]
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    a, b = map(int, re.findall(r"\d+", first["messages"][1]["content"]))
+    assert first["answer"] == str(a + b)
+    given = [f"{a} + {b} is {a + b}.", f"{a + b} is not 1", ""]
+    rewards = [module.reward(Episode(task=first, messages=[], answer=text)) for text in given]
+    assert [sum(reward.values()) for reward in rewards] == [1.1, 0.1, 0.0]
 
 
 def test_the_own_task_is_learnt(tmp_path):
