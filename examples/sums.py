@@ -21,7 +21,7 @@ def tasks() -> list[dict]:
 
 
 def reward(episode) -> dict[str, float]:
-    """1 for a reply whose last number is the sum, and a little for one that comes to its end."""
+    """1 if the last number of the reply is the sum, and 0.1 if the reply ends."""
     is_right = re.findall(r"\d+", episode.answer)[-1:] == [episode.task["answer"]]
     return {"right": float(is_right), "ended": 0.1 * bool(episode.answer)}
 

@@ -14,7 +14,7 @@ VOCABULARY = 320
 
 
 def alphabet():
-    """The 256 characters by which byte-level BPE writes bytes."""
+    """The 256 characters that byte-level BPE writes for bytes."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return [*map(chr, plain), *(chr(256 + at) for at in range(len(others)))]

@@ -185,10 +185,11 @@ def _load(reader: Any, directory: Path, path: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
     from transformers.utils.logging import set_verbosity_error
 
-    set_verbosity_error()  # a table of what is missing would come before our sentence
+    set_verbosity_error()  # it prints a table of missing weights before our sentence
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, gguf_file=path.name)
     _split_as_llama_cpp(tokenizer.backend_tokenizer, reader, path)
-    model, found = AutoModelForCausalLM.from_pretrained(
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, found = load(
         directory,
         gguf_file=path.name,
         quantization_config=GgufConfig(dequantize=True),

@@ -55,7 +55,7 @@ def locate_model(name: str, *, files: Sequence[str] = HUB_FILES) -> Path:
             hint = "".join(f" It holds {file.name}: model={file}." for file in path.glob("*.gguf"))
             raise ConfigError(f"model={name} is a directory without a config.json.{hint}")
         return path
-    if path.is_file():
+    if path.suffix == ".gguf" and path.is_file():
         return unpacked(path)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return fetch(name, files=files)

@@ -1,4 +1,4 @@
-"""Models of GGUF files against transformers' own reading of them, and token ids against llama.cpp's."""
+"""GGUF files as transformers itself reads them, and their token ids as llama.cpp has them."""
 
 import json
 import random
@@ -7,7 +7,6 @@ import urllib.request
 import pytest
 
 pytest.importorskip("gguf", reason="pip install 'lockstep-rl[gguf]'")
-transformers = pytest.importorskip("transformers", reason="pip install 'lockstep-rl[gguf]'")
 pytest.importorskip("accelerate", reason="pip install 'lockstep-rl[gguf]'")
 
 import torch
@@ -20,6 +19,8 @@ from lockstep.ops.context import PackedContext
 from lockstep.run.preflight import read_model_files
 from lockstep.run_config import ModelChoice
 from lockstep.types import Message
+
+transformers = pytest.importorskip("transformers", reason="pip install 'lockstep-rl[gguf]'")
 
 PIECES = (
     *("a", "B", "\u00e9", " ", "  ", "\n", "1", "12", "123", "hello", " hello", "'s", "'LL", "!"),

@@ -129,8 +129,8 @@ def changed_type(path, number):
 def test_a_quantisation_that_cannot_be_read_is_named(tmp_path):
     path = changed_type(write_gguf(tmp_path / "a.gguf"), 99)
     assert re.search(r"in a form that gguf .* does not know \(.*99.* is not a valid", refusal(path))
-    path = changed_type(write_gguf(tmp_path / "b.gguf"), 15)
-    assert re.search(r"weights in F32, Q8_0, Q8_K\) is not read by transformers", refusal(path))
+    path = changed_type(write_gguf(tmp_path / "b.gguf"), 9)
+    assert re.search(r"weights in F32, Q8_0, Q8_1\) is not read by transformers", refusal(path))
 
 
 def test_an_architecture_that_transformers_does_not_read_is_named(tmp_path):
@@ -279,7 +279,7 @@ def test_a_fetch_that_is_ended_half_way_leaves_nothing_broken(wheel, kept, tmp_p
         running.send_signal(how)
         assert running.wait(60) == code
         assert not [place for place in kept.iterdir() if not place.name.startswith(".")]
-    assert list(kept.glob("*.partial"))  # of the one that was killed
+    assert list(kept.glob("*.partial"))  # the killed process left it
     assert main(["fetch", NAME]) == OK
     assert not list(kept.glob("*.partial"))
     assert load_checkpoint(locate_model(NAME)).config.vocab_size == VOCABULARY
