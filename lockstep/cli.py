@@ -472,9 +472,22 @@ def _ladder(options: argparse.Namespace) -> int:
     from lockstep.doctor.ladder import climb
 
     config, weights = _played(options, "doctor --ladder")
-    ladder = climb(config, weights=weights)
+    with _faults_of_run(options):
+        ladder = climb(config, weights=weights)
     _print(options, ladder.to_json(), ladder.summary())
     return EXIT_CODES["differs" if ladder.culprits else "consistent"]
+
+
+def _faults_of_run(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """The faults that a run was started with: a ladder of it climbs with its defect."""
+    from lockstep.store.run import is_run, load_run
+
+    if options.fault or not is_run(Path(options.target)):
+        return contextlib.nullcontext()
+    words = [str(word) for word in load_run(options.target).environment.get("argv", ())]
+    after = [words[at + 1] for at, word in enumerate(words[:-1]) if word == "--fault"]
+    joined = [word.removeprefix("--fault=") for word in words if word.startswith("--fault=")]
+    return _faults(argparse.Namespace(fault=[*after, *joined]))
 
 
 def _noise(options: argparse.Namespace) -> int:

@@ -196,7 +196,7 @@ class MismatchError(LockstepError, RuntimeError):
         self.cause = cause
         self.step = step
         self.evidence = evidence
-        """Places as `lockstep.doctor.checks.base.Evidence`, the strongest first."""
+        """Places as `lockstep.doctor.findings.Evidence`, the strongest first."""
         self.remedy = remedy
 
 

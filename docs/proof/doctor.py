@@ -5,7 +5,7 @@
     python docs/proof/doctor.py --table            tables of docs/doctor-causes.md, from the JSON
 
 Three parts. *matrix*: every cause in three strengths, on two tokenizers, with several seeds: is the
-cause that is named first the right one, by the classes of `checks/causes.py`? *healthy*: 500 dumps
+cause that is named first the right one, by the classes of `causes.py`? *healthy*: 500 dumps
 without a defect: is a cause named? *pairs*: two faults at once: are both named, and does each have
 the share of the gap that goes away without it?
 
@@ -69,9 +69,9 @@ from faulty_dumps import (
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, collect, sampling_of
-from lockstep.doctor.checks.attribution import gap_of
-from lockstep.doctor.checks.causes import is_same_class
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.gap import gap_of
+from lockstep.doctor.causes import is_same_class
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts

@@ -19,7 +19,7 @@ import torch
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import tag
-from lockstep.doctor.checks.tokens.context import opening_of
+from lockstep.doctor.scoring.prompts import opening_of
 from lockstep.errors import ConfigError
 from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention

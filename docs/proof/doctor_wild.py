@@ -5,16 +5,13 @@
     python docs/proof/doctor_wild.py singles healthy --players glm4 --sampler vllm
 
 The players of wild_players.py sample dialogues with transformers, or with vLLM; their programs then
-make one mistake of known cause, or two, or none, and write a dump in their format. The doctor is
-asked about that file by `lockstep.diagnose`, and is given no more than a user has:
+make one mistake of known cause, or two, or none, and write a dump. The doctor is asked about that
+file by `lockstep.diagnose`, at four levels of data (LEVELS).
 
-    rows       what the format carries, and the directory of the tokenizer
-    messages   the doctor's own columns with the dialogues
-    engine     that, and the ids that the engine returned and was sent
-    model      `rows`, and the model that sampled
-
-A cause is *right* if it is the first that is named, by the classes of checks/causes.py, among
-dumps whose gap is at least three times that of the noise alone, or whose defect moves no log-prob.
+A verdict is *right* if the first cause that is named is the injected one, by the classes of
+causes.py; *wrong* if it is another; *undecided* if the doctor says that the sides differ, or that it
+cannot judge, and names no cause; *consistent* if it says that nothing is wrong. Dumps whose gap is
+less than three times that of the noise alone are counted apart: their defect moves little or nothing.
 A cause that nobody injected and that is called "proved" is counted as such. doctor_split.json says
 which players are held: their verdicts are for judging alone. What came out is in
 doctor-wild-HALF.json, or doctor-wild-HALF-SAMPLER.json.
@@ -48,7 +45,7 @@ from wild_players import Episode, Ids, Line, Message, Program, Sampling
 from wild_vllm import why_missing
 
 from lockstep import diagnose
-from lockstep.doctor.checks.causes import CAUSES, is_same_class
+from lockstep.doctor.causes import CAUSES, is_same_class
 
 HERE = Path(__file__).parent
 FACTOR = 3.0
@@ -59,6 +56,10 @@ SILENT = frozenset({
 })  # fmt: skip
 """Causes that move few log-probs or none: they must be found at any gap."""
 STEP, VERSION = 4, 3
+LEVELS = ("a", "b", "c", "e")
+"""What the doctor is given. a: ids, mask and both log-probs as JSON lines, and nothing else. b: these
+with lengths, advantages, rewards, stop ids, and the model. c: also messages, turns and tools. e: also
+the ids that the engine returned and was sent."""
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -948,38 +949,40 @@ def floor_of(player: str, seed: int) -> float:
     return k2_of(dump_lines(wild.program_of(player), seed, [])[1])
 
 
-def levels_of(one: Fault, form: str) -> list[str]:
-    """What the doctor is given of a mistake, in the format of the player."""
-    is_own = form == "parquet"
-    if one.kind == "numerics":
-        return ["model"]
-    if one.kind == "template":
-        return ["messages", "engine", "model"] if is_own else ["model"]
-    if one.kind == "tokens":
-        return ["rows", "messages", "engine"] if is_own else ["rows"]
-    return ["rows"]
-
-
-def written(folder: Path, work: Work, lines: Sequence[Line], level: str, form: str) -> Path:
+def written(folder: Path, work: Work, lines: Sequence[Line], level: str) -> Path:
+    """What a program recorded, at one level of data."""
     program = work.program
-    if form == "parquet" and level not in ("messages", "engine"):
+    if level == "a":
+        path = folder / "rows.jsonl"
+        with open(path, "w") as file:
+            for line in lines:
+                row = {
+                    "token_ids": line.ids.tolist(), "loss_mask": line.mask.astype(int).tolist(),
+                    "rollout_logprobs": wild._own(line.sampler, line.mask),
+                    "trainer_logprobs": wild._own(line.trainer, line.mask),
+                }  # fmt: skip
+                file.write(json.dumps(row) + "\n")
+        return path
+    if level == "b":
         lines = [replace(line, messages=None) for line in lines]
-    if form == "parquet" and level != "engine":
+    if level != "e":
         lines = [replace(line, engine_ids=None, engine_prompt_ids=None) for line in lines]
     facts = {
         "temperature": work.temperature, "pad_id": program.tokenizer.pad_token_id,
         "eos_ids": sorted(program.end_ids), "trainer_version": VERSION,
     }  # fmt: skip
-    return wild.WRITERS[form](folder, lines, facts)
+    if level in "ce" and program.template.has_tools:
+        facts["tools"] = json.dumps(wild.TOOLS)
+    return wild.write_parquet(folder, lines, facts)
 
 
 def asked(work: Work, lines: Sequence[Line], level: str) -> dict[str, Any]:
     """What the doctor says of a dump."""
     parts = work.program.parts
     with tempfile.TemporaryDirectory() as folder:
-        path = written(Path(folder), work, lines, level, parts.format)
+        path = written(Path(folder), work, lines, level)
         directory = str(parts.directory)
-        given = {"model": directory} if level == "model" else {"tokenizer": directory}
+        given = {} if level == "a" else {"model": directory}
         began = time.perf_counter()
         try:
             diagnosis = diagnose(path, **given)
@@ -992,7 +995,11 @@ def asked(work: Work, lines: Sequence[Line], level: str) -> dict[str, Any]:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}, {last.name}"
             return {"named": {}, "raised": f"{type(error).__name__} in {where}: {text[:300]}"}
-        return {"named": found, "seconds": round(time.perf_counter() - began, 2)}
+        shares = {n: round(diagnosis.share_of(n), 3) for n in found}
+        return {
+            "named": found, "shares": shares, "outcome": diagnosis.outcome,
+            "seconds": round(time.perf_counter() - began, 2),
+        }  # fmt: skip
 
 
 def is_of(name: str, cause: str) -> bool:
@@ -1011,8 +1018,13 @@ def judged(
     def is_right(name: str, cause: str) -> bool:
         return is_of(name, cause) or (cause == "rerendered" and name in also)
 
+    first = bool(names) and any(is_right(names[0], c) for c in causes)
+    outcome = found.get("outcome", "raised")
+    verdict = "right" if first else "wrong" if names else outcome
+    verdict = "undecided" if verdict in ("differs", "not_judged") else verdict
     return {
-        "first": bool(names) and any(is_right(names[0], c) for c in causes),
+        "verdict": verdict,
+        "first": first,
         "all": all(any(is_right(n, c) for n in names) for c in causes),
         "false_proved": [n for n in proved if not any(is_right(n, c) for c in causes)],
         **({"also": sorted(also)} if also else {}),
@@ -1055,24 +1067,16 @@ def _cases(player: str, what: Asked, cases: Sequence[tuple[Fault, ...]]) -> list
             continue
         if not all(one.needs(program) for one in faults):
             continue
-        order = ("rows", "messages", "engine", "model")
-        if len(faults) == 1:
-            levels = levels_of(faults[0], program.parts.format)
-        else:  # what tells the one that needs most
-            levels = [max((levels_of(one, program.parts.format)[-1] for one in faults),
-                          key=order.index)]  # fmt: skip
         for seed in range(what.seeds):
             work, lines = dump_lines(program, seed, faults)
             if not all(reaches(one, program, lines) for one in faults):
                 continue
             k2, floor = k2_of(lines), floor_of(player, seed)
-            for level in levels:
-                if what.levels and level not in what.levels:
-                    continue
+            for level in what.levels or LEVELS:
                 case = {
                     "player": player, "level": level, "causes": causes,
                     "strength": " + ".join(one.label for one in faults), "seed": seed,
-                    "times": round(k2 / floor, 2),
+                    "times": round(k2 / max(floor, 1e-12), 2),
                     **judged(asked(work, lines, level), causes, work.also),
                 }  # fmt: skip
                 show(case)
@@ -1108,18 +1112,14 @@ HEALTHY: Mapping[str, Mapping[str, Any]] = {
 
 def healthy(player: str, what: Asked) -> list[dict[str, Any]]:
     program = wild.program_of(player)
-    form = program.parts.format
     out: list[dict[str, Any]] = []
-    levels = ["rows", "messages", "engine", "model"] if form == "parquet" else ["rows", "model"]
     for kind, settings in HEALTHY.items():
         if "noise_std" in settings.get("sampling", {}) and not _takes_noise(program):
             continue
         for seed in range(100, 100 + what.seeds):
             work, lines = dump_lines(program, seed, [], settings)
             work.program = program  # its directory has the template of its own
-            for level in levels:
-                if what.levels and level not in what.levels:
-                    continue
+            for level in what.levels or LEVELS:
                 found = judged(asked(work, lines, level), [])
                 case = {"player": player, "level": level, "causes": [], "strength": kind,
                         "seed": seed, "k2": k2_of(lines), **found}  # fmt: skip
@@ -1134,57 +1134,57 @@ PARTS: Mapping[str, Callable[[str, Asked], list[dict[str, Any]]]] = {
 
 
 def show(case: Mapping[str, Any]) -> None:
-    names = ", ".join(f"{n} ({sure})" for n, sure in case["named"].items()) or "nothing"
-    is_right = case["first"] if case["causes"] else not case["named"] and "raised" not in case
-    is_right = is_right and (case["all"] or len(case["causes"]) < 2)
+    names = ", ".join(
+        f"{n} ({sure}, {case.get('shares', {}).get(n, 0):.0%})" for n, sure in case["named"].items()
+    )
     moved = f"{case['times']:9.1f} x floor" if "times" in case else f"k2 {case['k2']:12.2e}"
+    verdict = case["verdict"] if case["causes"] else case.get("outcome", "raised")
+    if len(case["causes"]) > 1 and not case["all"]:
+        verdict += ", one"
     print(
-        f"{case['player']:15} {case['level']:9}{'+'.join(case['causes']) or 'healthy':28}"
-        f"{case['strength']:32}{moved}  {'right' if is_right else 'WRONG'}  "
+        f"{case['player']:15} {case['level']:2}{'+'.join(case['causes']) or 'healthy':28}"
+        f"{case['strength']:32}{moved}  {verdict:12}{case.get('seconds', 0):5.1f} s  "
         f"{case.get('raised', names)}",
         flush=True,
     )
 
 
-def counts(case: Mapping[str, Any]) -> bool:
-    """Whether a single must be found."""
+def is_seen(case: Mapping[str, Any]) -> bool:
+    """Whether a defect shows in the data of its level: it moves log-probs, or is in its records."""
     return case["times"] >= FACTOR or bool(SILENT & set(case["causes"]))
 
 
 def summary(part: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of one part."""
-    raised = [c for c in cases if "raised" in c]
-    false = Counter(
-        f"{'+'.join(c['causes']) or c['strength']} -> {name}"
-        for c in cases
-        for name in c["false_proved"]
-    )
-    out: dict[str, Any] = {
-        "cases": len(cases), "raised": len(raised),
-        "dumps_with_a_false_proved": sum(bool(c["false_proved"]) for c in cases),
-        "false_proved": dict(false.most_common()),
-    }  # fmt: skip
-    if part == "healthy":
-        alarms = Counter(f"{c['player']}: {c['strength']}: {', '.join(c['named'])}"
-                         for c in cases if c["named"])  # fmt: skip
-        quiet = sum(not c["named"] and "raised" not in c for c in cases)
-        return out | {"silent": quiet, "alarms": dict(alarms.most_common())}
-    if part == "pairs":
-        out["first_right"] = sum(c["first"] for c in cases)
-        out["both_named"] = sum(c["all"] for c in cases)
-        return out
-    own = [c for c in cases if counts(c)]
-    out |= {"counted": len(own), "right": sum(c["first"] for c in own)}
-    for name, key in (("by_cause", "causes"), ("by_level", "level"), ("by_player", "player")):
-        groups: dict[str, list[bool]] = {}
-        for c in own:
-            label = f"{c['causes'][0]}, {c['level']}" if key == "causes" else c[key]
-            groups.setdefault(label, []).append(c["first"])
-        out[name] = {label: f"{sum(g)}/{len(g)}" for label, g in groups.items()}
-    out["missed"] = dict(Counter(
-        f"{c['causes'][0]}, {c['level']}: {next(iter(c['named']), c.get('raised', 'nothing'))}"
-        for c in own if not c["first"]
-    ).most_common())  # fmt: skip
+    """The figures of one part, by level."""
+    out: dict[str, Any] = {"cases": len(cases), "raised": sum("raised" in c for c in cases)}
+    for level in LEVELS:
+        own = [c for c in cases if c["level"] == level]
+        if not own:
+            continue
+        if part == "healthy":
+            out[level] = {
+                "dumps": len(own), "without_a_cause": sum(not c["named"] for c in own),
+                "outcomes": dict(Counter(c.get("outcome", "raised") for c in own)),
+                "named": dict(Counter(f"{c['strength']}: {', '.join(c['named'])}"
+                                      for c in own if c["named"])),
+            }  # fmt: skip
+            continue
+        loud = [c for c in own if c["times"] >= FACTOR]
+        silent = [c for c in own if c["times"] < FACTOR]
+        out[level] = {
+            "moves the gap": dict(Counter(c["verdict"] for c in loud)),
+            "moves little or nothing": dict(Counter(c["verdict"] for c in silent)),
+            "false_proved": dict(Counter(
+                f"{'+'.join(c['causes'])} -> {n}" for c in own for n in c["false_proved"])),
+            "wrong": dict(Counter(
+                f"{'+'.join(c['causes'])}: {next(iter(c['named']))}"
+                for c in own if c["verdict"] == "wrong")),
+            "consistent": dict(Counter(
+                f"{'+'.join(c['causes'])}, {c['strength']}"
+                for c in own if c["verdict"] == "consistent")),
+        }  # fmt: skip
+        if part == "pairs":
+            out[level]["both_named"] = f"{sum(c['all'] for c in own)} of {len(own)}"
     return out
 
 

@@ -19,7 +19,7 @@ import lockstep.doctor
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import resolve
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.recipes import find_recipe

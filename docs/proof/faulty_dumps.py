@@ -24,7 +24,7 @@ from doctor_faults import (
 )
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder
 from lockstep.models.lora import add_adapter

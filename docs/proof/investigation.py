@@ -23,7 +23,7 @@ from run import host
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import resolve
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.ladder import climb
 from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build

@@ -1325,7 +1325,7 @@ def write_parquet(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any])
         prompts = [one.engine_prompt_ids for one in lines]
         columns["engine_prompt_ids"] = pa.array(prompts, nested)
     told = {"temperature": facts["temperature"], "stop_ids": facts["eos_ids"]}
-    told |= {"model": facts["model"]} if facts.get("model") else {}
+    told |= {name: facts[name] for name in ("model", "tools") if facts.get(name)}
     table = pa.table(columns).replace_schema_metadata({"lockstep.doctor": json.dumps(told)})
     path = folder / "rows.parquet"
     pq.write_table(table, path)

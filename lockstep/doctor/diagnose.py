@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import did_you_mean
-from lockstep.doctor.checks.base import RunFacts, Setting
-from lockstep.doctor.checks.examine import Stage, all_stages, examine
 from lockstep.doctor.diagnosis import Diagnosis
+from lockstep.doctor.examine import examine, names
+from lockstep.doctor.facts.physical import contradictions
+from lockstep.doctor.findings import RunFacts, Setting
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.numerics.judgements import NUMERICS
-from lockstep.doctor.numerics.rescore import Rescoring, open_model
-from lockstep.doctor.numerics.weights import OWN
 from lockstep.doctor.row_choice import RowChoice
+from lockstep.doctor.scoring.model import Model, open_model
+from lockstep.doctor.scoring.weights import OWN
 from lockstep.doctor.tokenization import Tokenization, find_tokenization, why_beyond, why_unlike
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ def diagnose(
     tokenizer: Tokenizer | str | None = None,
     renderer: Renderer | str | None = None,
     facts: Facts | None = None,
-    model: str | Path | Rescoring = "",
+    model: str | Path | Model = "",
     adapter: str | Path = "",
     against: Sequence[str | Path] = (),
     only: Sequence[str] = (),
@@ -46,10 +46,10 @@ def diagnose(
     tokenizer, renderer: objects, or names (`tokenization.find_tokenization`); None takes those of
     the model that the input names, if it is on this machine. facts: replace those of the input.
     model: scores a sample of the rows again: a directory, a shipped name, "own" for the weights of
-    a run, or an open `Rescoring`; empty skips the checks that need one. adapter: in PEFT's form,
-    for that model. against: other weights that may explain a difference. only: names of checks;
-    empty runs all. Raises DataError if the input cannot be read, or is of another model or
-    vocabulary than those given; ConfigError for unknown names.
+    a run, or an open `Model`; empty skips the hypotheses that need one. adapter: in PEFT's form,
+    for that model. against: other weights that may explain a difference. only: names of facts and
+    hypotheses; empty reports all. Raises DataError if the input cannot be read, or is of another
+    model or vocabulary than those given; ConfigError for unknown names.
     """
     began = time.perf_counter()
     dump = source if isinstance(source, Dump) else open_dump(source, format=format)
@@ -58,28 +58,30 @@ def diagnose(
     words = tokenization_of(of_model, tokenizer, renderer)
     words = _of_rows(words, dump, is_given=tokenizer is not None)
     setting = make_setting(facts, words, tuple(dump.step_metrics()), resumes=dump.resumes)
-    stages = [Stage(checks=checks) for checks in all_stages().values()]
-    numerics = Stage(checks=NUMERICS)
-    _check_names(only, [*stages, numerics])
-
+    for name in only:
+        if name not in names():
+            near = did_you_mean(name, names())
+            raise ConfigError(f"--only {name}: there is no such fact or hypothesis.{near}")
     lacks = {**words.lacks, **dump.lacks}
-    if isinstance(model, Rescoring) or model:
-        opened = open_model(dump, facts, words, model=model, adapter=adapter, against=against)
-        setting = replace(setting, model=opened)
-        if isinstance(opened, Rescoring):
-            stages = opened.stages(stages)
-            numerics = replace(numerics, chunks=opened.sample)
-        else:
-            numerics = replace(numerics, chunks=tuple)
-            lacks["model"] = opened
-    # Training is judged last: after the causes of the gap.
-    stages.insert(len(stages) - 1, numerics)
+    unjudged = [why for why in (words.lacks.get("messages"),) if why]
+    read = dump.read
+    if isinstance(model, Model) or model:
+        try:
+            opened = open_model(dump, facts, model=model, adapter=adapter, against=against)
+            setting = replace(setting, model=opened)
+            read = lambda: opened.weights.rows_of(dump, facts)  # noqa: E731
+        except (CheckpointError, MissingExtraError) as error:
+            lacks["model"] = str(error)
+            unjudged.append(f"the model cannot be used: {error}")
     choice = RowChoice()
-    examination = examine(dump.read, stages, setting, has=dump.has, only=only, on_rows=choice.add)
+    examination = examine(read, setting, has=dump.has, only=only, on_rows=choice.add)
     if examination.num_rows and not examination.num_tokens:
         raise DataError(
             f"{dump.path}: all {examination.num_rows} rows are empty: there is no token to judge."
         )
+    found = contradictions(setting)
+    if found is not None and (not only or found.check in only):
+        examination.findings.append(found)
     named = {"format": format, "tokenizer": tokenizer, "renderer": renderer}
     named |= {"model": model, "adapter": adapter}
     given = [*named.items(), *(("against", weights) for weights in against)]
@@ -93,6 +95,7 @@ def diagnose(
         choice=choice,
         options=tuple(word for name, value in texts for word in (f"--{name}", str(value))),
         lacks=lacks,
+        unjudged=tuple(unjudged),
     )
 
 
@@ -115,18 +118,12 @@ def _of_rows(words: Tokenization, dump: Dump, *, is_given: bool) -> Tokenization
     for rows in islice(dump.chunks(max_tokens=HEAD_TOKENS), 1):
         beyond = why_beyond(tokenizer, rows)
         if why := beyond or why_unlike(tokenizer, rows):
-            why += " Name that of the rows: --tokenizer DIR"
+            told = f"{why} Name that of the rows: --tokenizer DIR"
             if beyond and is_given:
-                raise DataError(f"{dump.path}: {why}.")
-            return Tokenization(lacks={"tokenizer": why, "renderer": why})
+                raise DataError(f"{dump.path}: {told}.")
+            lacks = {"tokenizer": told, "renderer": told}
+            return Tokenization(lacks=lacks if beyond else lacks | {"messages": why})
     return words
-
-
-def _check_names(only: Sequence[str], stages: Sequence[Stage]) -> None:
-    known = [kind.name for stage in stages for kind in stage.checks]
-    for name in only:
-        if name not in known:
-            raise ConfigError(f"--only {name}: there is no such check.{did_you_mean(name, known)}")
 
 
 def make_setting(
@@ -136,7 +133,7 @@ def make_setting(
     *,
     resumes: Sequence[int] = (),
 ) -> Setting:
-    """The facts that checks may use: those of the input, and the user's choices."""
+    """All that is known besides the rows: the facts of the input, and the user's choices."""
     known = {fact.name: getattr(facts, fact.name) for fact in fields(RunFacts)}
     known["pad_id"] = words.pad_id if facts.pad_id is None else facts.pad_id
     setting = Setting(

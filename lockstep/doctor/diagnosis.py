@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lockstep.display import block, table
-from lockstep.doctor.checks.attribution import SPLIT_BY, Gap, Place, Split
-from lockstep.doctor.checks.base import Evidence, Finding, Setting
-from lockstep.doctor.checks.causes import CAUSES, Cause
-from lockstep.doctor.checks.examine import Examination, Share
+from lockstep.doctor.causes import CAUSES, Cause
+from lockstep.doctor.examine import Examination, Share
+from lockstep.doctor.findings import Evidence, Finding, Setting
+from lockstep.doctor.gap import SPLIT_BY, Gap, Place, Split
 from lockstep.doctor.inputs.base import HOW_TO_GET, Dump
 from lockstep.doctor.row_choice import RowChoice
-from lockstep.observe.alarms import WARNING_LIMIT
+from lockstep.observe.alarms import CRITICAL_LIMIT, mismatch
 from lockstep.store.files import encode_number
 
-Outcome = Literal["consistent", "differs", "could_not_check"]
-EXIT_CODES: Mapping[Outcome, int] = {"consistent": 0, "differs": 1, "could_not_check": 2}
+Outcome = Literal["consistent", "differs", "not_judged"]
+EXIT_CODES: Mapping[Outcome, int] = {"consistent": 0, "differs": 1, "not_judged": 2}
 
 Certainty = Literal["proved", "likely", "possible"]
-"""proved: records of the dump contradict each other, or undoing the cause makes the two sides
-agree. likely: undoing it removes a part of the gap, or tokens show it. possible: the figures fit
-and no token shows it."""
+"""proved: records of the dump contradict each other, or other ids, scored again by the model, give
+the recorded numbers. likely: it explains most of the gap. possible: it explains a part."""
 
-MOST_OF_THE_GAP = 0.5
-"""Share of the remaining k2 that a repair must remove to prove its cause: log-probs do not move to
-those of the other side by chance. A repair that leaves tokens out removes their gap whatever the
-cause; then this is the share by which k2 per token must fall among those that are left."""
-MIN_KEPT = 0.05
-"""Share of the tokens that must be left, to tell that."""
-SAME_TOKENS = 0.98
-"""Share of the tokens from which on a repair leaves none out: a few have no log-prob to move."""
-PART_OF_THE_GAP = 0.05
-"""Share of k2 below which a repair proves little: repairs leave out tokens, and their noise."""
+MOST = 0.5
+"""Share of the gap that a repair must remove to prove its cause, and a fit to be likely: no other
+cause can then explain as much."""
 
 FLOAT_NOISE = 1e-4
 """Upper bound in nats of |d| between two float32 computations of the same thing: metrics of a run
@@ -60,6 +53,8 @@ class Diagnosis:
     """Options about the input on the command line: ("--tokenizer", DIR)."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
     """Data that the input and this machine lack -> why, and how to get it."""
+    unjudged: tuple[str, ...] = ()
+    """Reasons why the rows cannot be judged: a model that cannot be loaded, messages of others."""
 
     def __repr__(self) -> str:
         found = ", ".join(cause.name for cause, _ in self.causes)
@@ -73,8 +68,8 @@ class Diagnosis:
             ("input", f"{self.dump.format}, {examined.num_rows:,} rows"),
             ("compared", f"{examined.gap.tokens:,} of {examined.num_tokens:,} tokens"),
             ("k2", f"{gap['k2']:.2e}, largest difference {gap['max_abs_diff']:.2e}"),
-            ("ruled out", f"{len(self.with_verdict('consistent'))} checks"),
-            ("not checkable", f"{len(self.with_verdict('not_checkable'))} checks"),
+            ("ruled out", f"{len(self.with_verdict('consistent'))} facts and hypotheses"),
+            ("not checkable", f"{len(self.with_verdict('not_checkable'))}"),
             *(("next", step) for step in self.next_steps),
         ]
         causes = [
@@ -92,25 +87,66 @@ class Diagnosis:
 
     @property
     def outcome(self) -> Outcome:
-        verdicts = {finding.verdict for finding in self.examination.findings}
-        has_found_before = bool(self.dump.found_before) and not self.only
-        if "differs" in verdicts or self.next_steps or has_found_before:
+        if self.causes or self.is_unexplained or (self.dump.found_before and not self.only):
             return "differs"
-        return "consistent" if verdicts - {"not_checkable"} else "could_not_check"
+        if self.only:
+            told = any(f.verdict == "consistent" for f in self.examination.findings)
+            return "consistent" if told else "not_judged"
+        return "not_judged" if self.why_not_judged else "consistent"
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether a gap is left that numerics cannot make, or that the run's own metrics show."""
+        if self.only:
+            return False
+        left = self.examination.after.total
+        too_large = bool(left.tokens) and not self.examination.is_numeric
+        return too_large or (not self.causes and self.alarm > CRITICAL_LIMIT)
+
+    @property
+    def alarm(self) -> float:
+        """Largest mismatch among the run's own metrics; 0 without any."""
+        found = (mismatch(row) for row in self.setting.step_metrics)
+        return max((value for value in found if not math.isnan(value)), default=0.0)
+
+    @property
+    def why_not_judged(self) -> list[str]:
+        """Why nothing can be said; empty if both sides were compared."""
+        out = list(self.unjudged)
+        if not self.examination.gap.tokens:
+            sides = ("rollout_logprobs", "trainer_logprobs")
+            lost = [self.lacks.get(s) or HOW_TO_GET[s] for s in sides if s not in self.dump.has]
+            why = "; ".join(lost) or "no trained token has two finite log-probs"
+            out.append(f"nothing is compared: {why}")
+        return out
+
+    @property
+    def headline(self) -> str:
+        """One sentence: the outcome, and for a gap without a cause its size."""
+        left = self.examination.after.total.means()
+        if self.outcome == "not_judged":
+            return "; ".join(self.why_not_judged) or "nothing that was asked for can be tested"
+        if self.is_unexplained:
+            told = f"k2 {left['k2']:.2g} is left, beyond what numerics make"
+            if self.alarm > CRITICAL_LIMIT and self.examination.is_numeric:
+                told = f"a step of the run has a mismatch of {self.alarm:.3g}"
+            return f"unexplained: {told}"
+        return ""
 
     @property
     def next_steps(self) -> list[str]:
-        """Steps that would tell more, if no cause explains a gap that is large enough for a warning
-        (observe/alarms.py); empty if there is none, or if only some checks were requested."""
-        left = self.examination.after.total.means()
-        if self.only or max(left["k2"], left["k3"]) <= WARNING_LIMIT:
+        """Records that would decide, the first alone if it is enough; empty where all is told."""
+        if self.outcome != "not_judged" and not self.is_unexplained:
             return []
+        if not self.examination.gap.tokens:
+            return [*(HOW_TO_GET[n] for n in ("rollout_logprobs", "trainer_logprobs")
+                      if n not in self.dump.has)] or ["log both sides' log-probs as they are"]  # fmt: skip
         lacking = {name for finding in self.with_verdict("not_checkable") for name in finding.lacks}
-        if "tokenizer" in lacking:
-            lacking.discard("renderer")  # it comes with the tokenizer
-        names = ("model", "tokenizer", "renderer", "engine_ids")
+        names = ("engine_ids", "model", "messages", "tokenizer", "renderer")
         steps = [HOW_TO_GET[name] for name in names if name in lacking]
-        return [*steps, "play the rungs with your model and template: lockstep doctor --ladder"]
+        recorder = "or copy lockstep/doctor/recorder.py, which writes all of them"
+        ladder = "play the rungs with your model and template: lockstep doctor --ladder"
+        return [*steps[:2], *([recorder] if steps else []), ladder]
 
     # -- what was found -----------------------------------------------------------------------
 
@@ -143,43 +179,33 @@ class Diagnosis:
         else is wrong with the rows."""
         return self.examination.gap.max_abs < FLOAT_NOISE
 
-    def share_of(self, cause: str, kind: Literal["k2", "k3"] = "k2") -> float:
-        """Share of the sum of k2 = d^2 / 2, or of k3, that the cause explains; 0 if it moves no
-        log-prob."""
+    def share_of(self, cause: str) -> float:
+        """Share of the sum of k2 = d^2 / 2 that the cause explains; 0 if it moves no log-prob."""
         if self.is_float_noise:
             return 0.0
-        return sum(getattr(share, kind) for share in self._shares(cause))
+        return min(sum(share.k2 for share in self._shares(cause)), 1.0)
 
     def range_of(self, cause: str) -> tuple[float, float]:
-        """Smallest and largest share of k2 that the cause may explain: tokens that another cause
-        hits too have one gap, which either may claim."""
+        """The interval of that share: two standard errors over rows."""
         steps = [] if self.is_float_noise else self._shares(cause)
-        return sum(step.least for step in steps), sum(step.most for step in steps)
+        return sum(step.least for step in steps), min(sum(step.most for step in steps), 1.0)
 
     def certainty_of(self, cause: Cause, finding: Finding) -> tuple[Certainty, str]:
         """How certain the cause is, and why."""
-        share = self.share_of(cause.name)
-        steps = self._shares(cause.name)
-        why = "the figures fit it, and no single token shows it"
-        level: Certainty = "possible"
-        if share >= PART_OF_THE_GAP:
-            before, after = steps[0].before, steps[-1].after
-            why = f"without it k2 goes from {before.means()['k2']:.2g} to {after.means()['k2']:.2g}"
-            is_proof = finding.basis == "repair" and _agrees_without(before, after)
-            level = "proved" if is_proof else "likely"
-        elif finding.evidence:
-            level, why = "likely", "tokens show it; undoing it changes little of the gap"
+        share = finding.figures.get("share", self.share_of(cause.name))
         if finding.basis == "shown":
-            level = "proved"
-            why = "the dump's own records show it" + (f"; {why}" if steps and share else "")
-        elif finding.basis == "fit" and level == "likely":
-            why += "; inferred from the pattern, which another cause may make too"
-        if twins := sorted(
-            c.name
-            for c in CAUSES.values()
-            if c.equivalents == cause.equivalents and c.name != cause.name
-        ):
-            why += f"; rows alone do not tell it from {', '.join(twins)}"
+            return "proved", "the dump's own records contradict each other"
+        if finding.basis == "repair" and share >= MOST:
+            level, why = "proved", "the repaired ids, scored again, give the recorded numbers"
+        else:
+            level: Certainty = "likely" if share >= MOST else "possible"
+            why = f"it explains {share:.0%} of what was left, beyond chance"
+        others = set(self.examination.rivals.get(cause.name, ()))
+        others |= {
+            c.name for c in CAUSES.values() if c.kind and c.kind == cause.kind
+        } - {cause.name}
+        if others:
+            why += f"; these rows do not tell it from {', '.join(sorted(others))}"
         return level, why
 
     def remedy_for(self, cause: Cause) -> str:
@@ -227,6 +253,7 @@ class Diagnosis:
             "not_checkable": {
                 f.check: self.missing_for(f) for f in self.with_verdict("not_checkable")
             },
+            "headline": self.headline,
             "unexplained": {
                 "is_float_noise": self.is_float_noise,
                 "k2_share": encode_number(examined.unexplained_k2),
@@ -254,7 +281,6 @@ class Diagnosis:
             "measured": finding.measured,
             "share_k2": self.share_of(cause.name),
             "share_k2_range": list(self.range_of(cause.name)),
-            "share_k3": self.share_of(cause.name, "k3"),
             "certainty": certainty,
             "why": why,
             "basis": finding.basis,
@@ -262,17 +288,6 @@ class Diagnosis:
             "in_engines": dict(cause.in_engines),
             "command": self.command_for(finding),
         }
-
-
-def _agrees_without(before: Gap, after: Gap) -> bool:
-    """Whether a repair made the two sides agree, and did not merely leave out what disagrees."""
-    if not before.k2:  # the repair of another cause of the same tokens was made first
-        return False
-    if after.tokens >= SAME_TOKENS * before.tokens:
-        return after.k2 <= (1 - MOST_OF_THE_GAP) * before.k2
-    if after.tokens < MIN_KEPT * before.tokens:
-        return False
-    return after.means()["k2"] <= (1 - MOST_OF_THE_GAP) * before.means()["k2"]
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.checks.attribution import is_touched
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis
 from lockstep.doctor.row_choice import fetch
 from lockstep.errors import ConfigError
@@ -115,8 +114,6 @@ def _rows_to_show(
         proof = evidence.get(rows.row_ids[0], [])
         why = [piece["check"] for piece in proof]
         why += [chosen[number]] if number in chosen else []
-        repairs = diagnosis.examination.repairs
-        why += sorted(c.kind.cause for c in repairs if is_touched(rows, c.repair(rows)))
         out.append(row_document(rows, why=list(dict.fromkeys(why)), evidence=proof))
     return out, left_out
 

@@ -23,11 +23,12 @@ from lockstep.agent.loop import Budget, training_sampling
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import TurnSampler
 from lockstep.config import tag
-from lockstep.doctor.checks.attribution import Gap, gap_of_all
-from lockstep.doctor.checks.base import Setting
-from lockstep.doctor.checks.causes import CAUSES
-from lockstep.doctor.checks.examine import Stage, all_stages, examine
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.gap import Gap, gap_of_all
+from lockstep.doctor.findings import Setting
+from lockstep.doctor.causes import CAUSES
+from lockstep.doctor.examine import examine
+from lockstep.doctor.monitor import rows_of
+from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError, DataError
 from lockstep.launch.config import ParallelConfig
 from lockstep.objectives.config import GRPO
@@ -61,7 +62,7 @@ class Rung:
     """Share of the sampled tokens that are still at the place where they were sampled; NaN if
     unknown."""
     causes: tuple[str, ...] = ()
-    """Causes that the checks of arrays find in its rows."""
+    """Causes in its rows, the largest share first."""
     is_what_if: bool = False
     """Whether it shows another program's result, not this one's."""
 
@@ -103,8 +104,10 @@ class Ladder:
         """One sentence for each culprit."""
         found = []
         for rung in self.culprits:
-            titles = "".join(f" {CAUSES[cause].title}" for cause in rung.causes)
-            found.append(f"It begins on {rung.name}: {rung.adds}.{titles}")
+            told = "".join(f" {CAUSES[cause].title}" for cause in rung.causes)
+            if rung.match < 1:
+                told += f" {rung.match:.1%} of the sampled tokens are still in their places."
+            found.append(f"It begins on {rung.name}: {rung.adds}.{told}")
         return " ".join(found) or "Consistent on every rung."
 
     def to_json(self) -> dict[str, Any]:
@@ -280,16 +283,20 @@ class _Climber:
         log_probs = partial(self.parts.trainer.forward, column=None)
         rows = self.parts.hooks.change_rows(sampled, self.renderer, log_probs)
         adds = "the changes to rows on their way to the loss"
-        return self._measured("the training path", adds, rows, match=token_match(sampled, rows))
+        played_as = rows_of(rows, list(groups.values()), version=0)
+        return self._measured(
+            "the training path", adds, rows, match=token_match(sampled, rows),
+            engine_ids=played_as.engine_ids,
+        )  # fmt: skip
 
     def _measured(
-        self, name: str, adds: str, samples: Sequence[Sample], *, match: float, **more: Any
-    ) -> Rung:
+        self, name: str, adds: str, samples: Sequence[Sample], *, match: float,
+        engine_ids: Any = None, **more: Any,
+    ) -> Rung:  # fmt: skip
         """The trainer's log-probs of these rows against the recorded ones."""
         trainer = self.parts.trainer.forward(samples, column=None)
-        rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer))
-        stages = [Stage(checks=checks) for checks in all_stages().values()]
-        examined = examine(lambda: [rows], stages, self.setting, has=rows.has)
+        rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer), engine_ids=engine_ids)
+        examined = examine(lambda: [rows], self.setting, has=rows.has, is_live=True)
         gap = gap_of_all(rows)
         shares = {share.cause: share.k2 for share in examined.shares}
         causes = [f.cause for f in examined.findings if f.verdict == "differs"]

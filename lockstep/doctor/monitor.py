@@ -1,4 +1,4 @@
-"""The checks that need no model, inside of a run: a few rows of every step, as they are trained.
+"""Facts and hypotheses inside of a run: a few rows of every step, as they are trained.
 
 `open_monitor` is handed to a training run, which calls it after each update. The run
 imports nothing of the doctor.
@@ -15,9 +15,16 @@ from typing import Any
 import numpy as np
 
 from lockstep.agent.references import check_not_importing
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.inputs.run_dump import MONITOR, first_prompt, prompt_length, replies
+from lockstep.doctor.inputs.native import write_rows
+from lockstep.doctor.inputs.run_dump import (
+    MONITOR,
+    TRAINED,
+    first_prompt,
+    prompt_length,
+    replies,
+)
 from lockstep.doctor.watch import Watch, choose
 from lockstep.errors import ConfigError
 from lockstep.observe.live import ViewKind
@@ -79,6 +86,8 @@ def open_monitor(
         log-probs. groups: the episodes of the rows, which hold the ids that the engine returned.
         version: of the weights before the update."""
 
+        keep_trained(path / TRAINED, step, rows, groups, version=version)
+
         def chosen(limit: int) -> Rows | None:
             index = choose([row.group for row in rows], limit, step=step)
             return rows_of([rows[i] for i in index], groups, version=version) if rows else None
@@ -86,6 +95,28 @@ def open_monitor(
         return watching.look(step, chosen)
 
     return look
+
+
+def keep_trained(
+    directory: Path, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
+) -> None:
+    """Writes the rows of a step that are trained otherwise than they were sampled. The others are
+    in the store: a run without a defect writes nothing."""
+    played = {t.id: t for group in groups for t in group.trajectories}
+
+    def is_changed(row: Sample) -> bool:
+        name, _, leaf = row.id.rpartition("/")
+        sampled = played[name].row(int(leaf))
+        mine, drawn = (r.columns.get("rollout_logprobs") for r in (row, sampled))
+        is_equal = np.array_equal(row.token_ids, sampled.token_ids) and (
+            mine is None or drawn is None or np.array_equal(mine, drawn, equal_nan=True)
+        )
+        return not is_equal or bool((row.loss_mask & ~sampled.loss_mask).any())
+
+    if changed := [row for row in rows if is_changed(row)]:
+        directory.mkdir(parents=True, exist_ok=True)
+        made = rows_of(changed, groups, version=version)
+        write_rows(directory / f"step-{step:06d}.parquet", [made])
 
 
 def rows_of(samples: Sequence[Sample], groups: Sequence[Group], *, version: int) -> Rows:

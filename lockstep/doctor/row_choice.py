@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Dump
 
 MAX_ROWS = 200

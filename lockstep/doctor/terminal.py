@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.doctor.checks.base import Evidence
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.findings import Evidence
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnosis import FLOAT_NOISE, Diagnosis
 from lockstep.doctor.row_choice import fetch
 from lockstep.errors import printable
@@ -21,17 +21,17 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Float32Array, Int32Array
 
 MIN_RANGE = 0.1
-"""Width from which the range of a share is told: two causes hit the same tokens."""
+"""Width from which the interval of a share is told."""
 NUM_SHOWN = 2
 """Causes that are shown with their tokens; each other cause gets a line."""
 NUM_TOKENS = 6
 """Tokens shown of a piece of evidence."""
 NUM_LINES = 4
-"""Checks in each of the lists `ruled out` and `not checked`."""
+"""Facts and hypotheses in each of the lists `ruled out` and `not checked`."""
 _WORDS = {
     "consistent": ("CONSISTENT", "bold green"),
     "differs": ("DIFFERS", "bold red"),
-    "could_not_check": ("COULD NOT CHECK: exit code 2", "bold yellow"),
+    "not_judged": ("NOT JUDGED: exit code 2", "bold yellow"),
 }
 _CERTAINTY = {"proved": "red", "likely": "yellow", "possible": "dim"}
 _LABEL_WIDTH = 12
@@ -64,6 +64,8 @@ def _show_head(diagnosis: Diagnosis, console: Console) -> None:
         f"({gap.tokens:,} compared), {format_seconds(diagnosis.seconds)}"
     )
     _line(console, "input", text)
+    if diagnosis.headline:
+        _line(console, "verdict", diagnosis.headline, "bold")
     for note in diagnosis.dump.notes:
         _line(console, "note", note)
     means = gap.means()
@@ -79,7 +81,7 @@ def _show_cause(diagnosis: Diagnosis, console: Console, number: int, rows: dict[
     least, most = diagnosis.range_of(cause.name)
     moves = f"  {share:.1%} of k2  " if share >= 0.001 else "  moves few log-probs, or none  "
     if most - least >= MIN_RANGE:
-        moves = f"  {share:.1%} of k2 (alone {most:.1%}, beside the others {least:.1%})  "
+        moves = f"  {share:.1%} of k2 ({least:.0%} to {most:.0%})  "
     title = (f"\n{number + 1}. {cause.name}", "bold red")
     console.print(Text.assemble(title, (moves, "bold"), (certainty, _CERTAINTY[certainty])))
     _line(console, "what", cause.title)
@@ -124,6 +126,8 @@ def _proof(evidence: Evidence, rows: Rows, tokenizer: Tokenizer | None) -> Table
 def _show_rest(diagnosis: Diagnosis, console: Console) -> None:
     """The gap that no cause explains, and its places."""
     left = diagnosis.examination.after.total
+    for step in diagnosis.next_steps:
+        _line(console, "next", step, "green")
     if not left.tokens:
         return
     means = left.means()
@@ -139,9 +143,8 @@ def _show_rest(diagnosis: Diagnosis, console: Console) -> None:
         for place in diagnosis.unexplained
     ]
     even = "float noise" if left.max_abs < FLOAT_NOISE else "spread over turns and positions"
-    _line(console, "unexplained", "; ".join([text, *(places or [even])]))
-    for step in diagnosis.next_steps:
-        _line(console, "next", step, "green")
+    label = "unexplained" if diagnosis.causes or diagnosis.is_unexplained else "gap"
+    _line(console, label, "; ".join([text, *(places or [even])]))
 
 
 def _show_lists(diagnosis: Diagnosis, console: Console) -> None:
@@ -158,15 +161,14 @@ def _show_lists(diagnosis: Diagnosis, console: Console) -> None:
         return [f"{f.check}: {f.measured}" for f in diagnosis.with_verdict(verdict)]
 
     for label, texts in (
-        ("note", measured("information")),
         ("ruled out", measured("consistent")),
         ("not checked", missing),
     ):
-        limit = len(texts) if label == "note" else NUM_LINES
-        for text in texts[:limit]:
+        for text in texts[:NUM_LINES]:
             _line(console, label, text)
-        if len(texts) > limit:
-            _line(console, label, f"... and {len(texts) - limit} more: --json lists them", "dim")
+        if len(texts) > NUM_LINES:
+            told = f"... and {len(texts) - NUM_LINES} more: --json lists them"
+            _line(console, label, told, "dim")
 
 
 # -- pieces ---------------------------------------------------------------------------------------

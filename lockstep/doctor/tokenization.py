@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.config import choices, from_dict, tag
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.models.config import ModelConfig
@@ -217,6 +218,12 @@ def _eos_ids(directory: Path) -> frozenset[int]:
     found: Any = (settings_beside(directory, "config.json") or {}).get("eos_token_id")
     ids = found if isinstance(found, list) else [found]
     return frozenset(ids) if all(type(id_) is int for id_ in ids) else frozenset()
+
+
+def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches the name of any control token, the longest first."""
+    names = sorted((tokenizer.control_name(i) for i in tokenizer.control_ids), key=len)
+    return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
 
 
 # -- whether it is that of the rows ----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The checks that need no model beside the training of any trainer: some rows of every step.
+"""Facts and hypotheses beside the training of any trainer: some rows of every step, no model.
 
     watch = lockstep.watch(trainer)            a GRPOTrainer of TRL: that is all
     watch = lockstep.watch("runs/doctor")      any other trainer hands over its batches:
@@ -25,10 +25,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.doctor.checks.examine import Examination, Stage, all_stages, examine
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnose import diagnose, make_setting, tokenization_of
 from lockstep.doctor.diagnosis import Diagnosis
+from lockstep.doctor.examine import Examination, examine
 from lockstep.doctor.html_page import write_page
 from lockstep.doctor.inputs import prime_rl, slime, tinker, trl, verl
 from lockstep.doctor.inputs.assemble import Row, array_of, in_chunks
@@ -293,8 +293,7 @@ class Watch:
             if self._kept is None:
                 self._kept = self._kept_before(step)
             rows = self._named(step, rows)
-            stages = [Stage(checks=checks) for checks in all_stages().values()]
-            examined = examine(lambda: [rows], stages, self._setting, has=rows.has)
+            examined = examine(lambda: [rows], self._setting, has=rows.has, is_live=True)
             differs = [f.cause for f in examined.findings if f.verdict == "differs"]
             causes = list(dict.fromkeys(differs))
             new = self._keep(step, rows, examined, causes) if causes else []
@@ -454,7 +453,7 @@ class Watch:
     def _end(self, step: int, error: Exception) -> None:
         """Reports an error of the watch itself, and looks at nothing from then on."""
         self._is_off = True
-        self.warn(f"step {step}: doctor: the watch ends here, training goes on: {_told(error)}")
+        self.warn(f"step {step}: doctor: the watch ends here, training goes on: {_words_of(error)}")
 
     # -- the page -----------------------------------------------------------------------------
 
@@ -485,7 +484,7 @@ class Watch:
         except MismatchError:
             raise
         except Exception as error:
-            self.warn(f"doctor: the page {self.directory / PAGE} is not written: {_told(error)}")
+            self.warn(f"doctor: the page {self.directory / PAGE} is not written: {_words_of(error)}")
 
 
 def choose(groups: Sequence[Hashable], num_rows: int, *, step: int) -> list[int]:
@@ -587,7 +586,7 @@ def _words(
     return tokenization_of(facts, given, renderer), vocabulary
 
 
-def _told(error: Exception) -> str:
+def _words_of(error: Exception) -> str:
     return str(error) if isinstance(error, LockstepError) else named(error)
 
 

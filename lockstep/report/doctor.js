@@ -2,11 +2,11 @@
 // check, and the rows.
 
 const diagnosis = report.diagnosis;
-const OUTCOMES = { consistent: "consistent", differs: "differs", could_not_check: "could not check" };
-const VERDICTS = { differs: "differs", information: "note", consistent: "ruled out", not_checkable: "not checked" };
+const OUTCOMES = { consistent: "consistent", differs: "differs", not_judged: "not judged" };
+const VERDICTS = { differs: "differs", consistent: "ruled out", not_checkable: "not checked" };
 
 function range([least, most]) {
-  return most - least >= 0.1 ? ` (alone ${percent(most)}, beside the others ${percent(least)})` : "";
+  return most - least >= 0.1 ? ` (${percent(least)} to ${percent(most)})` : "";
 }
 
 function percent(share) {
@@ -39,12 +39,10 @@ function buildTop(top) {
 
 function verdictText() {
   const causes = diagnosis.causes;
-  if (diagnosis.outcome === "could_not_check") return "No check could be made with what this input has.";
-  const next = diagnosis.unexplained.next_steps;
-  if (!causes.length && next.length) return `The gap is larger than healthy ones are, and no known cause explains it. Next: ${next.join("; ")}.`;
+  if (diagnosis.headline) return `${diagnosis.headline}.`;
   const before = Object.keys(diagnosis.found_while_training);
   if (!causes.length && before.length) return `While it trained, ${before.join(", ")} ${before.length === 1 ? "was" : "were"} found in the rows as they were trained; these rows are what was sampled.`;
-  if (!causes.length) return `${diagnosis.ruled_out.length} checks hold; nothing was found.`;
+  if (!causes.length) return `${diagnosis.ruled_out.length} facts and hypotheses were tried; nothing was found.`;
   const share = causes.reduce((sum, cause) => sum + cause.share_k2, 0);
   return `${causes.length === 1 ? "One cause" : `${causes.length} causes`} found${share > 0 ? `; without ${causes.length === 1 ? "it" : "them"} ${percent(share)} of k2 is gone` : ""}.`;
 }
@@ -55,11 +53,11 @@ function buildCauses(section) {
   if (!diagnosis.causes.length && !diagnosis.gap.compared_tokens) { section.remove(); return; }
   if (diagnosis.causes.length) section.append(sectionTitle("Causes", element("span", { class: "hint" }, "The one that explains most of the gap first.")));
   section.append(element("div", { class: "causes" }, diagnosis.causes.map((cause, index) => {
-    const finding = diagnosis.findings.find((f) => f.check === cause.check);
+    const finding = diagnosis.findings.find((f) => f.check === cause.check && f.cause === cause.cause);
     return element("article", { class: "card cause" },
       element("header", {}, element("h3", {}, `${index + 1}. ${cause.cause}`),
         element("span", { class: `badge ${cause.certainty}` }, cause.certainty),
-        element("span", { class: "share" }, cause.share_k2 >= 0.001 ? `${percent(cause.share_k2)} of k2${range(cause.share_k2_range)}, ${percent(cause.share_k3)} of k3` : "moves few log-probs, or none")),
+        element("span", { class: "share" }, cause.share_k2 >= 0.001 ? `${percent(cause.share_k2)} of k2${range(cause.share_k2_range)}` : "moves few log-probs, or none")),
       cause.share_k2 >= 0.001 ? element("div", { class: "bar" }, element("i", { style: { width: `${Math.min(100, 100 * cause.share_k2)}%` } })) : null,
       element("p", {}, cause.title),
       element("dl", {}, [["measured", cause.measured], ["sure", cause.why]].map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]).flat(),
@@ -120,12 +118,12 @@ function openRow(t) {
 function buildChecks(section) {
   const order = Object.keys(VERDICTS);
   const findings = [...diagnosis.findings].sort((a, b) => order.indexOf(a.verdict) - order.indexOf(b.verdict));
-  const shares = new Map(diagnosis.causes.map((cause) => [cause.check, cause]));
-  section.append(sectionTitle("Checks", element("span", { class: "hint" }, "A claim that was tried and holds is ruled out as a cause.")),
+  const shares = new Map(diagnosis.causes.map((cause) => [`${cause.check} ${cause.cause}`, cause]));
+  section.append(sectionTitle("Facts and hypotheses", element("span", { class: "hint" }, "What was tried and explains nothing is ruled out.")),
     element("div", { class: "table-frame card" }, element("table", { class: "checks" },
-      element("thead", {}, element("tr", {}, ["verdict", "check", "measured", "share of k2", "remedy, or what it takes"].map((name) => element("th", {}, name)))),
+      element("thead", {}, element("tr", {}, ["verdict", "name", "measured", "share of k2", "remedy, or what it takes"].map((name) => element("th", {}, name)))),
       element("tbody", {}, findings.map((finding) => {
-        const cause = shares.get(finding.check), missing = diagnosis.not_checkable[finding.check];
+        const cause = shares.get(`${finding.check} ${finding.cause}`), missing = diagnosis.not_checkable[finding.check];
         return element("tr", {},
           element("td", {}, element("span", { class: `badge ${finding.verdict}` }, VERDICTS[finding.verdict])),
           element("td", {}, element("code", {}, finding.check), element("span", { class: "claim" }, finding.claim)),
@@ -271,7 +269,7 @@ class BarChart {
 }
 
 function buildSections(nav) {
-  const names = [["causes", "Causes"], ["curves", "Where"], ["checks", "Checks"], ["trajectories", "Rows"]];
+  const names = [["causes", "Causes"], ["curves", "Where"], ["checks", "Tried"], ["trajectories", "Rows"]];
   nav.append(...names.filter(([id]) => document.getElementById(id)).map(([id, text]) => element("a", { href: `#${id}` }, text)));
 }
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.base import Finding, Setting
-from lockstep.doctor.checks.causes import CAUSES
-from lockstep.doctor.checks.examine import Stage, all_stages, examine
-from lockstep.doctor.checks.rows import Rows
-from lockstep.doctor.checks.training.unphysical import Unphysical
+from lockstep.doctor.causes import CAUSES
+from lockstep.doctor.examine import examine
+from lockstep.doctor.explain import HYPOTHESES, View, evidence_of, judge
+from lockstep.doctor.facts.physical import contradictions
+from lockstep.doctor.findings import Finding, Setting
+from lockstep.doctor.rows import Rows
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ MAX_MEAN_DIFF = 0.05
 of their 16-bit kernels."""
 NEXT = "For all rows at once, and what each cause explains: `lockstep doctor DUMP`."
 _SHOWN = 3
-_PLACES = ("tokens/shifted", "tokens/fillers", "values/nonfinite", "values/positive")
+_VALUES = ("facts/repeated", "facts/finite", "facts/positive")
 
 
 def assert_token_exact(
@@ -100,10 +101,7 @@ def assert_aligned(
     """
     rows = _rows(rollout_logprobs, trainer_logprobs, loss_mask, row_ids, name)
     has = frozenset({"rollout_logprobs", "trainer_logprobs"})
-    stages = [
-        Stage(checks=[k for k in checks if k.name in _PLACES]) for checks in all_stages().values()
-    ]
-    found = examine(lambda: [rows], [s for s in stages if s.checks], Setting(), has=has).findings
+    found = examine(lambda: [rows], Setting(), has=has, only=_VALUES).findings
     if wrong := [finding for finding in found if finding.verdict == "differs"]:
         raise AssertionError("\n".join(_said(finding, rows) for finding in wrong) + f"\n{NEXT}")
     gap = np.abs(rows.gap)
@@ -114,10 +112,26 @@ def assert_aligned(
         )
     mean = float(np.nanmean(gap))
     if mean > max_mean_diff:
+        if told := _moved(rows):
+            raise AssertionError(f"{told}\n{NEXT}")
         raise AssertionError(
             f"the two sides are {mean:.3g} nats apart in the mean, at most {max_mean_diff:g} were "
             f"expected; no offset explains it. The worst: {_worst(rows)}. {NEXT}"
         )
+
+
+def _moved(rows: Rows) -> str:
+    """The offset by which log-probs are moved, if it explains most of the gap; empty otherwise."""
+    view = View(rows=rows, setting=Setting())
+    shift = HYPOTHESES["hypotheses/shifted"]
+    judged = judge(view, shift, list(shift.predict(view)))
+    if judged is None or judged.share < 0.5:
+        return ""
+    cause = CAUSES["shifted"]
+    told = [f"  {e.row}, positions {e.begin}-{e.end}: {e.note}" for e in
+            evidence_of(view, judged, _SHOWN)]  # fmt: skip
+    told += [f"  the worst: {_worst(rows)}", f"  {cause.remedy}"]
+    return "\n".join([f"{cause.title} They are {judged.prediction.text}.", *told])
 
 
 def assert_prefix(shorter_ids: Any, longer_ids: Any, *, tokenizer: Tokenizer | None = None) -> None:
@@ -186,14 +200,14 @@ def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
 
     metrics: one mapping per step, by the names of docs/reference/metrics.md (mismatch/k1,
     train/clip_fraction) or those of verl, TRL and slime for the same figures
-    (`doctor.checks.training.metric_names`). Rules without their metrics are skipped; if no rule can
+    (doctor/facts/metric_names.toml). Rules without their metrics are skipped; if no rule can
     be tried, that is an AssertionError too.
 
     >>> assert_physical([{"train/pg_clipfrac": 0.02, "train/loss": 0.1}] * 8)
     """
-    finding = Unphysical(Setting(step_metrics=tuple(metrics))).conclude()
-    if finding.verdict == "not_checkable":
-        raise AssertionError(f"{finding.measured}.")
+    finding = contradictions(Setting(step_metrics=tuple(metrics)))
+    if finding is None or finding.verdict == "not_checkable":
+        raise AssertionError(f"{finding.measured if finding else 'no metrics were given'}.")
     if finding.verdict == "differs":
         raise AssertionError(f"{finding.measured}. {CAUSES['unphysical'].remedy} {NEXT}")
 

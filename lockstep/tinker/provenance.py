@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.checks.causes import CAUSES
+from lockstep.doctor.causes import CAUSES
 from lockstep.tinker.requests import TARGETS, Datum, Span
 from lockstep.types import Float32Array, Int32Array
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.checks.rows import BoolArray
+from lockstep.doctor.rows import BoolArray
 from lockstep.doctor.inputs.assemble import Row, Values, array_of, floats_of, ids_of, real
 from lockstep.doctor.inputs.lines import LineDump
 from lockstep.errors import DataError

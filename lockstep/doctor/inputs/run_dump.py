@@ -10,24 +10,27 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.checks.causes import CAUSES
+from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.inputs.assemble import Row
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.lines import RowDump, whole_files
+from lockstep.doctor.inputs.native import RowsDump
+from lockstep.doctor.rows import Rows
 from lockstep.store.files import is_locked
 from lockstep.store.run import TRAIN, Run, load_run, part_path
 from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Int32Array, Sample, Trajectory
 
-MONITOR = "doctor"
-"""Directory of a run for the rows that showed a cause while it trained."""
+MONITOR, TRAINED = "doctor", "trained"
+"""Directories of a run for the rows that showed a cause while it trained, and for those that were
+trained otherwise than they were sampled."""
 
 
 class RunDump(RowDump):
-    """The trajectories of a run directory: the sampled rows with the trainer's log-probs.
+    """The trajectories of a run directory: its rows as they were trained.
 
     Rows are joined from the sampled segments, as the run joins them; `engine_ids` are these
-    segments, reply by reply.
+    segments, reply by reply. A row that was trained otherwise is read from `trained/`.
     """
 
     format: ClassVar[str] = "lockstep"
@@ -59,9 +62,19 @@ class RunDump(RowDump):
 
     def rows(self) -> Iterator[Row]:
         for step in self._steps:
+            trained = self._trained(step)
             for record in self._run.trajectories(step):
                 for sample in record.trajectory.rows():
-                    yield self._row(record, sample)
+                    row = self._row(record, sample)
+                    yield replace_columns(row, trained[sample.id]) if sample.id in trained else row
+
+    def _trained(self, step: int) -> dict[str, Rows]:
+        """Id -> the row as it was trained, of those that differ from what was sampled."""
+        path = self.path / TRAINED / f"step-{step:06d}.parquet"
+        if not path.is_file():
+            return {}
+        chunks = RowsDump(path).chunks()
+        return {rows.row_ids[i]: rows.take([i]) for rows in chunks for i in range(len(rows))}
 
     def step_metrics(self) -> Iterable[Mapping[str, Any]]:
         return self._run.metrics
@@ -140,6 +153,21 @@ class RunDump(RowDump):
                 f"trained: lockstep doctor {self.path / MONITOR}"
             )
         return out
+
+
+def replace_columns(row: Row, trained: Rows) -> Row:
+    """The row with the ids, mask and columns that were trained; what the engine said stays."""
+    kept = {"messages", "engine_ids", "engine_prompt_ids", "rewards", "groups", "steps"}
+    columns = {name: row.columns[name] for name in kept & row.columns.keys()}
+    for name in trained.has - kept - {"row_ids", "token_ids", "loss_mask"}:
+        value = getattr(trained, name)
+        columns[name] = int(value[0]) if name in ("trainer_version", "prompt_lengths") else value
+    return Row(
+        row_id=row.row_id,
+        token_ids=trained.token_ids,
+        loss_mask=trained.loss_mask,
+        columns=columns,
+    )
 
 
 def prompt_length(sample: Sample) -> int:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from lockstep.config import from_dict
 from lockstep.dialogues import read_messages
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.errors import ConfigError, DataError
 from lockstep.types import UNKNOWN_EXPERT, Int64Array
@@ -93,6 +93,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("id", "text", as_field="row_ids"),
     Column("messages", "messages"),
     Column("text", "text", as_field="texts"),
+    Column("finish_reason", "text", as_field="finish_reasons"),
     Column("engine_ids", "turn", "int32"),
     Column("engine_prompt_ids", "turn", "int32"),
     Column("routed_experts", "route", "int16", fill=UNKNOWN_EXPERT),

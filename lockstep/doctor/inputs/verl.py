@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.checks.rows import BoolArray
+from lockstep.doctor.rows import BoolArray
 from lockstep.doctor.inputs.assemble import (
     Array,
     Row,

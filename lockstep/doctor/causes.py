@@ -1,0 +1,68 @@
+"""The known causes of a mismatch, and the remedy of each, from causes.toml.
+
+Causes of one *class* leave the same marks on rows; a verdict is right if it names one of them. The
+classes were fixed before the doctor was tried on anything.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+Room = Literal["tokens", "template", "values", "numerics", "noise", "training"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One way in which sampler and trainer come to differ, with what users read about it."""
+
+    name: str = ""
+    room: Room = "tokens"
+    kind: str = ""
+    """Class of the cause; empty if it is the only one of its class."""
+    title: str
+    """The defect, in one sentence."""
+    remedy: str
+    """The repair, in any trainer."""
+    in_trainers: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Trainer -> the setting or command that repairs it there."""
+    in_engines: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Engine or library of models -> the same."""
+
+    @property
+    def equivalents(self) -> str:
+        return self.kind or self.name
+
+
+ENGINES = ("vllm", "sglang", "transformers")
+"""The programs of `in_engines`; all others are trainers."""
+
+
+def _read(text: str) -> dict[str, Cause]:
+    """The causes of a TOML text, in its order."""
+    found: dict[str, Cause] = {}
+    for room, causes in cast("dict[Room, Any]", tomllib.loads(text)).items():
+        for name, told in causes.items():
+            programs = told.pop("in", {})
+            in_engines = {p: programs.pop(p) for p in list(programs) if p in ENGINES}
+            found[name] = Cause(
+                name=name, room=room, **told, in_trainers=programs, in_engines=in_engines
+            )
+    return found
+
+
+CAUSES: dict[str, Cause] = _read(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+"""Every cause by name; `add_cause` adds a plugin's."""
+
+
+def add_cause(cause: Cause) -> None:
+    """Makes a cause known, for a hypothesis of a plugin that names it."""
+    CAUSES[cause.name] = cause
+
+
+def is_same_class(one: str, other: str) -> bool:
+    """True if naming `one` is right where `other` is the cause."""
+    return CAUSES[one].equivalents == CAUSES[other].equivalents

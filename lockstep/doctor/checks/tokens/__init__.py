@@ -1,1 +1,0 @@
-"""Checks of the ids, and of what stands beside which."""

@@ -1,0 +1,286 @@
+"""From rows to findings: facts over all of them, then hypotheses over a sample."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lockstep.doctor import hypotheses
+from lockstep.doctor.explain import (
+    HYPOTHESES,
+    Explanation,
+    Hypothesis,
+    Judged,
+    View,
+    evidence_of,
+    explain,
+    repaired,
+)
+from lockstep.doctor.facts.base import FACTS, Tally
+from lockstep.doctor.findings import MAX_EVIDENCE, Finding, Setting
+from lockstep.doctor.gap import Gap, Split, gap_of
+from lockstep.doctor.hypotheses.unlike import noise_of
+from lockstep.doctor.rows import Rows
+from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND, WARNING_LIMIT
+
+ROOMS = ("facts.engine", "facts.masks", "facts.structure", "facts.text", "facts.values")
+"""Facts in the order in which they take their tokens' gap: other ids explain what stands at them."""
+for _name in (*ROOMS, *(f"hypotheses.{m.name}" for m in pkgutil.iter_modules(hypotheses.__path__))):
+    importlib.import_module(f"lockstep.doctor.{_name}")
+
+SAMPLE_TOKENS = 1 << 16
+"""Tokens of the sample without a model: a share has an error of about 1 % (explain.TIE)."""
+BLOCK_ROWS = 8
+"""Rows that are drawn together: a group's rows share prompts, and attention may leak between
+neighbours."""
+NOISE_FACTOR = 4.0
+"""Ratio to the mean square gap of bfloat16 up to which a gap is numeric: another engine's kernels
+round twice as far."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Share:
+    """Share of the gap that a cause explains, with its interval, and the gap around its repair."""
+
+    cause: str
+    k2: float
+    least: float = 0.0
+    most: float = 0.0
+    before: Gap = field(default_factory=Gap)
+    after: Gap = field(default_factory=Gap)
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """Findings, and the share of the gap that each cause explains."""
+
+    findings: list[Finding] = field(default_factory=list[Finding])
+    before: Split = field(default_factory=Split)
+    """Gap of the rows as they are, by place."""
+    after: Split = field(default_factory=Split)
+    """The same after all repairs: the unexplained gap. Of the sample, if a cause was found there."""
+    shares: list[Share] = field(default_factory=list[Share])
+    num_rows: int = 0
+    num_tokens: int = 0
+    limit: float = 0.0
+    """Mean of d^2 / 2 that numerics can make."""
+    rivals: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """Cause -> causes that explain the same."""
+
+    @property
+    def gap(self) -> Gap:
+        """Gap of the rows as they are."""
+        return self.before.total
+
+    @property
+    def unexplained_k2(self) -> float:
+        """Share of k2 that no cause explains; 1 without causes."""
+        return max(1.0 - sum(share.k2 for share in self.shares), 0.0)
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether what is left is within what numerics can make."""
+        left = self.after.total
+        return left.k2 <= self.limit * max(left.tokens, 1)
+
+
+class Sample:
+    """Blocks of neighbouring rows, drawn at random up to a number of tokens."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._rng = np.random.default_rng(0)
+        self._max, self._kept = max_tokens, list[tuple[float, int, Rows]]()
+        self._number = 0
+
+    def add(self, rows: Rows) -> None:
+        index = np.arange(len(rows))
+        usable = rows.row_sums(rows.compared) > 0
+        for block in np.split(index, np.arange(BLOCK_ROWS, len(rows), BLOCK_ROWS)):
+            block = block[usable[block]]
+            if len(block):
+                self._kept.append((float(self._rng.random()), self._number, rows.take(block)))
+                self._number += 1
+        self._kept.sort(key=lambda one: one[0])
+        size = np.cumsum([part.num_tokens for *_, part in self._kept])
+        keep = max(int(np.searchsorted(size, self._max, side="right")), 1)
+        del self._kept[keep:]
+
+    def rows(self) -> Rows | None:
+        parts = [part for _, _, part in sorted(self._kept, key=lambda one: one[1])]
+        if not parts:
+            return None
+        joined = Rows.joined(parts)
+        at = joined.offsets[np.searchsorted(joined.offsets[1:], self._max) + 1 :]
+        return joined.take(np.arange(len(joined) - len(at))) if len(at) else joined
+
+
+def limit_of(setting: Setting, rows: Rows | None) -> float:
+    """Mean of d^2 / 2 that numerics can make: by the model's own bfloat16, or by the band of two
+    engines."""
+    if setting.is_one_process:
+        return ONE_PROCESS_BAND[1] * 100
+    if setting.model is not None and rows is not None and setting.model.has_own(rows):
+        return max(NOISE_FACTOR * setting.model.noise(rows) / 2, DENSE_BAND[0])
+    return WARNING_LIMIT if setting.is_moe else DENSE_BAND[1]
+
+
+def examine(
+    chunks: Callable[[], Iterable[Rows]],
+    setting: Setting,
+    *,
+    has: frozenset[str],
+    only: Collection[str] = (),
+    on_rows: Callable[[Rows], None] = lambda _: None,
+    is_live: bool = False,
+) -> Examination:
+    """Judges the rows of a dump, which are read once, one chunk at a time.
+
+    has: columns that some rows have. only: facts and hypotheses to report; empty reports all. The
+    others are judged too, so that one finds the same alone as among all. on_rows: called once with
+    every chunk as it is. is_live: a gap within what numerics make is not explained, to save time.
+    """
+    out = Examination(before=Split(tokenizer=setting.tokenizer))
+    known = has | setting.has
+    tallies = [Tally(fact=one) for one in FACTS.values()]
+    missing = {
+        t.fact.name: tuple(n for n in t.fact.needs if n not in known) for t in tallies
+    }
+    sides = {"rollout_logprobs", "trainer_logprobs"}
+    model = setting.model
+    sample = Sample(SAMPLE_TOKENS if model is None else model.max_tokens)
+    after = Split(tokenizer=setting.tokenizer)
+    for rows in chunks():
+        out.num_rows += len(rows)
+        out.num_tokens += rows.num_tokens
+        on_rows(rows)
+        out.before.add(rows)
+        left = rows
+        for tally in tallies:
+            if not missing[tally.fact.name]:
+                left = tally.take(rows, setting, left)
+        after.add(left)
+        sample.add(left)
+    out.after = after
+    whole = out.gap.k2 or 1.0
+    for tally in tallies:
+        out.findings += tally.findings(missing[tally.fact.name])
+        for cause, gap in tally.gaps.items():
+            share = min(max(gap.k2 / whole, 0.0), 1.0)
+            out.shares.append(Share(cause=cause, k2=share, least=share, most=share))
+    rows = sample.rows()
+    if rows is not None and sides <= known:
+        _explain(out, View(rows=rows, setting=setting), is_live=is_live)
+    else:
+        out.limit = limit_of(setting, None)
+        out.findings += [_lacking(h, tuple(sides - known)) for h in HYPOTHESES.values()]
+    if only:
+        out.findings = [finding for finding in out.findings if finding.check in only]
+    return out
+
+
+def _explain(out: Examination, view: View, *, is_live: bool) -> None:
+    """Adds the hypotheses' findings: of the gap that facts leave."""
+    setting = view.setting
+    limit = out.limit = limit_of(setting, view.rows)
+    view = replace(view, scale=float(np.sqrt(2 * max(limit, DENSE_BAND[0]))))
+    left = max(1.0 - sum(share.k2 for share in out.shares), 0.0)
+
+    def is_enough(view: View) -> bool:
+        d = view.rows.gap[view.rows.compared]
+        return not len(d) or float(np.square(d).mean()) <= 2 * limit
+
+    tried = [] if is_live and is_enough(view) else list(HYPOTHESES.values())
+    found = explain(view, tried, is_enough=is_enough)
+    named = {judged.hypothesis.name: (judged, share, half) for judged, share, half in found.causes}
+    known = setting.has | view.rows.has
+    for one in HYPOTHESES.values():
+        if lacks := tuple(n for n in one.needs if n not in known):
+            out.findings.append(_lacking(one, lacks))
+        elif one.name in found.errors:
+            out.findings.append(replace(_lacking(one, ()), measured=found.errors[one.name]))
+        elif one.name not in named:
+            out.findings.append(_not_found(one, found))
+    before = view
+    for judged, share, half in found.causes:
+        share *= left
+        out.findings.append(_named(before, judged, share))
+        after = replace(before, rows=repaired(before, judged))
+        out.shares.append(
+            Share(
+                cause=judged.cause, k2=share, least=max(share - half, 0.0),
+                most=min(share + half, 1.0), before=_gap(before), after=_gap(after),
+            )
+        )  # fmt: skip
+        before = after
+    out.rivals = found.rivals
+    if setting.model is not None and not is_enough(before):
+        _add_noise(out, before, left)
+    if found.causes:
+        out.after = Split(tokenizer=setting.tokenizer)
+        out.after.add(before.rows)
+
+
+def _add_noise(out: Examination, view: View, left: float) -> None:
+    told = noise_of(view)
+    if told is None:
+        return
+    share = max(left - sum(s.k2 for s in out.shares if s.before.tokens), 0.0)
+    cause, words = told
+    out.findings.append(
+        Finding(
+            check="hypotheses/weights", claim="a deviation from the model repeats in no context",
+            verdict="differs", measured=words, cause=cause, basis="fit",
+        )
+    )  # fmt: skip
+    out.shares.append(Share(cause=cause, k2=share, least=0.0, most=share, before=_gap(view)))
+
+
+def _gap(view: View) -> Gap:
+    return gap_of(view.rows.gap)
+
+
+def _named(view: View, judged: Judged, share: float) -> Finding:
+    one = judged.hypothesis
+    num, rows = int(judged.hit.sum()), len(view.rows)
+    figures: dict[str, float] = {"share": judged.share, "error": judged.error, "hit_rows": num}
+    return Finding(
+        check=one.name,
+        claim=one.claim,
+        verdict="differs",
+        measured=f"{judged.prediction.text}: explains {judged.share:.1%} (+- {2 * judged.error:.1%})"
+        f" of the gap in rows that it was not fitted on, in {num} of {rows} rows",
+        cause=judged.cause,
+        basis=judged.prediction.basis or one.basis,
+        figures=figures,
+        evidence=evidence_of(view, judged, MAX_EVIDENCE),
+    )
+
+
+def _not_found(one: Hypothesis, found: Explanation) -> Finding:
+    judged = found.tried.get(one.name)
+    told = "nothing in the rows that it would change"
+    if judged is not None:
+        told = f"explains {judged.share:.1%} of the gap: {judged.prediction.text}"
+    if one.name in found.late:
+        told += "; not all was tried in time"
+    figures = {} if judged is None else {"share": judged.share, "error": judged.error}
+    return Finding(
+        check=one.name, claim=one.claim, verdict="consistent", measured=told, figures=figures
+    )
+
+
+def _lacking(one: Hypothesis, lacks: Sequence[str]) -> Finding:
+    return Finding(
+        check=one.name, claim=one.claim, verdict="not_checkable", lacks=tuple(lacks),
+        measured=f"needs {', '.join(lacks)}",
+    )  # fmt: skip
+
+
+def names() -> list[str]:
+    """Every fact and hypothesis, as `--only` takes them."""
+    return [*FACTS, *HYPOTHESES]
+

@@ -1,0 +1,197 @@
+"""What a fact is, and how facts are counted over the chunks of a dump.
+
+A fact is a function of a chunk of whole rows. It yields contradictions; it sees the rows as they
+are recorded. Tokens that contradict something lose their gap: that is the share of the cause.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from lockstep.doctor.findings import MAX_EVIDENCE, Basis, Evidence, Finding, Setting, evidence_at
+from lockstep.doctor.gap import Gap, gap_of
+from lockstep.doctor.rows import BoolArray, Rows
+from lockstep.errors import LockstepError
+from lockstep.types import Int64Array
+
+Repair = Callable[[Rows], Rows]
+MIN_PADDING = 4
+"""Equal ids in a row that are padding if a program names the id; 8 where none is named."""
+
+
+@dataclass(kw_only=True)
+class Contradiction:
+    """Places of a chunk where two records disagree, by one cause."""
+
+    cause: str
+    begin: Int64Array | Sequence[int]
+    """[X] index of the first token of each place."""
+    end: Int64Array | Sequence[int]
+    """[X] index after the last."""
+    note: str
+    """What contradicts what, in words."""
+    expected: Sequence[Sequence[int]] = ()
+    """[X] ids that should be there, where they are known."""
+    reaches_on: bool = False
+    """Whether everything after a place in its row follows from it: other ids, other log-probs."""
+    basis: Basis = "shown"
+    """"fit" where one of the records was learnt from the rows."""
+    repair: Repair | None = None
+    """The rows without the defect; by default the places are not compared."""
+
+    def repaired(self, rows: Rows) -> Rows:
+        if self.repair is not None:
+            return self.repair(rows)
+        begin, end = np.asarray(self.begin, np.int64), np.asarray(self.end, np.int64)
+        if self.reaches_on:
+            row = rows.row_of[np.minimum(begin, rows.num_tokens - 1)]
+            end = rows.offsets[row + 1]
+        hit = np.zeros(rows.num_tokens + 1, np.int64)
+        np.add.at(hit, begin, 1)
+        np.add.at(hit, np.maximum(end, begin), -1)
+        where = np.cumsum(hit[:-1]) > 0
+        if rows.rollout_logprobs is None:
+            return rows
+        values = np.where(where, np.float32(np.nan), rows.rollout_logprobs)
+        return rows.with_(rollout_logprobs=values)
+
+
+def places(rows: Rows, where: BoolArray) -> dict[str, Any]:
+    """The runs of True as the places of a contradiction."""
+    begin, end = rows.runs(where)
+    return {"begin": begin, "end": end}
+
+
+Look = Callable[[Rows, Setting], Iterator[Contradiction]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    name: str
+    claim: str
+    needs: tuple[str, ...]
+    look: Look
+
+
+FACTS: dict[str, Fact] = {}
+"""Every fact by name, a plugin's too."""
+
+
+def fact(name: str, *, claim: str, needs: tuple[str, ...] = ()) -> Callable[[Look], Look]:
+    """Registers a function as a fact. needs: fields of `Rows` and `Setting`."""
+
+    def register(look: Look) -> Look:
+        full = f"facts/{name}"
+        FACTS[full] = Fact(name=full, claim=claim, needs=needs, look=look)
+        return look
+
+    return register
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What one fact found so far."""
+
+    fact: Fact
+    num_rows: int = 0
+    places: Counter[str] = field(default_factory=Counter[str])
+    """Cause -> places."""
+    notes: dict[str, str] = field(default_factory=dict[str, str])
+    basis: dict[str, Basis] = field(default_factory=dict[str, Any])
+    rows: dict[str, int] = field(default_factory=dict[str, int])
+    gaps: dict[str, Gap] = field(default_factory=dict[str, Gap])
+    """Cause -> sums of the gap that its repair removes."""
+    evidence: dict[str, list[tuple[int, Evidence]]] = field(default_factory=dict[str, Any])
+    error: str = ""
+
+    def take(self, rows: Rows, setting: Setting, left: Rows) -> Rows:
+        """Looks at a chunk. left: the chunk after the facts before; returns it after this one."""
+        self.num_rows += len(rows)
+        try:
+            found = [c for c in self.fact.look(rows, setting) if len(c.begin)]
+        except LockstepError as error:
+            self.error = str(error)
+            return left
+        except Exception as error:  # a plugin's bug: the other facts go on
+            self.error = f"failed with {type(error).__name__}: {error}"
+            return left
+        hit: dict[str, set[int]] = {}
+        for one in (_news(rows, left, c) for c in found):
+            if not len(one.begin):
+                continue
+            at = np.minimum(np.asarray(one.begin), max(rows.num_tokens - 1, 0))
+            hit.setdefault(one.cause, set()).update(rows.row_of[at].tolist())
+            before = gap_of(left.gap)
+            left = one.repaired(left)
+            after = gap_of(left.gap)
+            gap = self.gaps.setdefault(one.cause, Gap())
+            gap.k2 += before.k2 - after.k2
+            gap.k3 += before.k3 - after.k3
+            gap.tokens += before.tokens - after.tokens
+            self._count(rows, one)
+        for cause, numbers in hit.items():
+            self.rows[cause] = self.rows.get(cause, 0) + len(numbers)
+        return left
+
+    def _count(self, rows: Rows, one: Contradiction) -> None:
+        begin, end = np.asarray(one.begin), np.asarray(one.end)
+        self.places[one.cause] += len(begin)
+        self.notes.setdefault(one.cause, one.note)
+        self.basis.setdefault(one.cause, one.basis)
+        kept = self.evidence.setdefault(one.cause, [])
+        longest = np.argsort(begin - end, kind="stable")[:MAX_EVIDENCE]
+        for i in longest.tolist():
+            ids = one.expected[i] if one.expected else ()
+            b, e = int(begin[i]), int(end[i])
+            kept.append((e - b, evidence_at(rows, b, e, one.note, ids)))
+        kept.sort(key=lambda pair: -pair[0])
+        del kept[MAX_EVIDENCE:]
+
+    def findings(self, lacks: tuple[str, ...]) -> list[Finding]:
+        """One finding for each cause, or that nothing contradicts."""
+        name, claim = self.fact.name, self.fact.claim
+        if lacks or self.error:
+            return [
+                Finding(
+                    check=name, claim=claim, verdict="not_checkable", lacks=lacks,
+                    measured=self.error or f"needs {', '.join(lacks)}",
+                )
+            ]  # fmt: skip
+        if not self.places:
+            told = f"no contradiction in {self.num_rows:,} rows"
+            return [Finding(check=name, claim=claim, verdict="consistent", measured=told)]
+        return [
+            Finding(
+                check=name,
+                claim=claim,
+                verdict="differs",
+                measured=f"{num} places in {self.rows[cause]} of {self.num_rows} rows: "
+                f"{self.notes[cause]}",
+                cause=cause,
+                basis=self.basis[cause],
+                figures={"places": num, "rows": self.rows[cause]},
+                evidence=tuple(e for _, e in self.evidence[cause]),
+            )
+            for cause, num in self.places.items()
+        ]
+
+
+def _news(rows: Rows, left: Rows, one: Contradiction) -> Contradiction:
+    """Without the places that an earlier contradiction of other ids explains."""
+    old, new = rows.rollout_logprobs, left.rollout_logprobs
+    if old is None or new is None or not rows.num_tokens:
+        return one
+    last = np.minimum(np.maximum(np.asarray(one.end) - 1, one.begin), rows.num_tokens - 1)
+    is_new = ~(np.isfinite(old) & np.isnan(new))[last]
+    if is_new.all():
+        return one
+    kept = np.flatnonzero(is_new).tolist()
+    expected = [one.expected[i] for i in kept] if one.expected else ()
+    return replace(
+        one, begin=np.asarray(one.begin)[is_new], end=np.asarray(one.end)[is_new], expected=expected
+    )

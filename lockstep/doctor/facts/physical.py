@@ -1,0 +1,134 @@
+"""Facts about the statistics of training: figures of one step that cannot be true together."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.doctor.findings import Finding, Setting
+from lockstep.doctor.rows import BoolArray, Float64Array
+
+THEIR_NAMES: Mapping[str, Sequence[str]] = {
+    ours: theirs.split()
+    for ours, theirs in tomllib.loads(
+        Path(__file__).with_name("metric_names.toml").read_text("utf-8")
+    ).items()
+}
+"""Our name of a metric -> the same figure in other programs."""
+ROUNDING = 1.001
+"""Tolerance for figures that were rounded, or computed in float32."""
+STEPS = 5
+"""Steps in a row that a rule about several steps must hold in."""
+CLAIM = "the statistics of training do not contradict each other"
+
+
+def known_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of metrics with our names beside those of other programs; ours win.
+
+    >>> known_metrics([{"actor/pg_clipfrac": 0.1, "step": 3}])[0]["train/clip_fraction"]
+    0.1
+    """
+    return [
+        {
+            ours: row[name]
+            for ours, theirs in THEIR_NAMES.items()
+            for name in reversed(theirs)
+            if name in row
+        }
+        | dict(row)
+        for row in rows
+    ]
+
+
+class _Columns:
+    """Metric -> [S] its value at each step, NaN where there is none; `asked` were read."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows, self.asked = rows, set[str]()
+
+    def __getitem__(self, name: str) -> Float64Array:
+        self.asked.add(name)
+        values = (row.get(name) for row in self.rows)
+        return np.array(
+            [float(v) if hasattr(v, "__float__") and not np.ndim(v) else np.nan for v in values]
+        )
+
+
+def _still(values: Float64Array) -> BoolArray:
+    """[S] True where a value is bitwise that of the step before."""
+    return np.append(False, values[1:] == values[:-1])[: len(values)]
+
+
+def _rules(c: _Columns) -> list[tuple[str, BoolArray, int]]:
+    """(contradiction in words, [S] where it holds, steps in a row that it takes)."""
+    k1, k2, k3 = c["mismatch/k1"], c["mismatch/k2"], c["mismatch/k3"]
+    largest, clipped = c["mismatch/max_abs_diff"], c["train/clip_fraction"]
+    grad, rate = c["train/grad_norm"], c["train/lr"]
+    reward, spread, loss = c["reward/mean"], c["reward/std"], c["train/loss"]
+    updates = (grad > 0) & (rate > 0)
+    # Rewards that differ within a step have another mean in the next.
+    varies = np.where(np.isnan(spread), ~np.isin(reward, (-1.0, 0.0, 1.0)), spread > 0)
+    flat = _still(reward) & ~_still(loss) & ~np.isnan(loss) & varies
+    return [
+        ("k3 is below 0", k3 < -1e-7, 1),
+        ("k2 is below k1^2 / 2", k2 * ROUNDING + 1e-12 < k1**2 / 2, 1),
+        ("k2 is above half the square of the largest difference",
+         k2 > ROUNDING * largest**2 / 2 + 1e-12, 1),
+        *((f"{name} is outside of 0 to 1", (c[name] < 0) | (c[name] > ROUNDING), 1)
+          for name in ("train/clip_fraction", "mismatch/forced_share", "mismatch/ess")),
+        ("nearly all tokens are clipped", clipped > 0.9, STEPS),
+        ("the mean reward is bitwise the same in every step, but the loss changes", flat, 4 * STEPS),
+        ("the two sides are far apart, but no token is clipped", (k3 > 1) & (clipped == 0), STEPS),
+        ("updates move the mean log-prob far, but no token is clipped",
+         (np.abs(c["train/approx_kl"]) > 0.5) & (clipped == 0), STEPS),
+        ("advantages are not 0, but the gradient is",
+         (grad == 0) & (c["advantage/max_abs"] > 0), 3),
+        ("the sampler's weights stay at one version, but updates are made",
+         _still(c["policy_version"]) & updates, STEPS),
+        ("the gap is bitwise the same before and after the update",
+         (k2 == c["mismatch_after/k2"]) & (k2 > 0) & updates, 1),
+    ]  # fmt: skip
+
+
+def _longest(holds: BoolArray) -> tuple[int, int]:
+    """(begin, end) of the longest run."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], holds.astype(np.int8), [0]])))
+    runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    return max(runs, key=lambda run: run[1] - run[0], default=(0, 0))
+
+
+def contradictions(setting: Setting) -> Finding | None:
+    """What the metrics of the steps say; None without metrics."""
+    if not setting.step_metrics:
+        return None
+    named = known_metrics(setting.step_metrics)
+    rows = [row for row in named if (THEIR_NAMES.keys() | {"mismatch/k2"}) & row.keys()]
+    columns = _Columns(rows)
+    with np.errstate(invalid="ignore"):
+        rules = _rules(columns) if rows else []
+    if not rows:
+        found = sorted({name for row in setting.step_metrics for name in row})
+        told = f"no rule can be tried; found {', '.join(found[:6]) or 'no metric'}; read are "
+        told += ", ".join(f"{ours} (or {', '.join(n)})" for ours, n in THEIR_NAMES.items())
+        return _finding("not_checkable", told)
+    steps = [int(row.get("step", i)) for i, row in enumerate(rows)]
+    fired = [
+        f"{words} (steps {steps[at[0]]} to {steps[at[1] - 1]})"
+        for words, holds, least in rules
+        if (at := _longest(holds))[1] - at[0] >= least
+    ]
+    if fired:
+        return _finding("differs", "; ".join(fired))
+    return _finding("consistent", f"no rule is broken in {len(steps)} steps")
+
+
+def _finding(verdict: Any, measured: str) -> Finding:
+    cause = "unphysical" if verdict == "differs" else ""
+    return Finding(
+        check="facts/physical", claim=CLAIM, verdict=verdict, measured=measured, cause=cause,
+        basis="shown",
+    )  # fmt: skip

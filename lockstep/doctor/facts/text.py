@@ -1,0 +1,96 @@
+"""Facts about text: what the messages say, against the ids of the row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.doctor.facts.base import Contradiction, fact
+from lockstep.doctor.findings import Setting
+from lockstep.doctor.rows import Rows
+from lockstep.doctor.tokenization import control_spelling
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Message
+
+
+@fact("control_in_text", claim="text of tools and users holds no control token",
+      needs=("messages", "tokenizer"))  # fmt: skip
+def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    assert rows.messages is not None and setting.tokenizer is not None, "needed"
+    tokenizer = setting.tokenizer
+    spelling = control_spelling(tokenizer)
+    begin = list[int]()
+    for row, tokens in enumerate(rows.slices):
+        texts = [
+            m.content
+            for m in rows.messages[row] or ()
+            if m.role != "assistant" and spelling.search(m.content)
+        ]
+        if not texts:
+            continue
+        ids = rows.token_ids[tokens].tolist()
+        pieces = [tokenizer.decode_bytes([i]) if i < tokenizer.vocab_size else b"?" for i in ids]
+        spelt, ends = b"".join(pieces), np.cumsum([len(p) for p in pieces])
+        for text in texts:
+            at = spelt.find(text.encode())
+            for found in spelling.finditer(text) if at >= 0 else ():
+                place = at + len(text[: found.start()].encode())
+                token = int(np.searchsorted(ends, place, side="right"))
+                if ids[token] == tokenizer.control_id(found[0]):
+                    begin.append(tokens.start + token)
+    note = "text of a message stands in the row as a control token"
+    at = np.array(sorted(set(begin)), np.int64)
+    yield Contradiction(
+        cause="injected_control", note=note, begin=at, end=at + 1, repair=lambda rows: rows
+    )
+
+
+@fact("reply_text", claim="replies say what their messages say", needs=("messages", "tokenizer"))
+def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    assert rows.messages is not None and setting.tokenizer is not None, "needed"
+    tokenizer, spans = setting.tokenizer, rows.spans
+    relation = Counter[str]()
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for row, mine in enumerate(spans.of_rows(len(rows))):
+        replies = [m for m in rows.messages[row] or () if m.role == "assistant"]
+        if len(replies) != len(mine):
+            continue
+        for message, s in zip(replies, mine, strict=True):
+            begin, end = int(spans.begin[s]), int(spans.end[s])
+            told = _compared(_text(tokenizer, rows, begin, end), message, s != mine[-1])
+            relation[told[0] if told else ""] += 1
+            if told:
+                found.setdefault(told, []).append((begin, end))
+    for (cause, note), where in found.items():
+        # A template that writes more around every reply does not change replies.
+        if cause == "after_text" and relation[cause] > 0.5 * relation.total():
+            continue
+        begin, end = np.array(where).T
+        cause = "post_processed" if cause == "after_text" else cause
+        yield Contradiction(cause=cause, note=note, begin=begin, end=end)
+
+
+def _text(tokenizer: Tokenizer, rows: Rows, begin: int, end: int) -> str:
+    """The words of a reply: without control tokens at its two ends."""
+    ids = rows.token_ids[begin:end].tolist()
+    while ids and ids[-1] in tokenizer.control_ids:
+        ids.pop()
+    return "".join(tokenizer.decode(i for i in ids if i < tokenizer.vocab_size).split())
+
+
+def _compared(spelt: str, message: Message, is_earlier: bool) -> tuple[str, str] | None:
+    """(cause, note) of a reply whose text is not its message's; None where nothing is certain: a
+    call, or a message that another program parsed."""
+    thinking = "".join(message.thinking.split())
+    if len(thinking) > 8 and thinking not in spelt and is_earlier:
+        return "thinking_dropped", "the thinking of an earlier reply is not in the row"
+    said = "".join(message.content.split())
+    if message.tool_calls or message.parse_error or thinking or len(said) < 4 or not spelt:
+        return None
+    if said.startswith(spelt) and len(spelt) < len(said):
+        return "post_processed", "the row holds a part of what the message says"
+    if spelt.startswith(said) and len(said) < len(spelt) <= len(said) + 2:
+        return "after_text", "the row says more than the message"
+    return None

@@ -1,0 +1,135 @@
+"""Facts about numbers: what cannot be the natural log of a probability."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.doctor.facts.base import Contradiction, fact, places
+from lockstep.doctor.findings import Setting
+from lockstep.doctor.rows import Rows
+from lockstep.types import MAX_LOGPROB, Float32Array
+
+SIDES = {"sampler": "rollout_logprobs", "trainer": "trainer_logprobs"}
+MIN_ALIKE = 4
+"""Equal float32 numbers that are no accident: two logits agree in 24 bits once in 2^20."""
+FAR = 1.0
+"""Nats by which the other side must deny a repeated number: engines differ by less (DENSE_BAND)."""
+MIN_GRID = 32
+"""Numbers that must all lie on a grid: by chance, bfloat16 holds one float32 in 65,536."""
+
+
+def sides(rows: Rows) -> Iterator[tuple[str, str, Float32Array, Float32Array | None]]:
+    """(side, its field, its numbers, the other side's), of those that are recorded."""
+    for who, name in SIDES.items():
+        values = getattr(rows, name)
+        other = next(getattr(rows, n) for n in SIDES.values() if n != name)
+        if values is not None:
+            yield who, name, values, other
+
+
+@fact("finite", claim="every trained token has a finite log-prob where its row has any")
+def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    for who, _, values, _ in sides(rows):
+        is_wrong = rows.loss_mask & ~np.isfinite(values)
+        # The first token of a row has no log-prob; a side without any was not recorded.
+        is_wrong &= rows.position > 0
+        if is_wrong.any() and np.isfinite(values[rows.loss_mask]).any():
+            kind = "NaN" if np.isnan(values[is_wrong]).any() else "infinite"
+            note = f"the {who}'s log-prob of a trained token is {kind}"
+            yield Contradiction(cause="nonfinite", note=note, **places(rows, is_wrong))
+
+
+@fact("positive", claim="no log-prob is above 0")
+def positive(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    for who, _, values, _ in sides(rows):
+        with np.errstate(invalid="ignore"):
+            is_wrong = rows.loss_mask & (values > MAX_LOGPROB)
+        if not is_wrong.any():
+            continue
+        known = values[rows.loss_mask & np.isfinite(values)]
+        kind = "a probability" if known.min() >= 0 and known.max() <= 1 else "above 0"
+        begin, end = rows.runs(rows.loss_mask & np.isin(rows.row_of, rows.row_of[is_wrong]))
+        note = f"the {who}'s log-prob of a trained token is {kind}"
+        yield Contradiction(cause="positive", note=note, begin=begin, end=end)
+
+
+def on_grid(values: npt.NDArray[np.floating[Any]]) -> str:
+    """The grid that all numbers lie on: "bfloat16", "float16", "2 decimals"; empty for none."""
+    known = np.unique(values[np.isfinite(values) & (values < 0)].astype(np.float32))
+    if len(known) < MIN_GRID:
+        return _decimals(known, up_to=2) if len(known) >= MIN_GRID // 2 else ""
+    if not (known.view(np.uint32) & 0xFFFF).any():
+        return "bfloat16"
+    if (known == known.astype(np.float16)).all():
+        return "float16"
+    return _decimals(known, up_to=4)
+
+
+def _decimals(known: npt.NDArray[np.float32], up_to: int) -> str:
+    for digits in range(up_to + 1):
+        if (known == np.round(known.astype(np.float64), digits).astype(np.float32)).all():
+            return f"{digits} decimals"
+    return ""
+
+
+def rounded(values: npt.NDArray[Any], grid: str) -> npt.NDArray[np.float32]:
+    """Numbers on the grid, as the side that has it would store them."""
+    plain = values.astype(np.float32)
+    if grid == "float16":
+        return plain.astype(np.float16).astype(np.float32)
+    if grid == "bfloat16":
+        bits = plain.view(np.uint32).astype(np.uint64)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return np.where(np.isfinite(plain), bits.astype(np.uint32).view(np.float32), plain)
+    return np.round(plain.astype(np.float64), int(grid[0])).astype(np.float32)
+
+
+@fact("grid", claim="log-probs have the precision of float32")
+def grid(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    for who, name, values, other in sides(rows):
+        if found := on_grid(values[rows.loss_mask]):
+            theirs = next(n for n in SIDES.values() if n != name)
+            repair = partial(_round_other, name=theirs, grid=found) if other is not None else None
+            note = f"all of the {who}'s log-probs are numbers of {found}"
+            begin, end = rows.runs(rows.loss_mask)
+            yield Contradiction(cause="quantised", note=note, begin=begin, end=end, repair=repair)
+
+
+def _round_other(rows: Rows, *, name: str, grid: str) -> Rows:
+    return rows.with_(**{name: rounded(getattr(rows, name), grid)})
+
+
+@fact("repeated", claim="no number stands in place of different log-probs")
+def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    for who, _, values, other in sides(rows):
+        is_known = rows.loss_mask & np.isfinite(values)
+        known = values[is_known]
+        if len(known) < MIN_ALIKE or on_grid(known):
+            continue
+        numbers, count = np.unique(known, return_counts=True)
+        for value in numbers[count >= MIN_ALIKE][:64]:
+            same = is_known & (values == value)
+            if other is not None:
+                with np.errstate(invalid="ignore"):
+                    is_denied = same & (other < value - FAR)
+                # Bounds and fillers replace numbers that differ; tokens of one context repeat.
+                if np.count_nonzero(is_denied) < MIN_ALIKE or len(
+                    np.unique(other[is_denied])
+                ) < MIN_ALIKE:
+                    continue
+            elif value != 0.0 or len(np.unique(rows.token_ids[same])) < MIN_ALIKE:
+                continue
+            elif same.sum() < 0.9 * len(known):
+                continue  # certain tokens have a log-prob of 0.0
+            else:
+                is_denied = same
+            is_bound = value == known.min() and value < -FAR / 2
+            cause = "clamped" if is_bound else "fillers"
+            word = "the bound" if is_bound else "the number"
+            note = f"{word} {value:g} stands in place of the {who}'s log-probs"
+            yield Contradiction(cause=cause, note=note, **places(rows, is_denied))

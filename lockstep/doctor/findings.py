@@ -1,0 +1,124 @@
+"""The nouns of a diagnosis: facts about the run, evidence, and findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.doctor.rows import Rows
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lockstep.doctor.scoring.model import Model
+
+Verdict = Literal["consistent", "differs", "not_checkable"]
+"""consistent: nothing speaks for the cause. differs: the cause is there. not_checkable: the dump
+lacks what the test needs."""
+
+Basis = Literal["shown", "repair", "fit"]
+"""Why a cause is believed. shown: two records of the dump contradict each other. repair: other ids,
+scored again by the model, give the recorded numbers. fit: a function of the columns gives them."""
+
+MAX_EVIDENCE = 8
+"""Places that a finding shows; its figures count all of them. A screen has room for one, the page
+for eight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Facts about the run that made the rows. None and empty values are unknown."""
+
+    trainer: str = ""
+    """Program that wrote the rows: "lockstep", "verl", "slime", "trl", "prime-rl", "nemo-rl",
+    "tinker", or a name of your own."""
+    stop_ids: frozenset[int] = frozenset()
+    """Ids that end a reply; default: those of the renderer."""
+    pad_id: int | None = None
+    """Id of the padding token; default: the one in tokenizer_config.json."""
+    temperature: float | None = None
+    """Sampling temperature."""
+    top_p: float | None = None
+    """Sampling top-p; 1 keeps the whole vocabulary."""
+    top_k: int | None = None
+    """Sampling top-k; 0 keeps the whole vocabulary."""
+    max_staleness: int | None = None
+    """Number of updates that a token may lag behind, according to the settings of the run."""
+    is_one_process: bool | None = None
+    """Whether sampler and trainer share one process and the same ops, so that noise is a defect."""
+    is_moe: bool | None = None
+    """Whether the model is a mixture of experts."""
+    tools: str = ""
+    """Tools of the dialogues: the JSON list that the template was given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(RunFacts):
+    """Everything that is known besides the rows. None and empty values are unknown."""
+
+    tokenizer: Tokenizer | None = None
+    renderer: Renderer | None = None
+    model: Model | None = None
+    """Model that can score rows again."""
+    step_metrics: Sequence[Mapping[str, Any]] = ()
+    """Metrics of each step, by the names of docs/reference/metrics.md."""
+    resumes: Sequence[int] = ()
+    """Steps that a resume of the run began with."""
+    generation_defaults: Mapping[str, float] | None = None
+    """Sampling settings in the model's generation_config.json; None without one. Engines use them
+    where a request says nothing."""
+
+    @cached_property
+    def has(self) -> frozenset[str]:
+        """Names of the fields that are known."""
+        empty = (None, "", (), frozenset())
+        return frozenset(n for n in self.__dataclass_fields__ if getattr(self, n) not in empty)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Tokens of one row that prove a finding."""
+
+    row: str
+    begin: int
+    """Position of the first token in its row."""
+    end: int
+    """Position after the last token."""
+    note: str
+    """The defect of these tokens, in words."""
+    expected_ids: tuple[int, ...] = ()
+    """Ids that should be there, where they are known (the engine's, or rendered)."""
+
+
+def evidence_at(
+    rows: Rows, begin: int, end: int, note: str, expected_ids: Sequence[int] = ()
+) -> Evidence:
+    """Evidence of the tokens begin..end of `rows`, which are of one row."""
+    row, at = rows.where(min(begin, rows.num_tokens - 1))
+    at += begin - min(begin, rows.num_tokens - 1)
+    ids = tuple(int(i) for i in expected_ids)
+    return Evidence(row=row, begin=at, end=at + end - begin, note=note, expected_ids=ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The result of one fact or hypothesis."""
+
+    check: str
+    """Its name, as `--only` takes it: "facts/finite", "hypotheses/shifted"."""
+    claim: str
+    """The property that healthy data has, in one sentence."""
+    verdict: Verdict
+    measured: str
+    """The result, with numbers, in one sentence."""
+    cause: str = ""
+    """Name in `causes.CAUSES`, unless the finding is consistent."""
+    basis: Basis = "fit"
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The numbers behind `measured`, by stable names."""
+    evidence: tuple[Evidence, ...] = ()
+    """Strongest first, at most MAX_EVIDENCE."""
+    lacks: tuple[str, ...] = ()
+    """Missing inputs of a test that cannot be made: columns, `tokenizer`, `model`."""

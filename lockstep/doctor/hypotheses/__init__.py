@@ -1,0 +1,1 @@
+"""Hypotheses: each file predicts log-probs as one cause would change them."""

@@ -1,0 +1,132 @@
+"""One side computes the model otherwise: without sinks, in narrow formats, by other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lockstep.doctor.explain import Prediction, View, hypothesis
+from lockstep.doctor.rows import Float64Array
+from lockstep.doctor.scoring.layouts import Lines, arrangements, laid_out, turn_positions
+from lockstep.doctor.scoring.model import Variant
+from lockstep.types import Int64Array
+
+CAUSE_OF = {
+    "sinks": "ignored_sinks",
+    "window": "ignored_window",
+    "rope": "ignored_rope_scaling",
+    "quantised": "quantised_rollout",
+}
+
+
+@hypothesis("arithmetic", cause="ignored_sinks", needs=("model",),
+            claim="both sides compute what the model's config says")  # fmt: skip
+def arithmetic(view: View) -> Iterator[Prediction]:
+    model, rows = view.setting.model, view.rows
+    assert model is not None, "needed"
+
+    def variants() -> Iterator[Variant]:
+        loaded = model.loaded(rows)
+
+        def within(change: Any, chosen: Int64Array) -> Float64Array:
+            with change.made():
+                return model.score(rows, chosen)
+
+        for change in sorted(model.scorer.changes(loaded), key=lambda c: c.rank):
+            cause = CAUSE_OF[change.kind]
+            sides = ("sampler",) if change.kind == "quantised" else ("sampler", "trainer")
+            yield Variant(
+                cause=cause, text=change.text, score=partial(within, change), sides=sides
+            )
+
+    yield from model.tried(view, variants())
+
+
+@hypothesis("half_head", cause="half_head", needs=("model",),
+            claim="both sides compute the output projection in one precision")  # fmt: skip
+def half_head(view: View) -> Iterator[Prediction]:
+    model, rows = view.setting.model, view.rows
+    assert model is not None, "needed"
+    import torch
+
+    from lockstep.doctor.scoring.scorer import has_plain_head
+
+    if not has_plain_head(model.loaded(rows)):
+        return
+
+    def in_bfloat16(chosen: Int64Array) -> Float64Array:
+        copied = model.scorer.copied_in_bfloat16(model.loaded(rows))
+        return model.score(rows, chosen, of=copied, head=torch.float32)
+
+    head = partial(model.score, rows, head=torch.bfloat16)
+    yield from model.tried(view, [
+        Variant(cause="half_head", text="with a head in bfloat16", score=head),
+        Variant(cause="precision", text="in bfloat16 with a head in float32", score=in_bfloat16),
+        Variant(cause="precision", text="in bfloat16",
+                score=lambda chosen: np.where(
+                    np.isin(rows.row_of, chosen), model.bfloat16(rows), np.nan)),
+    ])  # fmt: skip
+
+
+@hypothesis("adapter", cause="adapter_not_merged", needs=("model",),
+            claim="both sides add the adapter once, at its own scale")  # fmt: skip
+def adapter(view: View) -> Iterator[Prediction]:
+    model, rows = view.setting.model, view.rows
+    assert model is not None, "needed"
+
+    every = np.arange(len(rows))
+    for text, changed in model.scorer.adapters(model.loaded(rows)):
+        # Scored whole: the strength lasts until the next is made.
+        score = partial(model.score, rows, every, of=changed)
+        values = model.once(rows, ("all", text), score)
+        cause = "adapter_not_merged" if text.startswith("without") else "adapter_scaled"
+        variant = Variant(cause=cause, text=text, score=lambda _, v=values: v)
+        for side in variant.sides:
+            yield model.prediction(view, variant, values, side)
+
+
+@hypothesis("other_weights_given", cause="other_weights", needs=("model",),
+            claim="both sides run the weights of this step")  # fmt: skip
+def other_weights_given(view: View) -> Iterator[Prediction]:
+    model, rows = view.setting.model, view.rows
+    assert model is not None, "needed"
+    own = model.own(rows)
+
+    def by(number: int, chosen: Int64Array) -> Float64Array:
+        return model.score(rows, chosen, of=model.scorer.load(model.weights.all[number]))
+
+    others = [n for n in range(len(model.weights.all)) if n != own]
+    yield from model.tried(view, [
+        Variant(cause="other_weights", text=f"by the weights {model.weights.all[n].name}",
+                score=partial(by, n))
+        for n in reversed(others)
+    ])  # fmt: skip
+
+
+@hypothesis("layout", cause="wrong_positions", needs=("model",),
+            claim="both sides see the row alone, at positions from 0")  # fmt: skip
+def layout(view: View) -> Iterator[Prediction]:
+    model, rows = view.setting.model, view.rows
+    assert model is not None, "needed"
+    trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
+    prompts = np.minimum(rows.firsts(trained, rows.position[trained]), rows.sizes)
+    ids = np.split(rows.token_ids, rows.offsets[1:-1])
+    lines = Lines(
+        prompts=prompts,
+        longest_prompt=int(prompts.max(initial=0)),
+        longest=int(rows.sizes.max(initial=0)),
+        preceding=[tuple(ids[max(r - 3, 0) : r][::-1]) for r in range(len(rows))],
+        turns=turn_positions(rows),
+        pad_id=model.pad_id if view.setting.pad_id is None else view.setting.pad_id,
+        max_positions=model.weights.config.max_positions,
+    )
+
+    def score(arrangement: Any, chosen: Int64Array) -> Float64Array:
+        return model.score_laid(rows, laid_out(arrangement, rows, chosen.tolist(), lines))
+
+    yield from model.tried(view, [
+        Variant(cause=a.cause, text=a.text, score=partial(score, a)) for a in arrangements(lines)
+    ])  # fmt: skip

@@ -1,0 +1,98 @@
+"""Log-probs are of other ids of the same text: aligned up to a token, then at changing offsets.
+
+A reply that is decoded and encoded again has other tokens here and there. Its log-probs were laid
+onto the new ids in order, so that the offset changes at each of these places. The best monotone
+path of offsets is found for all replies at once; the same search on the log-probs of other replies
+says what it explains by chance.
+
+# S replies  L tokens of the longest  K offsets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.doctor.explain import Prediction, View, hypothesis
+from lockstep.doctor.rows import Float64Array
+from lockstep.types import Int64Array
+
+REACH = 12
+"""Largest offset: respelt words of a reply add or take one token each."""
+MAX_TOKENS = 2048
+"""Tokens of a reply that are aligned."""
+
+
+@hypothesis("respelled", cause="reencoded", fitted=3,
+            claim="log-probs are of the ids that stand in the row")  # fmt: skip
+def respelled(view: View) -> Iterator[Prediction]:
+    rows = view.rows
+    spans = rows.spans
+    at = rows.compared
+    span = rows.span_of[at]
+    at, span = at[span >= 0], span[span >= 0]
+    if not len(at):
+        return
+    num = np.bincount(span, minlength=len(spans))
+    first = np.concatenate([[0], np.cumsum(num)])[:-1]
+    place = np.arange(len(at)) - first[span]
+    out = np.full(rows.num_tokens, np.nan)
+    total = gained = whole = by_chance = 0.0
+    size = np.ceil(np.log2(np.maximum(num, 1))).astype(np.int64)
+    for power in np.unique(size[num > 0]).tolist():  # replies of near lengths: little padding
+        mine = np.flatnonzero((size == power) & (num > 0))
+        width = min(int(num[mine].max()), MAX_TOKENS)
+        number = np.full(len(spans), -1)
+        number[mine] = np.arange(len(mine))
+        keep = (number[span] >= 0) & (place < width)
+        index = number[span[keep]], place[keep]
+        t, s = np.full((2, len(mine), width), np.nan)
+        t[index], s[index] = view.trainer[at[keep]], view.sampler[at[keep]]
+        moved, gain = aligned(view, t, s)
+        # Chance: another reply's log-probs in place of a reply's own.
+        other = np.roll(s, 1, 0)
+        _, luck = aligned(view, t, other)
+        total += float(np.nansum(view.loss(t - s)))
+        whole += float(np.nansum(view.loss(t - other)))
+        gained, by_chance = gained + float(gain.sum()), by_chance + float(luck.sum())
+        out[at[keep]] = np.where((gain > 0)[index[0]], moved[index], np.nan)
+    if total and gained > 0:
+        chance = max(by_chance / max(whole, 1e-9), 0.0)
+        yield Prediction(
+            text="at offsets that change inside of replies", sampler=out, chance=chance
+        )
+
+
+def aligned(view: View, t: Float64Array, s: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """([S, L] the sampler's numbers along the best path of offsets, [S] what it gains)."""
+    S, L = t.shape
+    offsets = np.arange(-REACH, REACH + 1)
+    K = len(offsets)
+    source = np.arange(L)[None] + offsets[:, None]  # [K, L]
+    inside = (source >= 0) & (source < L)
+    moved = np.where(inside[None], s[:, source.clip(0, L - 1)], np.nan)  # [S, K, L]
+    plain, cost = view.loss(t - s), view.loss(t[:, None] - moved)
+    # Nothing recorded there: the token keeps its gap.
+    cost = np.where(np.isnan(cost), plain[:, None], cost)
+    cost = np.nan_to_num(cost)
+    # A change costs as much as a token that is a nat off: a path changes for two tokens or more.
+    switch = float(view.loss(np.float64(1.0)))
+    jump = switch * np.minimum(np.abs(offsets[:, None] - offsets[None]), 3)
+    best = np.full((S, K), np.inf)
+    best[:] = switch * np.abs(offsets)[None].clip(0, 3)
+    back: list[Int64Array] = []
+    for place in range(L):
+        routes = best[:, :, None] + jump[None]  # [S, from, to]
+        chosen = routes.argmin(1)
+        best = np.take_along_axis(routes, chosen[:, None], 1)[:, 0] + cost[:, :, place]
+        back.append(chosen)
+    path = np.empty((S, L), np.int64)
+    state = best.argmin(1)
+    total = best.min(1)
+    for place in range(L - 1, -1, -1):
+        path[:, place] = state
+        state = np.take_along_axis(back[place], state[:, None], 1)[:, 0]
+    out = np.take_along_axis(moved, path[:, None], 1)[:, 0]
+    gain = np.nansum(plain, 1) - total
+    return out, gain

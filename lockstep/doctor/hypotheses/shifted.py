@@ -1,0 +1,103 @@
+"""Log-probs stand beside other tokens than their own: moved by some places, or of another row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.doctor.explain import CHUNK, Prediction, View, hypothesis
+from lockstep.doctor.rows import Float64Array, Rows
+from lockstep.types import Int64Array
+
+OFFSETS = (1, -1, 2, -2, 3, -3)
+"""A shift is made by an index into the predictor in place of the token; twice, or across a border,
+it is two or three."""
+MAX_OWN = 256
+"""Largest offset of a row by itself: the published program laid rows by up to one reply off."""
+
+
+@hypothesis("shifted", cause="shifted", claim="each log-prob stands beside its own token")
+def shifted(view: View) -> Iterator[Prediction]:
+    rows, sampler = view.rows, view.sampler
+    at = np.flatnonzero(rows.loss_mask & (rows.position > 0))
+    row, recorded = rows.row_of[at], _recorded(rows)
+    for by in OFFSETS:
+        out = np.full(rows.num_tokens, np.nan)
+        source = np.arange(len(at)) + by
+        inside = (source >= 0) & (source < len(at))
+        inside[inside] = row[source[inside]] == row[inside]
+        out[at[inside]] = recorded[at[source[inside]]]
+        yield Prediction(text=f"moved by {-by:+d}", sampler=out)
+    for by in OFFSETS[:2]:
+        source = np.arange(rows.num_tokens) + by
+        inside = (source >= 0) & (source < rows.num_tokens)
+        inside[inside] = rows.row_of[source[inside]] == rows.row_of[inside]
+        out = np.full(rows.num_tokens, np.nan)
+        out[inside] = recorded[source[inside]]
+        out[np.isnan(sampler)] = np.nan
+        yield Prediction(text=f"moved by {-by:+d} place", sampler=out)
+
+
+def _recorded(rows: Rows) -> Float64Array:
+    """[N] everything that the sampler recorded, of untrained tokens too."""
+    assert rows.rollout_logprobs is not None, "a view has both sides"
+    return rows.rollout_logprobs.astype(np.float64)
+
+
+@hypothesis("own_offset", cause="shifted", fitted=2,
+            claim="each reply's log-probs begin where the reply begins")  # fmt: skip
+def own_offset(view: View) -> Iterator[Prediction]:
+    """Each row has an offset of its own; one half of its tokens chooses that of the other half."""
+    rows, trainer = view.rows, view.trainer
+    recorded, out = _recorded(rows), np.full(rows.num_tokens, np.nan)
+    for tokens in rows.slices:
+        at = np.flatnonzero(~np.isnan(view.sampler[tokens])) + tokens.start
+        if len(at) < 4 * CHUNK:
+            continue
+        listed = recorded[at]
+        half = np.arange(len(at)) // CHUNK % 2
+        reach = min(MAX_OWN, len(at) // 2)
+        offsets = np.arange(-reach, reach + 1)
+        source = np.arange(len(at))[None] + offsets[:, None]
+        inside = (source >= 0) & (source < len(at))
+        moved = np.where(inside, listed[source.clip(0, len(at) - 1)], np.nan)
+        error = view.loss(trainer[at] - moved)
+        own = view.loss(trainer[at] - listed)
+        cost = np.where(np.isnan(error), own, error)
+        for h in (0, 1):
+            best = int(cost[:, half != h].sum(1).argmin())
+            mine = at[half == h]
+            out[mine] = moved[best, half == h]
+    yield Prediction(text="moved by an offset of each row's own", sampler=out)
+
+
+@hypothesis("exchanged", cause="exchanged_rows", fitted=1,
+            claim="a row has its own log-probs, not another row's")  # fmt: skip
+def exchanged(view: View) -> Iterator[Prediction]:
+    """Rows of equal length have each other's numbers; half of the tokens choose the partner."""
+    rows, sampler, trainer = view.rows, view.sampler, view.trainer
+    at = rows.compared
+    num = rows.row_sums(at)
+    first = np.concatenate([[0], np.cumsum(num)])
+    out = np.full(rows.num_tokens, np.nan)
+    for size in np.unique(num[num >= 2 * CHUNK]).tolist():
+        mine = np.flatnonzero(num == size)[:256]
+        if len(mine) < 2:
+            continue
+        index: Int64Array = at[first[mine][:, None] + np.arange(size)]
+        s, t = sampler[index], trainer[index]
+        half = np.arange(size) // CHUNK % 2
+        # [row, partner]: ||t - s||^2 over each half. Both must choose the same partner.
+        partners = [
+            (
+                (t[:, half == h] ** 2).sum(1)[:, None]
+                + (s[:, half == h] ** 2).sum(1)[None]
+                - 2 * t[:, half == h] @ s[:, half == h].T
+            ).argmin(1)
+            for h in (0, 1)
+        ]
+        is_other = (partners[0] == partners[1]) & (partners[0] != np.arange(len(mine)))
+        out[index[is_other]] = s[partners[0]][is_other]
+    if np.isfinite(out).any():
+        yield Prediction(text="another row's log-probs", sampler=out)

@@ -1,0 +1,32 @@
+"""Tokens of older weights have a gap, and those of the trainer's own version have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.doctor.explain import Prediction, View, hypothesis
+
+MIN_TOKENS = 32
+"""Tokens of each age that a comparison takes: the mean of d^2 has then an error of a quarter."""
+
+
+@hypothesis("stale", cause="stale", fitted=1, needs=("policy_version", "trainer_version"),
+            claim="tokens of older weights are as near as those of the trainer's")  # fmt: skip
+def stale(view: View) -> Iterator[Prediction]:
+    rows, at = view.rows, view.rows.compared
+    assert rows.policy_version is not None and rows.trainer_version is not None, "needed"
+    version = rows.policy_version[at]
+    age = rows.trainer_version[rows.row_of[at]] - version
+    is_old, is_new = (age > 0) & (version >= 0), age == 0
+    gap = rows.gap[at]
+    if min(is_old.sum(), is_new.sum()) < MIN_TOKENS:
+        return
+    ratio = float(np.sqrt((gap[is_new] ** 2).mean() / max((gap[is_old] ** 2).mean(), 1e-12)))
+    if ratio >= 1:
+        return
+    out = np.full(rows.num_tokens, np.nan)
+    out[at[is_old]] = (view.trainer[at] - ratio * gap)[is_old]
+    yield Prediction(text=f"drawn by weights up to {int(age.max())} updates old", sampler=out,
+                     is_of_rows=False)  # fmt: skip

@@ -1,0 +1,150 @@
+"""A side deviates from the model, and nothing that is known makes these numbers.
+
+Weights, prompts and formats give the same number each time that the same ids are read; noise does
+not. The deviation of a token is predicted by its mean in other rows, after the same ids and after
+the same few ids.
+
+# N tokens  n compared tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.doctor.explain import Prediction, View, hypothesis
+from lockstep.doctor.rows import Float64Array, Rows
+
+NOISE = 4.0
+"""Ratio to the mean square that bfloat16 makes, from which on a side deviates: another engine's
+kernels round twice as far."""
+STEADY = 0.2
+"""Share of variance within equal contexts, between what weights leave (0.06 and less) and what
+dropout does (0.37 and more): proof of numerics, docs/doctor-causes.md."""
+MIN_REPEATED = 40
+"""Tokens in repeated contexts that a variance takes: its error is then a fifth."""
+MAX_NOISE = 8.0
+"""Nats of one token that kernels never make: a factor of 3,000 in probability."""
+SHRINK = 1.0
+"""Observations that a mean of none counts for: one deviation is as much noise as signal."""
+
+
+def contexts(rows: Rows) -> list[np.ndarray]:
+    """[N] keys of what a token follows: all ids before it, three, one, none."""
+    ids = rows.token_ids.astype(np.uint64)
+    out = [rows.prefix_keys]
+    for width in (3, 1, 0):
+        key = ids.copy()
+        for back in range(1, width + 1):
+            before = np.concatenate([np.zeros(back, np.uint64), ids[:-back]])
+            before[rows.position < back] = 0
+            key = key * np.uint64(1_000_003) + before + np.uint64(back)
+        out.append(key)
+    return out
+
+
+def repeated(rows: Rows, d: Float64Array) -> Float64Array:
+    """[N] the deviation that other rows have in the same contexts, the longest first."""
+    at = np.flatnonzero(np.isfinite(d))
+    out = np.zeros(rows.num_tokens)
+    guess = np.zeros(len(at))
+    for key in reversed(contexts(rows)):  # the general first: each adds what is left of it
+        rest = d[at] - guess
+        _, place = np.unique(key[at], return_inverse=True)
+        mine = place.astype(np.int64) * len(rows) + rows.row_of[at]
+        _, own = np.unique(mine, return_inverse=True)
+        total, num = np.bincount(place, rest), np.bincount(place)
+        of_row, num_row = np.bincount(own, rest), np.bincount(own)
+        others = total[place] - of_row[own]
+        count = num[place] - num_row[own]
+        guess = guess + others / (count + SHRINK)
+    out[at] = guess
+    return out
+
+
+def deviations(view: View) -> dict[str, Float64Array]:
+    """Side -> [N] its deviation from the model."""
+    model = view.setting.model
+    assert model is not None, "needed"
+    plain = model.plain(view.rows)
+    return {"sampler": view.sampler - plain, "trainer": view.trainer - plain}
+
+
+def size(d: Float64Array) -> float:
+    d = d[np.isfinite(d)]
+    return float(np.square(d).mean()) if len(d) else 0.0
+
+
+def steadiness(rows: Rows, d: Float64Array) -> float:
+    """Share of the deviation's variance that is left within equal contexts, counted from the first
+    id: 0 for what is computed from the ids, 1 for noise; NaN where too few contexts repeat."""
+    at = np.flatnonzero(np.isfinite(d))
+    _, place = np.unique(rows.prefix_keys[at], return_inverse=True)
+    num = np.bincount(place)
+    is_repeated = num[place] > 1
+    values, place, num = d[at][is_repeated], place[is_repeated], num
+    # Repeated contexts must show the deviation: rows begin alike where nothing is wrong yet.
+    if len(values) < MIN_REPEATED or np.square(values).mean() < 0.3 * np.square(d[at]).mean():
+        return float("nan")
+    mean = np.bincount(place, values, len(num)) / np.maximum(num, 1)
+    left = (values - mean[place]) ** 2 * (num / np.maximum(num - 1, 1))[place]
+    return float(left.sum() / max((values**2).sum(), 1e-12))
+
+
+def deviating(view: View) -> tuple[str, Float64Array] | None:
+    """(side, its deviation) of the side that is further from the model than its noise; None where
+    neither is, or where its weights are not at hand."""
+    model = view.setting.model
+    if model is None or not model.has_own(view.rows):
+        return None
+    found = deviations(view)
+    side = max(found, key=lambda name: size(found[name]))
+    return (side, found[side]) if size(found[side]) > NOISE * model.noise(view.rows) else None
+
+
+@hypothesis("weights", cause="other_weights", needs=("model",), fitted=9,
+            claim="a deviation from the model repeats in no context")  # fmt: skip
+def weights(view: View) -> Iterator[Prediction]:
+    found = deviating(view)
+    if found is None or not steadiness(view.rows, found[1]) < STEADY:
+        return
+    side, d = found
+    yield Prediction(
+        text=f"the {side} deviates from the model alike in equal contexts",
+        **{side: getattr(view, side) - repeated(view.rows, d)}, is_of_rows=False,
+    )  # fmt: skip
+
+
+def noise_of(view: View) -> tuple[str, str] | None:
+    """(cause, in words) of what is left, if it is noise of a side: it has another value each time
+    that the same ids are read, and no token is off by more than noise on logits can make."""
+    found = deviating(view)
+    if found is None or not steadiness(view.rows, found[1]) >= STEADY:
+        return None
+    model, (side, d) = view.setting.model, found
+    assert model is not None, "a side deviates from it"
+    rows = view.rows
+    at = np.flatnonzero(np.isfinite(d))
+    spread = np.maximum(model.spread(rows)[at], 1e-4)
+    told = f"the {side} differs from the model each time in another way"
+    routes = model.once(rows, "routers", lambda: model.scorer.router_variances(
+        model.loaded(rows), rows, np.arange(len(rows))))  # fmt: skip
+    fits = [_likelihood(d[at], spread), *(_likelihood(d[at], v[at]) for v in routes)]
+    if int(np.argmax(fits)) > 0:
+        return "routing_flips", f"{told}, most where routers are near a tie"
+    if float(np.abs(d[at]).max()) > MAX_NOISE:
+        return None
+    return ("dropout" if side == "trainer" else "kernel_noise"), told
+
+
+def _likelihood(d: Float64Array, variance: Float64Array) -> float:
+    """Mean log-likelihood of d under Gaussian noise of this pattern, at its best scale, over a
+    floor."""
+    best = -np.inf
+    for floor in (1e-3, 1e-2, 0.1):
+        pattern = variance / max(float(variance.mean()), 1e-12) + floor
+        scale = float((d**2 / pattern).mean())
+        value = -0.5 * float(np.log(scale * pattern + 1e-12).mean()) - 0.5
+        best = max(best, value)
+    return best

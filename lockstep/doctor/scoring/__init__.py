@@ -1,0 +1,1 @@
+"""Scores rows by a model: `model` without torch, `scorer` with it."""

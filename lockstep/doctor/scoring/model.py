@@ -1,0 +1,371 @@
+"""The model at hand, as hypotheses see it: it scores rows, as they are or otherwise.
+
+Without torch: `scorer` is imported when the first row is scored.
+
+# N tokens of the rows  R rows
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.doctor.explain import Prediction, View
+from lockstep.doctor.findings import Basis
+from lockstep.doctor.inputs.base import Dump, Facts
+from lockstep.doctor.rows import Float32Array, Float64Array, Rows
+from lockstep.doctor.scoring.weights import WeightsAtHand, weights_at_hand
+from lockstep.doctor.tokenization import settings_beside
+from lockstep.errors import CheckpointError
+from lockstep.memory import GIB, available_bytes
+from lockstep.models.config import ModelConfig
+from lockstep.models.shapes import decoder_shapes, num_elements
+from lockstep.types import Int64Array
+
+if TYPE_CHECKING:
+    from lockstep.doctor.scoring.layouts import Layout
+    from lockstep.doctor.scoring.scorer import Scorer
+
+MAX_TOKENS, MIN_TOKENS = 16_384, 1_536
+"""Tokens of the sample: shares have errors of about 1 % with the first, and a standard error over
+rows still needs some twenty rows."""
+MULTIPLIES = 3e11
+"""Multiplications of one forward over the sample: some six seconds on a core of 50 GFLOP/s, so that
+a 135M model is loaded, scored and varied in a minute."""
+NUM_PROBES = 8
+"""Rows on which each variant is tried: of a cause that hits 30 % of the rows, two are among them
+with 94 % probability."""
+PROBED = 8
+"""Part of the sample's tokens that the probes may have: a hundred variants are tried on them."""
+MIN_PROBED = 0.15
+"""Share of the probes' gap from which on a variant is scored on all rows (explain.MIN_SHARE, and
+the error of eight rows)."""
+NUM_PROMOTED, NEAR = 3, 0.2
+"""Variants that are scored on all rows in a round, and the share within which they must be of the
+best: twice the error of eight rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """Processing of the logits before a log-prob is taken."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    min_p: float = 0.0
+    """Share of the largest probability below which a token is dropped."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits, and factor of the negative ones, of ids that are in the row
+    already."""
+
+    def describe(self) -> str:
+        parts = [f"temperature={self.temperature:g}"]
+        parts += [f"top_p={self.top_p:g}"] if self.top_p < 1 else []
+        parts += [f"top_k={self.top_k}"] if self.top_k else []
+        parts += [f"min_p={self.min_p:g}"] if self.min_p else []
+        if self.repetition_penalty != 1:
+            parts += [f"repetition_penalty={self.repetition_penalty:g}"]
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """[N] values of some rows under one model; NaN for tokens that were not asked for."""
+
+    logprobs: dict[Distribution, Float32Array]
+    spread: Float64Array
+    """Variance of the log-prob under unit noise on every logit: (1 - p)^2 plus all other p^2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """The model, or its input, with one defect."""
+
+    cause: str
+    text: str
+    score: Callable[[Int64Array], Float64Array]
+    """Rows -> [N] log-probs with the defect; NaN where it changes nothing."""
+    sides: Sequence[str] = ("sampler", "trainer")
+    is_whole: bool = True
+    """Whether tokens that it does not score are as they would be without it."""
+    basis: Basis = "fit"
+    is_of_rows: bool = True
+    replaces: bool = False
+    """Whether the recorded number is the variant's, and not the trainer's plus the change."""
+
+
+@dataclass(kw_only=True)
+class Model:
+    """Weights that score rows. Results are remembered by the ids of the rows."""
+
+    weights: WeightsAtHand
+    facts: Facts = field(default_factory=Facts)
+    max_tokens: int = 0
+    """Size of the sample; 0: as many tokens as take seconds."""
+    _known: dict[Any, Any] = field(default_factory=dict[Any, Any])
+
+    def __post_init__(self) -> None:
+        config = self.weights.config
+        if not isinstance(config, ModelConfig):
+            self.max_tokens = self.max_tokens or MAX_TOKENS // 2
+            return
+        elements = num_elements(decoder_shapes(config))
+        found = available_bytes()
+        # In float32, and while a copy is cast to bfloat16 or a file is read, some of it twice.
+        needed = int(4 * elements * 1.5)
+        if found is not None and found[0] < needed:
+            raise CheckpointError(
+                f"{self.weights.all[0].name} takes {needed / GIB:.1f} GiB to be scored by in "
+                f"float32, and there are {found[0] / GIB:.1f} GiB ({found[1]})."
+            )
+        affordable = int(MULTIPLIES / max(elements, 1))
+        self.max_tokens = self.max_tokens or min(max(affordable, MIN_TOKENS), MAX_TOKENS)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        from lockstep.doctor.scoring.scorer import Scorer
+
+        return Scorer()
+
+    @property
+    def directory(self) -> Path:
+        return self.weights.all[0].model_directory
+
+    @cached_property
+    def pad_id(self) -> int | None:
+        known: list[Any] = [self.facts.pad_id]
+        for file in ("config.json", "generation_config.json"):
+            settings = settings_beside(self.directory, file) or {}
+            for name in ("pad_token_id", "eos_token_id"):
+                found = settings.get(name)
+                known += found if isinstance(found, list) else [found]
+        return next((id_ for id_ in known if isinstance(id_, int) and id_ >= 0), None)
+
+    # -- scores -------------------------------------------------------------------------------
+
+    def loaded(self, rows: Rows) -> Any:
+        """The trained model in float32, with the weights of most of these rows."""
+        return self.scorer.load(self.weights.all[self.own(rows)])
+
+    def own(self, rows: Rows) -> int:
+        """Index of the weights that the trainer ran on most of the rows; 0 if none is known."""
+        if rows.steps is None:
+            return 0
+        places = [self.weights.of_step(step) for step in rows.steps.tolist()]
+        known = [place for place in places if place is not None]
+        return max(set(known), key=known.count) if known else 0
+
+    def has_own(self, rows: Rows) -> bool:
+        """Whether the weights of these rows are at hand."""
+        return rows.steps is None or any(
+            self.weights.of_step(step) is not None for step in rows.steps.tolist()
+        )
+
+    def once(self, rows: Rows, name: Any, make: Callable[[], Any]) -> Any:
+        key = (name, digest(rows))
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def processed(self, rows: Rows, kinds: Sequence[Distribution]) -> dict[Distribution, Any]:
+        """[N] float64 of each processing of the logits, in one forward for all that are new."""
+        found = self.once(rows, "processed", dict)
+        new = [d for d in kinds if d not in found]
+        if new:
+            every = np.arange(len(rows))
+            model = self.loaded(rows)
+            scored = self.scorer.score(model, rows, every, distributions=new, has_spread=True)
+            found |= {d: v.astype(np.float64) for d, v in scored.logprobs.items()}
+            found["spread"] = scored.spread
+        return found
+
+    def plain(self, rows: Rows) -> Float64Array:
+        """[N] log-probs by the model itself, under the processing that the trainer has."""
+        return self.processed(rows, [self.processing(rows)])[self.processing(rows)]
+
+    def spread(self, rows: Rows) -> Float64Array:
+        self.plain(rows)
+        return self.processed(rows, [])["spread"]  # pyright: ignore[reportArgumentType]
+
+    def processing(self, rows: Rows) -> Distribution:
+        """Temperature of the recorded log-probs: 1, or the run's, whichever is nearer."""
+        asked = self.facts.temperature or 1.0
+        if asked == 1.0:
+            return Distribution()
+        kinds = [Distribution(), Distribution(temperature=asked)]
+
+        def nearest() -> Distribution:
+            scores = self.processed(rows, kinds)
+            at = rows.compared
+
+            def apart(kind: Distribution) -> float:
+                sides = (rows.trainer_logprobs, rows.rollout_logprobs)
+                return sum(
+                    float(np.median(np.abs(side[at] - scores[kind][at])))
+                    for side in sides
+                    if side is not None and len(at)
+                )
+
+            return min(kinds, key=apart)
+
+        return self.once(rows, "processing", nearest)
+
+    def bfloat16(self, rows: Rows) -> Float64Array:
+        """[N] the model computed in bfloat16."""
+
+        def make() -> Float64Array:
+            every, kind = np.arange(len(rows)), self.processing(rows)
+            plain = self.loaded(rows)
+            model = self.scorer.copied_in_bfloat16(plain)
+            return self.scorer.score(model, rows, every, distributions=[kind]).logprobs[
+                kind
+            ].astype(np.float64)
+
+        return self.once(rows, "bfloat16", make)
+
+    def noise(self, rows: Rows) -> float:
+        """Mean of d^2 that a pair of precisions makes."""
+        at = np.flatnonzero(rows.loss_mask & (rows.position > 0))
+        d = (self.bfloat16(rows) - self.plain(rows))[at]
+        d = d[np.isfinite(d)]
+        return float(np.square(d).mean()) if len(d) else 0.0
+
+    def score(self, rows: Rows, chosen: Int64Array, **options: Any) -> Float64Array:
+        """[N] log-probs of the chosen rows by the model; NaN in others. options: of
+        `Scorer.score`; of: another model."""
+        kind = options.pop("distribution", None) or self.processing(rows)
+        of = options.pop("of", None) or self.loaded(rows)
+        scored = self.scorer.score(of, rows, chosen, distributions=[kind], **options)
+        return scored.logprobs[kind].astype(np.float64)
+
+    def score_laid(self, rows: Rows, layout: Layout | None) -> Float64Array:
+        """[N] log-probs of the tokens that a layout of these rows stands for."""
+        out = np.full(rows.num_tokens, np.nan)
+        if layout is None or not layout.rows.loss_mask.any():
+            return out
+        other, kind = layout.rows, self.processing(rows)
+        scored = self.scorer.score(
+            self.loaded(rows), other, np.arange(len(other)), distributions=[kind],
+            positions=layout.positions,
+        )  # fmt: skip
+        is_own = layout.place >= 0
+        out[layout.place[is_own]] = scored.logprobs[kind][is_own]
+        return out
+
+    # -- variants -----------------------------------------------------------------------------
+
+    def tried(self, view: View, variants: Iterable[Variant]) -> Iterator[Prediction]:
+        """Predictions of the variants that explain something of NUM_PROBES rows: each side of each
+        as if it had the defect and the other had not."""
+        rows = view.rows
+        probes = _probes(rows, self.max_tokens // PROBED)
+        if not len(probes):
+            return
+        found: list[tuple[float, Variant, str]] = []
+        is_of_probes = np.isin(rows.row_of, probes)
+        for variant in variants:
+            if view.is_late:
+                break
+            values = self._values(rows, variant, probes)
+            for side in variant.sides:
+                share = self._share(view, variant, values, side, is_of_probes)
+                found.append((share, variant, side))
+            if max((share for share, *_ in found), default=0.0) > 0.97:
+                break
+        found.sort(key=lambda one: -one[0])
+        for share, variant, side in found[:NUM_PROMOTED]:
+            if share < max(MIN_PROBED, found[0][0] - NEAR) or time.process_time() > view.deadline:
+                break
+            values = self._values(rows, variant, np.arange(len(rows)))
+            yield self.prediction(view, variant, values, side)
+
+    def _values(self, rows: Rows, variant: Variant, chosen: Int64Array) -> Float64Array:
+        """[N] the variant's log-probs, of the chosen rows at least; each row is scored once."""
+        known, is_done = self.once(
+            rows,
+            ("variant", variant.text),
+            lambda: (np.full(rows.num_tokens, np.nan), np.zeros(len(rows), np.bool_)),
+        )
+        new = chosen[~is_done[chosen]]
+        if len(new):
+            values = variant.score(new)
+            at = np.isin(rows.row_of, new)
+            known[at] = values[at]
+            is_done[new] = True
+        return known
+
+    def prediction(
+        self, view: View, variant: Variant, values: Float64Array, side: str
+    ) -> Prediction:
+        plain = self.plain(view.rows)
+        change = values - plain
+        repaired = getattr(view, side) - change
+        if variant.replaces:
+            other = view.trainer if side == "sampler" else view.sampler
+            repaired = other + (getattr(view, side) - values)
+        return Prediction(
+            text=f"the {side} {variant.text}", cause=variant.cause, basis=variant.basis,
+            is_of_rows=variant.is_of_rows, **{side: repaired},
+        )  # fmt: skip
+
+    def _share(
+        self, view: View, variant: Variant, values: Float64Array, side: str, where: Any
+    ) -> float:
+        prediction = self.prediction(view, variant, values, side)
+        repaired = getattr(prediction, side)
+        gap = view.rows.gap
+        left = (view.trainer if side == "sampler" else repaired) - (
+            repaired if side == "sampler" else view.sampler
+        )
+        left = np.where(np.isfinite(left), left, gap)
+        at = np.flatnonzero(where & np.isfinite(gap))
+        d2, e2 = view.loss(gap[at]), view.loss(left[at])
+        gain = np.bincount(view.rows.row_of[at], d2 - e2, len(view.rows))
+        return float(np.maximum(gain, 0).sum() / max(d2.sum(), 1e-12))
+
+
+def _probes(rows: Rows, max_tokens: int) -> Int64Array:
+    """Rows with a gap, drawn in proportion to its square root: rows of every size of gap. As many
+    as have `max_tokens`, two at least."""
+    at = rows.compared
+    if not len(at):
+        return np.empty(0, np.int64)
+    d2 = np.sqrt(np.bincount(rows.row_of[at], rows.gap[at] ** 2, len(rows)))
+    usable = np.flatnonzero(d2 > 0)
+    num = max(min(NUM_PROBES, int(max_tokens / max(rows.sizes[usable].mean(), 1)), len(usable)), 2)
+    if len(usable) <= num:
+        return usable
+    reached = np.cumsum(d2[usable])
+    marks = (np.arange(num) + 0.5) / num * reached[-1]
+    return np.unique(usable[np.searchsorted(reached, marks)])
+
+
+def digest(rows: Rows) -> str:
+    """Digest of the ids, bounds and masks of rows."""
+    out = blake2b(digest_size=16)
+    for values in (rows.token_ids, rows.offsets, rows.loss_mask):
+        out.update(np.ascontiguousarray(values).tobytes())
+    return out.hexdigest()
+
+
+def open_model(
+    dump: Dump, facts: Facts, *, model: str | Path | Model, adapter: str | Path = "",
+    against: Sequence[str | Path] = (),
+) -> Model:  # fmt: skip
+    """The model at hand. Raises CheckpointError if it is too large or torn, ConfigError for what
+    names no model."""
+    if isinstance(model, Model):
+        return model
+    found = Model(
+        weights=weights_at_hand(dump, model, adapter=adapter, against=against), facts=facts
+    )
+    found.scorer.load(found.weights.all[0])  # a torn file is refused here
+    return found

@@ -1,0 +1,575 @@
+"""Other prompts that a side may have read before the same replies.
+
+The rows say which prompt the trainer scored after. Where the sampler's log-probs are not the
+model's after that prompt, they may be its after another one: each is written, scored on a few rows,
+and believed only if it gives the side's very numbers. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.doctor.rows import Rows
+from lockstep.doctor.scoring.layouts import Laid, Layout
+from lockstep.doctor.tokenization import control_spelling
+from lockstep.errors import RendererError
+from lockstep.renderers.base import Renderer
+from lockstep.renderers.pieces import encode_pieces, first_difference
+from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.types import Int64Array, Message, ToolSchema
+
+Ids = list[int]
+_Edit = Callable[[Ids, bool], Ids | None]
+"""(ids before a reply, whether they begin the row) -> other ids; None leaves them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A published chat format: what it writes around each role's words."""
+
+    before: Mapping[str, str]
+    """Role -> text before its words."""
+    after: Mapping[str, str]
+    """Role -> text after its words; "" is for every other role."""
+    first: str = ""
+    """Text at the beginning of a dialogue."""
+    opening: str = ""
+    """Text before the model's words; empty for that of the assistant."""
+
+    def close(self, role: str) -> str:
+        return self.after.get(role, self.after.get("", ""))
+
+    @property
+    def openers(self) -> dict[str, str]:
+        """Text that opens a message -> its role."""
+        return {text.strip(): role for role, text in self.before.items() if text.strip()}
+
+    @property
+    def reply_opening(self) -> str:
+        return self.opening or self.before["assistant"]
+
+    def write(
+        self, messages: Sequence[Message], *, is_first: bool, has_opening: bool = True
+    ) -> str:
+        """Messages, none of them the model's, as the format writes them before a reply."""
+        text = self.first if is_first else ""
+        kept = ""
+        for message in messages:
+            role = message.role if message.role in self.before else "user"
+            if message.role in ("system", "developer") and "system" not in self.before:
+                kept += f"{message.content}\n\n"  # the format has none: before the user's words
+                continue
+            text += self.before[role] + kept + message.content + self.close(role)
+            kept = ""
+        return text + (self.reply_opening if has_opening else "")
+
+
+FAMILIES: Mapping[str, Family] = {
+    name: Family(**told)
+    for name, told in tomllib.loads(
+        Path(__file__).with_name("families.toml").read_text("utf-8")
+    ).items()
+}
+"""Formats that a program may take by mistake, by the names of their models."""
+
+DEFAULT_SYSTEMS = (
+    "You are a helpful assistant.",
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+    "You are a helpful assistant",
+    "You are a helpful AI assistant.",
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
+    "You are ChatGPT, a large language model trained by OpenAI.",
+)
+"""System messages that templates write where a dialogue has none."""
+NO_THINKING = ("<think>\n\n</think>\n\n", "<think>\n", "<think>\n\n</think>\n")
+"""Texts after the opening that switch thinking off, or on."""
+MAX_HEADER = 24
+"""Characters around a message's words by which it is found where no control token is."""
+_MARK = "Qz7"
+"""Words that no template writes."""
+_TOOL = ToolSchema(name="qz", description="q", parameters={"type": "object", "properties": {}})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A row as what was observed and what was sampled, in turn."""
+
+    observed: list[Ids]
+    """The prompt, and what stands before each further reply."""
+    replies: list[Ids]
+    messages: tuple[Message, ...] | None = None
+
+    @classmethod
+    def of(cls, rows: Rows, row: int) -> Parts | None:
+        """The parts of one row; None without a reply."""
+        tokens = rows.slices[row]
+        turns = rows.spans.of_rows(len(rows))[row]
+        if not turns:
+            return None
+        observed: list[Ids] = []
+        replies: list[Ids] = []
+        at = tokens.start
+        for s in turns:
+            begin, end = int(rows.spans.begin[s]), int(rows.spans.end[s])
+            observed.append(rows.token_ids[at:begin].tolist())
+            replies.append(rows.token_ids[begin:end].tolist())
+            at = end
+        messages = None if rows.messages is None else rows.messages[row]
+        return cls(observed=observed, replies=replies, messages=messages)
+
+    def with_observed(self, observed: list[Ids]) -> Parts | None:
+        """None if these are the ids of the row."""
+        return None if observed == self.observed else replace(self, observed=observed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The text around the words of a message, and all text before that."""
+
+    head: str
+    before: str
+    after: str
+
+    def removed(self, text: str) -> str | None:
+        """The text without the message; None if it has none."""
+        begin = len(self.head) + len(self.before)
+        if not text.startswith(self.head + self.before) or not self.after:
+            return None
+        end = text.find(self.after, begin)
+        return None if end < 0 else self.head + text[end + len(self.after) :]
+
+    def inserted(self, text: str, words: str) -> str | None:
+        """The text with the message; None if it may have one already."""
+        if not text.startswith(self.head):
+            return None
+        rest = text[len(self.head) :]
+        if self.before and rest.startswith(self.before):
+            return None
+        return self.head + self.before + words + self.after + rest
+
+    def stripped(self, text: str) -> str | None:
+        """The text with the white space around each message's words removed; None without any."""
+        form = f"({re.escape(self.before)})(.*?)({re.escape(self.after)})"
+        out = re.sub(form, lambda m: m[1] + m[2].strip() + m[3], text, flags=re.DOTALL)
+        return None if out == text else out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Another way to write the prompt of any row."""
+
+    text: str
+    """The prompt in words, after "after the prompt ": "without its first token"."""
+    write: Callable[[Parts], Parts | None]
+    """The row's parts with that prompt; None where it changes nothing or cannot be written."""
+
+
+def _edited(edit: _Edit, parts: Parts) -> Parts | None:
+    changed = [edit(ids, not at) for at, ids in enumerate(parts.observed)]
+    pairs = zip(changed, parts.observed, strict=True)
+    return parts.with_observed([old if new is None else new for new, old in pairs])
+
+
+def _first_written(ways: Sequence[Callable[[Parts], Parts | None]], parts: Parts) -> Parts | None:
+    """The parts by the first way that changes them."""
+    return next((other for way in ways if (other := way(parts)) is not None), None)
+
+
+class Prompts:
+    """The prompts that are tried for the rows of one tokenizer and renderer."""
+
+    def __init__(self, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
+        self.tokenizer, self.renderer = tokenizer, renderer
+        self._spelling = control_spelling(tokenizer)
+
+    def all(self) -> Iterator[Prompt]:
+        """Every prompt, the likely mistakes first. Each text occurs once."""
+        edits: dict[str, list[Callable[[Parts], Parts | None]]] = {}
+        for text, edit in (*self._edits(), *self._text_edits()):
+            edits.setdefault(text, []).append(partial(_edited, edit))
+        for text, ways in edits.items():
+            yield Prompt(text=text, write=partial(_first_written, ways))
+        if self.renderer is not None:
+            for text, change in _CHANGES.items():
+                told = f"as the model's own template writes it{text}"
+                yield Prompt(text=told, write=partial(self._by_renderer, self.renderer, change))
+        for name, family in FAMILIES.items():
+            for text, change in islice(_CHANGES.items(), 2):
+                told = f"in the format of {name}{text}"
+                yield Prompt(text=told, write=partial(self._by_family, family, change))
+
+    # -- edits of the ids ---------------------------------------------------------------------
+
+    def _edits(self) -> Iterator[tuple[str, _Edit]]:
+        def at_begin(edit: Callable[[Ids], Ids]) -> _Edit:
+            return lambda ids, is_first: edit(ids) if is_first and ids else None
+
+        def without(end: Ids) -> _Edit:
+            return lambda ids, _: ids[: -len(end)] if ids[-len(end) :] == end else None
+
+        yield "without its first token", at_begin(lambda ids: ids[1:])
+        yield "with its first token twice", at_begin(lambda ids: [ids[0], *ids])
+        for id_ in self._beginnings:
+            name = self.tokenizer.control_name(id_)
+            yield f"with {name} before it", at_begin(lambda ids, id_=id_: [id_, *ids])
+        opening = list(self._opening)
+        if opening:
+            yield "without the opening of the reply", without(opening)
+            yield (
+                "with the opening of the reply",
+                lambda ids, _: None if ids[-len(opening) :] == opening else [*ids, *opening],
+            )
+        for text in (*NO_THINKING, "\n", "\n\n", " "):
+            added = self.encode(text)
+            yield f"with {text!r} before the reply", lambda ids, _, more=added: [*ids, *more]
+            yield f"without {text!r} before the reply", without(added)
+
+    def _text_edits(self) -> Iterator[tuple[str, _Edit]]:
+        """Edits of the text around the words of a system's or user's message, by the renderer's
+        own way to write one. All else of the prompt, such as its tools, stays as it is."""
+
+        def of_text(edit: Callable[[str], str | None], *, is_first: bool = True) -> _Edit:
+            def changed(ids: Ids, is_prompt: bool) -> Ids | None:
+                if is_first and not is_prompt:
+                    return None
+                text = edit(self.tokenizer.decode(ids))
+                return None if text is None else self.encode(text)
+
+            return changed
+
+        for frame in self._system_frames:
+            yield "without its system message", of_text(frame.removed)
+            for words in DEFAULT_SYSTEMS:
+                told = f"with the system message {words!r}"
+                yield told, of_text(lambda text, f=frame, w=words: f.inserted(text, w))
+        for family in FAMILIES.values():
+            if family.before.get("system", "").strip():
+                told = "without its last system message"
+                yield told, of_text(partial(_without_last_system, family=family))
+        if (user := self._user_frame) is not None:
+            told = "with the white space around the user's words stripped"
+            yield told, of_text(user.stripped, is_first=False)
+
+    @cached_property
+    def _system_frames(self) -> list[Frame]:
+        """Where the renderer writes a system message, without tools and beside them."""
+        out: list[Frame] = []
+        user, system = Message(role="user", content="a"), Message(role="system", content=_MARK)
+        for tools in ((), (_TOOL,)):
+            plain, more = self._text([user], tools), self._text([system, user], tools)
+            if plain is None or more is None or more.count(_MARK) != 1:
+                continue
+            head = first_difference(plain, more)
+            tail = first_difference(plain[head:][::-1], more[head:][::-1])
+            before, _, after = more[head : len(more) - tail].partition(_MARK)
+            if before or after:
+                out.append(Frame(head=plain[:head], before=before, after=after))
+        return list(dict.fromkeys(out))
+
+    @cached_property
+    def _user_frame(self) -> Frame | None:
+        """The text that the renderer writes directly around the words of a user."""
+        text = self._text([Message(role="user", content=_MARK)], ())
+        if text is None or text.count(_MARK) != 1:
+            return None
+        before, _, after = text.partition(_MARK)
+        begins = [found.start() for found in self._spelling.finditer(before)]
+        ends = [found.end() for found in self._spelling.finditer(after)]
+        before = before[begins[-1] :] if begins else before[-MAX_HEADER:]
+        after = after[: ends[0]] if ends else after[:MAX_HEADER]
+        return Frame(head="", before=before, after=after) if before and after else None
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
+        if self.renderer is None:
+            return None
+        try:
+            return self.tokenizer.decode(self.renderer.render(messages, tools))
+        except RendererError:
+            return None
+
+    @cached_property
+    def _opening(self) -> tuple[int, ...]:
+        try:
+            return () if self.renderer is None else opening_of(self.renderer)
+        except RendererError:
+            return ()
+
+    @cached_property
+    def _beginnings(self) -> list[int]:
+        tokenizer = self.tokenizer
+        names = {id_: tokenizer.control_name(id_) for id_ in sorted(tokenizer.control_ids)}
+        known = BEGINNINGS | _ENDS | {family.first for family in FAMILIES.values()}
+        found = {id_ for id_, name in names.items() if name in known}
+        with suppress(RendererError):
+            if self.renderer is not None:
+                found.update(self.renderer.render([Message(role="user", content="a")])[:1])
+        return sorted(found & tokenizer.control_ids)
+
+    # -- messages, written otherwise ----------------------------------------------------------
+
+    def _by_renderer(self, renderer: Renderer, change: _Change, parts: Parts) -> Parts | None:
+        if (read := self._asked(change, parts)) is None:
+            return None
+        (first, *later), tools = read
+        try:
+            observed = [renderer.render(first, tools)]
+        except RendererError:
+            try:
+                observed = [renderer.render(first)]
+            except RendererError:
+                return None
+        for reply, old, messages in zip(parts.replies, parts.observed[1:], later, strict=False):
+            try:
+                observed.append(renderer.extend(reply, messages))
+            except RendererError:
+                observed.append(old)
+        return parts.with_observed(observed)
+
+    def by_messages(self, parts: Parts) -> Parts | None:
+        """The dialogue as the model's own template writes it around these replies."""
+        if self.renderer is None or parts.messages is None:
+            return None
+        return self._by_renderer(self.renderer, list, parts)
+
+    def _by_family(self, family: Family, change: _Change, parts: Parts) -> Parts | None:
+        if (read := self._asked(change, parts)) is None:
+            return None
+        (first, *later), _ = read
+        observed = [self.encode(family.write(first, is_first=True))]
+        close = family.close("assistant")
+        for reply, messages in zip(parts.replies, later, strict=False):
+            glue = close.removeprefix(close.rstrip("\n"))
+            glue += family.write(messages, is_first=False)
+            observed.append(self.encode(glue.removeprefix(self.tokenizer.decode(reply[-1:]))))
+        return parts.with_observed(observed)
+
+    def _asked(self, change: _Change, parts: Parts) -> _Asked | None:
+        """As `_read`, with a change to the messages before the first reply; None without one."""
+        read = self._read(parts)
+        if read is None or (first := change(read[0][0])) is None:
+            return None
+        return [first, *read[0][1:]], read[1]
+
+    def _read(self, parts: Parts) -> _Asked | None:
+        """None if the messages are not known and the prompt is of no known format."""
+        texts = [self.tokenizer.decode(ids) for ids in parts.observed]
+        ends = ["", *(self.tokenizer.decode(reply[-1:]) for reply in parts.replies)]
+        tools = tuple(tools_in(texts[0]))
+        if parts.messages is not None:
+            said: list[list[Message]] = [[]]
+            for message in parts.messages:
+                if message.role == "assistant":
+                    said.append([])
+                else:
+                    said[-1].append(message)
+            if len(said) - 1 >= len(parts.observed):
+                return said[: len(parts.observed)], tools
+        for family in FAMILIES.values():
+            # GLM's replies end with the token that opens the next message.
+            heads = [end if end.strip() in family.openers else "" for end in ends]
+            found = [
+                read_messages_of(head + text, family)
+                for head, text in zip(heads, texts, strict=False)
+            ]
+            if found[0] and all(messages is not None for messages in found):
+                return [messages or [] for messages in found], tools
+        return None
+
+    def encode(self, text: str) -> Ids:
+        """Text in which names of control tokens are these tokens, as a template's text is read."""
+        pieces: list[str | int] = []
+        at = 0
+        for found in self._spelling.finditer(text):
+            pieces += [text[at : found.start()], self.tokenizer.control_id(found[0])]
+            at = found.end()
+        return encode_pieces(self.tokenizer, [p for p in [*pieces, text[at:]] if p != ""])
+
+
+_Asked = tuple[list[list[Message]], tuple[ToolSchema, ...]]
+"""(the messages before each reply, the tools that the prompt declares)."""
+_Change = Callable[[Sequence[Message]], list[Message] | None]
+_ENDS = frozenset({"</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>"})
+"""Names of end tokens, which some programs put in front."""
+
+
+def _with_system(words: str) -> _Change:
+    def change(messages: Sequence[Message]) -> list[Message] | None:
+        if messages and messages[0].role == "system":
+            return None
+        return [Message(role="system", content=words), *messages]
+
+    return change
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message] | None:
+    kept = [m for m in messages if m.role != "system"]
+    return kept if kept and len(kept) < len(messages) else None
+
+
+def _mapped(edit: Callable[[str], str]) -> _Change:
+    def change(messages: Sequence[Message]) -> list[Message] | None:
+        out = [replace(m, content=edit(m.content)) for m in messages]
+        return out if out != list(messages) else None
+
+    return change
+
+
+_CHANGES: Mapping[str, _Change] = {
+    "": list,
+    ", without the system message": _without_system,
+    ", with white space around the words stripped": _mapped(str.strip),
+    **{f", with the system message {words!r}": _with_system(words) for words in DEFAULT_SYSTEMS},
+}
+"""Change of the messages in words -> the change; None where it does not apply."""
+
+
+def read_messages_of(text: str, family: Family) -> list[Message] | None:
+    """The messages that a format's text is, without the opening at its end; None if it is not of
+    that format.
+
+    >>> family = FAMILIES["chatml"]
+    >>> text = "<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n"
+    >>> [message.content for message in read_messages_of(text, family)]
+    ['hi']
+    """
+    openers = family.openers
+    if not openers:
+        return None
+    if family.reply_opening.strip():
+        text = text.rstrip("\n ").removesuffix(family.reply_opening.strip())
+    longest = sorted(openers, key=len, reverse=True)
+    found = list(re.finditer("|".join(map(re.escape, longest)), text))
+    if not found:
+        return None
+    out: list[Message] = []
+    head = text[: found[0].start()].replace(family.first, "").strip()
+    closes = {"", *(family.close(role).strip() for role in openers.values())}
+    if head not in closes:
+        if "system" in family.before and family.before["system"].strip():
+            return None
+        out.append(Message(role="system", content=head))
+    for at, match in enumerate(found):
+        role = openers[match[0]]
+        end = found[at + 1].start() if at + 1 < len(found) else len(text)
+        words = text[match.end() : end]
+        is_last = at + 1 == len(found)
+        if role == "assistant":
+            if is_last:
+                break
+            return None  # a reply among what nobody sampled
+        close = family.close(role).strip()
+        words, closed, _ = words.partition(close) if close else (words, "", "")
+        if close and not closed and not is_last:
+            return None
+        words = words.rstrip("\n ") if close != family.close(role) else words
+        words = words.removeprefix(family.before[role][len(match[0]) :])
+        if role == "user" and "<tool_response>" in words:
+            role, words = "tool", re.sub(r"\n?</?tool_response>\n?", "", words)
+        out.append(Message(role=role, name="tool" if role == "tool" else "", content=words))  # pyright: ignore[reportArgumentType]
+    return out
+
+
+def _without_last_system(text: str, *, family: Family) -> str | None:
+    """The text without the last system message of a format, tools before it kept."""
+    before = family.before["system"]
+    begin = text.rfind(before)
+    if begin < 0:
+        return None
+    inside = begin + len(before)
+    ends = [at for role in family.openers if (at := text.find(role, inside)) >= 0]
+    return text[:begin] + text[min(ends) :] if ends else None
+
+
+def laid(parts: Parts, other: Parts, at: int, stops: frozenset[int]) -> Laid:
+    """The ids of `other` as a layout of the row that begins at `at`. A reply's log-probs were laid
+    onto the row's ids in order; the end of a reply kept its own."""
+    ids: Ids = []
+    place: list[Int64Array] = []
+    for before, after, reply, drawn in zip(
+        parts.observed, other.observed, parts.replies, other.replies, strict=True
+    ):
+        at += len(before)
+        ids += [*after, *drawn]
+        own = np.full(len(drawn), -1)
+        size = min(len(reply), len(drawn))
+        own[:size] = np.arange(at, at + size)
+        if drawn and reply and drawn[-1] == reply[-1] and drawn[-1] in stops:
+            own[own == at + len(reply) - 1] = -1
+            own[-1] = at + len(reply) - 1
+        place += [np.full(len(after), -1), own]
+        at += len(reply)
+    return ids, np.arange(len(ids)), np.concatenate(place)
+
+
+def with_prompt(
+    prompt: Prompt, rows: Rows, chosen: Sequence[int], stops: frozenset[int] = frozenset()
+) -> Layout | None:
+    """The chosen rows as a prompt writes them; None if it can be written for none of them."""
+    out: list[Laid] = []
+    for row in chosen:
+        parts = Parts.of(rows, row)
+        other = None if parts is None else prompt.write(parts)
+        if parts is not None and other is not None:
+            out.append(laid(parts, other, int(rows.offsets[row]), stops))
+    return Layout.of(out, rows)
+
+
+BEGINNINGS = frozenset({"<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>"})
+"""Names of tokens that a text begins with once, where no template says it."""
+
+
+def opening_of(renderer: Renderer) -> tuple[int, ...]:
+    """The ids that a renderer writes before each turn, in any context.
+
+    Raises RendererError for a template that refuses two users' messages.
+    """
+    stop = [renderer.stop_ids[0]]
+    user = [Message(role="user", content="a")]
+    first = renderer.render(user)
+    then = renderer.extend(stop, [Message(role="user", content="b")])
+    shared = first[len(first) - first_difference(first[::-1], then[::-1]) :]
+    # The close of the user's message is shared too. A turn that follows another one directly has
+    # the opening alone, after a separator of white space.
+    try:
+        at_once = renderer.extend(stop, [])
+    except RendererError:
+        at_once = shared
+    size = first_difference(shared[::-1], at_once[::-1])
+    tokenizer = renderer.tokenizer
+    opening = list(shared[len(shared) - size :])
+    while opening and tokenizer.token_bytes(opening[0]).isspace():
+        del opening[0]
+    if not opening:  # [/INST] closes the user's message, and nothing opens the reply
+        controls = [at for at, id_ in enumerate(shared) if id_ in tokenizer.control_ids]
+        opening = list(shared[controls[-1] :]) if controls else list(shared)
+    return tuple(opening)
+
+
+def tools_in(text: str) -> Iterator[ToolSchema]:
+    """The tools that a prompt declares as JSON objects, in whatever form."""
+    at = 0
+    while (at := text.find("{", at)) >= 0:
+        try:
+            found, end = json.JSONDecoder().raw_decode(text, at)
+        except ValueError:
+            at += 1
+            continue
+        at = end
+        declared: Any = found.get("function", found) if isinstance(found, dict) else {}
+        if not isinstance(declared, dict):
+            continue
+        name, parameters = declared.get("name"), declared.get("parameters")
+        if isinstance(name, str) and isinstance(parameters, dict):
+            about = str(declared.get("description", ""))
+            yield ToolSchema(name=name, description=about, parameters=parameters)
