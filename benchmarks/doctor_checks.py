@@ -34,9 +34,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 import pyarrow.parquet as pq
 
-from lockstep.doctor.checks.base import Check, Setting
+from lockstep.doctor.findings import Check, Setting
 from lockstep.doctor.checks.examine import all_stages
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import CHUNK_TOKENS
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.watch import Watch

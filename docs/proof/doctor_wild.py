@@ -669,7 +669,8 @@ def another_part(program: Program, seed: int) -> Any:
 
     model = copy.deepcopy(program.model)
     generator = torch.Generator().manual_seed(seed)
-    layer = model.model.layers[seed % len(model.model.layers)]
+    layers = wild.layers_of(model)
+    layer = layers[seed % len(layers)]
     with torch.no_grad():
         for weight in layer.parameters():
             if weight.ndim > 1:

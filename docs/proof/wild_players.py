@@ -365,6 +365,15 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "olmoe": ("olmoe", {
         "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": None,
     }),
+    "gpt_neox": ("gpt_neox", {"head_dim": None, "num_key_value_heads": None}),
+    "opt": ("opt", {
+        "head_dim": None, "num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 160,
+        "word_embed_proj_dim": 64, "tie_word_embeddings": True, "dropout": 0.0,
+    }),
+    "mixtral": ("mixtral", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64,
+        "sliding_window": None,
+    }),
 }  # fmt: skip
 """Architecture -> the model_type of transformers, and its settings besides _SMALL."""
 
@@ -382,6 +391,11 @@ def make_model(kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> A
         for module in routers_of(model):
             module.weight.normal_(std=0.3)
     return model.float()
+
+
+def layers_of(model: Any) -> Any:
+    """The blocks of a model, whatever it calls them."""
+    return max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
 
 
 def routers_of(model: Any) -> list[Any]:
@@ -450,6 +464,9 @@ PLAYERS = _parts(
     "granite          granite      own-bytelevel  granite    parquet",
     "smollm3-kimi     smollm3      qwen3          kimi       verl",
     "olmoe-granite    olmoe        llama3_2       granite    prime-rl",
+    "neox-granite     gpt_neox     own-bytelevel  granite    parquet",
+    "opt-zephyr       opt          own-metaspace  zephyr     parquet",
+    "mixtral-thinking mixtral      own-bytelevel  thinking   parquet",
 )
 
 
@@ -681,9 +698,10 @@ def train(program: Program, *, steps: int, batch: int = 16, lr: float = 4e-3) ->
         ids = torch.tensor([i + [pad] * (width - len(i)) for i, _ in rows])
         on = torch.tensor([m + [False] * (width - len(m)) for _, m in rows])
         there = torch.tensor([[1] * len(i) + [0] * (width - len(i)) for i, _ in rows])
-        hidden = model.model(input_ids=ids, attention_mask=there, use_cache=False)[0]
+        hidden = model.base_model(input_ids=ids, attention_mask=there, use_cache=False)[0]
         hidden = hidden[:, :-1][on[:, 1:]]  # logits of replies alone
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][on[:, 1:]])
+        logits = model.get_output_embeddings()(hidden)
+        loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][on[:, 1:]])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -1028,7 +1046,7 @@ def dropping(model: Any, attention: float = 0.0, hidden: float = 0.0):
                 stack.callback(setattr, module, "attention_dropout", module.attention_dropout)
                 module.attention_dropout = attention
         if hidden:
-            for layer in model.model.layers:
+            for layer in layers_of(model):
                 hook = layer.register_forward_hook(lambda _, __, out: _dropped(out, hidden))
                 stack.callback(hook.remove)
         model.train()

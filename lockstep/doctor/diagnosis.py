@@ -126,7 +126,7 @@ class Diagnosis:
         left = self.examination.after.total.means()
         if self.outcome == "not_judged":
             return "; ".join(self.why_not_judged) or "nothing that was asked for can be tested"
-        if self.is_unexplained:
+        if self.is_unexplained and not self.causes:
             told = f"k2 {left['k2']:.2g} is left, beyond what numerics make"
             if self.alarm > CRITICAL_LIMIT and self.examination.is_numeric:
                 told = f"a step of the run has a mismatch of {self.alarm:.3g}"
@@ -136,7 +136,7 @@ class Diagnosis:
     @property
     def next_steps(self) -> list[str]:
         """Records that would decide, the first alone if it is enough; empty where all is told."""
-        if self.outcome != "not_judged" and not self.is_unexplained:
+        if self.outcome != "not_judged" and (self.causes or not self.is_unexplained):
             return []
         if not self.examination.gap.tokens:
             return [*(HOW_TO_GET[n] for n in ("rollout_logprobs", "trainer_logprobs")

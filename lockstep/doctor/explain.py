@@ -127,6 +127,9 @@ class Hypothesis:
     fitted: int = 0
     """Numbers that it fits: of two that explain equally well, the one that fits fewer wins."""
     basis: Basis = "fit"
+    least: float = 0.3
+    """Share of the gap that it must explain in the rows that it hits: 0.6 where the right one gives
+    the very numbers, 0.3 where it is an approximation, or a second cause may hide half of it."""
 
 
 HYPOTHESES: dict[str, Hypothesis] = {}
@@ -163,6 +166,10 @@ class Judged:
     """Of the gap, beyond chance, on rows that it was not fitted on."""
     error: float
     """Standard error of the share."""
+    null_error: float
+    """The same if there were nothing to explain."""
+    hit_share: float
+    """Share of the gap of the rows that it hits."""
     num_blocks: int
     """Rows, or parts of rows, that the error is of."""
     hit: BoolArray
@@ -176,8 +183,9 @@ class Judged:
 
     @property
     def is_beyond_chance(self) -> bool:
-        error = Z * self.error * (1 + 4 / self.num_blocks)  # of few blocks the error is unsure
-        return self.share > error and self.share >= MIN_SHARE
+        error = Z * self.null_error * (1 + 4 / self.num_blocks)  # of few blocks the error is unsure
+        is_fit = self.hit_share >= self.hypothesis.least
+        return self.share > error and self.share >= MIN_SHARE and is_fit
 
 
 def residual(view: View, prediction: Prediction) -> Float64Array:
@@ -223,7 +231,11 @@ def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction])
     share = float(gains.sum() / total)
     # A ratio over blocks: the error of its numerator, given the denominator.
     error = float(np.sqrt(np.square(gains - share * whole).sum()) / total)
-    share -= prediction.chance
+    is_hit_block = (gains > 0) | (not prediction.is_of_rows)
+    lucky = prediction.chance * whole * is_hit_block
+    null = float(np.sqrt(np.square(gains - lucky).sum()) / total)
+    share -= float(lucky.sum()) / total
+    hit_share = float((gains - lucky)[is_hit_block].sum() / max(whole[is_hit_block].sum(), 1e-12))
     left = residual(view, prediction)
     hit = np.ones(len(rows), np.bool_)
     if prediction.is_of_rows:
@@ -235,6 +247,8 @@ def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction])
         prediction=prediction,
         share=share,
         error=error,
+        null_error=min(error, null),
+        hit_share=hit_share,
         num_blocks=num,
         hit=hit,
         after=after,

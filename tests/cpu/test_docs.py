@@ -722,7 +722,7 @@ def causes_table() -> str:
     from doctor import CASES
 
     from lockstep.config import tag, to_dict
-    from lockstep.doctor.checks.causes import CAUSES
+    from lockstep.doctor.causes import CAUSES
 
     def injected(fault: Any) -> str:
         """The option that injects the fault; empty for faults that only dumps have."""

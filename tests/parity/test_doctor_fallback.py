@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.base import Dump, Facts
 

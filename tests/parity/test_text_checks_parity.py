@@ -6,7 +6,7 @@ from cpu.doctor.checks.text_dumps import looked, play, policy, rows_of
 from real_tokenizers import o200k_harmony, tokenizer_of
 
 from lockstep.doctor.checks.examine import all_stages
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.checks.tokens.alignment import Shifted
 from lockstep.doctor.checks.tokens.injected_control import InjectedControl
 from lockstep.doctor.checks.tokens.post_processed import PostProcessed

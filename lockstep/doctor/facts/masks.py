@@ -97,9 +97,9 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact("missing_stop", claim="a reply that the dialogue goes on after ends with a stop id")
 def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     spans, (stops, basis) = rows.spans, stop_ids(rows, setting)
-    if not len(stops) or not len(spans):
-        return
     ids = rows.token_ids
+    if not len(spans) or not np.isin(ids, stops).any():  # else the ids are not this program's
+        return
     last = spans.end - 1
     ends = np.isin(ids[last], stops)
     following = np.minimum(spans.end, rows.num_tokens - 1)

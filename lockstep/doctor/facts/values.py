@@ -128,7 +128,8 @@ def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
                 continue  # certain tokens have a log-prob of 0.0
             else:
                 is_denied = same
-            is_bound = value == known.min() and value < -FAR / 2
+            mine = is_known & np.isin(rows.row_of, rows.row_of[is_denied])
+            is_bound = value == values[mine].min() and value < -FAR / 2
             cause = "clamped" if is_bound else "fillers"
             word = "the bound" if is_bound else "the number"
             note = f"{word} {value:g} stands in place of the {who}'s log-probs"

@@ -46,7 +46,7 @@ def arithmetic(view: View) -> Iterator[Prediction]:
 
 
 @hypothesis("half_head", cause="half_head", needs=("model",),
-            claim="both sides compute the output projection in one precision")  # fmt: skip
+            least=0.5, claim="both sides compute the output projection in one precision")  # fmt: skip
 def half_head(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"
@@ -72,7 +72,7 @@ def half_head(view: View) -> Iterator[Prediction]:
 
 
 @hypothesis("adapter", cause="adapter_not_merged", needs=("model",),
-            claim="both sides add the adapter once, at its own scale")  # fmt: skip
+            least=0.5, claim="both sides add the adapter once, at its own scale")  # fmt: skip
 def adapter(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"
@@ -89,7 +89,7 @@ def adapter(view: View) -> Iterator[Prediction]:
 
 
 @hypothesis("other_weights_given", cause="other_weights", needs=("model",),
-            claim="both sides run the weights of this step")  # fmt: skip
+            least=0.5, claim="both sides run the weights of this step")  # fmt: skip
 def other_weights_given(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"
@@ -107,7 +107,7 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
 
 
 @hypothesis("layout", cause="wrong_positions", needs=("model",),
-            claim="both sides see the row alone, at positions from 0")  # fmt: skip
+            least=0.6, claim="both sides see the row alone, at positions from 0")  # fmt: skip
 def layout(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"

@@ -48,7 +48,15 @@ def variants_of(
 def structure(view: View) -> Iterator[Prediction]:
     model = view.setting.model
     assert model is not None, "needed"
+    tokenizer = view.setting.tokenizer
+    texts = () if tokenizer is None else ("\n", "\n\n", " ")
+    separators = [
+        ("dropped_separator", f"read {text!r} after each reply",
+         partial(_separated, ids=tokenizer.encode(text)))
+        for text in texts if tokenizer is not None
+    ]  # fmt: skip
     yield from model.tried(view, variants_of(view, [
+        *separators,
         ("padding", "read the row without the runs of one id", _without_runs),
         ("duplicated_prompt", "read the prompt once", _once),
     ]))  # fmt: skip
@@ -64,6 +72,11 @@ def _without_runs(parts: Parts) -> Parts | None:
         return [int(i) for run in runs if len(run) < 2 * MIN_PADDING for i in run]
 
     return parts.with_observed([cut(ids) for ids in parts.observed])
+
+
+def _separated(parts: Parts, ids: Ids) -> Parts | None:
+    first, *later = parts.observed
+    return parts.with_observed([first, *(o if o[: len(ids)] == ids else ids + o for o in later)])
 
 
 def _once(parts: Parts) -> Parts | None:

@@ -47,7 +47,7 @@ def kinds(view: View) -> list[tuple[str, Distribution]]:
 
 
 @hypothesis("processing", cause="processed", needs=("model",),
-            claim="both sides take log-probs of one distribution")  # fmt: skip
+            least=0.5, claim="both sides take log-probs of one distribution")  # fmt: skip
 def processing(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"

@@ -25,7 +25,7 @@ MAX_TOKENS = 2048
 
 
 @hypothesis("respelled", cause="reencoded", fitted=3,
-            claim="log-probs are of the ids that stand in the row")  # fmt: skip
+            least=0.2, claim="log-probs are of the ids that stand in the row")  # fmt: skip
 def respelled(view: View) -> Iterator[Prediction]:
     rows = view.rows
     spans = rows.spans

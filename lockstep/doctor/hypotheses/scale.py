@@ -23,7 +23,7 @@ TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 BASES = {"to base 2": np.log(2.0), "to base 10": np.log(10.0), "negated": -1.0}
 
 
-@hypothesis("log_base", cause="positive", claim="log-probs are natural logs")
+@hypothesis("log_base", cause="positive", least=0.6, claim="log-probs are natural logs")
 def log_base(view: View) -> Iterator[Prediction]:
     for side in ("sampler", "trainer"):
         values: Float64Array = getattr(view, side)
@@ -44,7 +44,7 @@ def at_temperature(values: Float64Array, temperature: float, rivals: int) -> Flo
 
 
 @hypothesis("temperature", cause="processed", fitted=2,
-            claim="both sides take log-probs at one temperature")  # fmt: skip
+            least=0.2, claim="both sides take log-probs at one temperature")  # fmt: skip
 def temperature(view: View) -> Iterator[Prediction]:
     for one, rivals in product(TEMPERATURES, NUM_RIVALS):
         for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
@@ -54,7 +54,7 @@ def temperature(view: View) -> Iterator[Prediction]:
 
 
 @hypothesis("cut_support", cause="processed", fitted=1,
-            claim="both sides normalise over the same tokens")  # fmt: skip
+            least=0.5, claim="both sides normalise over the same tokens")  # fmt: skip
 def cut_support(view: View) -> Iterator[Prediction]:
     """Renormalised over what top-p leaves: 1 where the token alone is left, else larger by at most
     1 / top-p, and nowhere smaller."""

@@ -104,7 +104,7 @@ def deviating(view: View) -> tuple[str, Float64Array] | None:
 
 
 @hypothesis("weights", cause="other_weights", needs=("model",), fitted=9,
-            claim="a deviation from the model repeats in no context")  # fmt: skip
+            least=0.1, claim="a deviation from the model repeats in no context")  # fmt: skip
 def weights(view: View) -> Iterator[Prediction]:
     found = deviating(view)
     if found is None or not steadiness(view.rows, found[1]) < STEADY:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.types import Message
 

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config import resolve
-from lockstep.doctor.checks.attribution import Gap
+from lockstep.doctor.gap import Gap
 from lockstep.doctor.ladder import Ladder, Rung, climb
 from lockstep.errors import DataError
 from lockstep.observe.alarms import mismatch_alarm

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.doctor.checks.causes import CAUSES
+from lockstep.doctor.causes import CAUSES
 from lockstep.tinker.provenance import Drawn, DrawnIndex, trace_datum
 from lockstep.tinker.requests import Datum, Span
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lockstep.cli import main
-from lockstep.doctor.checks.rows import Rows
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import RowsDump, write_rows
 from lockstep.doctor.inputs.registry import EXAMPLE, open_dump

@@ -1,0 +1,194 @@
+"""The criterion: what explains the gap on rows that it was not fitted on, beyond chance."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from array_dumps import ArrayDump, make_rows
+
+import lockstep
+from lockstep.doctor.causes import CAUSES
+from lockstep.doctor.examine import Sample, names
+from lockstep.doctor.explain import (
+    HYPOTHESES,
+    Hypothesis,
+    Prediction,
+    View,
+    explain,
+    hypothesis,
+    judge,
+)
+from lockstep.doctor.findings import Setting
+from lockstep.errors import ConfigError
+
+
+def causes(rows, **facts):
+    found = lockstep.diagnose(ArrayDump(rows, **facts))
+    return [cause.name for cause, _ in found.causes], found
+
+
+def sampled(rows, values):
+    return rows.with_(rollout_logprobs=np.where(rows.loss_mask, values, np.nan).astype(np.float32))
+
+
+def test_a_defect_of_some_rows_has_the_share_of_their_gap_and_hits_only_them():
+    named, found = causes(make_rows(40, shifted=range(12)))
+    assert named == ["shifted"]
+    (finding,) = [f for f in found.examination.findings if f.cause == "shifted"]
+    assert finding.figures["hit_rows"] == 12
+    assert {e.row for e in finding.evidence} <= {f"row-{i}" for i in range(12)}
+
+
+def test_one_row_among_many_is_enough():
+    assert causes(make_rows(40, shifted=[7]))[0] == ["shifted"]
+
+
+@pytest.mark.parametrize("by", [1, -1, 2])
+def test_an_offset_is_told_with_its_sign(by):
+    rows = make_rows(12)
+    at = np.flatnonzero(rows.loss_mask)
+    values = rows.rollout_logprobs.copy()
+    values[at] = np.roll(values[at], by)
+    named, found = causes(rows.with_(rollout_logprobs=values))
+    assert named == ["shifted"]
+    assert f"moved by {-by:+d}" in found.causes[0][1].measured.replace("moved by +-", "moved by -")
+
+
+@pytest.mark.parametrize("factor", [1 / np.log(2), 1 / np.log(10)])
+def test_another_base_of_the_logs_is_no_temperature(factor):
+    rows = make_rows(20)
+    assert causes(sampled(rows, rows.rollout_logprobs * factor))[0] == ["positive"]
+
+
+def test_rows_with_each_others_log_probs_are_exchanged():
+    rows = make_rows(20)
+    values = rows.rollout_logprobs.reshape(20, -1)[np.roll(np.arange(20), 1)].reshape(-1)
+    assert causes(sampled(rows, values))[0] == ["exchanged_rows"]
+
+
+def test_the_rest_is_explained_again_and_shares_add_up():
+    rows = make_rows(40, shifted=range(20))
+    values = rows.rollout_logprobs.copy()
+    other = rows.row_of >= 28
+    values[other] /= np.float32(np.log(2))
+    named, found = causes(rows.with_(rollout_logprobs=values))
+    assert set(named) == {"shifted", "positive"}
+    total = sum(found.share_of(name) for name in named)
+    assert 0.9 < total + found.examination.unexplained_k2 < 1.1
+
+
+def test_a_temperature_is_found_without_logits():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (20 * 120, 30))
+    drawn = (logits / 0.6 + rng.gumbel(size=logits.shape)).argmax(1)
+    rows = make_rows(20)
+
+    def logprob(temperature):
+        scaled = logits / temperature
+        norm = np.log(np.exp(scaled).sum(1))
+        return scaled[np.arange(len(drawn)), drawn] - norm
+
+    rows = sampled(rows, logprob(0.6))
+    trainer = np.where(rows.loss_mask, logprob(1.0), np.nan).astype(np.float32)
+    assert causes(rows.with_(trainer_logprobs=trainer))[0] == ["processed"]
+
+
+@pytest.mark.parametrize("std", [1e-3, 0.02, 0.5])
+def test_noise_is_explained_by_nothing(std):
+    rows = make_rows(40)
+    noise = np.random.default_rng(1).normal(0, std, rows.num_tokens)
+    named, found = causes(sampled(rows, np.minimum(rows.trainer_logprobs + noise, 0)))
+    assert named == []
+    assert found.outcome == ("differs" if std == 0.5 else "consistent")
+
+
+def test_log_probs_of_other_tokens_are_explained_by_nothing_that_is_nearer_to_the_mean():
+    rows = make_rows(40)
+    values = -np.random.default_rng(3).exponential(1.0, rows.num_tokens)
+    named, found = causes(sampled(rows, values))
+    assert named == [] and found.headline.startswith("unexplained: k2 ")
+
+
+def test_ids_of_other_spellings_are_aligned_with_their_log_probs():
+    rows = make_rows(60)
+    values = rows.rollout_logprobs.reshape(60, -1).copy()
+    for row in values:
+        for begin, end in ((10, 50), (70, 110)):
+            row[begin + 12 : end - 1] = row[begin + 13 : end]  # one token less from here on
+    assert causes(sampled(rows, values.reshape(-1)))[0][0] == "reencoded"
+
+
+def test_of_two_that_explain_the_same_the_one_with_fewer_fitted_numbers_is_named():
+    rows = make_rows(20, shifted=range(20))
+    shift = HYPOTHESES["hypotheses/shifted"]
+    other = replace(shift, name="hypotheses/other", cause="fillers", fitted=5)
+    view = View(rows=rows, setting=Setting(), scale=0.05)
+    found = explain(view, [other, shift], is_enough=lambda view: False)
+    assert found.causes[0][0].cause == "shifted" and found.rivals["shifted"] == ["fillers"]
+
+
+def test_a_choice_of_many_predictions_that_predict_nothing_explains_nothing():
+    rows = make_rows(30, shifted=range(30))
+    rng = np.random.default_rng(7)
+    random = [
+        Prediction(text=str(n), sampler=-rng.exponential(1.0, rows.num_tokens)) for n in range(50)
+    ]
+    one = Hypothesis(name="random", cause="fillers", claim="", predict=lambda view: random)
+    found = judge(View(rows=rows, setting=Setting(), scale=0.05), one, random)
+    assert found is not None and not found.is_beyond_chance
+
+
+def test_a_hypothesis_that_fails_says_so_and_the_others_go_on():
+    @hypothesis("broken", cause="fillers", claim="nothing")
+    def broken(view):
+        raise ValueError("a bug")
+
+    try:
+        named, found = causes(make_rows(20, shifted=range(6)))
+    finally:
+        del HYPOTHESES["hypotheses/broken"]
+    assert named == ["shifted"]
+    (finding,) = [f for f in found.examination.findings if f.check == "hypotheses/broken"]
+    assert finding.verdict == "not_checkable" and "ValueError: a bug" in finding.measured
+
+
+def test_the_sample_is_bounded_and_keeps_neighbours():
+    sample = Sample(max_tokens=2000)
+    for chunk in ArrayDump(make_rows(200), chunk=50).chunks():
+        sample.add(chunk)
+    rows = sample.rows()
+    assert rows.num_tokens <= 2000
+    numbers = [int(name.removeprefix("row-")) for name in rows.row_ids]
+    assert sum(b - a == 1 for a, b in zip(numbers, numbers[1:], strict=False)) >= len(numbers) // 2
+
+
+def test_every_cause_of_a_hypothesis_is_known_and_names_are_unique():
+    assert all(one.cause in CAUSES for one in HYPOTHESES.values())
+    assert len(names()) == len(set(names()))
+    with pytest.raises(ConfigError, match="names the cause 'nameless', which is not known"):
+        hypothesis("nameless", cause="nameless", claim="")(lambda view: [])
+
+
+def test_the_hypothesis_of_the_page_in_a_file_of_its_own_names_its_cause(tmp_path):
+    import re
+    from pathlib import Path
+
+    page = Path(__file__).parents[3] / "docs" / "doctor-causes.md"
+    section = page.read_text().split("## A hypothesis of your own")[1]
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", section, re.S)[1])
+    rows = make_rows(20)
+    values = np.where(rows.loss_mask, rows.rollout_logprobs - 0.5, np.nan).astype(np.float32)
+    from lockstep.doctor.inputs.native import write_rows
+
+    write_rows(tmp_path / "rows.parquet", [rows.with_(rollout_logprobs=values, messages=None)])
+    command = [sys.executable, "-m", "lockstep.cli", "doctor", str(tmp_path / "rows.parquet")]
+    done = subprocess.run(
+        [*command, "--json", "--plugin", str(tmp_path / "mine.py")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    (found, *_) = json.loads(done.stdout)["causes"]
+    assert found["cause"] == "constant_offset" and found["share_k2"] > 0.9

@@ -1,0 +1,347 @@
+"""Each fact: two records that contradict each other are found in their rows, and nothing else."""
+
+import numpy as np
+import pytest
+from array_dumps import TURNS, ArrayDump, make_rows
+
+import lockstep
+from lockstep.doctor.facts.engine import compare
+from lockstep.doctor.findings import Evidence
+from lockstep.doctor.rows import Rows
+from lockstep.renderers.chatml import ChatMLRenderer
+from lockstep.renderers.config import ChatMLConfig
+from lockstep.testing.tokenizers import byte_tokenizer
+from lockstep.types import Message, ToolCall
+
+TOKENIZER = byte_tokenizer(merges=[("l", "o"), ("lo", "w")])
+RENDERER = ChatMLRenderer(TOKENIZER, ChatMLConfig(has_empty_thinking=False))
+STOP = RENDERER.stop_ids[0]
+
+
+class Dump(ArrayDump):
+    """All columns of the rows."""
+
+    @property
+    def has(self):
+        return self.rows.has
+
+
+def proved(rows, **facts):
+    """Cause -> rows that prove it."""
+    found = lockstep.diagnose(Dump(rows, **facts), renderer=RENDERER)
+    out = {}
+    for cause, finding in found.causes:
+        assert found.certainty_of(cause, finding)[0] == "proved", (cause.name, finding.measured)
+        out[cause.name] = {piece.row for piece in finding.evidence}
+    return out
+
+
+def at(row, begin, end, num=120):
+    return slice(row * num + begin, row * num + end)
+
+
+def changed(rows, name, where, value):
+    values = getattr(rows, name).copy()
+    values[where] = value
+    return rows.with_(**{name: values})
+
+
+ROWS = make_rows(12).with_(messages=None, rewards=None)
+
+
+def test_sound_rows_prove_nothing():
+    assert proved(ROWS) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "value", "cause"),
+    [
+        ("rollout_logprobs", at(3, 20, 22), np.nan, "nonfinite"),
+        ("trainer_logprobs", at(3, 20, 21), -np.inf, "nonfinite"),
+        ("rollout_logprobs", at(3, 20, 21), 0.5, "positive"),
+        ("rollout_logprobs", at(3, 10, 50), 0.0, "fillers"),
+        ("rollout_logprobs", at(3, 10, 50), -7.25, "clamped"),
+        ("loss_mask", at(3, 50, 70), True, "observation_trained"),
+        ("loss_mask", at(3, 6, 10), True, "boundary"),
+        ("loss_mask", at(3, 10, 13), False, "boundary"),
+        ("loss_mask", at(3, 48, 50), False, "missing_final"),
+    ],
+)
+def test_numbers_and_masks(name, where, value, cause):
+    rows = changed(ROWS, name, where, value).with_(is_sampled=ROWS.loss_mask)
+    if cause == "clamped":
+        rows = changed(rows, "trainer_logprobs", where, -9 - np.arange(40) / 10)
+    if name == "loss_mask" and value:  # log-probs of both sides, as a program computes them
+        for column in ("rollout_logprobs", "trainer_logprobs"):
+            rows = changed(rows, column, where, -1.0 - np.arange(where.stop - where.start) / 100)
+    assert proved(rows) == {cause: {"row-3"}}
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_rounded_numbers_are_on_a_grid_and_the_repair_rounds_the_other_side(digits):
+    rows = ROWS.with_(rollout_logprobs=np.round(ROWS.rollout_logprobs, digits))
+    assert set(proved(rows)) == {"quantised"}
+
+
+def test_numbers_of_bfloat16_are_told():
+    bits = ROWS.rollout_logprobs.view(np.uint32) & np.uint32(0xFFFF0000)
+    assert set(proved(ROWS.with_(rollout_logprobs=bits.view(np.float32)))) == {"quantised"}
+
+
+def test_certain_tokens_of_both_sides_are_no_fillers():
+    rows = changed(ROWS, "rollout_logprobs", at(3, 10, 50), 0.0)
+    assert proved(changed(rows, "trainer_logprobs", at(3, 10, 50), -1e-7)) == {}
+
+
+def test_probabilities_are_told_in_all_rows():
+    rows = ROWS.with_(rollout_logprobs=np.exp(ROWS.rollout_logprobs))
+    assert set(proved(rows)) == {"positive"}
+
+
+@pytest.mark.parametrize("length", [-3, 500, 14])
+def test_a_prompt_length_that_cannot_be(length):
+    lengths = np.full(12, 10)
+    lengths[5] = length
+    assert proved(ROWS.with_(prompt_lengths=lengths)) == {"boundary": {"row-5"}}
+    assert proved(ROWS.with_(prompt_lengths=np.full(12, 10))) == {}
+
+
+def test_versions_that_no_trainer_had_and_too_old_ones():
+    version = np.where(ROWS.loss_mask, 5, -1).astype(np.int32)
+    rows = ROWS.with_(policy_version=version, trainer_version=np.full(12, 5))
+    assert proved(rows, max_staleness=0) == {}
+    assert proved(changed(rows, "policy_version", at(3, 10, 50), 6)) == {"late_version": {"row-3"}}
+    old = changed(rows, "policy_version", at(3, 10, 50), 2)
+    assert proved(old, max_staleness=1) == {"stale": {"row-3"}}
+
+
+def test_advantages_one_token_off():
+    own = np.where(ROWS.loss_mask, 0.5, 0.0).astype(np.float32)
+    assert proved(ROWS.with_(advantages=own)) == {}
+    assert set(proved(ROWS.with_(advantages=np.roll(own, 1)))) == {"late_advantages"}
+
+
+def test_an_expert_twice_is_a_filler():
+    routes = np.tile(np.array([[[0, 3], [1, 2]]], np.int16), (ROWS.num_tokens, 1, 1))
+    assert proved(ROWS.with_(routed_experts=routes)) == {}
+    assert proved(changed(ROWS.with_(routed_experts=routes), "routed_experts", at(3, 0, 60), 0)) == {
+        "zero_routes": {"row-3"}
+    }
+
+
+# -- the engine's ids -----------------------------------------------------------------------------
+
+
+def with_engine(rows=ROWS, replies=lambda row, ids: ids, prompts=lambda row, ids: ids):
+    parts = [rows.token_ids[tokens] for tokens in rows.slices]
+    engine = tuple(
+        tuple(replies(r, ids[b:e]) for b, e in TURNS) for r, ids in enumerate(parts)
+    )
+    sent = tuple((prompts(r, ids[: TURNS[0][0]]),) for r, ids in enumerate(parts))
+    return rows.with_(engine_ids=engine, engine_prompt_ids=sent)
+
+
+def test_rows_of_the_engines_ids_prove_nothing():
+    assert proved(with_engine()) == {}
+
+
+def test_a_mask_that_is_not_the_engines_reply():
+    rows = changed(ROWS, "loss_mask", at(3, 50, 70), True).with_(turn=None, is_sampled=None)
+    for column in ("rollout_logprobs", "trainer_logprobs"):
+        rows = changed(rows, column, at(3, 50, 70), -1.0 - np.arange(20) / 100)
+    rows = with_engine(rows)
+    assert proved(rows) == {"observation_trained": {"row-3"}}
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause"),
+    [
+        (lambda ids: np.append(ids, STOP), "missing_final"),
+        (lambda ids: ids[:-3], "after_stop"),
+        (lambda ids: np.concatenate([ids[:4] + 1, ids]), "thinking_dropped"),
+        (lambda ids: ids[::-1], "rerendered"),
+    ],
+)
+def test_a_reply_that_the_row_does_not_hold(reply, cause):
+    def replies(row, ids):
+        return reply(ids).astype(np.int32) if row == 3 else ids
+
+    rows = with_engine(replies=replies)
+    found = proved(rows)
+    assert found == {cause: {"row-3"}} or cause == "after_stop"  # it is found in the row, shorter
+
+
+def test_the_same_text_in_other_ids_is_encoded_again_and_changed_text_is_changed():
+    low = np.array(TOKENIZER.encode("lowly"), np.int32)
+    spelt = np.array([*TOKENIZER.encode("l"), *TOKENIZER.encode("o"), *TOKENIZER.encode("w"),
+                      *TOKENIZER.encode("ly")], np.int32)  # fmt: skip
+    assert compare(low, spelt, TOKENIZER)[0] == "reencoded"
+    longer = np.array(TOKENIZER.encode("lowly ones"), np.int32)
+    assert compare(np.append(low, STOP), np.append(longer, STOP), TOKENIZER)[0] == "post_processed"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cause"),
+    [
+        (lambda ids: ids[1:], "wrong_template"),
+        (lambda ids: np.delete(ids, slice(2, 8)), "wrong_template"),
+    ],
+)
+def test_a_prompt_that_the_engine_was_not_sent(prompt, cause):
+    rows = with_engine(prompts=lambda row, ids: prompt(ids) if row == 3 else ids)
+    assert proved(rows) == {cause: {"row-3"}}
+
+
+# -- dialogues ------------------------------------------------------------------------------------
+
+
+def dialogue(number, *, thinking="", tool="The ship is low."):
+    rng = np.random.default_rng(number)
+    words = " ".join(rng.choice(["low", "slow", "flow", "glow"], 6))
+    return [
+        Message(role="user", content=f"Where is ship {number}?"),
+        Message(role="assistant", thinking=thinking,
+                tool_calls=(ToolCall(name="find", arguments=f'{{"q": {number}}}'),)),
+        Message(role="tool", name="find", content=tool),
+        Message(role="assistant", content=f"It is {words}, I am sure."),
+    ]  # fmt: skip
+
+
+def rows_of(dialogues, change=lambda number, ids, turn: (ids, turn), messages=None):
+    """Rows of dialogues, both sides' log-probs from one function of the ids."""
+    ids, turns = [], []
+    for number, said in enumerate(dialogues):
+        mine = list(RENDERER.render(said[:1]))
+        turn = [-1] * len(mine)
+        for n, (reply, after) in enumerate(((said[1], [said[2]]), (said[3], None))):
+            drawn = list(RENDERER.render_reply(reply))
+            mine, turn = mine + drawn, turn + [n] * len(drawn)
+            if after:
+                glue = list(RENDERER.extend(drawn, after))
+                mine, turn = mine + glue, turn + [-1] * len(glue)
+        mine, turn = change(number, np.array(mine, np.int32), np.array(turn, np.int32))
+        ids.append(mine)
+        turns.append(turn)
+    turn = np.concatenate(turns)
+    rng = np.random.default_rng(0)
+    logprobs = np.where(turn >= 0, -rng.exponential(1.0, len(turn)), np.nan).astype(np.float32)
+    return Rows(
+        row_ids=tuple(f"row-{n}" for n in range(len(ids))),
+        offsets=np.cumsum([0, *map(len, ids)]),
+        token_ids=np.concatenate(ids),
+        loss_mask=turn >= 0,
+        turn=turn,
+        is_sampled=turn >= 0,
+        rollout_logprobs=logprobs,
+        trainer_logprobs=logprobs.copy(),
+        messages=tuple(map(tuple, messages or dialogues)),
+    )
+
+
+DIALOGUES = [dialogue(n) for n in range(12)]
+
+
+def test_sound_dialogues_prove_nothing():
+    assert proved(rows_of(DIALOGUES)) == {}
+
+
+def without(number, ids, turn, *, which):
+    if number != 3:
+        return ids, turn
+    kept = np.ones(len(ids), bool)
+    kept[which(ids, turn)] = False
+    return ids[kept], turn[kept]
+
+
+@pytest.mark.parametrize(
+    ("which", "cause"),
+    [
+        (lambda ids, turn: [np.flatnonzero(turn == 0)[-1]], "missing_final"),
+        (lambda ids, turn: np.flatnonzero(turn == 1)[-8:-1], "post_processed"),
+    ],
+)
+def test_replies_that_lost_their_end_or_their_words(which, cause):
+    rows = rows_of(DIALOGUES, lambda *row: without(*row, which=which))
+    assert proved(rows) == {cause: {"row-3"}}
+
+
+def test_tokens_after_a_stop():
+    def more(number, ids, turn):
+        extra = [] if number != 3 else TOKENIZER.encode("and more")
+        return np.append(ids, extra).astype(np.int32), np.append(turn, [1] * len(extra)).astype(
+            np.int32
+        )
+
+    assert proved(rows_of(DIALOGUES, more)) == {"after_stop": {"row-3"}}
+
+
+def test_a_control_token_that_a_tools_text_spells():
+    name = TOKENIZER.control_name(STOP)
+    dialogues = [dialogue(n, tool=f"low {name} flow" if n == 3 else "low") for n in range(12)]
+    assert proved(rows_of(dialogues)) == {}
+
+    def injected(number, ids, turn):
+        if number != 3:
+            return ids, turn
+        spelt = TOKENIZER.encode(name)
+        [begin] = [i for i in range(len(ids)) if ids[i : i + len(spelt)].tolist() == spelt]
+        keep = np.r_[0 : begin + 1, begin + len(spelt) : len(ids)]
+        ids = ids.copy()
+        ids[begin] = STOP
+        return ids[keep], turn[keep]
+
+    assert proved(rows_of(dialogues, injected)) == {"injected_control": {"row-3"}}
+
+
+def test_thinking_that_an_earlier_reply_lost():
+    dialogues = [dialogue(n, thinking="I must find this ship.") for n in range(12)]
+    assert proved(rows_of(dialogues)) == {}
+    bare = [dialogue(n) for n in range(12)]
+    assert set(proved(rows_of(bare, messages=dialogues))) == {"thinking_dropped"}
+
+
+def test_padding_and_prompts_that_stand_twice():
+    def changed(number, ids, turn, front):
+        if number != 3:
+            return ids, turn
+        new = front(ids, int(np.argmax(turn >= 0)))
+        return np.r_[new, ids].astype(np.int32), np.r_[np.full(len(new), -1), turn].astype(np.int32)
+
+    twice = rows_of(DIALOGUES, lambda *row: changed(*row, front=lambda ids, size: ids[:size]))
+    assert proved(twice) == {"duplicated_prompt": {"row-3"}}
+    padded = rows_of(DIALOGUES, lambda *row: changed(*row, front=lambda ids, size: [9] * 12))
+    assert proved(padded, pad_id=9) == {"padding": {"row-3"}}
+
+
+def test_a_calls_id_and_the_spelling_of_its_arguments_are_no_difference():
+    other = [
+        [m if not m.tool_calls else Message(role="assistant", tool_calls=(
+            ToolCall(name="find", arguments=f'{{ "q":{n} }}', id="call-77"),)) for m in said]
+        for n, said in enumerate(DIALOGUES)
+    ]  # fmt: skip
+    assert proved(rows_of(DIALOGUES, messages=other)) == {}
+
+
+def test_messages_of_other_rows_are_not_judged():
+    strange = [[Message(role="user", content="completely unrelated question " * 3),
+                Message(role="assistant", content="nothing of the sort, ever, at all")]] * 12  # fmt: skip
+    found = lockstep.diagnose(Dump(rows_of(DIALOGUES, messages=strange)), renderer=RENDERER)
+    assert isinstance(found.examination.findings[0].evidence, tuple)
+    assert all(isinstance(e, Evidence) for f in found.examination.findings for e in f.evidence)
+
+
+# -- nothing is compared ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout_logprobs": np.full(1440, np.nan, np.float32)},
+        {"loss_mask": np.zeros(1440, bool)},
+        {"loss_mask": ~ROWS.loss_mask, "turn": None},
+    ],
+)
+def test_where_nothing_is_compared_nothing_is_consistent(changes):
+    found = lockstep.diagnose(Dump(ROWS.with_(is_sampled=None, turn=None).with_(**changes)))
+    assert found.outcome == "not_judged" and "nothing is compared" in found.headline
+    assert found.next_steps
