@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.config import did_you_mean
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.examine import examine, names
-from lockstep.doctor.facts.physical import contradictions
+from lockstep.doctor.facts.physical import PHYSICAL, contradictions
 from lockstep.doctor.findings import RunFacts, Setting
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
@@ -59,8 +59,9 @@ def diagnose(
     words = _of_rows(words, dump, is_given=tokenizer is not None)
     setting = make_setting(facts, words, tuple(dump.step_metrics()), resumes=dump.resumes)
     for name in only:
-        if name not in names():
-            near = did_you_mean(name, names())
+        known = [*names(), PHYSICAL]
+        if name not in known:
+            near = did_you_mean(name, known)
             raise ConfigError(f"--only {name}: there is no such fact or hypothesis.{near}")
     lacks = {**words.lacks, **dump.lacks}
     unjudged = [why for why in (words.lacks.get("messages"),) if why]
@@ -80,7 +81,7 @@ def diagnose(
             f"{dump.path}: all {examination.num_rows} rows are empty: there is no token to judge."
         )
     found = contradictions(setting)
-    if found is not None and (not only or found.check in only):
+    if not only or found.check in only:
         examination.findings.append(found)
     named = {"format": format, "tokenizer": tokenizer, "renderer": renderer}
     named |= {"model": model, "adapter": adapter}

@@ -206,8 +206,8 @@ def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
     >>> assert_physical([{"train/pg_clipfrac": 0.02, "train/loss": 0.1}] * 8)
     """
     finding = contradictions(Setting(step_metrics=tuple(metrics)))
-    if finding is None or finding.verdict == "not_checkable":
-        raise AssertionError(f"{finding.measured if finding else 'no metrics were given'}.")
+    if finding.verdict == "not_checkable":
+        raise AssertionError(f"{finding.measured}.")
     if finding.verdict == "differs":
         raise AssertionError(f"{finding.measured}. {CAUSES['unphysical'].remedy} {NEXT}")
 

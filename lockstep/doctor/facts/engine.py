@@ -183,11 +183,9 @@ def compare(ids: Ids, reply: Ids, tokenizer: Tokenizer | None) -> tuple[str, str
 
 
 def _plain(tokenizer: Tokenizer, ids: Ids) -> str:
-    """The text of ids without control tokens at their end."""
-    last = len(ids)
-    while last and int(ids[last - 1]) in tokenizer.control_ids:
-        last -= 1
-    return tokenizer.decode(ids[:last])
+    """The text of ids without the control token that ends them."""
+    is_ended = len(ids) > 0 and int(ids[-1]) in tokenizer.control_ids
+    return tokenizer.decode(ids[: len(ids) - is_ended])
 
 
 @fact("engine_prompts", claim="the row begins with the ids that the engine was sent",

@@ -23,6 +23,7 @@ ROUNDING = 1.001
 """Tolerance for figures that were rounded, or computed in float32."""
 STEPS = 5
 """Steps in a row that a rule about several steps must hold in."""
+PHYSICAL = "facts/physical"
 CLAIM = "the statistics of training do not contradict each other"
 
 
@@ -101,10 +102,8 @@ def _longest(holds: BoolArray) -> tuple[int, int]:
     return max(runs, key=lambda run: run[1] - run[0], default=(0, 0))
 
 
-def contradictions(setting: Setting) -> Finding | None:
-    """What the metrics of the steps say; None without metrics."""
-    if not setting.step_metrics:
-        return None
+def contradictions(setting: Setting) -> Finding:
+    """What the metrics of the steps say."""
     named = known_metrics(setting.step_metrics)
     rows = [row for row in named if (THEIR_NAMES.keys() | {"mismatch/k2"}) & row.keys()]
     columns = _Columns(rows)
@@ -112,7 +111,7 @@ def contradictions(setting: Setting) -> Finding | None:
         rules = _rules(columns) if rows else []
     if not rows:
         found = sorted({name for row in setting.step_metrics for name in row})
-        told = f"no rule can be tried; found {', '.join(found[:6]) or 'no metric'}; read are "
+        told = f"no rule could be tried. Found: {', '.join(found[:6]) or 'none'}; read are "
         told += ", ".join(f"{ours} (or {', '.join(n)})" for ours, n in THEIR_NAMES.items())
         return _finding("not_checkable", told)
     steps = [int(row.get("step", i)) for i, row in enumerate(rows)]
@@ -129,6 +128,6 @@ def contradictions(setting: Setting) -> Finding | None:
 def _finding(verdict: Any, measured: str) -> Finding:
     cause = "unphysical" if verdict == "differs" else ""
     return Finding(
-        check="facts/physical", claim=CLAIM, verdict=verdict, measured=measured, cause=cause,
+        check=PHYSICAL, claim=CLAIM, verdict=verdict, measured=measured, cause=cause,
         basis="shown",
     )  # fmt: skip

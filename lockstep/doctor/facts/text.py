@@ -11,7 +11,6 @@ from lockstep.doctor.facts.base import Contradiction, fact
 from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows
 from lockstep.doctor.tokenization import control_spelling
-from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message
 
 
@@ -50,7 +49,7 @@ def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact("reply_text", claim="replies say what their messages say", needs=("messages", "tokenizer"))
 def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.messages is not None and setting.tokenizer is not None, "needed"
-    tokenizer, spans = setting.tokenizer, rows.spans
+    spans = rows.spans
     relation = Counter[str]()
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for row, mine in enumerate(spans.of_rows(len(rows))):
@@ -59,7 +58,7 @@ def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             continue
         for message, s in zip(replies, mine, strict=True):
             begin, end = int(spans.begin[s]), int(spans.end[s])
-            told = _compared(_text(tokenizer, rows, begin, end), message, s != mine[-1])
+            told = _compared(_text(setting, rows, begin, end), message, s != mine[-1])
             relation[told[0] if told else ""] += 1
             if told:
                 found.setdefault(told, []).append((begin, end))
@@ -72,10 +71,11 @@ def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         yield Contradiction(cause=cause, note=note, begin=begin, end=end)
 
 
-def _text(tokenizer: Tokenizer, rows: Rows, begin: int, end: int) -> str:
-    """The words of a reply: without control tokens at its two ends."""
-    ids = rows.token_ids[begin:end].tolist()
-    while ids and ids[-1] in tokenizer.control_ids:
+def _text(setting: Setting, rows: Rows, begin: int, end: int) -> str:
+    """The words of a reply, without the id that ends it."""
+    assert setting.tokenizer is not None, "needed"
+    tokenizer, ids = setting.tokenizer, rows.token_ids[begin:end].tolist()
+    if ids and ids[-1] in setting.stop_ids:
         ids.pop()
     return "".join(tokenizer.decode(i for i in ids if i < tokenizer.vocab_size).split())
 

@@ -24,6 +24,8 @@ STEADY = 0.2
 dropout does (0.37 and more): proof of numerics, docs/doctor-causes.md."""
 MIN_REPEATED = 40
 """Tokens in repeated contexts that a variance takes: its error is then a fifth."""
+MIN_SPREAD = 1e-3
+"""Variance under unit noise on the logits that a token needs to tell anything about noise."""
 MAX_NOISE = 8.0
 """Nats of one token that kernels never make: a factor of 3,000 in probability."""
 SHRINK = 1.0
@@ -76,16 +78,20 @@ def size(d: Float64Array) -> float:
     return float(np.square(d).mean()) if len(d) else 0.0
 
 
-def steadiness(rows: Rows, d: Float64Array) -> float:
+def steadiness(view: View, d: Float64Array) -> float:
     """Share of the deviation's variance that is left within equal contexts, counted from the first
-    id: 0 for what is computed from the ids, 1 for noise; NaN where too few contexts repeat."""
+    id: 0 for what is computed from the ids, 1 for noise; NaN where too few contexts repeat. In
+    units of what noise on logits makes at each token: rows begin with tokens that are certain."""
+    rows, model = view.rows, view.setting.model
+    assert model is not None, "a side deviates from it"
+    d = d / np.sqrt(np.maximum(model.spread(rows), MIN_SPREAD))
     at = np.flatnonzero(np.isfinite(d))
     _, place = np.unique(rows.prefix_keys[at], return_inverse=True)
     num = np.bincount(place)
     is_repeated = num[place] > 1
     values, place, num = d[at][is_repeated], place[is_repeated], num
     # Repeated contexts must show the deviation: rows begin alike where nothing is wrong yet.
-    if len(values) < MIN_REPEATED or np.square(values).mean() < 0.3 * np.square(d[at]).mean():
+    if len(values) < MIN_REPEATED or np.square(values).mean() < 0.25 * np.square(d[at]).mean():
         return float("nan")
     mean = np.bincount(place, values, len(num)) / np.maximum(num, 1)
     left = (values - mean[place]) ** 2 * (num / np.maximum(num - 1, 1))[place]
@@ -107,7 +113,7 @@ def deviating(view: View) -> tuple[str, Float64Array] | None:
             least=0.1, claim="a deviation from the model repeats in no context")  # fmt: skip
 def weights(view: View) -> Iterator[Prediction]:
     found = deviating(view)
-    if found is None or not steadiness(view.rows, found[1]) < STEADY:
+    if found is None or not steadiness(view, found[1]) < STEADY:
         return
     side, d = found
     yield Prediction(
@@ -120,13 +126,13 @@ def noise_of(view: View) -> tuple[str, str] | None:
     """(cause, in words) of what is left, if it is noise of a side: it has another value each time
     that the same ids are read, and no token is off by more than noise on logits can make."""
     found = deviating(view)
-    if found is None or not steadiness(view.rows, found[1]) >= STEADY:
+    if found is None or not steadiness(view, found[1]) >= STEADY:
         return None
     model, (side, d) = view.setting.model, found
     assert model is not None, "a side deviates from it"
     rows = view.rows
     at = np.flatnonzero(np.isfinite(d))
-    spread = np.maximum(model.spread(rows)[at], 1e-4)
+    spread = np.maximum(model.spread(rows)[at], MIN_SPREAD)
     told = f"the {side} differs from the model each time in another way"
     routes = model.once(rows, "routers", lambda: model.scorer.router_variances(
         model.loaded(rows), rows, np.arange(len(rows))))  # fmt: skip

@@ -91,8 +91,8 @@ def test_it_says_what_the_diagnosis_says_and_shows_the_proof(diagnosis, written)
         for evidence in finding.evidence:
             assert finding.check in shown[evidence.row]["why"]
     first = document["trajectories"][0]
-    assert first["evidence"] and "shifted" in first["why"], "a repair changes it"
-    assert "shifted" not in shown["row-9"]["why"] and not shown["row-9"]["evidence"]
+    assert first["evidence"] and "hypotheses/shifted" in first["why"]
+    assert "hypotheses/shifted" not in shown["row-9"]["why"] and not shown["row-9"]["evidence"]
     assert document["num_stored_trajectories"] == 20 and len(shown) == 20
     used = {str(i) for t in document["trajectories"] for s in t["segments"] for i in s["token_ids"]}
     assert set(document["vocabularies"][0]["texts"]) >= used
@@ -160,9 +160,9 @@ def test_a_healthy_dump_and_one_that_could_not_be_checked_have_a_page(tmp_path):
     healthy = lockstep.diagnose(ArrayDump(make_rows(4)))
     assert document_in(write_page(healthy, tmp_path / "a.html"))["vocabularies"] == [None]
     rows = make_rows(4).with_(rollout_logprobs=None, trainer_logprobs=None)
-    lacking = lockstep.diagnose(ArrayDump(rows), only=["tokens/shifted"])
+    lacking = lockstep.diagnose(ArrayDump(rows), only=["hypotheses/shifted"])
     said = document_in(write_page(lacking, tmp_path / "b.html"))["diagnosis"]
-    assert said["outcome"] == "could_not_check" and said["not_checkable"]["tokens/shifted"]
+    assert said["outcome"] == "not_judged" and said["not_checkable"]["hypotheses/shifted"]
 
 
 def test_a_page_that_cannot_be_written_is_a_clear_error(diagnosis, tmp_path):
