@@ -2,9 +2,8 @@
 
     python docs/proof/doctor.py                    everything (`make proof` runs it)
     python docs/proof/doctor.py matrix --seeds 1   one part, fewer dumps
-    python docs/proof/doctor.py --table            tables of docs/doctor-causes.md, from the JSON
 
-Three parts. *matrix*: every cause in three strengths, on two tokenizers, with several seeds: is the
+Three parts. *matrix*: every cause in three strengths, with several seeds: is the
 cause that is named first the right one, by the classes of `causes.py`? *healthy*: 500 dumps
 without a defect: is a cause named? *pairs*: two faults at once: are both named, and does each have
 the share of the gap that goes away without it?
@@ -22,7 +21,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -35,7 +34,6 @@ import torch
 from doctor_faults import (
     ActiveDropout,
     ClampedLogprobs,
-    DraftLogprobs,
     DroppedSeparators,
     DroppedThinking,
     DuplicatedPrompt,
@@ -43,7 +41,6 @@ from doctor_faults import (
     IgnoredRopeScaling,
     InjectedControlTokens,
     LateAdvantages,
-    LateVersion,
     PackingLeak,
     PaddedRows,
     PaddingAttended,
@@ -75,22 +72,17 @@ from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
-from lockstep.doctor.numerics.compare import Scored
-from lockstep.doctor.numerics.rescore import MAX_TOKENS, Rescoring
-from lockstep.doctor.numerics.scorer import Scorer
-from lockstep.doctor.numerics.weights import Weights, WeightsAtHand
-from lockstep.engines.base import Engine, EngineContext
+from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import copy_decoder, hf_tensors, load_checkpoint
+from lockstep.models.hf_io import hf_tensors, load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.objectives.config import GRPO
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.preflight import choose_model_renderer
-from lockstep.testing.engines import BrokenEngine
 from lockstep.testing.faults import FaultConfig
 from lockstep.testing.faults.rows import DroppedFinalTokens, RetokenizedRows, ShiftedLogprobs
 from lockstep.testing.faults.sides import (
@@ -103,7 +95,6 @@ from lockstep.testing.faults.sides import (
     StaleWeights,
 )
 from lockstep.training.rows import rows_for_training
-from lockstep.types import Delta, Int32Array, Request
 
 HERE = Path(__file__).parent
 NUM_TASKS, GROUP_SIZE = 8, 8
@@ -140,14 +131,6 @@ class Player:
     renderer: Renderer
     max_tokens: int
     max_turn_tokens: int
-    to_model: Int32Array | None = None
-    """[tokenizer's ids]: the model's own id of each, where these are not the same."""
-    from_model: Int32Array | None = None
-    """[model's ids]: the tokenizer's id of each."""
-
-    def model_ids(self, ids: Int32Array) -> Int32Array:
-        return ids if self.to_model is None else self.to_model[ids]
-
     def play(
         self,
         seed: int,
@@ -176,8 +159,6 @@ class Player:
         engine = noisy.make_engine(EmbeddedConfig(dtype=dtype), context)
         if isinstance(fault, ProcessedLogprobs):
             engine = fault.processing(engine)
-        if self.to_model is not None:
-            engine = RenamingEngine(engine, self)
         agent = AgentConfig(
             max_turns=max_turns, max_turn_tokens=max_turn_tokens or self.max_turn_tokens
         )
@@ -206,33 +187,8 @@ class Player:
         return Source(
             model=self.model, renderer=self.renderer, samples=samples,
             sampler=sampled_by(noisy, self.model),
-            model_ids=self.model_ids, messages=messages, rewards=rewards,
+            messages=messages, rewards=rewards,
         )  # fmt: skip
-
-
-class RenamingEngine(BrokenEngine):
-    """An engine of a model of few ids, asked and answering in the tokenizer's."""
-
-    def __init__(self, engine: Engine, player: Player) -> None:
-        super().__init__(engine)
-        self._player = player
-
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        model_ids = self._player.model_ids
-        asked = replace(
-            request,
-            prompt_ids=model_ids(request.prompt_ids),
-            sampling=replace(
-                request.sampling,
-                stop_ids=tuple(model_ids(np.array(request.sampling.stop_ids)).tolist()),
-            ),
-        )
-        async for delta in self.inner.generate(asked):
-            assert self._player.from_model is not None, "only a player whose ids differ has this"
-            stop = delta.stop
-            if isinstance(stop, int):
-                stop = int(self._player.from_model[stop])
-            yield replace(delta, token_ids=self._player.from_model[delta.token_ids], stop=stop)
 
 
 @cache
@@ -249,30 +205,7 @@ def shipped() -> Player:
     )
 
 
-@cache
-def real() -> Player:
-    """real_vocabulary.py's model on Qwen3's tokenizer: of the ids that it ever says, and of one
-    that stands for all others."""
-    from real_vocabulary import IDS, ensure
-
-    directory = ensure()
-    model = load_checkpoint(directory)
-    kept = np.array(json.loads((directory / IDS).read_text()), np.int32)
-    tokenizer = Tokenizer.from_file(directory)
-    to_model = np.full(tokenizer.vocab_size, len(kept) - 1, np.int32)
-    to_model[kept] = np.arange(len(kept))
-    return Player(
-        name="qwen3",
-        model=model.requires_grad_(False),
-        renderer=choose_model_renderer(directory, model.config.architecture, tokenizer).renderer,
-        max_tokens=512,
-        max_turn_tokens=96,
-        to_model=to_model,
-        from_model=kept,
-    )
-
-
-PLAYERS = {"tiny-gpt-oss": shipped, "qwen3": real}
+PLAYERS = {"tiny-gpt-oss": shipped}
 
 
 # -- what is wrong ---------------------------------------------------------------------------------
@@ -350,14 +283,12 @@ FAULTS: dict[str, Sequence[FaultConfig]] = {
         NonfiniteLogprobs(token_share=0.2),
     ],
     "positive": _shares(ProbabilitiesAsLogprobs),
-    "draft_logprobs": [DraftLogprobs(std=std) for std in (0.7, 1.0, 2.0)],
     "zero_routes": [
         ZeroRoutes(part="layer", share=0.1), ZeroRoutes(share=0.3), ZeroRoutes(part="all"),
     ],
     "late_advantages": [
         LateAdvantages(share=0.1), LateAdvantages(share=0.3, by=-1), LateAdvantages(),
     ],
-    "late_version": [LateVersion(std=std) for std in (0.2, 0.5, 1.0)],
     "kernel_noise": [KernelNoise(std=0.05), KernelNoise(std=0.1), KernelNoise(std=0.3)],
     "routing_flips": [SamplingNoise(router_std=s, head_std=0.008) for s in (0.1, 0.3, 1.0)],
     "dropout": [ActiveDropout(prob=0.02), ActiveDropout(prob=0.1), ActiveDropout(prob=0.3)],
@@ -398,7 +329,6 @@ NEEDS_MODEL = frozenset(
 IMPOSSIBLE = {
     ("tiny-gpt-oss", "dropped_separator"): "harmony writes nothing between two messages",
     ("tiny-gpt-oss", "thinking_dropped"): "the shipped models do not think",
-    ("qwen3", "zero_routes"): "a dense model has no routes",
 }
 """(player, cause) that there is not."""
 
@@ -464,43 +394,12 @@ class RowsDump(Dump):
         yield self._rows.take(np.arange(half, len(self._rows)))
 
 
-class FewIds(Scorer):
-    """Scores by a player's own model, in its own ids."""
-
-    def __init__(self, player: Player) -> None:
-        super().__init__(device="cpu")
-        self._player = player
-
-    def load(self, weights: Weights) -> Decoder:
-        if weights.is_fallback or self._loaded is None:
-            # A copy: the doctor casts what it has loaded to narrow types, and lets it go.
-            self._loaded = (weights, copy_decoder(self._player.model).requires_grad_(False))
-        return self._loaded[1]
-
-    def score(self, model: Decoder, rows: Rows, *args: Any, **settings: Any) -> Scored:
-        own = rows.with_(token_ids=self._player.model_ids(rows.token_ids))
-        return super().score(model, own, *args, **settings)
-
-
-def at_hand(player: Player) -> Rescoring:
-    """The model that sampled, as `lockstep doctor --model` opens it."""
-    vocab_size = player.renderer.tokenizer.vocab_size
-    weights = WeightsAtHand(
-        all=(Weights(name=player.name, directory=Path(player.name)),),
-        config=replace(player.model.config, vocab_size=vocab_size),
-    )
-    facts = Facts(temperature=1.0, top_p=1.0, top_k=0)
-    found = Rescoring(weights=weights, facts=facts, max_tokens=MAX_TOKENS)
-    found.scorer = FewIds(player)
-    return found
-
-
 def examined(player: Player, rows: Rows, level: str) -> Diagnosis:
     """What the doctor says of `rows` at one of LEVELS."""
     if level == "lean":
         rows = rows.with_(**dict.fromkeys(LEAN))
     facts = Facts(temperature=1.0, top_p=1.0, top_k=0, is_moe=player.model.config.is_moe)
-    model = at_hand(player) if level == "model" else ""
+    model = player.name if level == "model" else ""
     return diagnose(RowsDump(rows, facts), renderer=player.renderer, model=model)
 
 
@@ -720,12 +619,8 @@ def main() -> None:
     parser.add_argument("--players", nargs="+", default=list(PLAYERS), choices=list(PLAYERS))
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--causes", nargs="+", default=[], metavar="CAUSE")
-    parser.add_argument("--table", action="store_true", help="print the tables of what was written")
     words = vars(parser.parse_args())
-    parts, is_table = words.pop("parts"), words.pop("table")
-    if is_table:
-        print(tables({p: json.loads(results(p).read_text()) for p in PLAYERS}))
-        return
+    parts = words.pop("parts")
     asked = Asked(**words)
     for player in asked.players:
         figures: dict[str, Any] = {}
@@ -758,30 +653,6 @@ def write(player: str, asked: Asked, figures: dict[str, Any]) -> None:
         "figures": before | figures,
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def tables(documents: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of docs/doctor-causes.md: the cases that are right, of those that move the gap and,
-    in brackets, of the others. documents: by player."""
-    columns = [(player, is_lean) for player in PLAYERS for is_lean in (True, False)]
-    heads = [f"{player}, {'lean' if is_lean else 'full or model'}" for player, is_lean in columns]
-    lines = [f"| cause | {' | '.join(heads)} |", "|---|" + "---|" * len(columns)]
-    found = [f for d in documents.values() for f in d["figures"]["matrix"]["cases"]]
-    for cause in dict.fromkeys(case.cause for case in CASES):
-        cells: list[str] = []
-        for player, is_lean in columns:
-            own = [
-                f for f in found
-                if f["cause"] == cause and f["player"] == player
-                and (f["level"] == "lean") == is_lean
-            ]  # fmt: skip
-            large = [f["is_right"] for f in own if f["times_floor"] >= FACTOR]
-            small = [f["is_right"] for f in own if f["times_floor"] < FACTOR]
-            parts = [f"{sum(large)}/{len(large)}"] if large else []
-            parts += [f"({sum(small)}/{len(small)})"] if small else []
-            cells.append(" ".join(parts))
-        lines.append(f"| {cause} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

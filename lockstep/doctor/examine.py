@@ -23,7 +23,7 @@ from lockstep.doctor.explain import (
 from lockstep.doctor.facts.base import FACTS, Tally
 from lockstep.doctor.findings import MAX_EVIDENCE, Finding, Setting
 from lockstep.doctor.gap import Gap, Split, gap_of
-from lockstep.doctor.hypotheses.unlike import noise_of
+from lockstep.doctor.hypotheses.unlike import rest_of
 from lockstep.doctor.rows import Rows
 from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND, WARNING_LIMIT
 
@@ -37,6 +37,8 @@ SAMPLE_TOKENS = 1 << 16
 BLOCK_ROWS = 8
 """Rows that are drawn together: a group's rows share prompts, and attention may leak between
 neighbours."""
+HALF = 0.5
+"""Share of the gap that must be explained for a record that was learnt from the rows to count."""
 NOISE_FACTOR = 4.0
 """Ratio to the mean square gap of bfloat16 up to which a gap is numeric: another engine's kernels
 round twice as far."""
@@ -177,6 +179,14 @@ def examine(
     else:
         out.limit = limit_of(setting, None)
         out.findings += [_lacking(h, tuple(sides - known)) for h in HYPOTHESES.values()]
+    if out.unexplained_k2 > HALF and not out.is_numeric:
+        # A record that was learnt from rows whose gap nothing explains proves nothing.
+        learnt = {f.cause for f in out.findings if f.check.startswith("facts") and f.basis == "fit"}
+        out.findings = [
+            replace(f, verdict="consistent", cause="") if f.cause in learnt else f
+            for f in out.findings
+        ]
+        out.shares = [share for share in out.shares if share.cause not in learnt]
     if only:
         out.findings = [finding for finding in out.findings if finding.check in only]
     return out
@@ -218,21 +228,22 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
         before = after
     out.rivals = found.rivals
     if setting.model is not None and not is_enough(before):
-        _add_noise(out, before, left)
+        _add_rest(out, before, left)
     if found.causes:
         out.after = Split(tokenizer=setting.tokenizer)
         out.after.add(before.rows)
 
 
-def _add_noise(out: Examination, view: View, left: float) -> None:
-    told = noise_of(view)
+def _add_rest(out: Examination, view: View, left: float) -> None:
+    told = rest_of(view)
     if told is None:
         return
     share = max(left - sum(s.k2 for s in out.shares if s.before.tokens), 0.0)
     cause, words = told
+    out.findings = [f for f in out.findings if f.check != "hypotheses/rest"]
     out.findings.append(
         Finding(
-            check="hypotheses/weights", claim="a deviation from the model repeats in no context",
+            check="hypotheses/rest", claim=HYPOTHESES["hypotheses/rest"].claim,
             verdict="differs", measured=words, cause=cause, basis="fit",
         )
     )  # fmt: skip

@@ -59,6 +59,9 @@ def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         for message, s in zip(replies, mine, strict=True):
             begin, end = int(spans.begin[s]), int(spans.end[s])
             told = _compared(_text(setting, rows, begin, end), message, s != mine[-1])
+            is_ended = int(rows.token_ids[end - 1]) in setting.stop_ids
+            if told and told[0] == "post_processed" and not is_ended:
+                told = ("missing_final", "the row lacks the end of what the message says")
             relation[told[0] if told else ""] += 1
             if told:
                 found.setdefault(told, []).append((begin, end))

@@ -7,7 +7,8 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,11 +18,12 @@ from lockstep.doctor.explain import Prediction, View, hypothesis
 from lockstep.doctor.facts.base import MIN_PADDING
 from lockstep.doctor.facts.structure import MIN_PROMPT
 from lockstep.doctor.rows import Float64Array
+from lockstep.doctor.scoring.layouts import Laid, Layout
 from lockstep.doctor.scoring.model import Variant
 from lockstep.doctor.scoring.prompts import Ids, Parts, Prompt, Prompts, with_prompt
 from lockstep.errors import LockstepError
 from lockstep.renderers.base import Renderer
-from lockstep.types import Int64Array, Message
+from lockstep.types import Int64Array, Message, ToolSchema
 
 
 def variants_of(
@@ -38,7 +40,7 @@ def variants_of(
 
     return [
         Variant(cause=cause, text=text, score=partial(score, write), sides=("sampler",),
-                basis="repair", replaces=True)
+                basis="repair")
         for cause, text, write in written
     ]  # fmt: skip
 
@@ -186,3 +188,74 @@ def _thinking(renderer: Renderer) -> Callable[[Parts], Parts | None]:
 
     return write
 
+
+@hypothesis("kept_messages", cause="rerendered", needs=("model", "renderer", "messages"),
+            basis="repair", fitted=1, claim="the row holds its replies where they were drawn")  # fmt: skip
+def kept_messages(view: View) -> Iterator[Prediction]:
+    """A program that keeps messages: each reply was drawn after the template's whole history, and
+    all log-probs were laid onto the row's trained tokens in one list, maybe some places off."""
+    model, renderer, rows = view.setting.model, view.setting.renderer, view.rows
+    tokenizer = view.setting.tokenizer
+    assert model is not None and renderer is not None and tokenizer is not None, "needed"
+    prompts = Prompts(tokenizer, renderer)
+    assert rows.messages is not None and rows.rollout_logprobs is not None, "needed"
+    tools = tools_of(view.setting.tools)
+    for text, write in (
+        ("text", lambda m: prompts.encode(m.content)),
+        ("messages", renderer.render_reply),
+    ):
+        found: list[Laid] = []
+        listed: list[Int64Array] = []
+        for row, tokens in enumerate(rows.slices):
+            own = rows.rollout_logprobs[tokens]
+            at = np.flatnonzero(np.isfinite(own) & rows.loss_mask[tokens]) + tokens.start
+            listed.append(at)
+            for ids, drawn, first in _turns(rows.messages[row] or (), renderer, tools, write):
+                mine = at[first : first + drawn]
+                place = np.full(len(ids), -1)
+                begin = len(ids) - drawn
+                place[begin : begin + len(mine)] = mine
+                found.append((ids, np.arange(len(ids)), place))
+        key = ("kept", text)
+        values = model.once(
+            rows, key, lambda f=found: model.score_laid(rows, Layout.of(f, rows))
+        )
+        recorded = rows.rollout_logprobs.astype(np.float64)
+        for by in (0, 1, -1, 2, -2):
+            moved = np.full(rows.num_tokens, np.nan)
+            for at in listed:
+                source = np.arange(len(at)) + by
+                inside = (source >= 0) & (source < len(at))
+                moved[at[inside]] = values[at[source[inside]]]
+            yield Prediction(
+                text=f"the sampler drew each reply after a history of {text}, laid {-by:+d} places off",
+                sampler=recorded - moved + model.plain(rows),
+            )
+
+
+def _turns(
+    messages: Sequence[Message],
+    renderer: Renderer,
+    tools: Sequence[ToolSchema],
+    write: Callable[[Message], Ids],
+) -> Iterator[tuple[Ids, int, int]]:
+    """(the history and a reply, ids of the reply, ids of the replies before it) of each reply."""
+    first = 0
+    for number, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        try:
+            prompt, drawn = list(renderer.render(list(messages[:number]), tools)), list(write(message))
+        except LockstepError:
+            return
+        yield [*prompt, *drawn], len(drawn), first
+        first += len(drawn)
+
+
+def tools_of(told: str) -> list[ToolSchema]:
+    """The tools that the dump names; none where it names none, or in another form."""
+    try:
+        found = json.loads(told) if told else []
+        return [ToolSchema.from_dict(tool) for tool in found]
+    except (ValueError, TypeError, LockstepError):
+        return []

@@ -98,8 +98,6 @@ class Variant:
     """Whether tokens that it does not score are as they would be without it."""
     basis: Basis = "fit"
     is_of_rows: bool = True
-    replaces: bool = False
-    """Whether the recorded number is the variant's, and not the trainer's plus the change."""
 
 
 @dataclass(kw_only=True)
@@ -308,9 +306,6 @@ class Model:
         plain = self.plain(view.rows)
         change = values - plain
         repaired = getattr(view, side) - change
-        if variant.replaces:
-            other = view.trainer if side == "sampler" else view.sampler
-            repaired = other + (getattr(view, side) - values)
         return Prediction(
             text=f"the {side} {variant.text}", cause=variant.cause, basis=variant.basis,
             is_of_rows=variant.is_of_rows, **{side: repaired},

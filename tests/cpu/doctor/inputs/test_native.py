@@ -54,7 +54,7 @@ def some_rows() -> Rows:
         groups=draw.integers(0, 3, NUM_ROWS),
         steps=draw.integers(0, 3, NUM_ROWS),
         messages=tuple(dialogue if i % 3 else None for i in range(NUM_ROWS)),
-        finish_reasons=("stop", None, "length"),
+        finish_reasons=("stop", None, "length", "stop", None, None, "stop")[:NUM_ROWS],
         texts=tuple(None if i % 2 else "t\u00e9\n" for i in range(NUM_ROWS)),
         engine_ids=by_turn(0),
         engine_prompt_ids=by_turn(5),

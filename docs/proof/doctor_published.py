@@ -1,0 +1,167 @@
+"""The published program of investigation.py at every level of data: what does the doctor say?
+
+    python docs/proof/doctor_published.py        writes doctor_published.json
+
+The program keeps a dialogue as messages, renders it anew before each turn, loses the last reply, and
+lays all log-probs by lengths, one place off. Its rows are recorded as a program would record them:
+
+    a  ids, mask and both log-probs          b  also the model
+    c  also messages and tools               e  also the ids that the engine returned and was sent
+    d  a run of Lockstep with the fault rerendered_history
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import doctor_faults  # noqa: F401 - the fault of level d
+import numpy as np
+from investigation import NUM_EPISODES, play_by_messages
+from run import host
+
+from lockstep.config import resolve
+from lockstep.doctor.diagnose import diagnose
+from lockstep.doctor.inputs.base import Facts
+from lockstep.doctor.inputs.native import write_rows
+from lockstep.doctor.monitor import train
+from lockstep.doctor.rows import Rows
+from lockstep.recipes import find_recipe
+from lockstep.run.build import Parts, build
+from lockstep.run.preflight import preflight
+from lockstep.testing.faults import injected, split_faults
+from lockstep.types import Message
+
+HERE = Path(__file__).parent
+MODELS = ("tiny-gpt-oss", "tiny-qwen3")
+RIGHT = {"rerendered", "reencoded", "missing_final", "shifted", "boundary"}
+"""Causes that this program has: its history is rendered from decoded text, the last reply is lost,
+and log-probs are laid by a wrong length."""
+
+
+@dataclass
+class Recording:
+    """What the program's engine was asked and said in one episode."""
+
+    prompts: list[Any] = field(default_factory=list)
+    replies: list[Any] = field(default_factory=list)
+    messages: tuple[Message, ...] = ()
+
+
+class RecordingEngine:
+    """An engine that notes each request and its reply, for the episode in progress."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.now = engine, Recording()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: Any) -> Any:
+        ids: list[int] = []
+        async for delta in self._engine.generate(request):
+            ids += delta.token_ids.tolist()
+            yield delta
+        self.now.prompts.append(np.asarray(request.prompt_ids, np.int32))
+        self.now.replies.append(np.asarray(ids, np.int32))
+
+
+async def play(config: Any, parts: Parts) -> Rows:
+    engine = RecordingEngine(parts.engine)
+    object.__setattr__(parts, "engine", engine)
+    rows, told = [], []
+    for task in config.task.tasks(split="train", seed=config.seed).take(NUM_EPISODES):
+        engine.now = Recording()
+        row, *_ = await play_by_messages(config, parts, task)
+        environment = config.task.environment(task, config.agent)
+        said: list[Message] = list(await environment.reset())
+        for reply in engine.now.replies:
+            said.append(Message(role="assistant", content=parts.renderer.tokenizer.decode(reply)))
+            step = await environment.step(parts.renderer.parse(reply.tolist()))
+            said += step.messages
+        await environment.close()
+        engine.now.messages = tuple(said)
+        if row.num_trained:
+            rows.append(row)
+            told.append(engine.now)
+    trainer = np.concatenate(parts.trainer.forward(rows, column=None))
+    return Rows.of(
+        rows,
+        trainer_logprobs=trainer,
+        messages=tuple(t.messages for t in told),
+        engine_ids=tuple(tuple(t.replies) for t in told),
+        engine_prompt_ids=tuple(tuple(t.prompts) for t in told),
+    )
+
+
+def tools_of(config: Any) -> str:
+    [task] = config.task.tasks(split="train", seed=config.seed).take(1)
+    environment = config.task.environment(task, config.agent)
+    return json.dumps([
+        {"name": t.name, "description": t.description, "parameters": dict(t.parameters)}
+        for t in environment.tools
+    ])  # fmt: skip
+
+
+def at_level(rows: Rows, level: str) -> Rows:
+    drop = {"a": ("messages", "engine_ids", "engine_prompt_ids"),
+            "b": ("messages", "engine_ids", "engine_prompt_ids"),
+            "c": ("engine_ids", "engine_prompt_ids"), "e": ()}[level]  # fmt: skip
+    return rows.with_(**dict.fromkeys(drop), turn=None, is_sampled=None)
+
+
+def told(diagnosis: Any) -> dict[str, Any]:
+    causes = [
+        {"cause": c.name, "certainty": diagnosis.certainty_of(c, f)[0],
+         "share": round(diagnosis.share_of(c.name), 3)}
+        for c, f in diagnosis.causes
+    ]  # fmt: skip
+    gap = diagnosis.examination.gap.means()
+    return {
+        "outcome": diagnosis.outcome, "headline": diagnosis.headline, "causes": causes,
+        "is_right": bool(causes) and causes[0]["cause"] in RIGHT,
+        "k1": round(gap["k1"], 3), "k2": round(gap["k2"], 3),
+    }  # fmt: skip
+
+
+def judged(model: str, folder: Path) -> dict[str, Any]:
+    config = resolve(find_recipe("quickstart"), [f"model={model}", "contract=none"])
+    rows = asyncio.run(play(config, build(config, preflight(config))))
+    out: dict[str, Any] = {}
+    for level in "abce":
+        path = folder / f"{model}-{level}.parquet"
+        facts = Facts() if level == "a" else Facts(model=model, temperature=1.0)
+        if level in "ce":
+            facts = replace(facts, tools=tools_of(config))
+        write_rows(path, [at_level(rows, level)], facts)
+        out[level] = told(diagnose(path, **({} if level == "a" else {"model": model})))
+    settings = [f"model={model}", "contract=none", "steps=1", "groups_per_step=4", "group_size=6",
+                "evaluation=none", "--fault=rerendered_history"]  # fmt: skip
+    own, faults = split_faults(settings)
+    with injected(*faults):
+        train(resolve(find_recipe("quickstart"), own), out=folder / f"run-{model}")
+    out["d"] = told(diagnose(folder / f"run-{model}"))
+    return out
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in MODELS:
+            found[model] = judged(model, Path(folder))
+            for level, said in found[model].items():
+                print(model, level, json.dumps(said), flush=True)
+    document = {
+        "command": "python docs/proof/doctor_published.py",
+        "date": datetime.now(UTC).date().isoformat(), "host": host(), "models": found,
+    }  # fmt: skip
+    (HERE / "doctor_published.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
