@@ -66,12 +66,12 @@ from faulty_dumps import (
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, collect, sampling_of
-from lockstep.doctor.gap import gap_of
 from lockstep.doctor.causes import is_same_class
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.diagnosis import Diagnosis
+from lockstep.doctor.gap import gap_of
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
+from lockstep.doctor.rows import Rows
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.envs.docsearch.config import DocSearchConfig
@@ -131,6 +131,7 @@ class Player:
     renderer: Renderer
     max_tokens: int
     max_turn_tokens: int
+
     def play(
         self,
         seed: int,

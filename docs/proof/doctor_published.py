@@ -2,8 +2,8 @@
 
     python docs/proof/doctor_published.py        writes doctor_published.json
 
-The program keeps a dialogue as messages, renders it anew before each turn, loses the last reply, and
-lays all log-probs by lengths, one place off. Its rows are recorded as a program would record them:
+The program keeps a dialogue as messages, renders it anew before each turn, loses the last reply,
+and lays all log-probs by lengths, one place off. Its rows are recorded at these levels of data:
 
     a  ids, mask and both log-probs          b  also the model
     c  also messages and tools               e  also the ids that the engine returned and was sent

@@ -9,9 +9,9 @@ make one mistake of known cause, or two, or none, and write a dump. The doctor i
 file by `lockstep.diagnose`, at four levels of data (LEVELS).
 
 A verdict is *right* if the first cause that is named is the injected one, by the classes of
-causes.py; *wrong* if it is another; *undecided* if the doctor says that the sides differ, or that it
-cannot judge, and names no cause; *consistent* if it says that nothing is wrong. Dumps whose gap is
-less than three times that of the noise alone are counted apart: their defect moves little or nothing.
+causes.py; *wrong* if it is another; *undecided* if the doctor says that the sides differ, or that
+it cannot judge, and names no cause; *consistent* if it says that nothing is wrong. Dumps whose gap
+is less than three times that of the noise alone are counted apart: their defect moves little.
 A cause that nobody injected and that is called "proved" is counted as such. doctor_split.json says
 which players are held: their verdicts are for judging alone. What came out is in
 doctor-wild-HALF.json, or doctor-wild-HALF-SAMPLER.json.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import tempfile
@@ -28,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from datetime import UTC, datetime
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ from wild_vllm import why_missing
 from lockstep import diagnose
 from lockstep.doctor.causes import CAUSES, is_same_class
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 FACTOR = 3.0
 """Times the floor's k2 from which on a cause must be found."""
@@ -57,9 +59,9 @@ SILENT = frozenset({
 """Causes that move few log-probs or none: they must be found at any gap."""
 STEP, VERSION = 4, 3
 LEVELS = ("a", "b", "c", "e")
-"""What the doctor is given. a: ids, mask and both log-probs as JSON lines, and nothing else. b: these
-with lengths, advantages, rewards, stop ids, and the model. c: also messages, turns and tools. e: also
-the ids that the engine returned and was sent."""
+"""What the doctor is given. a: ids, mask and both log-probs as JSON lines, and nothing else. b:
+also lengths, advantages, rewards, stop ids, and the model. c: also messages, turns and tools. e:
+also the ids that the engine returned and was sent."""
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -1043,6 +1045,19 @@ class Asked:
     seeds: int = 1
     causes: Sequence[str] = ()
     levels: Sequence[str] = ()
+    minutes: float = math.inf
+    """After so many minutes a player begins no further dump; dumps are then in random order."""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.began + 60 * self.minutes
+
+    def ordered(self, cases: Iterable[T]) -> list[T]:
+        out = list(cases)
+        if self.minutes < math.inf:
+            random.Random(5).shuffle(out)
+        return out
 
 
 def reaches(one: Fault, program: Program, lines: Sequence[Line]) -> bool:
@@ -1062,7 +1077,9 @@ def pairs(player: str, what: Asked) -> list[dict[str, Any]]:
 def _cases(player: str, what: Asked, cases: Sequence[tuple[Fault, ...]]) -> list[dict[str, Any]]:
     program = wild.program_of(player)
     out: list[dict[str, Any]] = []
-    for faults in cases:
+    for faults in what.ordered(cases):
+        if what.is_over:
+            break
         causes = [one.cause for one in faults]
         if what.causes and not set(causes) & set(what.causes):
             continue
@@ -1114,7 +1131,9 @@ HEALTHY: Mapping[str, Mapping[str, Any]] = {
 def healthy(player: str, what: Asked) -> list[dict[str, Any]]:
     program = wild.program_of(player)
     out: list[dict[str, Any]] = []
-    for kind, settings in HEALTHY.items():
+    for kind, settings in what.ordered(HEALTHY.items()):
+        if what.is_over:
+            break
         if "noise_std" in settings.get("sampling", {}) and not _takes_noise(program):
             continue
         for seed in range(100, 100 + what.seeds):
@@ -1254,6 +1273,7 @@ def main() -> None:
     parser.add_argument("--causes", nargs="+", default=[])
     parser.add_argument("--levels", nargs="+", default=[])
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of each player")
     parser.add_argument("--jobs", type=int, default=1, help="players at a time")
     parser.add_argument("--resume", action="store_true", help="leave out players that are done")
     parser.add_argument("--summary", action="store_true", help="print the figures of what is there")
@@ -1277,7 +1297,10 @@ def main() -> None:
         if why := why_missing():
             parser.error(f"--sampler {words.sampler}: {why}")
         chosen = [f"{name}@{words.sampler}" for name in chosen]
-    what = Asked(seeds=words.seeds, causes=tuple(words.causes), levels=tuple(words.levels))
+    what = Asked(
+        seeds=words.seeds, causes=tuple(words.causes), levels=tuple(words.levels),
+        minutes=words.minutes,
+    )  # fmt: skip
     is_whole = not words.causes and not words.levels
     todo = {
         player: [p for p in words.parts if not (words.resume and player in found.get(p, {}))]

@@ -23,8 +23,8 @@ from run import host
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import resolve
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.ladder import climb
+from lockstep.doctor.rows import Rows
 from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build
 from lockstep.run.preflight import preflight

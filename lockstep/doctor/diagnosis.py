@@ -139,8 +139,9 @@ class Diagnosis:
         if self.outcome != "not_judged" and (self.causes or not self.is_unexplained):
             return []
         if not self.examination.gap.tokens:
-            return [*(HOW_TO_GET[n] for n in ("rollout_logprobs", "trainer_logprobs")
-                      if n not in self.dump.has)] or ["log both sides' log-probs as they are"]  # fmt: skip
+            sides = ("rollout_logprobs", "trainer_logprobs")
+            steps = [HOW_TO_GET[name] for name in sides if name not in self.dump.has]
+            return steps or ["log both sides' log-probs as they are"]
         lacking = {name for finding in self.with_verdict("not_checkable") for name in finding.lacks}
         names = ("engine_ids", "model", "messages", "tokenizer", "renderer")
         steps = [HOW_TO_GET[name] for name in names if name in lacking]
@@ -201,9 +202,9 @@ class Diagnosis:
             level: Certainty = "likely" if share >= MOST else "possible"
             why = f"it explains {share:.0%} of what was left, beyond chance"
         others = set(self.examination.rivals.get(cause.name, ()))
-        others |= {
-            c.name for c in CAUSES.values() if c.kind and c.kind == cause.kind
-        } - {cause.name}
+        others |= {c.name for c in CAUSES.values() if c.kind and c.kind == cause.kind} - {
+            cause.name
+        }
         if others:
             why += f"; these rows do not tell it from {', '.join(sorted(others))}"
         return level, why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,7 +29,7 @@ from lockstep.doctor.rows import Rows
 from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND, WARNING_LIMIT
 
 ROOMS = ("facts.engine", "facts.masks", "facts.structure", "facts.text", "facts.values")
-"""Facts in the order in which they take their tokens' gap: other ids explain what stands at them."""
+"""Facts in the order in which they take their tokens' gap: other ids explain the numbers there."""
 for _name in (*ROOMS, *(f"hypotheses.{m.name}" for m in pkgutil.iter_modules(hypotheses.__path__))):
     importlib.import_module(f"lockstep.doctor.{_name}")
 
@@ -64,7 +65,7 @@ class Examination:
     before: Split = field(default_factory=Split)
     """Gap of the rows as they are, by place."""
     after: Split = field(default_factory=Split)
-    """The same after all repairs: the unexplained gap. Of the sample, if a cause was found there."""
+    """The unexplained gap, after all repairs. Of the sample, if a cause was found there."""
     shares: list[Share] = field(default_factory=list[Share])
     num_rows: int = 0
     num_tokens: int = 0
@@ -148,25 +149,26 @@ def examine(
     out = Examination(before=Split(tokenizer=setting.tokenizer))
     known = has | setting.has
     tallies = [Tally(fact=one) for one in FACTS.values()]
-    missing = {
-        t.fact.name: tuple(n for n in t.fact.needs if n not in known) for t in tallies
-    }
+    missing = {t.fact.name: tuple(n for n in t.fact.needs if n not in known) for t in tallies}
     sides = {"rollout_logprobs", "trainer_logprobs"}
     model = setting.model
     sample = Sample(SAMPLE_TOKENS if model is None else model.max_tokens)
-    after = Split(tokenizer=setting.tokenizer)
+    after: Split | None = None  # from the first chunk on in which a fact changes anything
     for rows in chunks():
         out.num_rows += len(rows)
         out.num_tokens += rows.num_tokens
         on_rows(rows)
-        out.before.add(rows)
         left = rows
         for tally in tallies:
             if not missing[tally.fact.name]:
                 left = tally.take(rows, setting, left)
-        after.add(left)
+        if after is None and left is not rows:
+            after = deepcopy(out.before)
+        if after is not None:
+            after.add(left)
+        out.before.add(rows)
         sample.add(left)
-    out.after = after
+    out.after = after or out.before
     whole = out.gap.k2 or 1.0
     for tally in tallies:
         out.findings += tally.findings(missing[tally.fact.name])
@@ -262,8 +264,9 @@ def _named(view: View, judged: Judged, share: float) -> Finding:
         check=one.name,
         claim=one.claim,
         verdict="differs",
-        measured=f"{judged.prediction.text}: explains {judged.share:.1%} (+- {2 * judged.error:.1%})"
-        f" of the gap in rows that it was not fitted on, in {num} of {rows} rows",
+        measured=f"{judged.prediction.text}: explains {judged.share:.1%} (+- "
+        f"{2 * judged.error:.1%}) of the gap in rows that it was not fitted on, in {num} of {rows} "
+        "rows",
         cause=judged.cause,
         basis=judged.prediction.basis or one.basis,
         figures=figures,
@@ -294,4 +297,3 @@ def _lacking(one: Hypothesis, lacks: Sequence[str]) -> Finding:
 def names() -> list[str]:
     """Every fact and hypothesis, as `--only` takes them."""
     return [*FACTS, *HYPOTHESES]
-

@@ -1,10 +1,10 @@
 """The one criterion: which prediction explains the gap, on rows that it was not fitted on.
 
 A hypothesis predicts one side's column without its defect. What a token adds to the gap is
-log(d^2 / scale^2), and nothing below the scale of numeric noise, with d = trainer - sampler: a token
-is explained when its difference falls to what numerics make. Under squares a prediction that is
-merely nearer to the mean would explain half of any gap. The *gain* of a prediction is the gap as recorded
-minus the gap after the repair. Nothing is judged on what it was fitted on:
+log(d^2 / scale^2), and nothing below the scale of numeric noise, with d = trainer - sampler: a
+token is explained when its difference falls to what numerics make. Under squares a prediction that
+is merely nearer to the mean would explain half of any gap. The *gain* of a prediction is the gap as
+recorded minus the gap after the repair. Nothing is judged on what it was fitted on:
 
 - whether a row is hit is decided by one half of its tokens, and counted on the other half;
 - of several predictions (a temperature, an offset), the best one of half of the rows is counted on
@@ -338,9 +338,7 @@ def _may_be_exact(view: View) -> bool:
     return bool(len(at)) and float(np.square(view.rows.gap[at]).mean()) > 1e-9
 
 
-def _round(
-    view: View, hypotheses: Sequence[Hypothesis], out: Explanation
-) -> list[Judged]:
+def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> list[Judged]:
     found: list[Judged] = []
     known = view.setting.has | view.rows.has
     for one in sorted(hypotheses, key=lambda h: "model" in h.needs):  # the cheap ones first

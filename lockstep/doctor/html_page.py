@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis
 from lockstep.doctor.row_choice import fetch
+from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
 from lockstep.report.document import Template, render_page, to_document, to_vocabulary

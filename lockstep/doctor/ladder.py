@@ -23,10 +23,10 @@ from lockstep.agent.loop import Budget, training_sampling
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import TurnSampler
 from lockstep.config import tag
-from lockstep.doctor.gap import Gap, gap_of_all
-from lockstep.doctor.findings import Setting
 from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.examine import examine
+from lockstep.doctor.findings import Setting
+from lockstep.doctor.gap import Gap, gap_of_all
 from lockstep.doctor.monitor import rows_of
 from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError, DataError

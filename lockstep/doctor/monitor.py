@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from lockstep.agent.references import check_not_importing
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.run_dump import (
@@ -25,6 +24,7 @@ from lockstep.doctor.inputs.run_dump import (
     prompt_length,
     replies,
 )
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.watch import Watch, choose
 from lockstep.errors import ConfigError
 from lockstep.observe.live import ViewKind

@@ -1,5 +1,5 @@
-"""Records what `lockstep doctor` reads, from any program: copy this file, or import it. It needs the
-standard library alone.
+"""Records what `lockstep doctor` reads, from any program: copy this file, or import it. It needs
+the standard library alone.
 
     recorder = Recorder("rows.jsonl", model="DIR", temperature=1.0, tools=tools)
     row = recorder.row(messages=first_messages)

@@ -9,8 +9,8 @@ from random import Random
 
 import numpy as np
 
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Dump
+from lockstep.doctor.rows import Rows
 
 MAX_ROWS = 200
 """Rows of each sort that a page can show, whatever the size of the dump."""

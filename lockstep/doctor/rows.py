@@ -306,6 +306,7 @@ class Rows:
         """These rows without the tokens `where` [N] in the loss."""
         return self.with_(loss_mask=self.loss_mask & ~where) if where.any() else self
 
+
 def _trainer_logprobs(samples: Sequence[Sample]) -> Float32Array | None:
     """Log-probs by the trainer before its update, NaN in rows that it did not score; None if it
     scored none. An old policy that is the sampler's own array does not count: comparing an array

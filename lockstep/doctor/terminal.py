@@ -10,10 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.doctor.findings import Evidence
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnosis import FLOAT_NOISE, Diagnosis
+from lockstep.doctor.findings import Evidence
 from lockstep.doctor.row_choice import fetch
+from lockstep.doctor.rows import Rows
 from lockstep.errors import printable
 from lockstep.observe.live import format_number, format_seconds
 from lockstep.renderers.pieces import first_difference

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.config import choices, from_dict, tag
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Facts
+from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.models.config import ModelConfig
 from lockstep.models.gguf import PACKAGED

@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnose import diagnose, make_setting, tokenization_of
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.examine import Examination, examine
@@ -37,6 +36,7 @@ from lockstep.doctor.inputs.lines import RowDump, numbers_in
 from lockstep.doctor.inputs.native import RowsDump, write_rows
 from lockstep.doctor.inputs.schema import BY_NAME, REQUIRED
 from lockstep.doctor.inputs.schema import rows_of as rows_of_columns
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.tokenization import Tokenization, why_beyond
 from lockstep.errors import ConfigError, DataError, LockstepError, MismatchError, named
 from lockstep.renderers.base import Renderer
@@ -484,7 +484,9 @@ class Watch:
         except MismatchError:
             raise
         except Exception as error:
-            self.warn(f"doctor: the page {self.directory / PAGE} is not written: {_words_of(error)}")
+            self.warn(
+                f"doctor: the page {self.directory / PAGE} is not written: {_words_of(error)}"
+            )
 
 
 def choose(groups: Sequence[Hashable], num_rows: int, *, step: int) -> list[int]:

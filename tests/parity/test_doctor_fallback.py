@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.base import Dump, Facts
+from lockstep.doctor.rows import Rows
 
 transformers = pytest.importorskip("transformers", reason="it computes the model")
 NUM_ROWS, SIZE, PROMPT = 40, 48, 8

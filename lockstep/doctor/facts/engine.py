@@ -154,7 +154,8 @@ def _wrong_ids(
         end = tokens.stop
         lost = f"the row lacks the last of the engine's {len(answered)} replies"
         if not mine or all(
-            np.array_equal(rows.token_ids[b:e], r) for (b, e), r in zip(mine, answered, strict=False)
+            np.array_equal(rows.token_ids[b:e], r)
+            for (b, e), r in zip(mine, answered, strict=False)
         ):
             out.add("missing_final", lost, end - 1, end, answered[-1].tolist())
 
@@ -202,7 +203,7 @@ def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         mine = [int(spans.begin[s]) - start for s in spans_of[row]]
         found = located(ids, answered, mine)
         begins = [b for b, _ in found] if found is not None else mine
-        if not begins or np.array_equal(ids[: begins[0]], sent[0]) and len(sent) == 1:
+        if not begins or (np.array_equal(ids[: begins[0]], sent[0]) and len(sent) == 1):
             continue
         note = _of_prompt(ids[: begins[0]], sent[0], setting)
         if note is not None:

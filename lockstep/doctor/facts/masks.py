@@ -28,9 +28,7 @@ def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     yield Contradiction(cause="boundary", note=note, begin=begin[is_border], end=end[is_border])
     note = "tokens are trained that no model drew, by the recorded turns"
     inner = ~is_border
-    yield Contradiction(
-        cause="observation_trained", note=note, begin=begin[inner], end=end[inner]
-    )
+    yield Contradiction(cause="observation_trained", note=note, begin=begin[inner], end=end[inner])
     num = rows.num_in(trained, spans.begin, spans.end)
     for cause, note, at in (
         ("boundary", "the first drawn tokens of a reply are not trained", spans.begin),
@@ -112,7 +110,7 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         said = np.array([reason == "stop" for reason in told], np.bool_)[spans.row]
         is_wrong |= spans.is_last & said & ~ends
     earlier = is_closed[~spans.is_last]
-    if len(earlier) >= 8 and earlier.mean() >= MOST:
+    if setting.stop_ids and len(earlier) >= 8 and earlier.mean() >= MOST:
         # Last replies that lack an end, though shorter than others that have one, were not cut.
         longest = int(spans.size[ends].max(initial=0))
         open_ = spans.is_last & ~ends & (spans.size < longest)

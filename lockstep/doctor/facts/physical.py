@@ -82,7 +82,7 @@ def _rules(c: _Columns) -> list[tuple[str, BoolArray, int]]:
         *((f"{name} is outside of 0 to 1", (c[name] < 0) | (c[name] > ROUNDING), 1)
           for name in ("train/clip_fraction", "mismatch/forced_share", "mismatch/ess")),
         ("nearly all tokens are clipped", clipped > 0.9, STEPS),
-        ("the mean reward is bitwise the same in every step, but the loss changes", flat, 4 * STEPS),
+        ("the mean reward is bitwise the same, but the loss changes", flat, 4 * STEPS),
         ("the two sides are far apart, but no token is clipped", (k3 > 1) & (clipped == 0), STEPS),
         ("updates move the mean log-prob far, but no token is clipped",
          (np.abs(c["train/approx_kl"]) > 0.5) & (clipped == 0), STEPS),

@@ -32,9 +32,7 @@ def prompt_twice(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
                     end.append(tokens.start + size)
                 break
     note = "the prompt stands in the row twice"
-    yield Contradiction(
-        cause="duplicated_prompt", note=note, begin=begin, end=end, reaches_on=True
-    )
+    yield Contradiction(cause="duplicated_prompt", note=note, begin=begin, end=end, reaches_on=True)
 
 
 @fact("padding", claim="no padding stands inside of a row, or before it")

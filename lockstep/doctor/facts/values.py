@@ -118,9 +118,10 @@ def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
                 with np.errstate(invalid="ignore"):
                     is_denied = same & (other < value - FAR)
                 # Bounds and fillers replace numbers that differ; tokens of one context repeat.
-                if np.count_nonzero(is_denied) < MIN_ALIKE or len(
-                    np.unique(other[is_denied])
-                ) < MIN_ALIKE:
+                if (
+                    np.count_nonzero(is_denied) < MIN_ALIKE
+                    or len(np.unique(other[is_denied])) < MIN_ALIKE
+                ):
                     continue
             elif value != 0.0 or len(np.unique(rows.token_ids[same])) < MIN_ALIKE:
                 continue

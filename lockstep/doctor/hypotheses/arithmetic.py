@@ -38,15 +38,13 @@ def arithmetic(view: View) -> Iterator[Prediction]:
         for change in sorted(model.scorer.changes(loaded), key=lambda c: c.rank):
             cause = CAUSE_OF[change.kind]
             sides = ("sampler",) if change.kind == "quantised" else ("sampler", "trainer")
-            yield Variant(
-                cause=cause, text=change.text, score=partial(within, change), sides=sides
-            )
+            yield Variant(cause=cause, text=change.text, score=partial(within, change), sides=sides)
 
     yield from model.tried(view, variants())
 
 
 @hypothesis("half_head", cause="half_head", needs=("model",),
-            least=0.5, claim="both sides compute the output projection in one precision")  # fmt: skip
+            least=0.5, claim="both sides compute the head in one precision")  # fmt: skip
 def half_head(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"

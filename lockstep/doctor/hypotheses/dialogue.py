@@ -89,8 +89,8 @@ def _once(parts: Parts) -> Parts | None:
     return parts.with_observed([prompt[:half], *parts.observed[1:]])
 
 
-@hypothesis("prompt", cause="wrong_template", needs=("model", "tokenizer"), basis="repair", fitted=1,
-            claim="the sampler read the prompt that the row has")  # fmt: skip
+@hypothesis("prompt", cause="wrong_template", needs=("model", "tokenizer"), basis="repair",
+            fitted=1, claim="the sampler read the prompt that the row has")  # fmt: skip
 def prompt(view: View) -> Iterator[Prediction]:
     model, setting = view.setting.model, view.setting
     assert model is not None and setting.tokenizer is not None, "needed"
@@ -190,7 +190,7 @@ def _thinking(renderer: Renderer) -> Callable[[Parts], Parts | None]:
 
 
 @hypothesis("kept_messages", cause="rerendered", needs=("model", "renderer", "messages"),
-            basis="repair", fitted=1, claim="the row holds its replies where they were drawn")  # fmt: skip
+            basis="repair", fitted=1, claim="replies are where they were drawn")  # fmt: skip
 def kept_messages(view: View) -> Iterator[Prediction]:
     """A program that keeps messages: each reply was drawn after the template's whole history, and
     all log-probs were laid onto the row's trained tokens in one list, maybe some places off."""
@@ -217,9 +217,7 @@ def kept_messages(view: View) -> Iterator[Prediction]:
                 place[begin : begin + len(mine)] = mine
                 found.append((ids, np.arange(len(ids)), place))
         key = ("kept", text)
-        values = model.once(
-            rows, key, lambda f=found: model.score_laid(rows, Layout.of(f, rows))
-        )
+        values = model.once(rows, key, lambda f=found: model.score_laid(rows, Layout.of(f, rows)))
         recorded = rows.rollout_logprobs.astype(np.float64)
         for by in (0, 1, -1, 2, -2):
             moved = np.full(rows.num_tokens, np.nan)
@@ -228,7 +226,7 @@ def kept_messages(view: View) -> Iterator[Prediction]:
                 inside = (source >= 0) & (source < len(at))
                 moved[at[inside]] = values[at[source[inside]]]
             yield Prediction(
-                text=f"the sampler drew each reply after a history of {text}, laid {-by:+d} places off",
+                text=f"drawn after a history of {text}, and laid {-by:+d} places off",
                 sampler=recorded - moved + model.plain(rows),
             )
 
@@ -245,7 +243,10 @@ def _turns(
         if message.role != "assistant":
             continue
         try:
-            prompt, drawn = list(renderer.render(list(messages[:number]), tools)), list(write(message))
+            prompt, drawn = (
+                list(renderer.render(list(messages[:number]), tools)),
+                list(write(message)),
+            )
         except LockstepError:
             return
         yield [*prompt, *drawn], len(drawn), first

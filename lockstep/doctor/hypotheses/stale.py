@@ -13,7 +13,7 @@ MIN_TOKENS = 32
 
 
 @hypothesis("stale", cause="stale", fitted=1, needs=("policy_version", "trainer_version"),
-            least=0.1, claim="tokens of older weights are as near as those of the trainer's")  # fmt: skip
+            least=0.1, claim="older tokens are as near as the others")  # fmt: skip
 def stale(view: View) -> Iterator[Prediction]:
     rows, at = view.rows, view.rows.compared
     assert rows.policy_version is not None and rows.trainer_version is not None, "needed"

@@ -26,8 +26,8 @@ MOSTLY = 0.95
 """Share of a deviation that the last few ids leave, up to which it repeats: of noise they explain
 nothing (1.08 and more), of other weights a sixth and more."""
 EVEN = 0.25
-"""Ratio of the median to the root of the mean square, in units of noise on logits: 0.67 for noise on
-every token, near 0 where a few tokens or rows have all of it."""
+"""Ratio of the median to the root of the mean square, in units of noise on logits: 0.67 for noise
+on every token, near 0 where a few tokens or rows have all of it."""
 MIN_REPEATED = 40
 """Tokens in repeated contexts that a variance takes: its error is then a fifth."""
 MIN_SPREAD = 1e-3

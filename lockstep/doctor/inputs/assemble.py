@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.rows import TOKEN_COLUMNS, BoolArray, Rows
 from lockstep.doctor.inputs.schema import COLUMNS
+from lockstep.doctor.rows import TOKEN_COLUMNS, BoolArray, Rows
 from lockstep.errors import DataError
 from lockstep.types import Int32Array
 

@@ -13,10 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.assemble import Row, in_chunks
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.places import BYTE_ORDER_MARK, PARQUET_MAGIC, judged
+from lockstep.doctor.rows import Rows
 from lockstep.errors import DataError
 
 MAX_LINE_BYTES = 64 << 20

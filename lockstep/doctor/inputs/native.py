@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, HOW_TO_GET, Dump, Facts
 from lockstep.doctor.inputs.lines import json_line, lines_of, numbers_in, parse_json, whole_files
@@ -36,6 +35,7 @@ from lockstep.doctor.inputs.schema import (
     facts_to_dict,
     rows_of,
 )
+from lockstep.doctor.rows import Rows
 from lockstep.errors import AlignmentError, DataError
 from lockstep.store.files import write_atomically
 from lockstep.system import bounded_memory

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.rows import BoolArray
 from lockstep.doctor.inputs.assemble import Row, Values, array_of, floats_of, ids_of, real
 from lockstep.doctor.inputs.lines import LineDump
+from lockstep.doctor.rows import BoolArray
 from lockstep.errors import DataError
 
 _KEYS = frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"})

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 
 from lockstep.config import from_dict
 from lockstep.dialogues import read_messages
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Facts
+from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError, DataError
 from lockstep.types import UNKNOWN_EXPERT, Int64Array
 

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.rows import BoolArray
 from lockstep.doctor.inputs.assemble import (
     Array,
     Row,
@@ -33,6 +32,7 @@ from lockstep.doctor.inputs.assemble import (
 from lockstep.doctor.inputs.base import HOW_TO_GET_OF
 from lockstep.doctor.inputs.lines import FileDump
 from lockstep.doctor.inputs.pickles import is_torch_file, read_torch
+from lockstep.doctor.rows import BoolArray
 from lockstep.errors import DataError
 
 _FOLDERS = ("train_data", "rollout_data")

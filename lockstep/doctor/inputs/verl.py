@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.rows import BoolArray
 from lockstep.doctor.inputs.assemble import (
     Array,
     Row,
@@ -43,6 +42,7 @@ from lockstep.doctor.inputs.pickles import (
     read_torch,
 )
 from lockstep.doctor.inputs.places import head_of
+from lockstep.doctor.rows import BoolArray
 from lockstep.errors import DataError
 
 _BATCHES = ("gen_batch.dp", "tq_batch.pt")

@@ -223,9 +223,11 @@ class Model:
             every, kind = np.arange(len(rows)), self.processing(rows)
             plain = self.loaded(rows)
             model = self.scorer.copied_in_bfloat16(plain)
-            return self.scorer.score(model, rows, every, distributions=[kind]).logprobs[
-                kind
-            ].astype(np.float64)
+            return (
+                self.scorer.score(model, rows, every, distributions=[kind])
+                .logprobs[kind]
+                .astype(np.float64)
+            )
 
         return self.once(rows, "bfloat16", make)
 

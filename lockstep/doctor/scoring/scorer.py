@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.doctor.rows import Float64Array, Rows
 from lockstep.doctor.inputs.assemble import grouped
+from lockstep.doctor.rows import Float64Array, Rows
 from lockstep.doctor.scoring.model import Distribution, Scored
 from lockstep.doctor.scoring.weights import Weights
 from lockstep.models.changes import Change, changes
@@ -75,7 +75,10 @@ class Scorer:
         if isinstance(model, Decoder) and model.lora is not None:
             for scale in ADAPTER_SCALES:
                 with adapter_scaled(model, scale):
-                    yield f"with its adapter {scale:g} times" if scale else "without its adapter", model
+                    yield (
+                        f"with its adapter {scale:g} times" if scale else "without its adapter",
+                        model,
+                    )
 
     def changes(self, model: Any) -> Iterator[Change]:
         """Changes that may be wrong with the arithmetic of this model."""

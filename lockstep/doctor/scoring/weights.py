@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.run_dump import RunDump
+from lockstep.doctor.rows import Rows
 from lockstep.doctor.tokenization import locate
 from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
 from lockstep.models.config import FallbackConfig, ModelConfig

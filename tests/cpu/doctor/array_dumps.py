@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.inputs.base import Dump, Facts
+from lockstep.doctor.rows import Rows
 from lockstep.types import Message
 
 TURNS = ((10, 50), (70, 110))

@@ -60,9 +60,7 @@ def test_a_gap_that_no_cause_explains_differs_and_says_what_would_tell_more():
     assert "engine" in found.next_steps[0] and "--ladder" in found.next_steps[-1]
     assert found.headline.startswith("unexplained: k2 ")
     assert "--ladder" in summary(found)
-    one = lockstep.diagnose(
-        ArrayDump(rows.with_(trainer_logprobs=wild)), only=["facts/after_stop"]
-    )
+    one = lockstep.diagnose(ArrayDump(rows.with_(trainer_logprobs=wild)), only=["facts/after_stop"])
     assert one.next_steps == [] and one.outcome != "differs"
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -162,7 +163,7 @@ def test_the_sample_is_bounded_and_keeps_neighbours():
     rows = sample.rows()
     assert rows.num_tokens <= 2000
     numbers = [int(name.removeprefix("row-")) for name in rows.row_ids]
-    assert sum(b - a == 1 for a, b in zip(numbers, numbers[1:], strict=False)) >= len(numbers) // 2
+    assert sum(b - a == 1 for a, b in pairwise(numbers)) >= len(numbers) // 2
 
 
 def test_every_cause_of_a_hypothesis_is_known_and_names_are_unique():

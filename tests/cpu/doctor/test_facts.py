@@ -6,7 +6,6 @@ from array_dumps import TURNS, ArrayDump, make_rows
 
 import lockstep
 from lockstep.doctor.facts.engine import compare
-from lockstep.doctor.findings import Evidence
 from lockstep.doctor.rows import Rows
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
@@ -124,9 +123,9 @@ def test_advantages_one_token_off():
 def test_an_expert_twice_is_a_filler():
     routes = np.tile(np.array([[[0, 3], [1, 2]]], np.int16), (ROWS.num_tokens, 1, 1))
     assert proved(ROWS.with_(routed_experts=routes)) == {}
-    assert proved(changed(ROWS.with_(routed_experts=routes), "routed_experts", at(3, 0, 60), 0)) == {
-        "zero_routes": {"row-3"}
-    }
+    assert proved(
+        changed(ROWS.with_(routed_experts=routes), "routed_experts", at(3, 0, 60), 0)
+    ) == {"zero_routes": {"row-3"}}
 
 
 # -- the engine's ids -----------------------------------------------------------------------------
@@ -134,9 +133,7 @@ def test_an_expert_twice_is_a_filler():
 
 def with_engine(rows=ROWS, replies=lambda row, ids: ids, prompts=lambda row, ids: ids):
     parts = [rows.token_ids[tokens] for tokens in rows.slices]
-    engine = tuple(
-        tuple(replies(r, ids[b:e]) for b, e in TURNS) for r, ids in enumerate(parts)
-    )
+    engine = tuple(tuple(replies(r, ids[b:e]) for b, e in TURNS) for r, ids in enumerate(parts))
     sent = tuple((prompts(r, ids[: TURNS[0][0]]),) for r, ids in enumerate(parts))
     return rows.with_(engine_ids=engine, engine_prompt_ids=sent)
 
@@ -323,11 +320,10 @@ def test_a_calls_id_and_the_spelling_of_its_arguments_are_no_difference():
 
 
 def test_messages_of_other_rows_are_not_judged():
-    strange = [[Message(role="user", content="completely unrelated question " * 3),
-                Message(role="assistant", content="nothing of the sort, ever, at all")]] * 12  # fmt: skip
+    said = Message(role="assistant", content="nothing of the sort, ever, at all")
+    strange = [[Message(role="user", content="completely unrelated question " * 3), said]] * 12
     found = lockstep.diagnose(Dump(rows_of(DIALOGUES, messages=strange)), renderer=RENDERER)
-    assert isinstance(found.examination.findings[0].evidence, tuple)
-    assert all(isinstance(e, Evidence) for f in found.examination.findings for e in f.evidence)
+    assert found.outcome == "not_judged" and "of other rows" in found.headline
 
 
 # -- nothing is compared ---------------------------------------------------------------------------

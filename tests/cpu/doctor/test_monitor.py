@@ -1,14 +1,20 @@
 """The checks inside of a run: what they find, what comes of it, and that they change nothing."""
 
+import json
+
+import doctor_faults  # noqa: F401 - its faults are known to --fault
 import pytest
 
 import lockstep
 from lockstep import diagnose
+from lockstep.cli import main
 from lockstep.config import resolve
+from lockstep.doctor.ladder import climb
 from lockstep.doctor.monitor import train
 from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
 from lockstep.testing.faults import injected, split_faults
+
 
 SMALL = (
     "steps=2", "groups_per_step=2", "group_size=6", "evaluation.num_tasks=1",
@@ -33,6 +39,7 @@ def test_a_healthy_run_shows_no_cause(tmp_path, model):
     assert [row["doctor/causes"] for row in steps] == [0, 0]
     assert [causes_of(row) for row in steps] == [["doctor/causes"]] * 2
     assert not (tmp_path / "run" / "doctor").exists()
+    assert not (tmp_path / "run" / "trained").exists()
 
 
 @pytest.mark.parametrize(
@@ -58,10 +65,41 @@ def test_a_fault_of_the_rows_stops_the_run_with_a_checkpoint_and_the_rows(
     assert f"step 0: doctor: {cause}" in told
     # What was kept is what was trained: the doctor reads it, and says the same.
     assert cause in [c.name for c, _ in diagnose(path / "doctor").causes]
-    # The run itself has what was sampled: it is not called consistent for that.
+    # The run itself keeps the rows as they were trained, and its verdict is the same.
     of_run = diagnose(path)
     assert of_run.dump.found_before[cause] == 1 and of_run.outcome == "differs"
+    assert cause in [c.name for c, _ in of_run.causes]
+    assert sorted(p.name for p in (path / "trained").iterdir()) == ["step-000000.parquet"]
     assert any(f"{cause} in 1" in note for note in of_run.dump.notes)
+
+
+def test_a_history_that_was_rendered_anew_is_named_by_the_run_and_by_its_ladder(tmp_path, capsys):
+    """The defect of the published program: k1 of 4, k2 of 26."""
+    path = tmp_path / "run"
+    run(path, "--fault=rerendered_history", "contract=none", "steps=1")
+    found = diagnose(path)
+    assert found.examination.gap.means()["k1"] > 1
+    cause, finding = found.causes[0]
+    assert cause.name == "rerendered" and found.certainty_of(cause, finding)[0] == "proved"
+    assert main(["doctor", str(path)]) == 1
+    assert "1. rerendered" in capsys.readouterr().out
+    with injected(*split_faults(["--fault=rerendered_history"])[1]):
+        ladder = climb(resolve(find_recipe("quickstart"), ["contract=none"]), num_episodes=6)
+    [culprit] = ladder.culprits
+    assert culprit.causes[0] == "rerendered" and culprit.match < 0.9
+    assert "of the sampled tokens are still in their places" in ladder.verdict
+
+
+def test_a_metric_beyond_the_alarm_is_never_consistent(tmp_path):
+    path = tmp_path / "run"
+    run(path, "steps=1")
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(lines[0]) | {"mismatch/k1": 4.05, "mismatch/k2": 26.2, "mismatch/k3": 3.0}
+    (path / "metrics.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
+    found = diagnose(path)
+    assert found.outcome == "differs" and found.headline.startswith(
+        "unexplained: a step of the run"
+    )
 
 
 def test_a_run_that_is_not_to_stop_goes_on_and_says_each_cause_once(tmp_path, capsys):

@@ -15,8 +15,8 @@ from array_dumps import NUM_TOKENS, ArrayDump, make_rows
 
 import lockstep
 from lockstep.doctor import html_page as doctor_page
-from lockstep.doctor.rows import Rows
 from lockstep.doctor.html_page import build_document, row_document, write_page
+from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError
 from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Message

@@ -39,14 +39,15 @@ def sound():
 
 def both(rows, sampler, trainer):
     noise = np.random.default_rng(0).normal(0, 0.002, rows.num_tokens)
-    return rows.with_(
-        rollout_logprobs=np.where(rows.loss_mask, np.minimum(sampler + noise, 0), np.nan).astype(np.float32),
-        trainer_logprobs=np.where(rows.loss_mask, np.minimum(trainer, 0), np.nan).astype(np.float32),
-    )
+    sides = [np.minimum(side, 0) for side in (sampler + noise, trainer)]
+    one, other = (np.where(rows.loss_mask, x, np.nan).astype(np.float32) for x in sides)
+    return rows.with_(rollout_logprobs=one, trainer_logprobs=other)
 
 
 def named(rows, model, **facts):
-    found = lockstep.diagnose(Dump(rows, **facts), model=Model(weights=model.weights), tokenizer=MODEL)
+    found = lockstep.diagnose(
+        Dump(rows, **facts), model=Model(weights=model.weights), tokenizer=MODEL
+    )
     return [cause.name for cause, _ in found.causes], found
 
 
