@@ -75,7 +75,6 @@ $(VLLM_VENV)/.installed: tests/vllm/repair.py
 
 test-vllm: install-dev $(VLLM_VENV)/.installed
 	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest tests/vllm
-	LOCKSTEP_VLLM=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/cpu/doctor/test_wild.py -k vllm
 
 # Peers' packages, below. Each is made again when this file changes, so that a new version in it is the
 # one that is tested; from nothing, since pip leaves in such a folder what an interrupted install wrote.
@@ -188,7 +187,7 @@ proof: install-dev
 	LOCKSTEP_PROOF=1 $(PYTEST)
 	LOCKSTEP_PROOF=1 $(MAKE) test-vllm
 	$(BIN)/python docs/proof/run.py
-	$(BIN)/python docs/proof/doctor.py
+	$(BIN)/python docs/proof/doctor.py --seeds 1 --healthy 50
 	$(BIN)/python docs/proof/dialogues.py
 	$(BIN)/python docs/proof/tasks.py
 	$(BIN)/python docs/proof/sandbox.py

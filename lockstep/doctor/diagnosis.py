@@ -199,7 +199,8 @@ class Diagnosis:
         if finding.basis == "repair" and share >= MOST:
             level, why = "proved", "the repaired ids, scored again, give the recorded numbers"
         else:
-            level: Certainty = "likely" if share >= MOST else "possible"
+            is_learnt = finding.check.startswith("facts")
+            level: Certainty = "likely" if share >= MOST and not is_learnt else "possible"
             why = f"it explains {share:.0%} of what was left, beyond chance"
         others = set(self.examination.rivals.get(cause.name, ()))
         others |= {c.name for c in CAUSES.values() if c.kind and c.kind == cause.kind} - {

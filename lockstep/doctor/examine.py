@@ -17,6 +17,7 @@ from lockstep.doctor.explain import (
     Hypothesis,
     Judged,
     View,
+    Z,
     evidence_of,
     explain,
     repaired,
@@ -88,7 +89,7 @@ class Examination:
     def is_numeric(self) -> bool:
         """Whether what is left is within what numerics can make."""
         left = self.after.total
-        return left.k2 <= self.limit * max(left.tokens, 1)
+        return left.k2 <= within(self.limit, left.tokens) * left.tokens
 
 
 class Sample:
@@ -129,6 +130,11 @@ def limit_of(setting: Setting, rows: Rows | None) -> float:
     if setting.model is not None and rows is not None and setting.model.has_own(rows):
         return max(NOISE_FACTOR * setting.model.noise(rows) / 2, DENSE_BAND[0])
     return WARNING_LIMIT if setting.is_moe else DENSE_BAND[1]
+
+
+def within(limit: float, num_tokens: int) -> float:
+    """The limit of a mean over so many tokens: of few, a mean of squares is unsure."""
+    return limit * (1 + Z * float(np.sqrt(2 / max(num_tokens, 1))))
 
 
 def examine(
@@ -183,7 +189,11 @@ def examine(
         out.findings += [_lacking(h, tuple(sides - known)) for h in HYPOTHESES.values()]
     if out.unexplained_k2 > HALF and not out.is_numeric:
         # A record that was learnt from rows whose gap nothing explains proves nothing.
-        learnt = {f.cause for f in out.findings if f.check.startswith("facts") and f.basis == "fit"}
+        learnt = {
+            f.cause
+            for f in out.findings
+            if f.verdict == "differs" and f.check.startswith("facts") and f.basis == "fit"
+        }
         out.findings = [
             replace(f, verdict="consistent", cause="") if f.cause in learnt else f
             for f in out.findings
@@ -203,7 +213,7 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
 
     def is_enough(view: View) -> bool:
         d = view.rows.gap[view.rows.compared]
-        return not len(d) or float(np.square(d).mean()) <= 2 * limit
+        return not len(d) or float(np.square(d).mean()) <= 2 * within(limit, len(d))
 
     tried = [] if is_live and is_enough(view) else list(HYPOTHESES.values())
     found = explain(view, tried, is_enough=is_enough)

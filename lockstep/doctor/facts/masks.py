@@ -81,8 +81,8 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     np.minimum.at(first, rows.span_of[is_stop], np.flatnonzero(is_stop))
     hit = np.flatnonzero(first + 1 < spans.end)
     hit = hit[rows.loss_mask[np.minimum(first[hit] + 1, rows.num_tokens - 1)]]
-    if not len(hit):
-        return
+    if not len(hit) or (basis == "fit" and 2 * len(hit) > len(spans)):
+        return  # an id inside of most replies does not end them
     begin, end = first[hit] + 1, spans.end[hit]
     # What goes on to a further stop is a dialogue: observations and the replies after them.
     goes_on = rows.num_in(is_stop, begin, end) > 0

@@ -113,7 +113,7 @@ def contradictions(setting: Setting) -> Finding:
         found = sorted({name for row in setting.step_metrics for name in row})
         told = f"no rule could be tried. Found: {', '.join(found[:6]) or 'none'}; read are "
         told += ", ".join(f"{ours} (or {', '.join(n)})" for ours, n in THEIR_NAMES.items())
-        return _finding("not_checkable", told)
+        return _finding("not_checkable", told, "step_metrics")
     steps = [int(row.get("step", i)) for i, row in enumerate(rows)]
     fired = [
         f"{words} (steps {steps[at[0]]} to {steps[at[1] - 1]})"
@@ -125,9 +125,9 @@ def contradictions(setting: Setting) -> Finding:
     return _finding("consistent", f"no rule is broken in {len(steps)} steps")
 
 
-def _finding(verdict: Any, measured: str) -> Finding:
+def _finding(verdict: Any, measured: str, *lacks: str) -> Finding:
     cause = "unphysical" if verdict == "differs" else ""
     return Finding(
         check=PHYSICAL, claim=CLAIM, verdict=verdict, measured=measured, cause=cause,
-        basis="shown",
+        basis="shown", lacks=lacks,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """The checks inside of a run: what they find, what comes of it, and that they change nothing."""
 
 import json
+import sys
+from pathlib import Path
 
-import doctor_faults  # noqa: F401 - its faults are known to --fault
 import pytest
 
 import lockstep
@@ -15,6 +16,8 @@ from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
 from lockstep.testing.faults import injected, split_faults
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
+import doctor_faults  # noqa: F401 - its faults are known to --fault
 
 SMALL = (
     "steps=2", "groups_per_step=2", "group_size=6", "evaluation.num_tasks=1",
@@ -95,6 +98,7 @@ def test_a_metric_beyond_the_alarm_is_never_consistent(tmp_path):
     run(path, "steps=1")
     lines = (path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(lines[0]) | {"mismatch/k1": 4.05, "mismatch/k2": 26.2, "mismatch/k3": 3.0}
+    row["mismatch/max_abs_diff"] = 20.0
     (path / "metrics.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
     found = diagnose(path)
     assert found.outcome == "differs" and found.headline.startswith(
