@@ -233,10 +233,14 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
         after = replace(before, rows=repaired(before, judged))
         out.shares.append(
             Share(
-                cause=judged.cause, k2=share, least=max(share - half, 0.0),
-                most=min(share + half, 1.0), before=_gap(before), after=_gap(after),
+                cause=judged.cause,
+                k2=share,
+                least=max(share - half, 0.0),
+                most=min(share + half, 1.0),
+                before=_gap(before),
+                after=_gap(after),
             )
-        )  # fmt: skip
+        )
         before = after
     out.rivals = found.rivals
     if setting.model is not None and not is_enough(before):
@@ -255,10 +259,14 @@ def _add_rest(out: Examination, view: View, left: float) -> None:
     out.findings = [f for f in out.findings if f.check != "hypotheses/rest"]
     out.findings.append(
         Finding(
-            check="hypotheses/rest", claim=HYPOTHESES["hypotheses/rest"].claim,
-            verdict="differs", measured=words, cause=cause, basis="fit",
+            check="hypotheses/rest",
+            claim=HYPOTHESES["hypotheses/rest"].claim,
+            verdict="differs",
+            measured=words,
+            cause=cause,
+            basis="fit",
         )
-    )  # fmt: skip
+    )
     out.shares.append(Share(cause=cause, k2=share, least=0.0, most=share, before=_gap(view)))
 
 
@@ -299,9 +307,12 @@ def _not_found(one: Hypothesis, found: Explanation) -> Finding:
 
 def _lacking(one: Hypothesis, lacks: Sequence[str]) -> Finding:
     return Finding(
-        check=one.name, claim=one.claim, verdict="not_checkable", lacks=tuple(lacks),
+        check=one.name,
+        claim=one.claim,
+        verdict="not_checkable",
+        lacks=tuple(lacks),
         measured=f"needs {', '.join(lacks)}",
-    )  # fmt: skip
+    )
 
 
 def names() -> list[str]:

@@ -285,14 +285,23 @@ class _Climber:
         adds = "the changes to rows on their way to the loss"
         played_as = rows_of(rows, list(groups.values()), version=0)
         return self._measured(
-            "the training path", adds, rows, match=token_match(sampled, rows),
+            "the training path",
+            adds,
+            rows,
+            match=token_match(sampled, rows),
             engine_ids=played_as.engine_ids,
-        )  # fmt: skip
+        )
 
     def _measured(
-        self, name: str, adds: str, samples: Sequence[Sample], *, match: float,
-        engine_ids: Any = None, **more: Any,
-    ) -> Rung:  # fmt: skip
+        self,
+        name: str,
+        adds: str,
+        samples: Sequence[Sample],
+        *,
+        match: float,
+        engine_ids: Any = None,
+        **more: Any,
+    ) -> Rung:
         """The trainer's log-probs of these rows against the recorded ones."""
         trainer = self.parts.trainer.forward(samples, column=None)
         rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer), engine_ids=engine_ids)

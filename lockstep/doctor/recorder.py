@@ -54,9 +54,14 @@ class Row:
         self._finish, self._version = None, None
 
     def reply(
-        self, prompt_ids: Any, ids: Any, logprobs: Any, *, finish_reason: str | None = None,
+        self,
+        prompt_ids: Any,
+        ids: Any,
+        logprobs: Any,
+        *,
+        finish_reason: str | None = None,
         version: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One answer of the engine, as it came: the stop id is one of its ids. version: of the
         weights that drew it."""
         self._prompts.append([int(i) for i in prompt_ids])
@@ -69,9 +74,14 @@ class Row:
         self._messages += messages
 
     def train(
-        self, token_ids: Any, loss_mask: Any, trainer_logprobs: Any, *,
-        rollout_logprobs: Any = None, **columns: Any,
-    ) -> None:  # fmt: skip
+        self,
+        token_ids: Any,
+        loss_mask: Any,
+        trainer_logprobs: Any,
+        *,
+        rollout_logprobs: Any = None,
+        **columns: Any,
+    ) -> None:
         """The row as it is trained; ends the row. All lists have one entry per token of the row.
 
         trainer_logprobs: before the update. rollout_logprobs: the sampler's as the trainer has
@@ -83,13 +93,17 @@ class Row:
             left = iter(self._logprobs)
             rollout_logprobs = [next(left, None) if is_on else None for is_on in mask]
         line = {
-            "token_ids": [int(i) for i in token_ids], "loss_mask": mask,
+            "token_ids": [int(i) for i in token_ids],
+            "loss_mask": mask,
             "rollout_logprobs": _numbers(rollout_logprobs, mask),
             "trainer_logprobs": _numbers(trainer_logprobs, mask),
-            "engine_ids": self._replies, "engine_prompt_ids": self._prompts,
-            "messages": self._messages, "finish_reason": self._finish,
-            "policy_version": self._version, **columns,
-        }  # fmt: skip
+            "engine_ids": self._replies,
+            "engine_prompt_ids": self._prompts,
+            "messages": self._messages,
+            "finish_reason": self._finish,
+            "policy_version": self._version,
+            **columns,
+        }
         self._recorder._write({name: value for name, value in line.items() if value is not None})
 
 

@@ -128,8 +128,10 @@ def _moved(rows: Rows) -> str:
     if judged is None or judged.share < 0.5:
         return ""
     cause = CAUSES["shifted"]
-    told = [f"  {e.row}, positions {e.begin}-{e.end}: {e.note}" for e in
-            evidence_of(view, judged, _SHOWN)]  # fmt: skip
+    told = [
+        f"  {e.row}, positions {e.begin}-{e.end}: {e.note}"
+        for e in evidence_of(view, judged, _SHOWN)
+    ]
     told += [f"  the worst: {_worst(rows)}", f"  {cause.remedy}"]
     return "\n".join([f"{cause.title} They are {judged.prediction.text}.", *told])
 

@@ -89,7 +89,7 @@ def test_results_have_a_short_repr_and_a_page(outcome):
 def test_a_diagnosis_with_causes_shows_share_and_remedy():
     diagnosis = lockstep.diagnose("example")
     page = diagnosis._repr_html_()
-    assert "reencoded" in repr(diagnosis) and "proved" in page and "remedy" in page
+    assert "reencoded" in repr(diagnosis) and "likely" in page and "remedy" in page
 
 
 def test_a_mistyped_metric_is_answered_with_its_name(outcome):

@@ -158,10 +158,13 @@ class Tally:
         if lacks or self.error:
             return [
                 Finding(
-                    check=name, claim=claim, verdict="not_checkable", lacks=lacks,
+                    check=name,
+                    claim=claim,
+                    verdict="not_checkable",
+                    lacks=lacks,
                     measured=self.error or f"needs {', '.join(lacks)}",
                 )
-            ]  # fmt: skip
+            ]
         if not self.places:
             told = f"no contradiction in {self.num_rows:,} rows"
             return [Finding(check=name, claim=claim, verdict="consistent", measured=told)]

@@ -27,18 +27,28 @@ class _Places:
     )
 
     def add(
-        self, cause: str, note: str, begin: int, end: int, ids: Sequence[int] = (), *,
+        self,
+        cause: str,
+        note: str,
+        begin: int,
+        end: int,
+        ids: Sequence[int] = (),
+        *,
         on: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.found[cause, note, on].append((begin, max(end, begin + 1), ids))
 
     def all(self) -> Iterator[Contradiction]:
         for (cause, note, on), found in self.found.items():
             begin, end, ids = zip(*found, strict=True)
             yield Contradiction(
-                cause=cause, note=note, begin=np.array(begin), end=np.array(end),
-                expected=ids if any(len(i) for i in ids) else (), reaches_on=on,
-            )  # fmt: skip
+                cause=cause,
+                note=note,
+                begin=np.array(begin),
+                end=np.array(end),
+                expected=ids if any(len(i) for i in ids) else (),
+                reaches_on=on,
+            )
 
 
 @fact("engine_ids", claim="the row trains the ids that the engine returned", needs=("engine_ids",))
@@ -189,8 +199,11 @@ def _plain(tokenizer: Tokenizer, ids: Ids) -> str:
     return tokenizer.decode(ids[: len(ids) - is_ended])
 
 
-@fact("engine_prompts", claim="the row begins with the ids that the engine was sent",
-      needs=("engine_prompt_ids", "engine_ids"))  # fmt: skip
+@fact(
+    "engine_prompts",
+    claim="the row begins with the ids that the engine was sent",
+    needs=("engine_prompt_ids", "engine_ids"),
+)
 def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.engine_prompt_ids is not None and rows.engine_ids is not None, "needed"
     out, spans_of, spans = _Places(), rows.spans.of_rows(len(rows)), rows.spans
@@ -217,8 +230,12 @@ def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             if not np.array_equal(sent[turn][:before], history):
                 note = ("rerendered", "the engine was sent a history that was rendered anew")
                 at = first_difference(sent[turn].tolist(), ids.tolist())
-                out.add(*note, start + min(at, len(ids) - 1), start + begins[turn],
-                        sent[turn][at:].tolist())  # fmt: skip
+                out.add(
+                    *note,
+                    start + min(at, len(ids) - 1),
+                    start + begins[turn],
+                    sent[turn][at:].tolist(),
+                )
                 break
             if end is None:
                 break

@@ -42,8 +42,9 @@ def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         )
 
 
-@fact("prompt_length", claim="the prompt ends where the first reply begins",
-      needs=("prompt_lengths",))  # fmt: skip
+@fact(
+    "prompt_length", claim="the prompt ends where the first reply begins", needs=("prompt_lengths",)
+)
 def prompt_length(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     length = rows.prompt_lengths
     assert length is not None, "the fact needs it"
@@ -138,9 +139,12 @@ def advantages(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     for is_moved, at in ((late, begin), (early, end - 1)):
         note = "a trained token has the advantage 0, and an untrained one beside its run has one"
         yield Contradiction(
-            cause="late_advantages", note=note, begin=at[is_moved], end=at[is_moved] + 1,
+            cause="late_advantages",
+            note=note,
+            begin=at[is_moved],
+            end=at[is_moved] + 1,
             repair=lambda rows: rows,
-        )  # fmt: skip
+        )
 
 
 @fact("routes", claim="a token's experts differ from each other", needs=("routed_experts",))

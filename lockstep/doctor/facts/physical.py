@@ -77,22 +77,39 @@ def _rules(c: _Columns) -> list[tuple[str, BoolArray, int]]:
     return [
         ("k3 is below 0", k3 < -1e-7, 1),
         ("k2 is below k1^2 / 2", k2 * ROUNDING + 1e-12 < k1**2 / 2, 1),
-        ("k2 is above half the square of the largest difference",
-         k2 > ROUNDING * largest**2 / 2 + 1e-12, 1),
-        *((f"{name} is outside of 0 to 1", (c[name] < 0) | (c[name] > ROUNDING), 1)
-          for name in ("train/clip_fraction", "mismatch/forced_share", "mismatch/ess")),
+        (
+            "k2 is above half the square of the largest difference",
+            k2 > ROUNDING * largest**2 / 2 + 1e-12,
+            1,
+        ),
+        *(
+            (f"{name} is outside of 0 to 1", (c[name] < 0) | (c[name] > ROUNDING), 1)
+            for name in ("train/clip_fraction", "mismatch/forced_share", "mismatch/ess")
+        ),
         ("nearly all tokens are clipped", clipped > 0.9, STEPS),
         ("the mean reward is bitwise the same, but the loss changes", flat, 4 * STEPS),
         ("the two sides are far apart, but no token is clipped", (k3 > 1) & (clipped == 0), STEPS),
-        ("updates move the mean log-prob far, but no token is clipped",
-         (np.abs(c["train/approx_kl"]) > 0.5) & (clipped == 0), STEPS),
-        ("advantages are not 0, but the gradient is",
-         (grad == 0) & (c["advantage/max_abs"] > 0), 3),
-        ("the sampler's weights stay at one version, but updates are made",
-         _still(c["policy_version"]) & updates, STEPS),
-        ("the gap is bitwise the same before and after the update",
-         (k2 == c["mismatch_after/k2"]) & (k2 > 0) & updates, 1),
-    ]  # fmt: skip
+        (
+            "updates move the mean log-prob far, but no token is clipped",
+            (np.abs(c["train/approx_kl"]) > 0.5) & (clipped == 0),
+            STEPS,
+        ),
+        (
+            "advantages are not 0, but the gradient is",
+            (grad == 0) & (c["advantage/max_abs"] > 0),
+            3,
+        ),
+        (
+            "the sampler's weights stay at one version, but updates are made",
+            _still(c["policy_version"]) & updates,
+            STEPS,
+        ),
+        (
+            "the gap is bitwise the same before and after the update",
+            (k2 == c["mismatch_after/k2"]) & (k2 > 0) & updates,
+            1,
+        ),
+    ]
 
 
 def _longest(holds: BoolArray) -> tuple[int, int]:
@@ -128,6 +145,11 @@ def contradictions(setting: Setting) -> Finding:
 def _finding(verdict: Any, measured: str, *lacks: str) -> Finding:
     cause = "unphysical" if verdict == "differs" else ""
     return Finding(
-        check=PHYSICAL, claim=CLAIM, verdict=verdict, measured=measured, cause=cause,
-        basis="shown", lacks=lacks,
-    )  # fmt: skip
+        check=PHYSICAL,
+        claim=CLAIM,
+        verdict=verdict,
+        measured=measured,
+        cause=cause,
+        basis="shown",
+        lacks=lacks,
+    )

@@ -62,8 +62,11 @@ def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     )
 
 
-@fact("versions", claim="tokens are drawn by weights that the trainer has had",
-      needs=("policy_version", "trainer_version"))  # fmt: skip
+@fact(
+    "versions",
+    claim="tokens are drawn by weights that the trainer has had",
+    needs=("policy_version", "trainer_version"),
+)
 def versions(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.policy_version is not None and rows.trainer_version is not None, "needed"
     known = rows.sampled & rows.loss_mask & (rows.policy_version >= 0)

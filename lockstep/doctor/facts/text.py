@@ -14,8 +14,11 @@ from lockstep.doctor.tokenization import control_spelling
 from lockstep.types import Message
 
 
-@fact("control_in_text", claim="text of tools and users holds no control token",
-      needs=("messages", "tokenizer"))  # fmt: skip
+@fact(
+    "control_in_text",
+    claim="text of tools and users holds no control token",
+    needs=("messages", "tokenizer"),
+)
 def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.messages is not None and setting.tokenizer is not None, "needed"
     tokenizer = setting.tokenizer

@@ -22,8 +22,12 @@ CAUSE_OF = {
 }
 
 
-@hypothesis("arithmetic", cause="ignored_sinks", needs=("model",),
-            claim="both sides compute what the model's config says")  # fmt: skip
+@hypothesis(
+    "arithmetic",
+    cause="ignored_sinks",
+    needs=("model",),
+    claim="both sides compute what the model's config says",
+)
 def arithmetic(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"
@@ -43,8 +47,13 @@ def arithmetic(view: View) -> Iterator[Prediction]:
     yield from model.tried(view, variants())
 
 
-@hypothesis("half_head", cause="half_head", needs=("model",),
-            least=0.5, claim="both sides compute the head in one precision")  # fmt: skip
+@hypothesis(
+    "half_head",
+    cause="half_head",
+    needs=("model",),
+    least=0.5,
+    claim="both sides compute the head in one precision",
+)
 def half_head(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"
@@ -60,17 +69,31 @@ def half_head(view: View) -> Iterator[Prediction]:
         return model.score(rows, chosen, of=copied, head=torch.float32)
 
     head = partial(model.score, rows, head=torch.bfloat16)
-    yield from model.tried(view, [
-        Variant(cause="half_head", text="with a head in bfloat16", score=head),
-        Variant(cause="precision", text="in bfloat16 with a head in float32", score=in_bfloat16),
-        Variant(cause="precision", text="in bfloat16",
+    yield from model.tried(
+        view,
+        [
+            Variant(cause="half_head", text="with a head in bfloat16", score=head),
+            Variant(
+                cause="precision", text="in bfloat16 with a head in float32", score=in_bfloat16
+            ),
+            Variant(
+                cause="precision",
+                text="in bfloat16",
                 score=lambda chosen: np.where(
-                    np.isin(rows.row_of, chosen), model.bfloat16(rows), np.nan)),
-    ])  # fmt: skip
+                    np.isin(rows.row_of, chosen), model.bfloat16(rows), np.nan
+                ),
+            ),
+        ],
+    )
 
 
-@hypothesis("adapter", cause="adapter_not_merged", needs=("model",),
-            least=0.5, claim="both sides add the adapter once, at its own scale")  # fmt: skip
+@hypothesis(
+    "adapter",
+    cause="adapter_not_merged",
+    needs=("model",),
+    least=0.5,
+    claim="both sides add the adapter once, at its own scale",
+)
 def adapter(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"
@@ -86,8 +109,13 @@ def adapter(view: View) -> Iterator[Prediction]:
             yield model.prediction(view, variant, values, side)
 
 
-@hypothesis("other_weights_given", cause="other_weights", needs=("model",),
-            least=0.5, claim="both sides run the weights of this step")  # fmt: skip
+@hypothesis(
+    "other_weights_given",
+    cause="other_weights",
+    needs=("model",),
+    least=0.5,
+    claim="both sides run the weights of this step",
+)
 def other_weights_given(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"
@@ -97,15 +125,26 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
         return model.score(rows, chosen, of=model.scorer.load(model.weights.all[number]))
 
     others = [n for n in range(len(model.weights.all)) if n != own]
-    yield from model.tried(view, [
-        Variant(cause="other_weights", text=f"by the weights {model.weights.all[n].name}",
-                score=partial(by, n))
-        for n in reversed(others)
-    ])  # fmt: skip
+    yield from model.tried(
+        view,
+        [
+            Variant(
+                cause="other_weights",
+                text=f"by the weights {model.weights.all[n].name}",
+                score=partial(by, n),
+            )
+            for n in reversed(others)
+        ],
+    )
 
 
-@hypothesis("layout", cause="wrong_positions", needs=("model",),
-            least=0.6, claim="both sides see the row alone, at positions from 0")  # fmt: skip
+@hypothesis(
+    "layout",
+    cause="wrong_positions",
+    needs=("model",),
+    least=0.6,
+    claim="both sides see the row alone, at positions from 0",
+)
 def layout(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"
@@ -125,6 +164,7 @@ def layout(view: View) -> Iterator[Prediction]:
     def score(arrangement: Any, chosen: Int64Array) -> Float64Array:
         return model.score_laid(rows, laid_out(arrangement, rows, chosen.tolist(), lines))
 
-    yield from model.tried(view, [
-        Variant(cause=a.cause, text=a.text, score=partial(score, a)) for a in arrangements(lines)
-    ])  # fmt: skip
+    yield from model.tried(
+        view,
+        [Variant(cause=a.cause, text=a.text, score=partial(score, a)) for a in arrangements(lines)],
+    )

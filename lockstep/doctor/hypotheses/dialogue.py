@@ -39,29 +39,45 @@ def variants_of(
         return model.score_laid(rows, with_prompt(prompt, rows, chosen.tolist(), stops))
 
     return [
-        Variant(cause=cause, text=text, score=partial(score, write), sides=("sampler",),
-                basis="repair")
+        Variant(
+            cause=cause, text=text, score=partial(score, write), sides=("sampler",), basis="repair"
+        )
         for cause, text, write in written
-    ]  # fmt: skip
+    ]
 
 
-@hypothesis("structure", cause="padding", needs=("model",), basis="repair",
-            claim="the sampler read the row's ids, without padding and repetition")  # fmt: skip
+@hypothesis(
+    "structure",
+    cause="padding",
+    needs=("model",),
+    basis="repair",
+    claim="the sampler read the row's ids, without padding and repetition",
+)
 def structure(view: View) -> Iterator[Prediction]:
     model = view.setting.model
     assert model is not None, "needed"
     tokenizer = view.setting.tokenizer
     texts = () if tokenizer is None else ("\n", "\n\n", " ")
     separators = [
-        ("dropped_separator", f"read {text!r} after each reply",
-         partial(_separated, ids=tokenizer.encode(text)))
-        for text in texts if tokenizer is not None
-    ]  # fmt: skip
-    yield from model.tried(view, variants_of(view, [
-        *separators,
-        ("padding", "read the row without the runs of one id", _without_runs),
-        ("duplicated_prompt", "read the prompt once", _once),
-    ]))  # fmt: skip
+        (
+            "dropped_separator",
+            f"read {text!r} after each reply",
+            partial(_separated, ids=tokenizer.encode(text)),
+        )
+        for text in texts
+        if tokenizer is not None
+    ]
+    yield from model.tried(
+        view,
+        variants_of(
+            view,
+            [
+                *separators,
+                ("padding", "read the row without the runs of one id", _without_runs),
+                ("duplicated_prompt", "read the prompt once", _once),
+            ],
+        ),
+    )
 
 
 def _without_runs(parts: Parts) -> Parts | None:
@@ -89,8 +105,14 @@ def _once(parts: Parts) -> Parts | None:
     return parts.with_observed([prompt[:half], *parts.observed[1:]])
 
 
-@hypothesis("prompt", cause="wrong_template", needs=("model", "tokenizer"), basis="repair",
-            fitted=1, claim="the sampler read the prompt that the row has")  # fmt: skip
+@hypothesis(
+    "prompt",
+    cause="wrong_template",
+    needs=("model", "tokenizer"),
+    basis="repair",
+    fitted=1,
+    claim="the sampler read the prompt that the row has",
+)
 def prompt(view: View) -> Iterator[Prediction]:
     model, setting = view.setting.model, view.setting
     assert model is not None and setting.tokenizer is not None, "needed"
@@ -99,8 +121,13 @@ def prompt(view: View) -> Iterator[Prediction]:
     yield from model.tried(view, variants_of(view, written))
 
 
-@hypothesis("messages", cause="wrong_template", needs=("model", "renderer", "messages"),
-            basis="repair", claim="the row is the dialogue that its messages say")  # fmt: skip
+@hypothesis(
+    "messages",
+    cause="wrong_template",
+    needs=("model", "renderer", "messages"),
+    basis="repair",
+    claim="the row is the dialogue that its messages say",
+)
 def messages(view: View) -> Iterator[Prediction]:
     """The dialogue as the model's template writes it, extended turn by turn; and with the replies
     as the model would have written their messages."""
@@ -137,8 +164,9 @@ def messages(view: View) -> Iterator[Prediction]:
         both = partial(_with_replies, renderer=renderer, write=write, then=template)
         told.append(("thinking_dropped", "drew the thinking of its replies", _thinking(renderer)))
         told.append(("rerendered", f"drew the replies {words}", drawn))
-        told.append(("rerendered", f"drew the replies {words}, and read the template's prompt",
-                     both))  # fmt: skip
+        told.append(
+            ("rerendered", f"drew the replies {words}, and read the template's prompt", both)
+        )
     yield from model.tried(view, variants_of(view, told))
 
 
@@ -189,8 +217,14 @@ def _thinking(renderer: Renderer) -> Callable[[Parts], Parts | None]:
     return write
 
 
-@hypothesis("kept_messages", cause="rerendered", needs=("model", "renderer", "messages"),
-            basis="repair", fitted=1, claim="replies are where they were drawn")  # fmt: skip
+@hypothesis(
+    "kept_messages",
+    cause="rerendered",
+    needs=("model", "renderer", "messages"),
+    basis="repair",
+    fitted=1,
+    claim="replies are where they were drawn",
+)
 def kept_messages(view: View) -> Iterator[Prediction]:
     """A program that keeps messages: each reply was drawn after the template's whole history, and
     all log-probs were laid onto the row's trained tokens in one list, maybe some places off."""

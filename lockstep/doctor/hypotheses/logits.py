@@ -21,9 +21,10 @@ def kinds(view: View) -> list[tuple[str, Distribution]]:
     """(cause, processing): the run's own, the model's defaults, then a grid."""
     setting, own = view.setting, []
     told = Distribution(
-        temperature=setting.temperature or 1.0, top_p=setting.top_p or 1.0,
+        temperature=setting.temperature or 1.0,
+        top_p=setting.top_p or 1.0,
         top_k=max(setting.top_k or 0, 0),
-    )  # fmt: skip
+    )
     own.append(("processed", told))
     defaults = {k: v for k, v in (setting.generation_defaults or {}).items() if v > 0}
     if defaults:
@@ -46,8 +47,13 @@ def kinds(view: View) -> list[tuple[str, Distribution]]:
     ]
 
 
-@hypothesis("processing", cause="processed", needs=("model",),
-            least=0.5, claim="both sides take log-probs of one distribution")  # fmt: skip
+@hypothesis(
+    "processing",
+    cause="processed",
+    needs=("model",),
+    least=0.5,
+    claim="both sides take log-probs of one distribution",
+)
 def processing(view: View) -> Iterator[Prediction]:
     model, rows = view.setting.model, view.rows
     assert model is not None, "needed"
@@ -69,9 +75,11 @@ def processing(view: View) -> Iterator[Prediction]:
 
     variants = [
         Variant(
-            cause=cause, text=f"after {kind.describe()}", is_of_rows=False,
+            cause=cause,
+            text=f"after {kind.describe()}",
+            is_of_rows=False,
             score=lambda chosen, kind=kind: score(kind, chosen),
         )
         for cause, kind in chosen_kinds
-    ]  # fmt: skip
+    ]
     yield from model.tried(view, variants)

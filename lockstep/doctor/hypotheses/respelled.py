@@ -24,8 +24,13 @@ MAX_TOKENS = 2048
 """Tokens of a reply that are aligned."""
 
 
-@hypothesis("respelled", cause="reencoded", fitted=3,
-            least=0.2, claim="log-probs are of the ids that stand in the row")  # fmt: skip
+@hypothesis(
+    "respelled",
+    cause="reencoded",
+    fitted=3,
+    least=0.2,
+    claim="log-probs are of the ids that stand in the row",
+)
 def respelled(view: View) -> Iterator[Prediction]:
     rows = view.rows
     spans = rows.spans

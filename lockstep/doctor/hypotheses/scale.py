@@ -43,8 +43,13 @@ def at_temperature(values: Float64Array, temperature: float, rivals: int) -> Flo
         return own - np.logaddexp(own, others)
 
 
-@hypothesis("temperature", cause="processed", fitted=2,
-            least=0.2, claim="both sides take log-probs at one temperature")  # fmt: skip
+@hypothesis(
+    "temperature",
+    cause="processed",
+    fitted=2,
+    least=0.2,
+    claim="both sides take log-probs at one temperature",
+)
 def temperature(view: View) -> Iterator[Prediction]:
     for one, rivals in product(TEMPERATURES, NUM_RIVALS):
         for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
@@ -53,8 +58,13 @@ def temperature(view: View) -> Iterator[Prediction]:
             yield Prediction(text=text, **{other: values}, is_of_rows=False)
 
 
-@hypothesis("cut_support", cause="processed", fitted=1,
-            least=0.5, claim="both sides normalise over the same tokens")  # fmt: skip
+@hypothesis(
+    "cut_support",
+    cause="processed",
+    fitted=1,
+    least=0.5,
+    claim="both sides normalise over the same tokens",
+)
 def cut_support(view: View) -> Iterator[Prediction]:
     """Renormalised over what top-p leaves: 1 where the token alone is left, else larger by at most
     1 / top-p, and nowhere smaller."""

@@ -45,8 +45,13 @@ def _recorded(rows: Rows) -> Float64Array:
     return rows.rollout_logprobs.astype(np.float64)
 
 
-@hypothesis("own_offset", cause="shifted", fitted=2,
-            least=0.4, claim="each reply's log-probs begin where the reply begins")  # fmt: skip
+@hypothesis(
+    "own_offset",
+    cause="shifted",
+    fitted=2,
+    least=0.4,
+    claim="each reply's log-probs begin where the reply begins",
+)
 def own_offset(view: View) -> Iterator[Prediction]:
     """Each row has an offset of its own; one half of its tokens chooses that of the other half."""
     rows, trainer = view.rows, view.trainer
@@ -72,8 +77,13 @@ def own_offset(view: View) -> Iterator[Prediction]:
     yield Prediction(text="moved by an offset of each row's own", sampler=out)
 
 
-@hypothesis("exchanged", cause="exchanged_rows", fitted=1,
-            least=0.6, claim="a row has its own log-probs, not another row's")  # fmt: skip
+@hypothesis(
+    "exchanged",
+    cause="exchanged_rows",
+    fitted=1,
+    least=0.6,
+    claim="a row has its own log-probs, not another row's",
+)
 def exchanged(view: View) -> Iterator[Prediction]:
     """Rows of equal length have each other's numbers; half of the tokens choose the partner."""
     rows, sampler, trainer = view.rows, view.sampler, view.trainer

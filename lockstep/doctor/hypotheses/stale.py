@@ -12,8 +12,14 @@ MIN_TOKENS = 32
 """Tokens of each age that a comparison takes: the mean of d^2 has then an error of a quarter."""
 
 
-@hypothesis("stale", cause="stale", fitted=1, needs=("policy_version", "trainer_version"),
-            least=0.1, claim="older tokens are as near as the others")  # fmt: skip
+@hypothesis(
+    "stale",
+    cause="stale",
+    fitted=1,
+    needs=("policy_version", "trainer_version"),
+    least=0.1,
+    claim="older tokens are as near as the others",
+)
 def stale(view: View) -> Iterator[Prediction]:
     rows, at = view.rows, view.rows.compared
     assert rows.policy_version is not None and rows.trainer_version is not None, "needed"
@@ -28,5 +34,6 @@ def stale(view: View) -> Iterator[Prediction]:
         return
     out = np.full(rows.num_tokens, np.nan)
     out[at[is_old]] = (view.trainer[at] - ratio * gap)[is_old]
-    yield Prediction(text=f"drawn by weights up to {int(age.max())} updates old", sampler=out,
-                     is_of_rows=False)  # fmt: skip
+    yield Prediction(
+        text=f"drawn by weights up to {int(age.max())} updates old", sampler=out, is_of_rows=False
+    )

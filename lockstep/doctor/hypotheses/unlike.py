@@ -115,8 +115,13 @@ def deviating(view: View) -> tuple[str, Float64Array] | None:
     return (side, found[side]) if size(found[side]) > NOISE * model.noise(view.rows) else None
 
 
-@hypothesis("rest", cause="other_weights", needs=("model",), fitted=9,
-            claim="neither side deviates from the model beyond what is explained")  # fmt: skip
+@hypothesis(
+    "rest",
+    cause="other_weights",
+    needs=("model",),
+    fitted=9,
+    claim="neither side deviates from the model beyond what is explained",
+)
 def rest(view: View) -> Iterator[Prediction]:
     """Judged last, by `rest_of`: a deviation that nothing predicts is noise, or other weights."""
     return iter(())
@@ -143,8 +148,11 @@ def rest_of(view: View) -> tuple[str, str] | None:
     at = np.flatnonzero(np.isfinite(d))
     spread = np.maximum(model.spread(rows)[at], MIN_SPREAD)
     told = f"the {side} differs from the model each time in another way"
-    routes = model.once(rows, "routers", lambda: model.scorer.router_variances(
-        model.loaded(rows), rows, np.arange(len(rows))))  # fmt: skip
+    routes = model.once(
+        rows,
+        "routers",
+        lambda: model.scorer.router_variances(model.loaded(rows), rows, np.arange(len(rows))),
+    )
     fits = [_likelihood(d[at], spread), *(_likelihood(d[at], v[at]) for v in routes)]
     if int(np.argmax(fits)) > 0 and steady >= STEADY:
         return "routing_flips", f"{told}, most where routers are near a tie"

@@ -253,9 +253,12 @@ class Model:
             return out
         other, kind = layout.rows, self.processing(rows)
         scored = self.scorer.score(
-            self.loaded(rows), other, np.arange(len(other)), distributions=[kind],
+            self.loaded(rows),
+            other,
+            np.arange(len(other)),
+            distributions=[kind],
             positions=layout.positions,
-        )  # fmt: skip
+        )
         is_own = layout.place >= 0
         out[layout.place[is_own]] = scored.logprobs[kind][is_own]
         return out
@@ -309,9 +312,12 @@ class Model:
         change = values - plain
         repaired = getattr(view, side) - change
         return Prediction(
-            text=f"the {side} {variant.text}", cause=variant.cause, basis=variant.basis,
-            is_of_rows=variant.is_of_rows, **{side: repaired},
-        )  # fmt: skip
+            text=f"the {side} {variant.text}",
+            cause=variant.cause,
+            basis=variant.basis,
+            is_of_rows=variant.is_of_rows,
+            **{side: repaired},
+        )
 
     def _share(
         self, view: View, variant: Variant, values: Float64Array, side: str, where: Any
@@ -354,9 +360,13 @@ def digest(rows: Rows) -> str:
 
 
 def open_model(
-    dump: Dump, facts: Facts, *, model: str | Path | Model, adapter: str | Path = "",
+    dump: Dump,
+    facts: Facts,
+    *,
+    model: str | Path | Model,
+    adapter: str | Path = "",
     against: Sequence[str | Path] = (),
-) -> Model:  # fmt: skip
+) -> Model:
     """The model at hand. Raises CheckpointError if it is too large or torn, ConfigError for what
     names no model."""
     if isinstance(model, Model):
