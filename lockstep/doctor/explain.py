@@ -110,6 +110,27 @@ class Prediction:
     """Row -> (begin, end, ids that should be there), to show."""
     basis: Basis | None = None
 
+    @classmethod
+    def of_side(
+        cls,
+        side: str,
+        values: Float64Array,
+        text: str,
+        *,
+        cause: str = "",
+        basis: Basis | None = None,
+        is_of_rows: bool = True,
+    ) -> Prediction:
+        """A prediction of the column of one side: "sampler" or "trainer"."""
+        return cls(
+            text=text,
+            sampler=values if side == "sampler" else None,
+            trainer=values if side == "trainer" else None,
+            cause=cause,
+            basis=basis,
+            is_of_rows=is_of_rows,
+        )
+
 
 Predict = Callable[[View], Iterable[Prediction]]
 

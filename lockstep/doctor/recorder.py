@@ -9,8 +9,7 @@ the standard library alone.
     row.train(token_ids, loss_mask, trainer_logprobs, step=step)   # as the trainer has them
     recorder.close()
 
-Then: lockstep doctor rows.jsonl --model DIR. Each value is recorded where the program has it: two
-records that contradict each other are what the doctor looks for.
+Then: lockstep doctor rows.jsonl --model DIR. Record each value where the program has it.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class Recorder:
         """facts: model, temperature, top_p, top_k, stop_ids, pad_id, as far as they are known.
         tools: the list that the template is given."""
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
-        known = {name: value for name, value in facts.items() if value is not None}
-        if tools:
-            known["tools"] = json.dumps(tools)
-        self._write({"lockstep.doctor": known})
+        known = {**facts, "tools": json.dumps(tools) if tools else None}
+        self._write({"lockstep.doctor": {n: v for n, v in known.items() if v is not None}})
 
     def row(self, *, messages: Any = ()) -> Row:
         """One dialogue that will be a training row. messages: before the first reply."""
@@ -58,12 +55,10 @@ class Row:
         prompt_ids: Any,
         ids: Any,
         logprobs: Any,
-        *,
-        finish_reason: str | None = None,
-        version: int | None = None,
+        finish_reason: Any = None,
+        version: Any = None,
     ) -> None:
-        """One answer of the engine, as it came: the stop id is one of its ids. version: of the
-        weights that drew it."""
+        """One answer of the engine, its stop id included. version: of the weights that drew it."""
         self._prompts.append([int(i) for i in prompt_ids])
         self._replies.append([int(i) for i in ids])
         self._logprobs += [float(x) for x in logprobs]
@@ -73,29 +68,20 @@ class Row:
         """Further messages: the reply as it was parsed, then those of tools and users."""
         self._messages += messages
 
-    def train(
-        self,
-        token_ids: Any,
-        loss_mask: Any,
-        trainer_logprobs: Any,
-        *,
-        rollout_logprobs: Any = None,
-        **columns: Any,
-    ) -> None:
+    def train(self, token_ids: Any, loss_mask: Any, trainer_logprobs: Any, **columns: Any) -> None:
         """The row as it is trained; ends the row. All lists have one entry per token of the row.
 
-        trainer_logprobs: before the update. rollout_logprobs: the sampler's as the trainer has
-        them; None lays the engine's onto the trained tokens in order. columns: step, reward, group,
-        advantages, trainer_version, prompt_length, as far as they are known.
+        trainer_logprobs: before the update. columns: step, reward, group, advantages,
+        trainer_version, prompt_length, and rollout_logprobs: the sampler's as the trainer has them.
+        Without these, the engine's are laid onto the trained tokens in order.
         """
         mask = [bool(x) for x in loss_mask]
-        if rollout_logprobs is None:
-            left = iter(self._logprobs)
-            rollout_logprobs = [next(left, None) if is_on else None for is_on in mask]
+        left = iter(self._logprobs)
+        laid = [next(left, None) if is_on else None for is_on in mask]
         line = {
             "token_ids": [int(i) for i in token_ids],
             "loss_mask": mask,
-            "rollout_logprobs": _numbers(rollout_logprobs, mask),
+            "rollout_logprobs": _numbers(columns.pop("rollout_logprobs", laid), mask),
             "trainer_logprobs": _numbers(trainer_logprobs, mask),
             "engine_ids": self._replies,
             "engine_prompt_ids": self._prompts,

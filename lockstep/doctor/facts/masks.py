@@ -68,7 +68,7 @@ def stop_ids(rows: Rows, setting: Setting) -> tuple[Int64Array, Basis]:
     ids, count = np.unique(ends, return_counts=True)
     for chosen in (ids[np.argsort(-count)[:num]] for num in (1, 2)):
         if len(ends) >= 8 and np.isin(ends, chosen).mean() >= MOST:
-            return chosen, "fit"
+            return chosen.astype(np.int64), "fit"
     return np.empty(0, np.int64), "fit"
 
 

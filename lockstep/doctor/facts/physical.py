@@ -53,9 +53,10 @@ class _Columns:
 
     def __getitem__(self, name: str) -> Float64Array:
         self.asked.add(name)
-        values = (row.get(name) for row in self.rows)
+        values: list[Any] = [row.get(name) for row in self.rows]
+        is_number = [hasattr(value, "__float__") and not np.ndim(value) for value in values]
         return np.array(
-            [float(v) if hasattr(v, "__float__") and not np.ndim(v) else np.nan for v in values]
+            [float(v) if ok else np.nan for v, ok in zip(values, is_number, strict=True)]
         )
 
 

@@ -82,7 +82,7 @@ def aligned(view: View, t: Float64Array, s: Float64Array) -> tuple[Float64Array,
     cost = np.where(np.isnan(cost), plain[:, None], cost)
     cost = np.nan_to_num(cost)
     # A change costs as much as a token that is a nat off: a path changes for two tokens or more.
-    switch = float(view.loss(np.float64(1.0)))
+    switch = float(view.loss(np.ones(1))[0])
     jump = switch * np.minimum(np.abs(offsets[:, None] - offsets[None]), 3)
     best = np.full((S, K), np.inf)
     best[:] = switch * np.abs(offsets)[None].clip(0, 3)

@@ -28,10 +28,10 @@ def log_base(view: View) -> Iterator[Prediction]:
     for side in ("sampler", "trainer"):
         values: Float64Array = getattr(view, side)
         for text, factor in BASES.items():
-            yield Prediction(text=f"the {side}'s logs are {text}", **{side: values * factor})
+            yield Prediction.of_side(side, values * factor, f"the {side}'s logs are {text}")
         if (values[np.isfinite(values)] >= 0).all():
             with np.errstate(divide="ignore", invalid="ignore"):
-                yield Prediction(text=f"the {side} has probabilities", **{side: np.log(values)})
+                yield Prediction.of_side(side, np.log(values), f"the {side} has probabilities")
 
 
 def at_temperature(values: Float64Array, temperature: float, rivals: int) -> Float64Array:
@@ -55,7 +55,7 @@ def temperature(view: View) -> Iterator[Prediction]:
         for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
             values = at_temperature(getattr(view, other), one, rivals)
             text = f"the {side} at about {one:g} times the {other}'s temperature"
-            yield Prediction(text=text, **{other: values}, is_of_rows=False)
+            yield Prediction.of_side(other, values, text, is_of_rows=False)
 
 
 @hypothesis(
@@ -80,4 +80,4 @@ def cut_support(view: View) -> Iterator[Prediction]:
             alone = theirs >= -bound
             moved = np.where(alone, 0.0, np.minimum(theirs + bound / 2, 0.0))
             text = f"the {side} after top-p of about {top_p:g}"
-            yield Prediction(text=text, **{other: moved}, is_of_rows=False)
+            yield Prediction.of_side(other, moved, text, is_of_rows=False)

@@ -311,12 +311,13 @@ class Model:
         plain = self.plain(view.rows)
         change = values - plain
         repaired = getattr(view, side) - change
-        return Prediction(
-            text=f"the {side} {variant.text}",
+        return Prediction.of_side(
+            side,
+            repaired,
+            f"the {side} {variant.text}",
             cause=variant.cause,
             basis=variant.basis,
             is_of_rows=variant.is_of_rows,
-            **{side: repaired},
         )
 
     def _share(
