@@ -87,7 +87,9 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     begin, end = first[hit] + 1, spans.end[hit]
     # What goes on to a further stop is a dialogue: observations and the replies after them.
     goes_on = rows.num_in(is_stop, begin, end) > 0
-    is_dialogue = goes_on.mean() > 0.5 and rows.is_sampled is None
+    spans_of_row = np.bincount(spans.row, minlength=len(rows))
+    is_merged = spans_of_row[spans.row[hit]] == 1  # else the mask does tell turns apart
+    is_dialogue = (goes_on & is_merged).mean() > 0.5 and rows.is_sampled is None
     cause = "observation_trained" if is_dialogue else "after_stop"
     note = "tokens after the stop id of a reply are trained"
     yield Contradiction(cause=cause, note=note, begin=begin, end=end, basis=basis)

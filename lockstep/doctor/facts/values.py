@@ -19,6 +19,8 @@ MIN_ALIKE = 4
 """Equal float32 numbers that are no accident: two logits agree in 24 bits once in 2^20."""
 FAR = 1.0
 """Nats by which the other side must deny a repeated number: engines differ by less (DENSE_BAND)."""
+ALIKE = 1e-3
+"""Nats within which both sides have the same number: certain tokens have 0.0 on both."""
 MIN_GRID = 32
 """Numbers that must all lie on a grid: by chance, bfloat16 holds one float32 in 65,536."""
 
@@ -117,6 +119,9 @@ def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             if other is not None:
                 with np.errstate(invalid="ignore"):
                     is_denied = same & (other < value - FAR)
+                    alike = is_known & (np.abs(other - value) < ALIKE)
+                if np.count_nonzero(same) - np.count_nonzero(alike) < MIN_ALIKE:
+                    continue  # the other side has it as often: it stands at other tokens
                 # Bounds and fillers replace numbers that differ; tokens of one context repeat.
                 if (
                     np.count_nonzero(is_denied) < MIN_ALIKE
