@@ -62,9 +62,10 @@ def positive(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 
 def on_grid(values: npt.NDArray[np.floating[Any]]) -> str:
     """The grid that all numbers lie on: "bfloat16", "float16", "2 decimals"; empty for none."""
-    known = np.unique(values[np.isfinite(values) & (values < 0)].astype(np.float32))
-    if len(known) < MIN_GRID:
-        return _decimals(known, up_to=2) if len(known) >= MIN_GRID // 2 else ""
+    found = values[np.isfinite(values) & (values < 0)].astype(np.float32)
+    known = np.unique(found)
+    if len(known) < MIN_GRID:  # whole numbers and tenths repeat
+        return _decimals(known, up_to=2) if len(found) >= MIN_GRID and len(known) > 2 else ""
     if not (known.view(np.uint32) & 0xFFFF).any():
         return "bfloat16"
     if (known == known.astype(np.float16)).all():

@@ -90,6 +90,7 @@ def exchanged(view: View) -> Iterator[Prediction]:
     at = rows.compared
     num = rows.row_sums(at)
     first = np.concatenate([[0], np.cumsum(num)])
+    whole = rows.prefix_keys[rows.offsets[1:] - 1]  # rows of the same ids have the same numbers
     out = np.full(rows.num_tokens, np.nan)
     for size in np.unique(num[num >= 2 * CHUNK]).tolist():
         mine = np.flatnonzero(num == size)[:256]
@@ -107,7 +108,9 @@ def exchanged(view: View) -> Iterator[Prediction]:
             ).argmin(1)
             for h in (0, 1)
         ]
-        is_other = (partners[0] == partners[1]) & (partners[0] != np.arange(len(mine)))
+        is_other = partners[0] == partners[1]
+        is_other &= whole[mine][partners[0]] != whole[mine]
+        is_other &= is_other[partners[0]]  # whose numbers a row has, has another row's
         out[index[is_other]] = s[partners[0]][is_other]
     if np.isfinite(out).any():
         yield Prediction(text="another row's log-probs", sampler=out)
