@@ -65,7 +65,9 @@ def on_grid(values: npt.NDArray[np.floating[Any]]) -> str:
     found = values[np.isfinite(values) & (values < 0)].astype(np.float32)
     known = np.unique(found)
     if len(known) < MIN_GRID:  # whole numbers and tenths repeat
-        return _decimals(known, up_to=2) if len(found) >= MIN_GRID and len(known) > 2 else ""
+        if len(found) < MIN_GRID or len(known) <= 2:
+            return ""
+        return _decimals(known, up_to=2 if len(known) >= MIN_GRID // 2 else 1)
     if not (known.view(np.uint32) & 0xFFFF).any():
         return "bfloat16"
     if (known == known.astype(np.float16)).all():
