@@ -15,8 +15,10 @@ import math
 import operator
 import re
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,68 +45,38 @@ MAX_INTEGER = 1 << 62
 
 # -- what a graph may call -------------------------------------------------------------------------
 
-_ELEMENTWISE = """
-abs absolute add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max
-clamp_min clip cos cosh deg2rad div divide eq erf erfc exp exp2 expm1 fabs floor floor_divide fmax
-fmin fmod frac ge greater greater_equal gt heaviside hypot isclose isfinite isinf isnan ldexp le
-lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not
-logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
-not_equal pow reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sinc sinh sqrt square
-sub subtract tan tanh true_divide trunc where xlogy zeros_like ones_like full_like
-"""
-_REDUCING = """
-all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum diff dist
-logcumsumexp log_softmax logsumexp max mean median min mode nanmean nansum norm numel prod softmax
-softmin sort std std_mean sum topk var var_mean
-"""
-_SHAPING = """
-broadcast_to clone detach diagonal flatten flip masked_select movedim narrow permute ravel reshape
-roll select squeeze swapaxes t take_along_dim transpose tril triu unflatten unsqueeze
-"""
-_GATHERING = "cat concat dot gather index_select matmul mv stack vstack hstack"
-_METHODS = """
-bool contiguous cpu dim double expand expand_as float half int long ndimension nelement new_full
-new_ones new_tensor new_zeros size to type_as view view_as
-"""
-_FUNCTIONAL = """
-binary_cross_entropy binary_cross_entropy_with_logits celu elu gelu hardtanh huber_loss kl_div
-l1_loss leaky_relu log_softmax logsigmoid mse_loss normalize pad relu relu6 selu sigmoid silu
-smooth_l1_loss softmax softmin softplus softsign tanh
-"""
-_SPECIAL = "entr erf erfc erfinv exp2 expit expm1 log1p log_softmax logit logsumexp xlogy"
-_CREATING = "arange full ones scalar_tensor tensor zeros"
-_MATH = """
-acos asin atan atan2 ceil copysign cos cosh degrees erf erfc exp expm1 fabs floor fmod hypot isclose
-isfinite isinf isnan log log10 log1p log2 pow radians sin sinh sqrt tan tanh trunc
-"""
-_OPERATORS = """
-abs add and_ eq floordiv ge getitem gt invert le lt mod mul ne neg not_ or_ pos pow sub truediv xor
-"""
+_NAMES: Mapping[str, Sequence[str]] = {
+    table: names.split()
+    for table, names in tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text("utf-8")
+    ).items()
+}
 
 
-def _named(prefix: str, owner: Any, *names: str) -> dict[str, Function]:
-    """names: lists in one text each. Names that the owner lacks are left out: a function may have
-    no method of its name."""
-    every = " ".join(names).split()
+def _named(prefix: str, owner: Any, *tables: str) -> dict[str, Function]:
+    """The functions of some tables by name. Leaves out names that the owner lacks: a function may
+    have no method of its name."""
+    every = [name for table in tables for name in _NAMES[table]]
     return {f"{prefix}{name}": getattr(owner, name) for name in every if hasattr(owner, name)}
 
 
-_SHARED = (_ELEMENTWISE, _REDUCING, _SHAPING, _GATHERING)
+_SHARED = ("elementwise", "reducing", "shaping", "gathering")
 
 FUNCTIONS: dict[str, Function] = {
-    **_named("torch.", torch, *_SHARED, _CREATING),
-    **_named("torch.nn.functional.", F, _FUNCTIONAL),
-    **_named("torch.special.", torch.special, _SPECIAL),
-    **_named("math.", math, _MATH),
-    **_named("operator.", operator, _OPERATORS),
+    **_named("torch.", torch, *_SHARED, "creating"),
+    **_named("torch.nn.functional.", F, "functional"),
+    **_named("torch.special.", torch.special, "special"),
+    **_named("math.", math, "math"),
+    **_named("operator.", operator, "operators"),
     # torch.fx names some by the module that implements them.
-    **_named("torch._C._nn.", F, "gelu softplus"),
+    "torch._C._nn.gelu": F.gelu,
+    "torch._C._nn.softplus": F.softplus,
     "torch._C._nn.log_sigmoid": F.logsigmoid,
-    **_named("torch._C._special.special_", torch.special, _SPECIAL),
+    **_named("torch._C._special.special_", torch.special, "special"),
     "torch._C._linalg.linalg_norm": torch.linalg.norm,
-    **_named("torch.functional.", torch, "norm"),
+    "torch.functional.norm": torch.norm,
 }
-METHODS: dict[str, Function] = _named("", Tensor, *_SHARED, _METHODS)
+METHODS: dict[str, Function] = _named("", Tensor, *_SHARED, "methods")
 ATTRIBUTES: dict[str, Function] = {
     "shape": lambda x: tuple(x.shape),
     "ndim": lambda x: x.ndim,
@@ -113,18 +85,9 @@ ATTRIBUTES: dict[str, Function] = {
     "T": lambda x: x.t(),
 }
 """Attributes of a tensor that a graph may read; torch.fx records them as calls of getattr."""
-DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
-}
-_KEYWORDS = """
-alpha axis beta correction decimals delta dim dim0 dim1 diagonal dims dtype device end end_dim eps
-equal_nan exponent fill_value index indices input k keepdim keepdims largest length log_target max
-min mode nan negative_slope neginf ord other p pos_weight posinf reduction rounding_mode self shape
-size sizes sorted start start_dim step target tensors threshold unbiased value values weight
-"""
+DTYPES = {name: getattr(torch, name) for name in _NAMES["dtypes"]}
 # Results that may be larger than what all arguments broadcast to.
-_SIZED = {*_GATHERING.split(), *_CREATING.split(), "new_full", "new_ones", "new_zeros", "pad"}
+_SIZED = {*_NAMES["gathering"], *_NAMES["creating"], "new_full", "new_ones", "new_zeros", "pad"}
 _METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 
@@ -314,7 +277,7 @@ class GraphLoss:
                 f"{where}: {op} of {target} is not among the operations that this server runs. Use "
                 "arithmetic, comparisons, reductions and indexing of torch."
             )
-        if unknown := sorted(set(kwargs) - set(_KEYWORDS.split())):
+        if unknown := sorted(set(kwargs) - set(_NAMES["keywords"])):
             raise self._error(f"{where} ({target}): the keyword {unknown[0]!r} is not allowed.")
         return _Node(name=node["name"], target=target, function=function, args=args, kwargs=kwargs)
 

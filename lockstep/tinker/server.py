@@ -10,7 +10,9 @@ import hmac
 import json
 import logging
 import sqlite3
-from collections.abc import Awaitable, Callable
+import tomllib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal
@@ -32,23 +34,9 @@ LOGGER = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
 _CHECKPOINT = "training_runs/{model_id}/checkpoints/{segment}/{name}"
-HOSTED_ONLY = {
-    ("POST", "auth/token"): "short-lived tokens",
-    ("GET", "auth/apikey/me"): "accounts",
-    ("DELETE", "auth/apikey/me"): "accounts",
-    ("POST", "copy_weights"): "copying between projects",
-    ("POST", "join_sampling_session"): "numbering of unpickled sampling clients",
-    ("POST", "sessions/search"): "the search of sessions",
-    ("GET", "billing/usage/events"): "billing",
-    ("GET", "billing/usage/checkpoints/current"): "billing",
-    ("GET", "audit"): "the audit log",
-    ("GET", "sessions/{id}/trace_export"): "the export of traces",
-    ("PUT", "sessions/{id}/project"): "projects",
-    ("POST", f"{_CHECKPOINT}/publish"): "publishing",
-    ("DELETE", f"{_CHECKPOINT}/publish"): "publishing",
-    ("GET", f"{_CHECKPOINT}/archive"): "downloads; here, checkpoints are directories of the server",
-    ("GET", f"{_CHECKPOINT}/external_weights_urls"): "weights for other providers",
-}
+HOSTED_ONLY: Mapping[str, str] = tomllib.loads(
+    Path(__file__).with_name("hosted_only.toml").read_text("utf-8")
+)
 """Routes that the hosted service alone has. Answered with 404 and the name: a client would repeat
 for five minutes what got 501."""
 
@@ -131,7 +119,8 @@ class TinkerServer:
             *(web.get(at(path), self._get(answer)) for path, answer in gets.items()),
             *(
                 web.route(method, at(path), self._get(_hosted_only(about)))
-                for (method, path), about in HOSTED_ONLY.items()
+                for route, about in HOSTED_ONLY.items()
+                for method, path in [route.split()]
             ),
         ]
 
