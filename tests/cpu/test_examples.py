@@ -94,6 +94,26 @@ def test_sums_are_rewarded_for_the_last_number_and_a_little_for_an_end():
     assert [sum(reward.values()) for reward in rewards] == [1.1, 0.1, 0.0]
 
 
+def test_the_calculator_answers_its_tasks_and_demonstrates_right_calls(tmp_path, monkeypatch):
+    module = example("calculator")
+    assert module.calculator("12 * 34 - 5") == "403"
+    assert module.calculator("2 ** 9").startswith("error")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "calculator.py"), run_name="__main__")
+    demonstrations, tasks = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("demonstrations", "tasks")
+    )
+    assert (len(demonstrations), len(tasks)) == (60, 1000)
+    for row in demonstrations:
+        *_, asking, result, answer = row["messages"]
+        arguments = json.loads(asking["tool_calls"][0]["function"]["arguments"])
+        assert answer["content"] == result["content"] == module.calculator(**arguments)
+    episode = Episode(task=tasks[0], messages=[], answer=f" {tasks[0]['answer']}\n")
+    assert module.reward(episode) == 1.0
+    assert module.reward(Episode(task=tasks[0], messages=[], answer="It is 7")) == 0.0
+
+
 def test_the_own_task_is_learnt(tmp_path):
     module = example("own_task")
     assert [module.python(code) for code in ("12*34", "2**9", "()")] == ["408", "error", "error"]

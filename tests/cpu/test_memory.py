@@ -90,6 +90,10 @@ GPT_OSS_20B = {
     "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
     "tie_word_embeddings": False, "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    },
 }  # fmt: skip
 """The published config, as far as shapes go."""
 

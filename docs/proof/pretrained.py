@@ -1,0 +1,183 @@
+"""What a pretrained model learns here: SmolLM2-135M-Instruct. Its page is docs/pretrained.md.
+
+    python docs/proof/pretrained.py                        all parts
+    python docs/proof/pretrained.py calculator --seeds 0   one part, one seed
+
+Parts: calculator (demonstrations, then RL with a tool), sums (RL alone, without a tool), story (the
+faults of the published program, and the noise of other numerics). Needs `lockstep fetch
+smollm2-135m`. Writes pretrained.json and docs/tasks/pretrained.png after each run; what is not
+measured again stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from investigation import by_messages
+from run import HERE, LOCKSTEP, ROOT, host
+
+from lockstep import measure_noise
+from lockstep.doctor.ladder import climb
+from lockstep.recipes import configure
+from lockstep.run.build import build
+from lockstep.run.preflight import preflight
+from lockstep.run_config import Config
+
+JSON = HERE / "pretrained.json"
+MODEL = "smollm2-135m"
+PROGRAM = ROOT / "examples" / "calculator.py"
+TASK = [
+    f"task.tools={PROGRAM}:calculator", f"task.reward={PROGRAM}:reward", "task.path=tasks.jsonl",
+    "max_tokens=640", "agent.max_turns=3", "agent.max_turn_tokens=64",
+]  # fmt: skip
+DEMONSTRATIONS = ["sft.path=demonstrations.jsonl", "sft.steps=8", "lora.rank=16", "max_tokens=640"]
+RL = [
+    "lora.rank=16", "trainer.lr=2e-4", "trainer.warmup_updates=3", "steps=16",
+    "evaluation.every=4", "evaluation.num_tasks=64",
+]  # fmt: skip
+SUMS = [
+    f"task.path={ROOT}/examples/sums.py:tasks", f"task.reward={ROOT}/examples/sums.py:reward",
+    "lora.rank=16", "max_tokens=96", "agent.max_turn_tokens=12", "steps=40", "evaluation.every=10",
+]  # fmt: skip
+NUMERICS = {
+    "the contract": (),
+    "stock ops": ("contract=none",),
+    "sampler in bfloat16": ("contract=none", "engine.dtype=bfloat16"),
+    "sampler's weights in int8": ("contract=none", "--fault=quantised_rollout"),
+}
+SCORINGS = (1, 4, 16)
+
+
+def run(words: list[str], place: Path, seed: int) -> dict[str, Any]:
+    """Curve, tokens and minutes of one command of the page."""
+    command = [*LOCKSTEP, words[0], "--json", *words[1:], f"seed={seed}"]
+    subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
+    return describe(words, place / words[-1].removeprefix("out="))
+
+
+def describe(words: list[str], path: Path) -> dict[str, Any]:
+    """What a run's own files say. words: its command."""
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "command": "lockstep " + " ".join(words).replace(f"{ROOT}/", ""),
+        "minutes": round(
+            max(row["time/elapsed_seconds"] for row in rows if "time/elapsed_seconds" in row) / 60,
+            1,
+        ),
+        "held_out": {
+            str(row["step"] + 1): [
+                round(row[f"eval/{how}/mean@1"], 3) for how in ("sampled", "greedy")
+            ]
+            for row in rows
+            if "eval/greedy/mean@1" in row
+        },
+        "reward": [round(row["reward/mean"], 3) for row in rows if "reward/mean" in row],
+        "loss": [round(row["train/loss"], 4) for row in rows if "perplexity" in row],
+        "unequal_tokens": int(sum(row.get("mismatch/unequal_tokens", 0) for row in rows)),
+        "compared_tokens": int(sum(row.get("mismatch/compared_tokens", 0) for row in rows)),
+    }
+
+
+def calculator(seed: int, place: Path) -> dict[str, Any]:
+    """The base model, then demonstrations, then RL."""
+    subprocess.run([sys.executable, PROGRAM], cwd=place, check=True)
+    few = [
+        "lora.rank=16",
+        "steps=1",
+        "groups_per_step=1",
+        "group_size=2",
+        "evaluation.num_tasks=64",
+    ]
+    base = run(["train", "custom", f"model={MODEL}", *TASK, *few, "out=base"], place, seed)
+    taught = run(["sft", f"model={MODEL}", *DEMONSTRATIONS, "out=taught"], place, seed)
+    learned = run(["train", "custom", "model=taught", *TASK, *RL, "out=learned"], place, seed)
+    return {"base": base, "demonstrations": taught, "rl": learned}
+
+
+def sums(seed: int, place: Path) -> dict[str, Any]:
+    return {"rl": run(["train", "custom", f"model={MODEL}", *SUMS, "out=sums"], place, seed)}
+
+
+def story(seed: int, place: Path) -> dict[str, Any]:
+    """k1, k2 of each rung of `doctor --ladder` and of the published program; the noise table."""
+    os.chdir(place)
+    subprocess.run([sys.executable, PROGRAM], check=True)
+    run(["sft", f"model={MODEL}", *DEMONSTRATIONS, "out=taught"], place, seed)
+
+    def config(*settings: str) -> Config:
+        small = ["lora.rank=16", "groups_per_step=2", f"seed={seed}"]
+        return configure("custom", overrides=["model=taught", *TASK, *small, *settings])
+
+    stock = config("contract=none")
+    rungs = {rung.name: rung.gap.means() for rung in climb(stock, num_episodes=8).rungs}
+    print(rungs, flush=True)
+    rungs["by messages, as published"] = asyncio.run(
+        by_messages(stock, build(stock, preflight(stock)))
+    )
+    noise: dict[str, Any] = {}
+    for name, settings in NUMERICS.items():
+        began = time.perf_counter()
+        noise[name] = noise_of(config, settings)
+        noise[name]["seconds"] = round(time.perf_counter() - began, 1)
+        print(name, noise[name], flush=True)
+    return {"rungs": rungs, "noise": noise}
+
+
+def noise_of(config: Any, settings: tuple[str, ...]) -> dict[str, Any]:
+    from lockstep.testing.faults import injected, split_faults
+
+    others, faults = split_faults(list(settings))
+    with injected(*faults):
+        return dict(measure_noise(config(*others), num_scorings=max(SCORINGS)))
+
+
+def plot(found: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    _, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+    for axis, part in zip(axes, ("calculator", "sums"), strict=True):
+        for seed, runs in found.get(part, {}).items():
+            tests = runs["rl"]["held_out"]
+            steps, greedy = map(int, tests), [greedy for _, greedy in tests.values()]
+            axis.plot(list(steps), greedy, marker="o", label=f"seed {seed}")
+        axis.set(title=part, xlabel="step", ylabel="held out, greedy", ylim=(0, 1))
+        if found.get(part):
+            axis.legend()
+    plt.tight_layout()
+    plt.savefig(ROOT / "docs" / "tasks" / "pretrained.png", dpi=110)
+
+
+def main() -> None:
+    parts = {"calculator": calculator, "sums": sums, "story": story}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    options = parser.parse_args()
+    for part in options.parts:
+        for seed in options.seeds[:1] if part == "story" else options.seeds:
+            with tempfile.TemporaryDirectory() as place:
+                measured = parts[part](seed, Path(place))
+            found = json.loads(JSON.read_text()) if JSON.is_file() else {}
+            date = datetime.now(UTC).date().isoformat()
+            measured |= {"host": host(), "date": date}
+            found.setdefault(part, {})[str(seed)] = measured
+            JSON.write_text(json.dumps(found, indent=1) + "\n")
+            plot(found)
+            print(part, seed, json.dumps(measured)[:2000], flush=True)
+
+
+if __name__ == "__main__":
+    main()
