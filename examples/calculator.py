@@ -1,4 +1,4 @@
-"""A pretrained model learns when and how to call a calculator: docs/pretrained.md.
+"""A pretrained model learns when and how to call a calculator: docs/tasks.md.
 
 python calculator.py writes demonstrations.jsonl (60 dialogues) and tasks.jsonl (1,000 questions).
 """

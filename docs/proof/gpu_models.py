@@ -60,6 +60,7 @@ MODELS = {
         "sliding_window": 128,
         "attention_bias": True,
         "rope_theta": 150000,
+        "rope_scaling": {"rope_type": "default"},
     },
 }
 

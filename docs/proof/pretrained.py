@@ -1,4 +1,4 @@
-"""What a pretrained model learns here: SmolLM2-135M-Instruct. Its page is docs/pretrained.md.
+"""What a pretrained model learns here: SmolLM2-135M-Instruct. Its page is docs/tasks.md.
 
     python docs/proof/pretrained.py                        all parts
     python docs/proof/pretrained.py calculator --seeds 0   one part, one seed
@@ -115,7 +115,7 @@ def story(seed: int, place: Path) -> dict[str, Any]:
     run(["sft", f"model={MODEL}", *DEMONSTRATIONS, "out=taught"], place, seed)
 
     def config(*settings: str) -> Config:
-        small = ["lora.rank=16", "groups_per_step=2", f"seed={seed}"]
+        small = ["groups_per_step=2", f"seed={seed}"]
         return configure("custom", overrides=["model=taught", *TASK, *small, *settings])
 
     stock = config("contract=none")

@@ -43,12 +43,14 @@ def fit_memory(
     """`config` with open settings lowered until its predicted peak fits into the free memory, or
     as far as they go: the check at the start refuses what is still too large.
 
-    given: paths of the settings that the user gave. may_adapt: whether a model too large for full
+    A run that reads other models too, as critic or teacher, stays as it is. given: paths of the
+    settings that the user gave. may_adapt: whether a model too large for full
     training gets an adapter.
     """
     device = config.expected_device
     limit = memory_limit(config, device)
-    if limit is None:
+    others = isinstance(config, Config) and (config.critic.model or config.distill)
+    if limit is None or others:  # the files of other models are checked first
         return config
     for change in _changes(config, device, may_adapt=may_adapt):
         if _plan(config, model, directory, device).num_bytes <= FIT_SHARE * limit[0]:
@@ -109,8 +111,7 @@ def _changes(config: ModelChoice, device: Device, *, may_adapt: bool) -> Iterato
     cache = 0
     if isinstance(engine, EmbeddedConfig) and device == "cpu":
         cache = engine.kv_cache_tokens or CPU_CACHE_TOKENS
-        page = engine.page_size
-        longest_pages = -(-longest // page) * page
+        longest_pages = -(-longest // engine.page_size) * engine.page_size
     yield from _halved("trainer.max_tokens_per_microbatch", budget, fast)
     yield {"trainer.recompute": "blocks"}
     if cache:

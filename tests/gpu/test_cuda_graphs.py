@@ -44,6 +44,7 @@ MODELS = {
         "num_experts_per_tok": 2,
         "sliding_window": 128,
         "attention_bias": True,
+        "rope_scaling": {"rope_type": "default"},
     },
 }
 

@@ -32,6 +32,7 @@ _KINDS = {
     "gpt_oss": {
         "model_type": "gpt_oss", "intermediate_size": 24, "num_local_experts": 4,
         "num_experts_per_tok": 2, "sliding_window": 16, "tie_word_embeddings": False,
+        "rope_scaling": {"rope_type": "default"},
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "deepseek_v3": {

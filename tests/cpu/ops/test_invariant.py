@@ -292,11 +292,19 @@ def test_the_clamped_activation_has_the_gradient_of_its_formula():
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 8, 16, 64])
 def test_small_products_have_the_same_bits_on_any_number_of_threads(num_threads):
     """MKL on AMD's CPUs splits the sums of a small product over threads, unless others are computed
-    with it: attention of one sequence with one key head, routers, adapters, gates."""
+    with it: attention of one sequence with one key head, routers, adapters, gates. On Intel's CPUs
+    packed weights of 2,048 inputs add up in another order than a large product does: the self-test
+    finds these, and then nothing is packed."""
     widths = {"linear": (1, 2, 5, 8, 9, 16, 23, 32, 40, 96, 200), "matmul": (16, 32, 48, 64)}
     for op, inner in product(widths, (16, 64, 100, 2048)):
         for width in widths[op]:
             ops, x, y = InvariantOps(), normal(300, inner), normal(width, inner, seed=1)
+            torch.set_num_threads(num_threads)
+            if op == "linear" and inner == 2048:
+                shape, cpu = (width, inner), torch.device("cpu")
+                failure = selftest.adapter_failure(ops, [shape], dtype=x.dtype, device=cpu)
+                if failure.startswith("packed weights"):
+                    ops.rules = Rules(is_packing=False)
             for num_rows in (1, 4, 8, 12, 31, 64, 136, 300):
                 found = []
                 for threads, rows in ((1, x), (num_threads, x[:num_rows])):

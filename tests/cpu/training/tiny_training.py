@@ -25,7 +25,7 @@ HF_CONFIGS = {
     "qwen3": {**_COMMON, "model_type": "qwen3", "intermediate_size": 48},
     "gpt_oss": {
         **_COMMON, "model_type": "gpt_oss", "intermediate_size": 24, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "sliding_window": 8,
+        "num_experts_per_tok": 2, "sliding_window": 8, "rope_scaling": {"rope_type": "default"},
         "layer_types": ["full_attention", "sliding_attention"],
     },
 }  # fmt: skip
