@@ -34,10 +34,10 @@ MAX_GAP = 0.25
 """Largest median gap of engine and trainer, as a share of the median change, in either state.
 Measured with a bfloat16 engine and a float32 trainer: 0.016 for the shipped models, at most
 0.09 for random ones of 24 layers. Weights that arrive in another order give more than 1."""
-MAX_GROWTH, LEAST_GAP = 10.0, 2e-4
+MAX_GROWTH, LEAST_GAP = 30.0, 2e-4
 """Largest ratio of the median gaps in the two states; a gap below LEAST_GAP of the change is
-rounding. Measured: 2.2 for the shipped models, at most 5. In float32 this finds single tensors that
-keep their old values."""
+rounding. Measured with a bfloat16 engine: 2.2 for the shipped models, 5 for random ones, 15 for
+SmolLM2-135M. In float32 this finds single tensors that keep their old values."""
 MAX_MARK = 0.5
 """Largest share of a group's mark in the gap: 1 is all old, 0 all arrived. Measured in bfloat16: at
 most 0.08."""
