@@ -328,17 +328,15 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
 
 
 def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -> None:
-    """Raises ConfigError if the run's predicted peak is more than there is: `memory_limit_gib`, or
-    what the device has free. That of a GPU is known once torch is there."""
+    """Raises ConfigError if the run's predicted peak is more than `memory_limit_gib` or, without
+    that setting, than the device's free memory."""
     config.trainer.check_device(device)
-    plan = memory_plan(config, model_files, device=device)
-    if plan is None:
+    model, plan = model_files.model, memory_plan(config, model_files, device=device)
+    if plan is None or isinstance(model, FallbackConfig):
         return
     limit = memory_limit(config, device)
     if limit is not None:
-        ways = partial(
-            ways_to_fit, config, model_files.model, model_files.directory, device, limit[0]
-        )
+        ways = partial(ways_to_fit, config, model, model_files.directory, device, limit[0])
         plan.check(*limit, ways=ways)
     host = host_memory(config)
     if plan.host_parts and host is not None:
