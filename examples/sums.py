@@ -32,8 +32,9 @@ if __name__ == "__main__":
         reward=reward,
         tasks=tasks,
         steps=20,
-        max_tokens=96,
+        max_tokens=128,
         groups_per_step=8,
         lora={"rank": 16},
-        agent={"max_turn_tokens": 12},
+        trainer={"lr": 5e-4, "warmup_updates": 0},
+        agent={"max_turn_tokens": 48},
     )

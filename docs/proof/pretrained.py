@@ -47,7 +47,8 @@ RL = [
 ]  # fmt: skip
 SUMS = [
     f"task.path={ROOT}/examples/sums.py:tasks", f"task.reward={ROOT}/examples/sums.py:reward",
-    "lora.rank=16", "max_tokens=96", "agent.max_turn_tokens=12", "steps=40", "evaluation.every=10",
+    "lora.rank=16", "trainer.lr=5e-4", "trainer.warmup_updates=0", "max_tokens=128",
+    "agent.max_turn_tokens=48", "steps=20", "evaluation.every=10",
 ]  # fmt: skip
 NUMERICS = {
     "the contract": (),
