@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.findings import Basis, Evidence, Setting, evidence_at
 from lockstep.doctor.rows import BoolArray, Float64Array, Rows
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.doctor.scoring.model import Model
 
 Z = 3.5
 """Standard errors that a share must exceed: Bonferroni over some 60 predictions at 1 %."""
@@ -51,7 +54,7 @@ takes at most a minute on two cores, and finds the same on a busy machine."""
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What a hypothesis knows: a sample of the rows, as the earlier causes leave it."""
+    """A sample of the rows, as the earlier causes leave it: the input of a hypothesis."""
 
     rows: Rows
     setting: Setting
@@ -62,8 +65,14 @@ class View:
     """Nats that numerics make: sqrt(2 k2) at the limit of k2 (`examine.limit_of`)."""
 
     def loss(self, d: Float64Array) -> Float64Array:
-        """What differences add to the gap."""
+        """Each difference's part of the gap."""
         return 2 * np.log(np.maximum(np.abs(d) / self.scale, 1.0))
+
+    @property
+    def model(self) -> Model:
+        """The model of a hypothesis that needs one: it runs only if a model was given."""
+        assert self.setting.model is not None, "hypotheses name it in `needs`"
+        return self.setting.model
 
     @property
     def sampler(self) -> Float64Array:
@@ -184,7 +193,7 @@ class Judged:
     hypothesis: Hypothesis
     prediction: Prediction
     share: float
-    """Of the gap, beyond chance, on rows that it was not fitted on."""
+    """Share of the gap, beyond chance, on rows that it was not fitted on."""
     error: float
     """Standard error of the share."""
     null_error: float
@@ -296,7 +305,7 @@ def _blocks(rows: Rows) -> Any:
 
 @dataclass(kw_only=True)
 class Explanation:
-    """What was found in the sample."""
+    """The causes found in the sample."""
 
     causes: list[tuple[Judged, float, float]] = field(default_factory=list[Any])
     """(the cause, its share of the whole gap, half the width of its interval), in order."""
@@ -308,7 +317,7 @@ class Explanation:
     rivals: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """Cause -> causes that explain the same within their errors."""
     view: View | None = None
-    """What is left: the view after all repairs."""
+    """The view after all repairs."""
 
 
 def explain(

@@ -42,7 +42,7 @@ class Recorder:
 
 
 class Row:
-    """What the engine was sent and returned, and then what the trainer made of it."""
+    """The request and reply of the engine, then the trainer's log-probs of it."""
 
     def __init__(self, recorder: Recorder, messages: list[Any]) -> None:
         self._recorder, self._messages = recorder, messages

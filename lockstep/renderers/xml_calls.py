@@ -20,14 +20,14 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from lockstep.renderers.calls import load_json
 from lockstep.renderers.jinja.marks import unmarked
-from lockstep.types import ToolCall
+from lockstep.types import ToolCall, ToolSchema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,11 @@ DIALECTS = {name: TagDialect(**fields) for name, fields in _TABLES.items()}
 
 TextParameters = dict[str, Mapping[str, Any]]
 """Tool -> the JSON schema of its arguments, which says which of them may be text."""
+
+
+def text_parameters(tools: Iterable[ToolSchema]) -> TextParameters:
+    """Name of a tool -> the schema of its parameters: the types that `read_xml_call` reads by."""
+    return {tool.name: tool.parameters for tool in tools}
 
 
 def read_xml_call(

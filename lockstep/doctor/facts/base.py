@@ -1,4 +1,4 @@
-"""What a fact is, and how facts are counted over the chunks of a dump.
+"""Facts, and their counts over the chunks of a dump.
 
 A fact is a function of a chunk of whole rows. It yields contradictions; it sees the rows as they
 are recorded. Tokens that contradict something lose their gap: that is the share of the cause.
@@ -34,7 +34,7 @@ class Contradiction:
     end: Int64Array | Sequence[int]
     """[X] index after the last."""
     note: str
-    """What contradicts what, in words."""
+    """The two records that contradict each other, in words."""
     expected: Sequence[Sequence[int]] = ()
     """[X] ids that should be there, where they are known."""
     reaches_on: bool = False
@@ -95,7 +95,7 @@ def fact(name: str, *, claim: str, needs: tuple[str, ...] = ()) -> Callable[[Loo
 
 @dataclass(kw_only=True)
 class Tally:
-    """What one fact found so far."""
+    """The contradictions of one fact so far."""
 
     fact: Fact
     num_rows: int = 0

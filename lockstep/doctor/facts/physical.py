@@ -121,7 +121,7 @@ def _longest(holds: BoolArray) -> tuple[int, int]:
 
 
 def contradictions(setting: Setting) -> Finding:
-    """What the metrics of the steps say."""
+    """Contradictions in the metrics of steps."""
     named = known_metrics(setting.step_metrics)
     rows = [row for row in named if (THEIR_NAMES.keys() | {"mismatch/k2"}) & row.keys()]
     columns = _Columns(rows)

@@ -29,8 +29,7 @@ CAUSE_OF = {
     claim="both sides compute what the model's config says",
 )
 def arithmetic(view: View) -> Iterator[Prediction]:
-    model, rows = view.setting.model, view.rows
-    assert model is not None, "needed"
+    model, rows = view.model, view.rows
 
     def variants() -> Iterator[Variant]:
         loaded = model.loaded(rows)
@@ -55,8 +54,7 @@ def arithmetic(view: View) -> Iterator[Prediction]:
     claim="both sides compute the head in one precision",
 )
 def half_head(view: View) -> Iterator[Prediction]:
-    model, rows = view.setting.model, view.rows
-    assert model is not None, "needed"
+    model, rows = view.model, view.rows
     import torch
 
     from lockstep.doctor.scoring.scorer import has_plain_head
@@ -95,8 +93,7 @@ def half_head(view: View) -> Iterator[Prediction]:
     claim="both sides add the adapter once, at its own scale",
 )
 def adapter(view: View) -> Iterator[Prediction]:
-    model, rows = view.setting.model, view.rows
-    assert model is not None, "needed"
+    model, rows = view.model, view.rows
 
     every = np.arange(len(rows))
     for text, changed in model.scorer.adapters(model.loaded(rows)):
@@ -117,8 +114,7 @@ def adapter(view: View) -> Iterator[Prediction]:
     claim="both sides run the weights of this step",
 )
 def other_weights_given(view: View) -> Iterator[Prediction]:
-    model, rows = view.setting.model, view.rows
-    assert model is not None, "needed"
+    model, rows = view.model, view.rows
     own = model.own(rows)
 
     def by(number: int, chosen: Int64Array) -> Float64Array:
@@ -146,8 +142,7 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
     claim="both sides see the row alone, at positions from 0",
 )
 def layout(view: View) -> Iterator[Prediction]:
-    model, rows = view.setting.model, view.rows
-    assert model is not None, "needed"
+    model, rows = view.model, view.rows
     trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
     prompts = np.minimum(rows.firsts(trained, rows.position[trained]), rows.sizes)
     ids = np.split(rows.token_ids, rows.offsets[1:-1])

@@ -30,8 +30,7 @@ def variants_of(
     view: View, written: list[tuple[str, str, Callable[[Parts], Parts | None]]]
 ) -> list[Variant]:
     """(cause, words, the row's parts as the sampler saw them) as variants."""
-    model, rows = view.setting.model, view.rows
-    assert model is not None, "needed"
+    model, rows = view.model, view.rows
     stops = frozenset(view.setting.stop_ids)
 
     def score(write: Callable[[Parts], Parts | None], chosen: Int64Array) -> Float64Array:
@@ -54,8 +53,7 @@ def variants_of(
     claim="the sampler read the row's ids, without padding and repetition",
 )
 def structure(view: View) -> Iterator[Prediction]:
-    model = view.setting.model
-    assert model is not None, "needed"
+    model = view.model
     tokenizer = view.setting.tokenizer
     texts = () if tokenizer is None else ("\n", "\n\n", " ")
     separators = [

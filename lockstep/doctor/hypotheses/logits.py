@@ -55,8 +55,7 @@ def kinds(view: View) -> list[tuple[str, Distribution]]:
     claim="both sides take log-probs of one distribution",
 )
 def processing(view: View) -> Iterator[Prediction]:
-    model, rows = view.setting.model, view.rows
-    assert model is not None, "needed"
+    model, rows = view.model, view.rows
 
     chosen_kinds = [(c, d) for c, d in kinds(view) if d != model.processing(rows)]
     on_probes: dict[bytes, dict[Distribution, np.ndarray]] = {}

@@ -73,8 +73,7 @@ def repeated(rows: Rows, d: Float64Array) -> Float64Array:
 
 def deviations(view: View) -> dict[str, Float64Array]:
     """Side -> [N] its deviation from the model."""
-    model = view.setting.model
-    assert model is not None, "needed"
+    model = view.model
     plain = model.plain(view.rows)
     return {"sampler": view.sampler - plain, "trainer": view.trainer - plain}
 

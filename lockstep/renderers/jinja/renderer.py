@@ -54,7 +54,7 @@ from lockstep.renderers.pieces import (
     text_of,
 )
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.renderers.xml_calls import TextParameters, arguments_of
+from lockstep.renderers.xml_calls import TextParameters, arguments_of, text_parameters
 from lockstep.types import Message, ToolSchema
 
 
@@ -336,7 +336,7 @@ class JinjaRenderer:
     def with_tools(self, tools: Sequence[ToolSchema]) -> JinjaRenderer:
         """See `base.TypesArguments`."""
         made = copy(self)
-        made._schemas = {tool.name: tool.parameters for tool in tools}
+        made._schemas = text_parameters(tools)
         return made
 
     def parse(self, sampled_ids: TokenIds) -> Message:
