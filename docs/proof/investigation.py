@@ -95,9 +95,10 @@ async def play_by_messages(config: Config, parts: Parts, task: Task) -> tuple[Sa
     return row, sum(a == b for a, b in zip(stands, first_turn, strict=False)), len(first_turn)
 
 
-async def by_messages(config: Config, parts: Parts) -> dict[str, float]:
-    tasks = config.task.tasks(split="train", seed=config.seed).take(NUM_EPISODES)
-    played = [await play_by_messages(config, parts, task) for task in tasks]
+async def by_messages(config: Config, parts: Parts, num_episodes: int) -> dict[str, float]:
+    """The gap of the published program's rows. Its episodes run side by side."""
+    tasks = config.task.tasks(split="train", seed=config.seed).take(num_episodes)
+    played = await asyncio.gather(*(play_by_messages(config, parts, task) for task in tasks))
     await parts.engine.close()
     samples = [row for row, _, _ in played if row.num_trained]
     trainer = np.concatenate(parts.trainer.forward(samples, column=None))
@@ -121,7 +122,7 @@ def investigate(model: str, seed: int) -> dict[str, Any]:
     model_files = preflight(config)
     ladder = climb(config, num_episodes=NUM_EPISODES)
     rungs = {r.name: {**r.gap.means(), "match": r.match} for r in ladder.rungs}
-    before = asyncio.run(by_messages(config, build(config, model_files)))
+    before = asyncio.run(by_messages(config, build(config, model_files), NUM_EPISODES))
     return {"rungs": rungs, "by messages, as published": before, "verdict": ladder.verdict}
 
 

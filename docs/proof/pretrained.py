@@ -3,10 +3,11 @@
     python docs/proof/pretrained.py                        all parts
     python docs/proof/pretrained.py calculator --seeds 0   one part, one seed
 
-Parts: calculator (demonstrations, then RL with a tool), sums (RL alone, without a tool), story (the
-faults of the published program, and the noise of other numerics). Needs `lockstep fetch
-smollm2-135m`. Writes pretrained.json and docs/tasks/pretrained.png after each run; what is not
-measured again stays.
+Parts: calculator and search (demonstrations, then RL with a tool; search has several turns), sums
+(RL alone, without a tool), story (the faults of the published program, and the noise of other
+numerics; its last rows need `make .venv-vllm/.installed`). Needs `lockstep fetch smollm2-135m`.
+Writes pretrained.json and docs/tasks/pretrained.png after each run; what is not measured again
+stays.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,12 @@ from lockstep.recipes import configure
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
 from lockstep.run_config import Config
+from lockstep.testing.faults import injected, split_faults
 
 JSON = HERE / "pretrained.json"
 MODEL = "smollm2-135m"
 PROGRAM = ROOT / "examples" / "calculator.py"
+SEARCHES = ROOT / "examples" / "document_search.py"
 TASK = [
     f"task.tools={PROGRAM}:calculator", f"task.reward={PROGRAM}:reward", "task.path=tasks.jsonl",
     "max_tokens=640", "agent.max_turns=3", "agent.max_turn_tokens=64",
@@ -45,18 +49,28 @@ RL = [
     "lora.rank=16", "trainer.lr=2e-4", "trainer.warmup_updates=3", "steps=16",
     "evaluation.every=4", "evaluation.num_tasks=64",
 ]  # fmt: skip
+FEW = [
+    "lora.rank=16", "steps=1", "groups_per_step=1", "group_size=2", "evaluation.num_tasks=64",
+]  # fmt: skip
 SUMS = [
     f"task.path={ROOT}/examples/sums.py:tasks", f"task.reward={ROOT}/examples/sums.py:reward",
     "lora.rank=16", "trainer.lr=5e-4", "trainer.warmup_updates=0", "max_tokens=128",
     "agent.max_turn_tokens=48", "steps=20", "evaluation.every=10",
 ]  # fmt: skip
+VLLM = ("contract=none", "engine=vllm", "engine.decoder=vllm", "engine.kv_cache_gib=1",
+        f"engine.python={ROOT}/.venv-vllm/bin/python")  # fmt: skip
 NUMERICS = {
     "the contract": (),
     "stock ops": ("contract=none",),
     "sampler in bfloat16": ("contract=none", "engine.dtype=bfloat16"),
     "sampler's weights in int8": ("contract=none", "--fault=quantised_rollout"),
+    "vLLM, float32": VLLM,
+    "vLLM, bfloat16": (*VLLM, "engine.dtype=bfloat16"),
 }
-SCORINGS = (1, 4, 16)
+SCORINGS = (4, 16)
+"""Scorings of the sampler that are averaged. One is the log-prob that it recorded."""
+EPISODES = 8
+SEARCH = ["max_tokens=768", "agent.max_turn_tokens=64", *RL]
 
 
 def run(words: list[str], place: Path, seed: int) -> dict[str, Any]:
@@ -92,17 +106,22 @@ def describe(words: list[str], path: Path) -> dict[str, Any]:
 def calculator(seed: int, place: Path) -> dict[str, Any]:
     """The base model, then demonstrations, then RL."""
     subprocess.run([sys.executable, PROGRAM], cwd=place, check=True)
-    few = [
-        "lora.rank=16",
-        "steps=1",
-        "groups_per_step=1",
-        "group_size=2",
-        "evaluation.num_tasks=64",
-    ]
-    base = run(["train", "custom", f"model={MODEL}", *TASK, *few, "out=base"], place, seed)
+    base = run(["train", "custom", f"model={MODEL}", *TASK, *FEW, "out=base"], place, seed)
     taught = run(["sft", f"model={MODEL}", *DEMONSTRATIONS, "out=taught"], place, seed)
     learned = run(["train", "custom", "model=taught", *TASK, *RL, "out=learned"], place, seed)
     return {"base": base, "demonstrations": taught, "rl": learned}
+
+
+def search(seed: int, place: Path) -> dict[str, Any]:
+    """The same for document search over several turns."""
+    subprocess.run([sys.executable, SEARCHES], cwd=place, check=True)
+    play = ["train", "docsearch"]
+    taught = [f"model={MODEL}", "sft.path=searches.jsonl", "sft.steps=8", *SEARCH[:1], *RL[:1]]
+    return {
+        "base": run([*play, f"model={MODEL}", *SEARCH[:2], *FEW, "out=base"], place, seed),
+        "demonstrations": run(["sft", *taught, "out=taught"], place, seed),
+        "rl": run([*play, "model=taught", *SEARCH, "out=learned"], place, seed),
+    }
 
 
 def sums(seed: int, place: Path) -> dict[str, Any]:
@@ -116,30 +135,26 @@ def story(seed: int, place: Path) -> dict[str, Any]:
     run(["sft", f"model={MODEL}", *DEMONSTRATIONS, "out=taught"], place, seed)
 
     def config(*settings: str) -> Config:
-        small = ["groups_per_step=2", f"seed={seed}"]
+        small = ["groups_per_step=2", "group_size=4", f"seed={seed}"]
         return configure("custom", overrides=["model=taught", *TASK, *small, *settings])
 
     stock = config("contract=none")
-    rungs = {rung.name: rung.gap.means() for rung in climb(stock, num_episodes=8).rungs}
+    rungs = {rung.name: rung.gap.means() for rung in climb(stock, num_episodes=EPISODES).rungs}
     print(rungs, flush=True)
     rungs["by messages, as published"] = asyncio.run(
-        by_messages(stock, build(stock, preflight(stock)))
+        by_messages(stock, build(stock, preflight(stock)), EPISODES)
     )
+    print(rungs["by messages, as published"], flush=True)
     noise: dict[str, Any] = {}
-    for name, settings in NUMERICS.items():
+    for (name, settings), scorings in product(NUMERICS.items(), SCORINGS):
+        others, faults = split_faults(list(settings))
         began = time.perf_counter()
-        noise[name] = noise_of(config, settings)
-        noise[name]["seconds"] = round(time.perf_counter() - began, 1)
-        print(name, noise[name], flush=True)
+        with injected(*faults):
+            measured = measure_noise(config(*others), num_scorings=scorings)
+        seconds = round(time.perf_counter() - began, 1)
+        noise.setdefault(name, {})[str(scorings)] = {**measured, "seconds": seconds}
+        print(name, scorings, noise[name][str(scorings)], flush=True)
     return {"rungs": rungs, "noise": noise}
-
-
-def noise_of(config: Any, settings: tuple[str, ...]) -> dict[str, Any]:
-    from lockstep.testing.faults import injected, split_faults
-
-    others, faults = split_faults(list(settings))
-    with injected(*faults):
-        return dict(measure_noise(config(*others), num_scorings=max(SCORINGS)))
 
 
 def plot(found: dict[str, Any]) -> None:
@@ -148,8 +163,8 @@ def plot(found: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    _, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
-    for axis, part in zip(axes, ("calculator", "sums"), strict=True):
+    _, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True)
+    for axis, part in zip(axes, ("calculator", "search", "sums"), strict=True):
         for seed, runs in found.get(part, {}).items():
             tests = runs["rl"]["held_out"]
             steps, greedy = map(int, tests), [greedy for _, greedy in tests.values()]
@@ -162,7 +177,7 @@ def plot(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parts = {"calculator": calculator, "sums": sums, "story": story}
+    parts = {"calculator": calculator, "search": search, "sums": sums, "story": story}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
