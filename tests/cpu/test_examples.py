@@ -19,6 +19,7 @@ from lockstep.agent.loop import Budget, run_episode
 from lockstep.agent.match_loop import SeatPolicy, collect_matches
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.envs.custom import Episode
+from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.errors import ConfigError, EngineError, RendererError
 from lockstep.models.locate import SHIPPED_ROOT
 from lockstep.renderers.config import HarmonyConfig
@@ -112,6 +113,27 @@ def test_the_calculator_answers_its_tasks_and_demonstrates_right_calls(tmp_path,
     episode = Episode(task=tasks[0], messages=[], answer=f" {tasks[0]['answer']}\n")
     assert module.reward(episode) == 1.0
     assert module.reward(Episode(task=tasks[0], messages=[], answer="It is 7")) == 0.0
+
+
+def test_document_search_demonstrates_calls_that_earn_the_whole_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "document_search.py"), run_name="__main__")
+    rows = [json.loads(line) for line in (tmp_path / "searches.jsonl").read_text().splitlines()]
+    config = DocSearchConfig()
+    tasks = config.tasks(split="train", seed=1000).take(len(rows))
+
+    async def replay(row, task):
+        environment, messages = config.environment(task, AgentConfig()), []
+        messages += await environment.reset()
+        for message in map(Message.from_dict, row["messages"]):
+            if message.role == "assistant":
+                messages.append(message)
+                messages += (await environment.step(message)).messages
+        assert [m.content for m in messages] == [m["content"] for m in row["messages"]]
+        return (await environment.score()).reward
+
+    assert len(rows) == 60
+    assert {asyncio.run(replay(*each)) for each in zip(rows, tasks, strict=True)} == {1.0}
 
 
 def test_the_own_task_is_learnt(tmp_path):
