@@ -14,11 +14,17 @@ from lockstep.envs.docsearch.worlds import world_of
 
 
 def demonstrations(count: int) -> list[dict]:
-    """Dialogues of the task `docsearch`, each about a world of its own, without a mistake."""
+    """Dialogues of the task `docsearch`, each about a world of its own, whose searches find all
+    facts that the answer needs."""
     config, draw, rows = DocSearchConfig(), random.Random(0), []
-    for _, task in zip(range(count), config.tasks(split="train", seed=1000), strict=False):
+    for task in config.tasks(split="train", seed=1000):
+        if len(rows) == count:
+            break
         world = world_of(task.payload["world_seed"], config.two_hop_share)
         dialogue = demonstrate_search(world, draw, CLEAN_SEARCH, config)
+        found = " ".join(message.content for message in dialogue if message.role == "tool")
+        if not all(fact.text in found for fact in world.path):
+            continue
         (tool,) = config.environment(task, AgentConfig()).tools
         schema = {key: getattr(tool, key) for key in ("name", "description", "parameters")}
         rows.append({"messages": [message.to_dict() for message in dialogue], "tools": [schema]})

@@ -75,14 +75,16 @@ SEARCH = ["max_tokens=768", "agent.max_turn_tokens=64", *RL]
 
 def run(words: list[str], place: Path, seed: int) -> dict[str, Any]:
     """Curve, tokens and minutes of one command of the page."""
-    command = [*LOCKSTEP, words[0], "--json", *words[1:], f"seed={seed}"]
+    words = [*words, f"seed={seed}"]
+    command = [*LOCKSTEP, words[0], "--json", *words[1:]]
     subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
-    return describe(words, place / words[-1].removeprefix("out="))
+    return describe(words, place / words[-2].removeprefix("out="))
 
 
 def describe(words: list[str], path: Path) -> dict[str, Any]:
     """What a run's own files say. words: its command."""
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    steps = sum("reward/mean" in row for row in rows)
     return {
         "command": "lockstep " + " ".join(words).replace(f"{ROOT}/", ""),
         "minutes": round(
@@ -90,7 +92,7 @@ def describe(words: list[str], path: Path) -> dict[str, Any]:
             1,
         ),
         "held_out": {
-            str(row["step"] + 1): [
+            str(min(row["step"] + 1, steps)): [
                 round(row[f"eval/{how}/mean@1"], 3) for how in ("sampled", "greedy")
             ]
             for row in rows
