@@ -37,8 +37,8 @@ NUM_LINES = 12
 NOTICE_SECONDS = 5.0
 """Seconds until the end of a process that closed its output must be known."""
 ORPHAN_SECONDS = 30
-"""Seconds past the limit of a request after which a child ends itself: its parent, which should
-have ended it, is gone."""
+"""Seconds past a request's limit until a child ends itself: its parent should have ended it, so the
+parent is gone."""
 
 _PASSED = """
 PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR PWD VIRTUAL_ENV CONDA_PREFIX
@@ -53,9 +53,8 @@ Reply = dict[str, Any]
 
 
 def own_variables(names: Collection[str] = (), *, has_others: bool = False) -> dict[str, str]:
-    """Environment variables of this process that a child gets: those that it needs to start, and
-    `names`. has_others: all others too, keys and tokens of the user among them, but for
-    `OWN_KEYS`."""
+    """Environment variables of this process that a child gets: the ones needed to start, and
+    `names`. has_others: all others too, including the user's keys and tokens, except `OWN_KEYS`."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -88,10 +87,9 @@ class Child:
         environment: Mapping[str, str] | None = None,
         has_variables: bool = False,
     ) -> None:
-        """name: what errors call it. opening: arguments of the first request to each process.
-        start_seconds: limit of the start and of that request. environment: variables on top of
-        those that a process needs to start. has_variables: it gets the user's variables too, but
-        none of Lockstep's own keys."""
+        """name: the child's name in errors. opening: arguments of the first request to each
+        process. start_seconds: limit of the start and of that request. environment: additional
+        variables. has_variables: it gets the user's variables too, but none of Lockstep's keys."""
         self._has_variables = has_variables
         self._command, self._name, self._start_seconds = list(command), name, start_seconds
         self._opening, self._environment = dict(opening or {}), dict(environment or {})
@@ -101,8 +99,8 @@ class Child:
 
     @classmethod
     def of_module(cls, module: str, **options: Any) -> Child:
-        """A child that runs `module` with this Python, which finds the modules that this process
-        finds. options: those of `Child`."""
+        """A child that runs `module` with this Python and this process's module path. options: see
+        `Child`."""
         path = os.pathsep.join(dict.fromkeys(os.path.abspath(each) for each in sys.path))
         environment = {"PYTHONPATH": path, **options.pop("environment", {})}
         return cls([sys.executable, "-P", "-m", module], environment=environment, **options)
@@ -194,7 +192,7 @@ class _Process:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it runs and is this process's own: a fork has no right to its parent's."""
+        """True if it runs and this process started it. A fork must not use its parent's child."""
         return self._owner == os.getpid() and not self._why_ended and self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> Reply:
@@ -226,7 +224,7 @@ class _Process:
 
     def write(self, line: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        # A broken pipe is the end of the child, of which `_listen` tells those who wait.
+        # A broken pipe means that the child ended; `_listen` reports it to all waiting callers.
         with self._writing, contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(json.dumps(line).encode() + b"\n")
             self._process.stdin.flush()
@@ -273,10 +271,10 @@ class _Process:
             try:
                 reply = json.loads(line)
                 waiting = self._waiting.pop(reply.pop("id"))
-            # Whatever it is: a collector that runs within deep nesting raises what it likes.
+            # Any exception: a garbage collection within deep nesting can raise anything.
             except Exception:
                 text = line[:200].decode("utf-8", "replace").rstrip()
-                return f"{self._name} wrote what is no reply: {text!r}."
+                return f"{self._name} wrote a line that is no reply: {text!r}."
             with contextlib.suppress(InvalidStateError):  # cancelled
                 waiting.set_result(reply)
         return ""
@@ -300,7 +298,7 @@ def _checked(reply: Reply) -> Reply:
 def end_of(printed: Iterable[str]) -> str:
     """The last lines that a process printed, for the end of a message."""
     lines = "".join(f"\n  | {line}" for line in list(printed))
-    return f" The end of what it printed:{lines}" if lines else " It printed nothing."
+    return f" The end of its output:{lines}" if lines else " It printed nothing."
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -328,11 +326,10 @@ def how_ended(pid: int | None, code: int | None) -> str:
 
 
 def serve(answer: Callable[..., Reply], *, opened: Callable[..., Reply] | None = None) -> None:
-    """Answers requests one after the other until the input ends. What anything prints here goes to
-    the error output.
+    """Answers requests one after the other until the input ends. Prints go to the error output.
 
-    answer: called with the arguments of a request. opened: called with those of the opening. An
-    Exception of either is the reply, by its class and its text.
+    answer: called with the arguments of a request. opened: called with the arguments of the
+    opening. If either raises an Exception, its class and text are the reply.
     """
     alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has none
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")

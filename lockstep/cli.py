@@ -1,4 +1,4 @@
-"""The command line: verbs only. Each imports what it needs when it runs, so that help is fast."""
+"""The command line: verbs only. A verb imports its modules when it runs, so that help is fast."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_stdout() -> None:
-    """Sends what is still to be written nowhere: the interpreter would fail on it at its end."""
+    """Discards unwritten output: the interpreter would fail on it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -336,7 +336,7 @@ def _sft(options: argparse.Namespace) -> int:
         config, run = _continued(config, own, path)
     if options.dry_run:
         check_out(own.get("out"), resume=run is not None)
-        if not config.create:  # what is created is checked then
+        if not config.create:  # a created model is checked then
             _, (rows, _) = check_supervised(config)
             deque(islice(rows, config.sft.steps * config.sft.rows_per_step), maxlen=0)
         print(dumps(config), end="")
@@ -575,7 +575,7 @@ def _recipes(options: argparse.Namespace) -> int:
 
 
 def _completion(options: argparse.Namespace) -> int:
-    """Print what makes a shell complete verbs, recipes and settings.
+    """Print the script that makes a shell complete verbs, recipes and settings.
 
     example: eval "$(lockstep completion bash)"   in ~/.bashrc; zsh alike, after compinit
              lockstep completion fish | source    in ~/.config/fish/config.fish
@@ -648,7 +648,7 @@ def _is_resume(own: Mapping[str, str]) -> bool:
 def _continued(config: T, own: Mapping[str, str], path: Path | None) -> tuple[T, Path]:
     """(config of the run to continue, its directory). path: its file of settings, if one was given.
 
-    Raises ConfigError if the settings differ from those that it began with.
+    Raises ConfigError if the settings differ from the run's first ones.
     """
     from lockstep.store.run import load_run
 
@@ -658,7 +658,7 @@ def _continued(config: T, own: Mapping[str, str], path: Path | None) -> tuple[T,
             "resume=true needs the run: lockstep train RUN resume=true, or out=RUN with the recipe."
         )
     stored, asked = load_run(where).config, to_dict(config)
-    # A run continues with any number of processes, anywhere: what it computes stays the same.
+    # A run continues with any number of processes, anywhere: its numbers stay the same.
     stored |= {name: asked[name] for name in ("parallel", "placement") if name in asked}
     if changed := differences(stored, asked):
         listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())
@@ -670,8 +670,8 @@ def _continued(config: T, own: Mapping[str, str], path: Path | None) -> tuple[T,
 
 
 def _resolved(make: Callable[[], T], settings: Sequence[str], cls: type[T]) -> T:
-    """A recipe's or file's config with the settings of the command line, which may be what makes it
-    right: it is checked with them."""
+    """A recipe's or file's config with the settings of the command line. It is checked only with
+    them, since it may need them to be valid."""
     try:
         return resolve(make(), settings)
     except ConfigError:
@@ -683,7 +683,7 @@ def _resolved(make: Callable[[], T], settings: Sequence[str], cls: type[T]) -> T
 
 
 def _find_recipe(target: str, settings: Sequence[str]) -> Any:
-    """A recipe's config. Other things that are called a recipe elsewhere are told from it."""
+    """A recipe's config. Each other thing that tools call a recipe has its own error."""
     from lockstep.recipes import configure
 
     suffix = Path(target).suffix
@@ -743,7 +743,7 @@ def _config_file(target: str | None) -> Path | None:
 
 
 def _split(settings: Sequence[str], verb: str, *allowed: str) -> tuple[list[str], dict[str, str]]:
-    """(settings of the config, the command's own). allowed: those that this verb takes."""
+    """(settings of the config, the command's own). allowed: own settings that this verb takes."""
     own = {k: v for k, eq, v in (s.partition("=") for s in settings) if eq and k in COMMAND_LINE}
     if extra := [k for k in own if k not in allowed]:
         raise ConfigError(f"lockstep {verb} takes no {extra[0]}=.")
@@ -795,7 +795,7 @@ def _import_plugins(names: Sequence[str]) -> None:
 
 
 def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: type[T]) -> int:
-    """--help: of the verb, or the settings of the target's config: all, or those of some sections.
+    """--help: of the verb, or the settings of the target's config: all, or some sections.
 
     The words after the target are settings, and names of sections.
     """
@@ -859,7 +859,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "recipes": _recipes,
     "completion": _completion,
 }
-"""Verb -> what it runs, whose docstring is its help. `cli.toml` has its arguments."""
+"""Verb -> its function. The docstring is the verb's help; `cli.toml` has its arguments."""
 
 
 def _arguments(verb: str) -> dict[str, dict[str, Any]]:
@@ -925,7 +925,7 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
 
 
 def _no_verb(words: Sequence[str]) -> str:
-    """The answer to a command line that does not begin with a verb; empty to one that does."""
+    """The answer to a command line without a verb at its beginning; else empty."""
     first = words[0] if words else "--help"
     if first in (*COMMANDS, "-h", "--help", "--version"):
         return ""

@@ -12,13 +12,13 @@ from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
 
 
 def script(shell: str) -> str:
-    """The script for bash, zsh or fish. It runs `lockstep completion SHELL WORD...`; the last word
-    is the one that is being typed."""
+    """The script for bash, zsh or fish. It runs `lockstep completion SHELL WORD...`; the user is
+    typing the last word."""
     return Path(__file__).with_suffix(f".{shell}").read_text("utf-8").rstrip("\n")
 
 
 def candidates(words: Sequence[str], flags: Mapping[str, Sequence[str]]) -> list[str]:
-    """The words that could stand in place of the last one; a blank ends those that are whole.
+    """Completions of the last word. A complete word ends with a blank.
 
     flags: verb -> its flags.
 

@@ -7,7 +7,7 @@ of the class name (`EmbeddedConfig` is `embedded`, `PPOClip` is `ppo_clip`):
 
     engine=embedded engine.max_num_sequences=32        {"type": "embedded", "max_num_sequences": 32}
 
-A field annotated `Mapping[str, T]` holds named entries, each of which is a `T`, a kind too:
+A field annotated `Mapping[str, T]` holds named entries. Each entry is a `T`, which may be a kind:
 
     task.parts.sums=arithmetic task.parts.sums.digits=3        task.weights.sums=0.5
 """
@@ -72,8 +72,8 @@ def resolve(config: T, overrides: Sequence[str]) -> T:
 
 
 def overlaid(config: T, tree: Mapping[str, Any]) -> T:
-    """`config` with the settings of a tree in the form of a file, in which a kind may be named by
-    its tag alone, and a path written with dots: {"engine": "vllm", "trainer.lr": 1e-6}.
+    """`config` with the settings of a tree, as a file holds them. A kind may be its tag alone, and
+    a path may be written with dots: {"engine": "vllm", "trainer.lr": 1e-6}.
 
     Raises ConfigError as `resolve` does.
     """
@@ -232,7 +232,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree: Any
         if path.suffix == ".json":
             tree = json.loads(text)
-            # JSON is YAML but for tabs, and YAML's reader knows the lines.
+            # JSON without tabs is YAML, and YAML's reader reports lines.
             _check_keys(_yaml_keys(cast(Any, yaml).compose(text.replace("\t", " "))))
         elif path.suffix == ".toml":  # its own reader refuses a key that is given twice
             if _LONG_PATH.search(text):  # which takes it quadratic time and memory
@@ -353,7 +353,7 @@ def check_numbers(
 
 def require(config: Any, where: str, **rules: tuple[bool, str]) -> None:
     """Raises ConfigError for the first rule that does not hold. where: as for `check_numbers`.
-    rules: setting -> (whether it is right, what it must be)."""
+    rules: setting -> (whether it holds, the text of the rule)."""
     for name, (holds, expected) in rules.items():
         if not holds:
             raise ConfigError(f"{where}{name}={getattr(config, name)!r} must be {expected}.")
@@ -436,7 +436,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' Did you mean x?' or a list of what is known, to end an error message with."""
+    """The end of an error message: ' Did you mean x?', or a list of the known names."""
     names = list(known)
     name = VALUES.get(name.lower(), name)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -444,7 +444,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class UnknownSettingError(ConfigError):
-    """No setting has the path `where`; `beside` are those that could stand there, the nearest
+    """No setting has the path `where`. `beside` lists the settings that it may have, the nearest
     first."""
 
     def __init__(self, beside: list[str], where: str = "") -> None:
@@ -500,7 +500,7 @@ def _with_field(
 
 def _with(annotation: Any, current: Any, keys: Sequence[str], text: str, path: str) -> Any:
     """The JSON value of `annotation` with `text` at `keys` below it, or in its place without keys.
-    current: the value so far; None is none."""
+    current: the value so far, if any."""
     kinds, nested = choices(annotation), _dataclass_of(annotation, current)
     below = cast(Mapping[str, Any], current if isinstance(current, Mapping) else {})
     here = path.removesuffix("." + ".".join(keys))
@@ -696,7 +696,7 @@ def _union(annotation: Any) -> tuple[Any, ...]:
 
 
 def _no_check(config: object) -> None:
-    """In place of a `__post_init__`."""
+    """Replaces a `__post_init__` and checks nothing."""
 
 
 def _reachable(cls: type) -> set[type]:
@@ -746,7 +746,7 @@ def _class(value: object) -> type:
 
 
 def _subclasses(cls: type) -> list[type]:
-    """All below it, but for those that are bases alone: their names begin with an underscore."""
+    """All subclasses, except abstract bases: their names begin with an underscore."""
     out: list[type] = []
     for sub in cls.__subclasses__():
         out += [*([] if sub.__name__.startswith("_") else [sub]), *_subclasses(sub)]

@@ -148,7 +148,7 @@ def read_tools(source: object, *, where: str = "tools") -> tuple[ToolSchema, ...
 
 
 def entries_of(source: object, *, where: str, of: str) -> list[Any]:
-    """The entries of a list, of which the whole or each may be JSON text."""
+    """The entries of a list. The list or an entry may be JSON text."""
     found = _parsed(source, where)
     if not isinstance(found, Sequence) or isinstance(found, str | bytes):
         raise DataError(f"{where} must be a list of {of}, found {type(found).__name__}.")

@@ -1,5 +1,5 @@
-"""Tables and curves as HTML and SVG, with which results show themselves in a notebook. They need no
-package and no network, and take the colours of the page around them."""
+"""Tables and curves as HTML and SVG, for results in a notebook. They need no package and no
+network, and take the colours of the page around them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 22
 COLOURS = ("#2f8fd0", "#e07a2f", "#22a079", "#b8629b", "#a5871d", "#6f7a86")
 """Series of a chart: readable on white and on black."""
 NUM_SMOOTHED = 20
-"""Points from which on a curve is drawn as a running mean, over a tenth of them, and faintly as it
-is."""
+"""Number of points above which a curve is drawn as a running mean over a tenth of them, with the
+raw curve faintly behind it."""
 
 Series = tuple[Sequence[float], Sequence[float]]
 """(steps, values)."""

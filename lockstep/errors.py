@@ -1,8 +1,8 @@
 """The error tree.
 
 Every error of Lockstep derives from `LockstepError`, so one `except` catches them all, and also
-from the standard type that fits, so that code which does not know Lockstep still does the right
-thing. A message says what was expected, what was found, where, and what to do next.
+from the standard type that fits, so that code without Lockstep's types still does the right
+thing. A message names the expected value, the found value, the place and the next step.
 
     LockstepError
       ConfigError        (ValueError)    a setting is unknown, mistyped or contradicts another
@@ -13,7 +13,7 @@ thing. A message says what was expected, what was found, where, and what to do n
       RoutingReplayError (ValueError)    routes are missing, misshapen or of another model
       RendererError      (ValueError)    a dialogue cannot be written with this tokenizer
       CheckpointError    (ValueError)    weights are missing, misshapen, torn or of another model
-      EngineError        (RuntimeError)  the engine cannot do, or did not do, what was asked
+      EngineError        (RuntimeError)  the engine could not carry out a request
       CapabilityError    (EngineError)   the engine lacks something that the request needs
       EngineDownError    (EngineError)   the engine is gone, frozen or sends nonsense
       ServerUnreachableError (EngineDownError)  its server is down, or the connection was lost
@@ -119,7 +119,7 @@ class ServerSilentError(EngineDownError):
 
 
 class ServerRefusedError(EngineError):
-    """The server of an engine answered with an error. Repeats what it said."""
+    """The server of an engine answered with an error. The message repeats the server's text."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -217,8 +217,8 @@ class MissingExtraError(LockstepError, ImportError):
 
 
 def printable(text: str) -> str:
-    """Foreign text (of a dump, a model, a program) that is safe to show on a terminal: invisible
-    characters, such as those that move the cursor, are written as escapes.
+    """Makes foreign text (of a dump, a model, a program) safe for a terminal: invisible characters,
+    such as cursor movements, become escapes.
 
     >>> printable("all\\x1b[31m good")
     'all\\\\x1b[31m good'
@@ -250,14 +250,14 @@ def shortened(value: object) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether a file could not be written for want of room: Python's, Rust's and Arrow's errors
-    alike have the system's words."""
+    """True if a file could not be written because the disk is full. Errors of Python, Rust and Arrow
+    all contain the system's words."""
     text = str(error)
     return any(words in text for words in ("No space left on device", "Disk quota exceeded"))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error is Python's or torch's for want of memory, of a CPU or a GPU."""
+    """True if the error is Python's or torch's out-of-memory error, on CPU or GPU."""
     is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, LockstepError)
     text = str(error).lower() if is_of_torch else ""
     return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text

@@ -26,9 +26,9 @@ COMMAND_LINE = ("out", "from", "resume", "method")
 
 
 def hint(key: str, text: str, paths: Iterable[str]) -> str:
-    """' Did you mean x?', to end a message about an unknown setting with; a list without a guess.
+    """End of a message about an unknown setting: ' Did you mean x?', or a list without a guess.
 
-    text: the value that was given; "" if the setting stands in a file. paths: the known settings.
+    text: the value that was given; "" if the setting comes from a file. paths: the known settings.
 
     >>> hint("learning_rate", "1e-5", ["steps", "trainer.lr"])
     " Did you mean 'trainer.lr=1e-5'?"

@@ -90,8 +90,8 @@ class MemoryPlan:
         )
 
     def cache_room(self, num_bytes: int, *, takes_turns: bool) -> int:
-        """Bytes of the GPU that are left for keys and values, where so many are free. takes_turns:
-        the cache is given back before each update."""
+        """Bytes of the GPU left for keys and values, out of the free bytes. takes_turns: the cache
+        is given back before each update."""
         away = (KV_CACHE, *STEP_PARTS) if takes_turns else (KV_CACHE,)
         others = sum(size for name, size in self.parts.items() if name not in away)
         return int(GPU_SHARE * num_bytes) - others
@@ -121,7 +121,7 @@ class MemoryPlan:
             f"{who} is predicted to need {_gib(sum(parts.values()))} GiB"
             f"{' of the host' if is_host else ''} at its peak, and there are {_gib(num_bytes)} GiB "
             f"({source}). The largest parts: {'; '.join(largest[:3])}. {ways()} If the prediction "
-            "is wrong for you, memory_limit_gib=N replaces what it is compared with."
+            "is wrong for you, memory_limit_gib=N sets the limit."
         )
 
 
@@ -140,7 +140,7 @@ class PlanFacts:
     teachers: tuple[ModelConfig, ...] = ()
     """Teachers in this process, each of them whole."""
     compares_vocabulary: bool = False
-    """Whether an update compares its own distribution with a teacher's (distill.signal=full)."""
+    """True if an update compares its own distribution with a teacher's (distill.signal=full)."""
     lora: LoraShape | None = None
     num_adapters: int = 1
     """Policies over the model, each with an adapter of this shape."""
@@ -151,7 +151,7 @@ class PlanFacts:
     sequence: int = 1
     """Ranks that share the tokens of a micro-batch."""
     is_sharded: bool = False
-    """Whether weights, gradients and optimizer state are divided over the ranks."""
+    """True if weights, gradients and optimizer state are divided over the ranks."""
 
     @property
     def a(self) -> int:
@@ -172,8 +172,8 @@ class PlanFacts:
         return math.ceil(num_bytes / self.num_ranks) if self.is_sharded else num_bytes
 
     def weight_bytes(self, shapes: Shapes) -> int:
-        """With sharding, also the blocks that are gathered at one time: a block and the next, each
-        with its gradient, and the parameters outside of blocks."""
+        """Includes, with sharding, the blocks that are gathered at one time: a block and the next,
+        each with its gradient, and the parameters outside of blocks."""
         size = self.sharded(num_elements(shapes) * self.a)
         if not self.is_sharded:
             return size
@@ -333,14 +333,14 @@ def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:
         cache += c.linear.cache_bytes(num_running=count, num_kept=kept, item=facts.a)
     packed = 0
     if facts.is_invariant and facts.device == "cpu":
-        # In MKL's layout; a bfloat16 weight is also held in float32, which MKL reads beside it.
+        # A copy in MKL's layout; a bfloat16 weight is also kept in float32, since MKL reads both.
         packed = num_elements(decoder_shapes(c)) * (4 if facts.dtype == "float32" else 8)
     if engine.replicas:
         each = PROCESS_BYTES[facts.device] + weights + cache + packed
         count = math.ceil(engine.replicas / facts.num_ranks)
         return {"engines in processes of their own": count * each + weights}
     return {
-        # With share_device the cache is given back before an update.
+        # share_device gives the cache back before an update.
         KV_CACHE: 0 if engine.share_device else cache,
         "packed weights of the contract": packed,
         "the engine's copy of the weights": weights if facts.is_sharded else 0,
@@ -395,7 +395,7 @@ def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) ->
     if a < 4:
         attention += 2 * K * a  # the rotations in the compute dtype
     if c.has_output_gate:
-        attention += 8 * H * K  # the gate's sigmoid, and what it has scaled
+        attention += 8 * H * K  # the gate's sigmoid, and the scaled outputs
     if (at := c.latent) is not None:
         if is_invariant:
             # Queries and what attention returns, before and after their products by head.

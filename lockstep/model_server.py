@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PART_SECONDS = 10.0
-"""Interval in which finished sessions are written that no client waits for, as one part."""
+"""Finished sessions that no client waits for are written at this interval, as one part."""
 GATHER_SECONDS = 0.2
 """Seconds that a client who finished its session waits for others, to write one part for all."""
 
@@ -213,9 +213,8 @@ def _check_bases(served: Served) -> None:
         )
     if not isinstance(config.engine, EmbeddedConfig) or config.engine.replicas:
         raise ConfigError(
-            "api=agents,tinker needs engine=embedded without replicas: on other engines the "
-            "weights of a whole model that is trained take the place of those that agents sample. "
-            "Start a server for each API."
+            "api=agents,tinker needs engine=embedded without replicas: on other engines, training "
+            "a whole model replaces the weights that agents sample. Start a server for each API."
         )
 
 
@@ -323,7 +322,7 @@ def _stop_on_sigint(note: Callable[[str], None]) -> asyncio.Event:
         with contextlib.suppress(RuntimeError):  # the loop is closed: everything is stored
             loop.call_soon_threadsafe(stop.set)
 
-    # Not loop.add_signal_handler, which ends with the loop: a late Ctrl-C would end the process.
+    # loop.add_signal_handler would end with the loop: a late Ctrl-C would end the process.
     signal.signal(signal.SIGINT, hear)
     return stop
 

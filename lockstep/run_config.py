@@ -80,14 +80,14 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Checks that a run makes of what it samples and trains, and its reaction to what they find."""
+    """Checks of the sampled and trained rows of a run, and the reaction to a finding."""
 
     rows: int = 16
     """Rows of each step to check, whole groups, other tasks in turn; 0 checks none. Only checks
     that need no model are made; they take milliseconds."""
     on_critical: Literal["note", "stop"] = "note"
-    """stop: end the run with a checkpoint at the first step in which a cause is found or
-    max(|k1|, k2, k3) is above 0.1. note: report it and continue."""
+    """stop: end the run with a checkpoint as soon as a step has a cause or max(|k1|, k2, k3) above
+    0.1. note: report it and continue."""
     health: bool = True
     """Say at each step what silently eats the learning: cut or failed episodes, tools that always
     fail or that nobody calls, groups without a signal, a learning rate far from the usual. The same
@@ -102,23 +102,23 @@ class SignalConfig:
     """Groups that teach: which tasks a step draws, and which episodes it trains."""
 
     max_extra_tasks: int = 0
-    """Tasks that a step may draw beyond groups_per_step, in place of those whose episodes all have
-    one reward and teach nothing (dynamic sampling of DAPO, Yu et al. 2025). Where they do not
+    """Tasks that a step may draw beyond groups_per_step. They replace tasks whose episodes all have
+    the same reward and so teach nothing (dynamic sampling of DAPO, Yu et al. 2025). If they do not
     suffice, the step trains the groups without a signal too. 0 replaces none."""
     on_shortage: Literal["train", "stop"] = "train"
     """stop: end the run with a checkpoint after a step that has used all its extra tasks and still
     has groups without a signal. train: report it and continue."""
     order: Literal["stream", "expected"] = "stream"
-    """stream: tasks as they come. expected: tasks by chance in proportion to their expected signal,
-    the share of their groups so far in which rewards differed; others wait for the next epoch."""
+    """stream: tasks as they come. expected: tasks are drawn in proportion to their expected signal,
+    the share of their past groups with differing rewards; the others wait for the next epoch."""
     candidates: int = 4
     """Tasks of the stream for each that is drawn with order=expected."""
     over_long: Literal["train", "drop"] = "train"
     """Treatment of an episode that a budget cut off: train on it, or leave it out once it has
     counted in its group's baseline (overlong filtering of DAPO)."""
     length_penalty_tokens: int = 0
-    """Tokens before max_tokens over which a training episode's reward falls by up to 1, in
-    proportion (soft overlong punishment of DAPO). 0 subtracts nothing."""
+    """Width in tokens of the penalty zone before max_tokens. Within it, the reward of a training
+    episode falls linearly by up to 1 (soft overlong punishment of DAPO). 0 subtracts nothing."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "signal.", "max_extra_tasks", "length_penalty_tokens", least=0)
@@ -158,8 +158,8 @@ class ModelChoice:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; auto takes a GPU if there is one."""
     memory_limit_gib: float = 0.0
-    """GiB of the device's memory that the run may take; one whose predicted peak is larger is
-    refused at start. 0 is what the device has free."""
+    """GiB of the device's memory that the run may take. A run with a larger predicted peak is
+    refused at start. 0 takes the memory that is free on the device."""
     renderer: RendererConfig | None = None
     """How dialogues become tokens; none takes what the model was trained with: its renderer.json,
     or the format of its architecture."""
@@ -180,7 +180,7 @@ class ModelChoice:
 
     @property
     def compute_dtype(self) -> ComputeDtype:
-        """The setting `dtype`, or what it is by default on this device."""
+        """The setting `dtype`, or this device's default."""
         return DEFAULT_DTYPES[self.expected_device] if self.dtype == "auto" else self.dtype
 
     def __post_init__(self) -> None:
@@ -236,7 +236,7 @@ class Config(ModelChoice):
     engine: EngineConfig = field(default_factory=EmbeddedConfig)
     """Engine that samples."""
     placement: PlacementConfig = field(default_factory=LocalPlacement)
-    """Machines on which the processes of the run are started."""
+    """Machines that run the processes of the run."""
     sync: SyncConfig = field(default_factory=SyncConfig)
     """How the engine gets the trainer's weights, and how that it did is verified."""
     advantage: AdvantageConfig = field(default_factory=GRPO)
@@ -271,7 +271,7 @@ class Config(ModelChoice):
 
     @property
     def chosen_correction(self) -> Correction:
-        """The setting `correction`, or what it is by default with this engine."""
+        """The setting `correction`, or this engine's default."""
         if self.correction is not None:
             return self.correction
         return Correction.bypass() if self.is_in_step else Correction.mis()
@@ -283,8 +283,8 @@ class Config(ModelChoice):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the sampler is the trainer's own decoder, in its dtype and with its weights: the
-        two then differ in their ops at most."""
+        """True if the sampler is the trainer's own decoder, with its dtype and weights. Then the two
+        can differ only in their ops."""
         engine = self.engine
         is_own = isinstance(engine, EmbeddedConfig) and engine.dtype in ("same", self.compute_dtype)
         return is_own and not self.max_staleness
@@ -456,7 +456,7 @@ class SupervisedConfig(ModelChoice):
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     """Tests on held-out rows."""
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=100))
-    """How often a checkpoint is saved, from which resume=true continues."""
+    """How often a checkpoint is saved. resume=true continues from the newest."""
     create: Literal["", "gpt_oss", "qwen3", "qwen3_next"] = ""
     """Begin with a tiny model of this architecture, random weights and a tokenizer made for the
     dialogues, in place of `model`."""

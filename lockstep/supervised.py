@@ -1,6 +1,6 @@
 """Supervised training: from dialogues to a checkpoint in Hugging Face's form.
 
-A run directory like that of `lockstep train`: config.json, metrics.jsonl, checkpoints, and the
+The run directory has the form of `lockstep train`: config.json, metrics.jsonl, checkpoints, and the
 model under `model/`, ready for `lockstep train model=RUN/model`; with lora, the adapter under
 `adapter/`, ready for `lora.path=RUN/adapter`.
 """

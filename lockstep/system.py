@@ -56,7 +56,7 @@ def limit_process(**limits: int) -> None:
 
 @contextlib.contextmanager
 def bounded_memory(num_bytes: int) -> Iterator[None]:
-    """Within it, this process may take so many bytes more; then MemoryError. On Linux alone."""
+    """Limits the memory that this process may add to `num_bytes`; beyond it: MemoryError. Linux."""
     statm = Path("/proc/self/statm")
     if resource is None or not statm.exists():
         yield

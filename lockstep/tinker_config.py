@@ -32,12 +32,12 @@ class TinkerConfig:
     """Seconds without a sign of life (clients send one every 10 s) until a session counts as gone:
     its models and samplers are unloaded, its checkpoints stay."""
     state_seconds: float = 60.0
-    """Seconds of a model's work after which its next update saves its state. A restart repeats at
-    most about as much."""
+    """Seconds of a model's work between saves of its state. An update saves when they have passed,
+    so a restart repeats about that much at most."""
     result_seconds: float = 3600.0
     """Seconds that a result is kept after it was fetched."""
     sampler_seconds: float = 86400.0
-    """Seconds without a request after which the weights of an unnamed sampler are deleted."""
+    """Seconds without a request until the weights of an unnamed sampler are deleted."""
     missing_seconds: float = 330.0
     """Seconds that a model waits for a request that never came while later ones are there. Clients
     send a request again for 300 s; then they give it up and go on with the next."""
@@ -46,16 +46,16 @@ class TinkerConfig:
     connection after 45 s."""
     provenance: Literal["refuse", "refuse_changed", "warn", "off"] = "refuse"
     """Datums that a policy loss (importance_sampling, ppo, cispo, dro, gspo) may train. refuse:
-    those that this server drew, with ids, order, place and log-probs as they were. refuse_changed:
-    also those that were sampled elsewhere, or too long ago; refused is what was drawn here and
+    only datums drawn by this server, with unchanged ids, order, place and log-probs.
+    refuse_changed: also datums sampled elsewhere or too long ago, but none that was drawn here and
     changed since. warn: all, with a warning. off: all, and nothing is compared. A token without an
     advantage is not trained, so it may be anything. Other losses, as in distillation or supervised
-    training, take any datum whose spans are right; passes that are forward only take every one."""
+    training, take any datum with correct spans. Forward-only passes take every datum."""
     stable_reinforce: Literal["refuse", "importance_sampling"] = "refuse"
     """Treatment of the loss stable_reinforce, whose formula is not published: refuse it, or compute
     importance_sampling in its place, for programs that cannot choose another one."""
     drawn_seconds: float = 86400.0
-    """Seconds that the server remembers what it drew, at most until the session ends."""
+    """Seconds that the server remembers its draws, at most until the session ends."""
     max_pending_samples: int = 4096
     """Requests for samples that wait or run at a time; further ones are answered with 429, and the
     clients wait."""

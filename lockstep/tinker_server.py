@@ -53,7 +53,7 @@ class OpenedBase:
 
 
 def check_engine(config: ServeConfig) -> None:
-    """Raises ConfigError for settings with which the engine could not sample what is trained."""
+    """Raises ConfigError if the engine could not sample the trained weights with these settings."""
     engine = config.engine
     for holds, text in (
         (not config.fallback, "fallback=true: only the decoder is trained. Leave it out"),

@@ -59,7 +59,7 @@ TOKEN_KINDS = ("text", "control")
 
 
 def route_dtype(num_experts: int) -> np.dtype[Any]:
-    """The dtype that holds ids of so many experts."""
+    """The smallest dtype that holds the ids of `num_experts` experts."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.int16)
 
 
@@ -105,19 +105,19 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int] | npt.NDArray[Any]]) -> Ragged:
-        """From one list of values per token. Raises TokenError for a value that is no id."""
+        """Makes a column from one list of ids per token. Raises TokenError for an invalid id."""
         flat = np.concatenate([np.empty(0, np.int64), *(np.asarray(r, np.int64) for r in rows)])
         return cls.of_sizes(frozen_ids(flat, where="ragged values"), [len(r) for r in rows])
 
     @classmethod
     def of_rows(cls, rows: Sequence[Int32Array]) -> Ragged:
-        """From one array per token, whose values may be packed (`pack_support`)."""
+        """Makes a column from one array per token. Values may be packed (`pack_support`)."""
         values = np.concatenate([np.empty(0, np.int32), *rows])
         return cls.of_sizes(values, [len(row) for row in rows])
 
     @classmethod
     def of_sizes(cls, values: Int32Array, sizes: Sequence[int] | npt.NDArray[Any]) -> Ragged:
-        """From all values, and the number of them that each token has."""
+        """Makes a column from the concatenated values and the number of values per token."""
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
         return cls(values, offsets)
@@ -226,7 +226,7 @@ def plain_json(value: Any, where: str) -> Any:
 
 
 def _make_plain(owner: object, where: str, *names: str) -> None:
-    """Makes these fields of a frozen object plain text. Raises DataError for what is not text."""
+    """Makes these fields of a frozen object plain text. Raises DataError for a value that is not text."""
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, str):
@@ -483,7 +483,7 @@ def listed_ids(support: Ragged) -> Int32Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Settings by which one request draws its tokens."""
+    """Sampling settings of one request."""
 
     max_tokens: int
     """Largest number of tokens to sample, the stop token included."""
@@ -531,12 +531,12 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from only a part of the vocabulary."""
+        """True if tokens are drawn from only a part of the vocabulary."""
         return self.temperature > 0 and (self.is_filtered or bool(self.grammar))
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-p or top-k is on."""
+        """True if top-p or top-k is on."""
         return self.top_p < 1 or self.top_k > 0
 
 
@@ -653,8 +653,8 @@ class Segment:
     """[layers, active]: routes of the parent's last id, which was read with this segment's prompt.
     None if the parent has them, or they were not captured."""
     support: Ragged | None = None
-    """Ids that each id was drawn from and over which `logprobs` are normalised; an empty entry is
-    the whole vocabulary. None if nothing was cut, or the support was not recorded."""
+    """Per id, the ids that it was drawn from; `logprobs` are normalised over them. An empty entry
+    means the whole vocabulary. None if nothing was cut, or the support was not recorded."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -662,7 +662,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
-    """The form of a per-token column, by which it is packed, sharded and stored."""
+    """Layout of a per-token column. Packing, sharding and storage follow it."""
 
     dtype: str
     fill: float | int | None = None
@@ -671,10 +671,10 @@ class ColumnSpec:
     trailing_shape: Sequence[int | str] = ()
     """Shape of one token's entry. A name is a size of the model, equal for all rows of a batch."""
     is_ragged: bool = False
-    """Whether tokens have varying numbers of values: a `Ragged` instead of an array."""
+    """True if tokens have varying numbers of values: the column is a `Ragged`, not an array."""
     is_of_inputs: bool = False
-    """Whether it describes how a token is read, not how it was predicted: it belongs to every token
-    fed to the model, not to the trained ones."""
+    """True if the column describes how a token is read, not how it was predicted. Then every token
+    fed to the model has an entry, not only the trained tokens."""
 
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -743,7 +743,7 @@ class Sample:
 
     @property
     def leaf(self) -> int:
-        """The leaf of the trajectory at which this row ends."""
+        """Index of the trajectory's leaf that ends this row."""
         return int(self.id.rpartition("/")[2])
 
     def set(self, name: str, column: npt.NDArray[Any] | Ragged) -> None:
@@ -1126,15 +1126,15 @@ class Trajectory:
         found = f"{where}: the engine returned the routes of {len(routes)} positions from "
         if routes_from > known:
             raise RoutingReplayError(
-                f"{found}{routes_from} on, and the path has those up to {known} only: positions "
+                f"{found}{routes_from} on, but the path has routes only up to {known}: positions "
                 f"{known} to {routes_from - 1} would have none. Ask with routes_from="
                 "Trajectory.num_routed(parent)."
             )
         if routes_from + len(routes) != end:
             raise RoutingReplayError(
                 f"{found}{routes_from} on; expected {end - routes_from}: {num_prompt} prompt ids "
-                f"and {num_ids} sampled ones, of which the last is not read. Did the engine leave "
-                "out what it found in its prefix cache, or the boundary to the turn before?"
+                f"and {num_ids} sampled ones; the last id is not read. Did the engine leave out "
+                "prompt ids from its prefix cache, or the boundary to the turn before?"
             )
         above = (self.segments[i].routed_experts for i in self.path(parent))
         other = next((r.shape[1:] for r in above if r is not None), routes.shape[1:])
@@ -1148,7 +1148,7 @@ class Trajectory:
         self, parent: int, routes: Routes, routes_from: int
     ) -> tuple[Routes, Routes | None]:
         """Gives the segments of the path to `parent` the routes that they lack. Returns the routes
-        of the segment to come, and those of its parent's last id."""
+        of the next segment, and the routes of its parent's last id."""
         routes = routes.copy()
         routes.setflags(write=False)
         at, end = self.num_routed(parent), 0
@@ -1287,8 +1287,8 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards of a seat of the run's policy differ: a group baseline then tells
-        good from bad."""
+        """True if rewards differ within a seat of the run's policy. Only then does a group baseline
+        separate good episodes from bad ones."""
         for part in self.by_seat():
             scored = [t for t in part.trajectories if t.status != "failed" and t.rewards]
             if len({t.reward for t in scored if not t.policy}) > 1:
@@ -1296,9 +1296,9 @@ class Group:
         return False
 
     def by_seat(self) -> list[Group]:
-        """The groups in which like is compared with like, never a seat with its opponent: those of
-        each seat over the matches of the task. Where a match has several players of one seat, they
-        had one opponent, and are a group of their own.
+        """Groups for the baseline: one per seat over all matches of the task, so that no seat is
+        compared with its opponent. Several players of one seat in a match had the same opponent;
+        they form a group of their own.
 
         >>> def played(id, seat):
         ...     return Trajectory(id=id, seat=seat)

@@ -107,12 +107,12 @@ def export(
     private: bool = False,
 ) -> Export:
     """Writes a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form, with a
-    model card, and uploads it if `hub` says where.
+    model card. With `hub` it is also uploaded.
 
-    directory: with `hub` it may be None: RUN/hub/CHECKPOINT, and an export that is whole there is
-    uploaded as it is. merged: the model with the adapter in its weights. hub: ORG/NAME, or NAME.
-    private: whether a repository that does not exist yet is made private. Raises RunError if the
-    hub refuses or cannot be reached; what was written stays.
+    directory: with `hub` it may be None: RUN/hub/CHECKPOINT. A complete export there is uploaded as
+    it is. merged: the model with the adapter in its weights. hub: ORG/NAME, or NAME. private: makes
+    a new repository private. Raises RunError if the hub refuses or cannot be reached; the written
+    files stay.
     """
     path, step = split_address(run)
     if hub:
@@ -133,7 +133,7 @@ def export(
 
 
 def list_recipes() -> list[dict[str, str]]:
-    """Every recipe: the verb that takes it, its name, and what it trains."""
+    """Every recipe: its verb, its name, and a description of the training."""
     from lockstep.recipes.registry import RECIPES, SUPERVISED_RECIPES
 
     return [

@@ -22,8 +22,8 @@ class AdapterEngine(Engine):
     """
 
     def __init__(self, engine: Engine, name: str, adapted: Any = None) -> None:
-        """adapted: the decoder in training, for an engine in this process; None for one that reads
-        directories in PEFT's form."""
+        """adapted: the decoder in training, for an engine in this process; None for an engine that
+        reads directories in PEFT's form."""
         self._engine, self._name, self._adapted = engine, name, adapted
         self._version, self._is_loaded = 0, False
 
@@ -84,7 +84,7 @@ class AdapterEngine(Engine):
         return CapabilityError(f"{what}: engine {name} samples for others beside {self._name}.")
 
     def take_metrics(self) -> dict[str, float]:
-        """Events of the whole engine since any of those who share it asked."""
+        """Events of the whole engine since the last call by any of its users."""
         return self._engine.take_metrics()
 
     async def check_lease(self) -> None:

@@ -48,7 +48,7 @@ class Capabilities:
     max_tokens: int
     """Longest prompt plus reply."""
     distributions: tuple[Distribution, ...]
-    """Distributions under which the engine can record log-probs."""
+    """Distributions that the engine can record log-probs of."""
     has_stop_strings: bool = False
     has_prefix_cache: bool = False
     has_seeds: bool = False
@@ -79,7 +79,7 @@ class Capabilities:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the engine runs the trainer's own parameters: a sync is a version number."""
+        """True if the engine runs the trainer's own parameters: a sync only sets a version."""
         return "shared" in self.weight_sources
 
 
@@ -179,7 +179,7 @@ class Engine(Protocol):
         """Takes new weights, in one of the forms of `Capabilities.weight_sources`.
 
         Tensors are produced one by one, in order, and may be views of the trainer's memory: an
-        engine copies what it keeps. A directory exists until the next version has been taken. The
+        engine copies a tensor to keep it. A directory exists until the next version is taken. The
         version may be any number, also negative or lower than the last.
         Running requests end their segment with finish_reason "weight_update" and continue under
         the new version. Cached prefixes are dropped.
@@ -198,12 +198,12 @@ class Engine(Protocol):
     # -- optional: what an engine may add ---------------------------------------------------------
 
     async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
-        """Takes an adapter that requests may name, or new tensors of one that it has: a directory
-        in PEFT's form, or, for an engine in this process, a decoder with an adapter.
+        """Loads an adapter that requests may name, or new tensors of a loaded one. The source is a
+        directory in PEFT's form or, for an engine in this process, a decoder with an adapter.
 
         Running requests of the name end their segment with finish_reason "weight_update" and
-        continue under the new version, which is the adapter's own; its cached prefixes are dropped.
-        Other requests do not notice.
+        continue under the new version, which is the adapter's own. Its cached prefixes are dropped.
+        Other requests are unaffected.
         """
         raise CapabilityError(
             f"load_adapter: engine {self.capabilities.name} takes no adapter by name."

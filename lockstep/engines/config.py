@@ -13,8 +13,8 @@ from lockstep.launch.config import share_of
 CPU_CACHE_TOKENS, CPU_SEQUENCES = 65536, 64
 """Sizes of an engine on a CPU, where a step of 64 requests costs little more than one of 1."""
 GPU_SEQUENCES = (64, 256)
-"""Least and most of an engine on a GPU; in between, as many of the longest episodes as its cache
-holds. Guesses until measured."""
+"""Least and most of an engine on a GPU. In between: the number of longest episodes that fit its
+cache. Guesses until measured."""
 GPU_SHARE = 0.9
 """Share of a GPU's free memory that is planned for; the rest is for fragments of torch's allocator
 and workspaces of libraries. A guess until measured."""
@@ -69,7 +69,7 @@ class EngineConfig:
     of several."""
 
     can_record_routes: ClassVar[bool] = False
-    """Whether the engine can return the experts that the tokens of a mixture went to."""
+    """True if the engine can return the experts of each token of a mixture."""
 
     share_device: bool = False
     """Engine and trainer take turns on one device: the engine frees the memory of its keys and
@@ -84,7 +84,8 @@ class EngineConfig:
 
     @property
     def is_pool(self) -> bool:
-        """Whether a pool serves the requests: there are several replicas, or one that restarts."""
+        """True if a pool serves the requests: several replicas, or a single replica with
+        restarts."""
         return len(self.replica_configs()) > 1
 
     @property
@@ -116,16 +117,16 @@ class EmbeddedConfig(EngineConfig):
     """Dtype of the sampler; same is the trainer's. Another one samples from a copy of the weights,
     cast at every sync: the contract is then off, and the gap is measured."""
     max_num_sequences: int = 0
-    """Requests that run at the same time; more wait. 0 is 64 on a CPU; on a GPU 64 to 256, as many
-    of the longest episodes as kv_cache_tokens holds, and fewer in a model with linear attention,
-    where each has its states."""
+    """Requests that run at the same time; more wait. 0 is 64 on a CPU. On a GPU it is the number of
+    longest episodes that fit kv_cache_tokens, 64 to 256; fewer in a model with linear attention,
+    where each request also has states."""
     max_step_tokens: int = 2048
     """Most tokens that one step computes. Longer prompts are prefilled in chunks beside the sampled
     tokens, so that a long prompt never blocks the other requests."""
     kv_cache_tokens: int = 0
-    """Tokens whose keys and values are held: those of running requests, then cached prefixes. Bytes
+    """Tokens whose keys and values are held: running requests first, then cached prefixes. Bytes
     = tokens x 2 x layers x key heads x head width x bytes of the dtype. 0 is 65536 on a CPU; on a
-    GPU what the plan of its memory leaves, up to agent.max_in_flight episodes of max_tokens."""
+    GPU the rest of its memory plan, up to agent.max_in_flight episodes of max_tokens."""
     page_size: int = 128
     """Tokens per page of the cache."""
     prefix_cache: bool = True
@@ -182,10 +183,10 @@ class EmbeddedConfig(EngineConfig):
         longest: int = 1,
         most_tokens: int | None = None,
     ) -> EmbeddedConfig:
-        """These settings with numbers in place of 0. room: bytes of a GPU for keys and values; None
-        is a CPU. token_bytes: those of one token. sequence_bytes: states of a request that runs, in
-        layers of linear attention. longest: tokens of the longest episode, which the cache holds in
-        any case. most_tokens: more are of no use.
+        """These settings with numbers in place of 0. room: bytes of a GPU for keys and values;
+        None: a CPU. token_bytes: cached bytes per token. sequence_bytes: bytes of a running
+        request's states in layers of linear attention. longest: tokens of the longest episode,
+        which always fits the cache. most_tokens: upper limit.
 
         >>> EmbeddedConfig().sized(32 << 30, token_bytes=147456, longest=4096).kv_cache_tokens
         232960
@@ -226,7 +227,7 @@ class ServedConfig(EngineConfig):
     start_seconds: float = 600.0
     """Longest wait for the first answer of a server."""
     request_seconds: float = 600.0
-    """Time without a byte after which the server of a request counts as frozen."""
+    """A server counts as frozen if a request gets no byte for this time."""
     api_key_env: str = ""
     """Environment variable with the servers' key; the key itself is never stored."""
     take_over: bool = False
@@ -258,7 +259,7 @@ class ServedConfig(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig(ServedConfig):
-    """SGLang, on servers that are up (docs/engines.md, also for what has run on a GPU)."""
+    """SGLang, on running servers. docs/engines.md lists the tests on a GPU."""
 
     TAG: ClassVar[str] = "sglang"
     can_record_routes: ClassVar[bool] = True

@@ -1,7 +1,7 @@
 """Grammars of replies: which ids may come next, by llguidance.
 
-A grammar is text in llguidance's dialect of Lark. `<[7]>` stands for token 7; everything else is
-matched on the bytes of text tokens, in any spelling, and never on a control token's name.
+A grammar is text in llguidance's dialect of Lark. `<[7]>` means token 7. Everything else is matched
+on the bytes of text tokens, in any spelling, and never on a control token's name.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def _llguidance() -> Any:
 
 
 def grammar_problem(grammar: str) -> str:
-    """Explains what is wrong with a grammar; empty if nothing is. Raises MissingExtraError."""
+    """Error in a grammar, in words; empty if there is none. Raises MissingExtraError."""
     return _llguidance().LLMatcher.validate_grammar(grammar, None)
 
 
 class Vocabulary:
     """The tokens that grammars are matched on.
 
-    token_bytes: of each id, a control token's name. control_ids: those that no text may spell; ids
-    without bytes and the padding up to `vocab_size` count among them.
+    token_bytes: bytes of each id; for a control token its name. control_ids: ids that no text may
+    spell, including ids without bytes and the padding up to `vocab_size`.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ is started by its file name, without the package.
     python guard.py ASKING_PROCESS_ID COMMAND [ARGUMENT ...]
 
 It leads a session, so that the server and its processes are one group. The group is killed when
-this process is told to end, when the server ends, and when the process that asked is gone. Standard
-output and error are the server's log.
+this process gets a signal to end, when the server ends, and when the asking process is gone.
+Standard output and error are the server's log.
 """
 
 import contextlib

@@ -52,7 +52,7 @@ class HttpClient:
     """Requests to one server, from any event loop: each has a connection of its own.
 
     name: of the engine, for messages. how_started: command that starts such a server, for messages.
-    request_seconds: time without a byte after which the server counts as frozen. max_connections:
+    request_seconds: the server counts as frozen after this time without a byte. max_connections:
     0 has no limit, because a server queues better than a client.
     """
 
@@ -96,8 +96,8 @@ class HttpClient:
         return await self._call("GET", path, None)
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """The JSON of each server-sent event. Closing the iterator closes the connection, at which
-        servers end the request. Raises ServerUnreachableError if it breaks off before [DONE].
+        """The JSON of each server-sent event. Closing the iterator closes the connection, and the
+        server ends the request. Raises ServerUnreachableError if it breaks off before [DONE].
         """
         where = self._where("POST", path)
         async with self._answer("POST", path, body) as answer:

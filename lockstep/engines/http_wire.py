@@ -80,7 +80,7 @@ def check_same_config(
     name: str, url: str, context: EngineContext, found: Mapping[str, Any], keys: Sequence[str]
 ) -> None:
     """Raises CapabilityError if a server's model differs from the trainer's config.json in one of
-    these keys: for a server whose weights are replaced, so that those it has tell nothing."""
+    these keys. For servers whose weights are replaced: their first weights cannot be compared."""
     file = context.directory / "config.json"
     own = json.loads(file.read_text()) if file.is_file() else {}
     differing = [
@@ -96,7 +96,7 @@ def check_same_config(
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter in PEFT's format."""
+    """True if a directory holds an adapter in PEFT's format."""
     return (directory / peft_format.CONFIG).is_file()
 
 

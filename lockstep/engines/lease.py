@@ -74,8 +74,8 @@ class Lease:
         return f"{_PREFIX}/{self.run}/{self.process}/{version}"
 
     def check_held(self, found: str) -> None:
-        """Raises LeaseError unless the label is that of this process's last load, and
-        EngineDownError if there is no label: the server was restarted with its first weights."""
+        """Raises LeaseError unless this process's last load set the label, and EngineDownError if
+        there is no label: the server was restarted with its first weights."""
         if self.held is None or found == self.label(self.held):
             return
         holder = _holder(found)

@@ -140,9 +140,9 @@ class Ledger(Generic[E]):
         start: Callable[[Request], E],
         abandon: Callable[[E], Awaitable[None] | None],
     ) -> AsyncIterator[Delta]:
-        """The deltas of a request: those that have arrived, then each as it arrives.
+        """The deltas of a request: past ones first, then each as it arrives.
 
-        start: called with a request that is new, when its first delta is asked for. abandon: called
+        start: called with a new request when a reader asks for its first delta. abandon: called
         when the last reader leaves before the end. Raises the error that the request failed with.
         """
         self.check_open()
@@ -264,7 +264,7 @@ def end_delta(
 
 
 def limit_of(request: Request, limits: Capabilities) -> int:
-    """Tokens to sample: as many as are asked for, or as the engine has room for."""
+    """Tokens to sample: the request's max_tokens, or less if the engine has less room."""
     return min(request.sampling.max_tokens, limits.max_tokens - len(request.prompt_ids))
 
 
@@ -286,10 +286,10 @@ def seed_after(seed: int, count: int) -> int:
 def rest_of(
     request: Request, token_ids: Sequence[int] | Int32Array, limits: Capabilities, *, call_id: str
 ) -> Request:
-    """The request for what is left of a reply after `token_ids`.
+    """The request for the rest of a reply after `token_ids`.
 
-    Where draws are counted from the start of a call, it gets a seed of its own: it would repeat the
-    draws of the beginning.
+    If an engine counts draws from the start of a call, the request gets another seed, since the
+    same one would repeat the draws of the beginning.
     """
     count = len(token_ids)
     keeps_seed = limits.has_positional_draws or not count
@@ -303,8 +303,8 @@ def rest_of(
 
 
 def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:
-    """The distributions whose log-probs equal those of `sampling.distribution`: all of them where
-    nothing is tempered and nothing is cut.
+    """The distributions whose log-probs equal the log-probs of `sampling.distribution`. These are
+    all distributions at temperature 1 without top-p and top-k.
 
     >>> sorted(equal_distributions(SamplingParams(max_tokens=1, temperature=0.7)))
     ['sampled', 'tempered']

@@ -66,7 +66,7 @@ class _Replica:
     """Limits of the requests in it."""
     num_served: int = 0
     heard_at: float = 0.0
-    """Time at which something last came from it, or the first request was sent to it."""
+    """Time of its last sign of life, or of the first request to it."""
     last_words: str = ""
     is_frozen: bool = False
     num_failures: int = 0
@@ -100,9 +100,9 @@ class _Tries:
 class Pool(Engine):
     """`Engine` over several engines of one kind that sample the same model.
 
-    names: of the replicas, for messages. started_from: directory that one which comes back loads
-    where it was sent no weights yet. on_event: told when one is lost or comes back.
-    Raises ConfigError if they are not the same engine over the same model.
+    names: of the replicas, for messages. started_from: directory that a returning replica loads if
+    the pool has no newer weights. on_event: called when a replica is lost or comes back.
+    Raises ConfigError unless all are the same engine over the same model.
 
     >>> pool = Pool([engine, other], PoolConfig(), names=["a", "b"])            # doctest: +SKIP
     """
@@ -206,8 +206,8 @@ class Pool(Engine):
         self._ledger.is_paused = False
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """Every ready replica takes the weights, and every one that is out and due for another try.
-        One that fails is out. Raises EngineError if none is left."""
+        """Loads the weights in every ready replica, and in every lost replica that is due for
+        another try. A replica that fails is out. Raises EngineError if none is left."""
         self._ledger.check_open()
         self._source, self._version = source, version
         ready = [r for r in self._replicas if r.state == "ready"]
@@ -268,7 +268,7 @@ class Pool(Engine):
         self._ledger.is_asleep = False
 
     async def close(self) -> None:
-        """Closes every replica, also one that is out; requests in flight fail."""
+        """Closes every replica, lost replicas too; requests in flight fail."""
         if self._ledger.is_closed:
             return
         self._ledger.is_closed = True
@@ -287,7 +287,7 @@ class Pool(Engine):
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """The pool's own events, and the sums of those of its replicas."""
+        """The pool's own events, and the sums over its replicas."""
         found = Counter(self._ledger.take_counts(*EVENTS))
         for replica in self._replicas:
             of_one = replica.engine.take_metrics()
@@ -296,7 +296,7 @@ class Pool(Engine):
         return {**found, "replicas": float(len(self.ready))}
 
     async def check_lease(self) -> None:
-        """Checks every ready replica; one that does not answer is out."""
+        """Checks every ready replica; without an answer a replica is out."""
         await self._each(lambda replica: replica.engine.check_lease())
 
     # -- one request --------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class Pool(Engine):
             raise EngineDownError(f"the reply to {asked.id} ended without a finish reason")
 
     def _asked(self, reply: _Entry, num_failed: int) -> Request:
-        """The request that a replica is sent: the whole one, or what is left of it."""
+        """The request for a replica: the whole request, or the rest of its reply."""
         request = reply.request
         if not num_failed:
             return request
@@ -403,7 +403,7 @@ class Pool(Engine):
             )
 
     def _end(self, reply: _Entry, reason: FinishReason, stop: int | None = None) -> None:
-        """Ends a reply of which nothing more will come."""
+        """Ends a reply that has no more tokens."""
         delta = end_delta(reply, reason, version=self.version, stop=stop)
         self._ledger.deliver(reply, delta)
 
@@ -429,8 +429,8 @@ class Pool(Engine):
             replica.streams.discard(limit)
 
     async def _choose(self, tries: _Tries, *, at_least: int | None = None) -> _Replica:
-        """A ready replica, other than those that have failed if there is one; waits if none is
-        ready and one may come back.
+        """A ready replica, if possible one that has not failed this request. Waits if none is ready
+        but one may come back.
 
         at_least: the version that the request was sampled with so far.
         """
@@ -450,8 +450,8 @@ class Pool(Engine):
             await self._ledger.changed(max(0.05, deadline - _now()))
 
     def _pick(self, ready: Sequence[_Replica], affinity: str) -> _Replica:
-        """The replica that has the trajectory's prefix, unless it is much busier than the least
-        busy one; then that one, and among equals the one that has served least."""
+        """The replica that has the trajectory's prefix. If it is much busier than the least busy
+        replica: the least busy one, and among equals the one with the fewest requests so far."""
         least = min(ready, key=lambda r: (len(r.streams), r.num_served))
         chosen, home = least, self._homes.get(affinity)
         if home is not None and home in ready:
@@ -488,11 +488,11 @@ class Pool(Engine):
 
     @property
     def _may_probe(self) -> bool:
-        """Whether silence is a bad sign: an engine that is paused or asleep samples nothing."""
+        """True if silence is a bad sign: an engine that is paused or asleep samples nothing."""
         return not self._ledger.is_paused and not self._ledger.is_asleep
 
     async def _probe(self, replica: _Replica) -> bool:
-        """Whether it samples a token. Whoever asks meanwhile gets the same answer."""
+        """True if it samples a token. Concurrent callers share one probe."""
         if replica.probe is None or replica.probe.done():
             replica.probe = asyncio.create_task(self._answers(replica))
         return await asyncio.shield(replica.probe)
@@ -590,7 +590,7 @@ class Pool(Engine):
         return True
 
     async def _each(self, call: Callable[[_Replica], Awaitable[None]]) -> None:
-        """Calls every replica that is not out; one that fails is out."""
+        """Calls every replica that is not out; a replica that fails is out."""
 
         async def one(replica: _Replica) -> None:
             try:
@@ -610,8 +610,8 @@ class Pool(Engine):
     # -- weights ------------------------------------------------------------------------------
 
     def _can_revive(self, replica: _Replica) -> bool:
-        """Whether it can load the newest weights at any time. The trainer may be changing its
-        tensors: a replica that does not have them already waits for the next update."""
+        """True if it can load the newest weights at any time. The trainer may be changing its
+        tensors, so a replica without a copy waits for the next update."""
         source = self._source
         if source is None or isinstance(source, str):
             return True
@@ -676,8 +676,8 @@ class Pool(Engine):
 
 
 def _common(found: Sequence[Capabilities], names: Sequence[str]) -> Capabilities:
-    """The capabilities of the pool. Raises ConfigError unless all replicas have the same, but for
-    the longest text."""
+    """The capabilities of the pool. Raises ConfigError unless all replicas have the same; only the
+    longest text may differ."""
     if not found:
         raise ConfigError("a pool needs at least one engine.")
     first = found[0]
@@ -716,7 +716,7 @@ async def _all(calls: Iterable[Awaitable[Any]]) -> None:
 
 
 async def _cancel(task: asyncio.Task[Any] | None) -> None:
-    """Ends a task and waits for its end, unless it is the one that asks."""
+    """Ends a task and waits for its end, unless it is the calling task."""
     if task is None or task.done() or task is asyncio.current_task():
         return
     task.cancel()

@@ -151,7 +151,7 @@ def check_capabilities(
 ) -> None:
     """Raises CapabilityError if the engine lacks a feature that a run needs, before it samples.
 
-    is_truncated: top-p or top-k is on. is_rescored: the engine scores what was sampled again.
+    is_truncated: top-p or top-k is on. is_rescored: the engine scores sampled tokens again.
     is_replayed: the trainer replays the experts of the sampled tokens. is_sharing_device: the
     engine frees its memory while the trainer trains. is_trained: its weights follow the trainer's.
     temperature: of the draws; at 1 the model's log-probs are the tempered ones.
@@ -166,12 +166,12 @@ def check_capabilities(
         ),
         (
             records & {"tempered", "sampled"} or is_plain,
-            f"{recorded}; training needs those of the draws (tempered). Set agent.temperature=1",
+            f"{recorded}; training needs the tempered distribution. Set agent.temperature=1",
         ),
         (
             "sampled" in records or not is_truncated,
-            f"{recorded}; with top_p or top_k, training needs those of what they leave (sampled). "
-            "Set agent.top_p=1 agent.top_k=0",
+            f"{recorded}; with top_p or top_k, training needs the distribution after the cut "
+            "(sampled). Set agent.top_p=1 agent.top_k=0",
         ),
         (
             found.has_score or not is_rescored,

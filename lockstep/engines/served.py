@@ -1,14 +1,14 @@
 """An engine behind a server: everything but the server's own wire format.
 
-A `Wire` sends one call and returns what came back. `ServedEngine` makes an `Engine` of it: requests
-that are answered once, every answer checked against what was asked, and weights that change between
-two calls and never within one.
+A `Wire` sends one call and returns the server's answer. `ServedEngine` makes an `Engine` of it: each
+request is answered once, every answer is checked against its request, and weights change between two
+calls, never within one.
 
-Weights change like this. The gate closes: new requests wait on this side. The server ends every
-running call, which answers with the tokens that it has: a segment of the old version. The weights
-are loaded. The gate opens, and each request continues as a new call whose prompt is everything that
-it had so far, under the new version. The version of a token is therefore known whatever the server
-reports, and keys and values of older weights are never used.
+Weights change in four steps. The gate closes: new requests wait on this side. The server ends every
+running call, and the call returns its tokens so far: a segment of the old version. The weights are
+loaded. The gate opens, and each request continues as a new call under the new version, with its
+tokens so far as the prompt. So the version of a token is known whatever the server reports, and keys
+and values of older weights are never used.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from lockstep.types import (
 T = TypeVar("T")
 
 SETTLE_SECONDS = 1.0
-"""Longest wait for the next of the calls that the server was told to end; then their connections
-are closed. A call normally ends within a step, but one that reaches a paused server after the pause
-never ends by itself."""
+"""Longest wait for the next call to end after the server was asked to end all; then the connections
+are closed. A call normally ends within a step. A call that reaches a server after its pause never
+ends by itself."""
 
 NUM_RETRIES = 2
 """Repeats of a call whose connection was lost. A server closes idle connections, and the next
@@ -86,9 +86,9 @@ class Chunk:
     """Set on the last chunk of a call only: stop, length, or abort if the server was told to end
     the call."""
     stop: int | str | None = None
-    """Id or string at which the server says it stopped; None if it does not say."""
+    """Id or string that ended the reply, as the server reports it; None without a report."""
     prompt_ids: Sequence[int] | None = None
-    """The server's echo of the prompt, if it sends one; compared with what was sent."""
+    """The server's echo of the prompt, if any; compared with the sent prompt."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were found. Counts once per call, on any chunk."""
     routed_experts: Routes | None = None
@@ -112,8 +112,8 @@ class Wire(Protocol):
     """The server stores a text beside its weights: `read_label` and `write_label` work."""
 
     def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """Makes one call. `request.id` is unique among all calls, its max_tokens are what is left
-        of the reply, and `stream` asks for chunks as they come."""
+        """Makes one call. `request.id` is unique among all calls, its max_tokens is the length left
+        for the reply, and `stream` asks for chunks as they come."""
         ...
 
     async def score(
@@ -173,7 +173,7 @@ class _Entry(Entry):
     routes: list[Routes] = field(default_factory=list)
     """Routes of calls that have ended, not handed over yet."""
     num_routed: int = 0
-    """Position up to which routes have come."""
+    """Routes up to this position have come."""
     num_cached: int = 0
     call_version: int = 0
     """Version of the weights that sample the running call."""
@@ -197,8 +197,8 @@ class ServedEngine(Engine):
         """Running calls, and the request that each is for; None for scores."""
         self._aborts: set[asyncio.Task[None]] = set()
         self._adapters: dict[str, tuple[str, int]] = {}
-        """Adapter -> (name on the server, version). The name is never the same for other tensors,
-        as cached prefixes go by it."""
+        """Adapter -> (name on the server, version). New tensors get a new name, because the server
+        caches prefixes by name."""
         self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
         self._is_shut = self._is_cache_old = False
         self._name = secrets.token_hex(4)  # calls of two runs on one server must not share ids
@@ -330,7 +330,7 @@ class ServedEngine(Engine):
                 await self.wire.drop_adapter(before[0])
 
     async def _move(self, name: str) -> None:
-        """Ends what runs by tensors that the adapter had: it goes on with those that it has."""
+        """Ends calls with the adapter's old tensors. Their requests continue with the new ones."""
         for reply in self._replies_of(name):
             if reply.call_id:
                 reply.is_moving = True
@@ -358,8 +358,8 @@ class ServedEngine(Engine):
         return [r for r in self._ledger.running.values() if r.request.adapter == adapter]
 
     def _weights_of(self, adapter: str) -> tuple[str, int]:
-        """(name on the server, version) of an adapter; one that was not loaded here is the
-        server's own."""
+        """(name on the server, version) of an adapter. An adapter that was not loaded here belongs
+        to the server."""
         return self._adapters.get(adapter, (adapter, self._version))
 
     async def check_lease(self) -> None:
@@ -371,7 +371,7 @@ class ServedEngine(Engine):
             self._lease.check_held(await self.wire.read_label())
 
     def _check_labels(self, labels: Iterable[str]) -> None:
-        """Compares the labels of an answer with that of the weights that were loaded."""
+        """Compares the labels of an answer with the label of the loaded weights."""
         if self._lease is not None:
             for label in labels:
                 self._lease.check_held(label)
@@ -419,10 +419,10 @@ class ServedEngine(Engine):
 
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
-        """Inside of it the state of the server changes: pauses, loads and sleeps follow each other.
+        """A block that changes the state of the server. Pauses, loads and sleeps run one at a time.
 
-        A lock per event loop: one that was waited for serves no other. Raises EngineError if the
-        engine is closed."""
+        The lock is per event loop, since an asyncio lock cannot serve a second loop. Raises
+        EngineError if the engine is closed."""
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             self._ledger.check_open()
             yield
@@ -451,10 +451,10 @@ class ServedEngine(Engine):
     async def _ask(
         self, call: Callable[[str], Coroutine[Any, Any, T]], reply: _Entry | None = None
     ) -> T:
-        """The result of a call, once the gate is open. A call that the gate cuts off is made again,
-        and so is one whose connection is lost, NUM_RETRIES times without a token.
+        """The result of a call, once the gate is open. If the gate cuts a call off, it is made
+        again. If the connection is lost without a token, it is made again NUM_RETRIES times.
 
-        call: makes it, under the id that it is given.
+        call: makes the call under the given id.
         """
         name, tokens = ("score", []) if reply is None else (reply.request.id, reply.token_ids)
         num_retries = 0
@@ -487,7 +487,7 @@ class ServedEngine(Engine):
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _call(self, reply: _Entry, call_id: str) -> None:
-        """Makes one call to the server, for what is left of the request."""
+        """Makes one call to the server, for the rest of the request."""
         if self._end_if_complete(reply):  # only the end of the last call was lost
             return
         request, num_before = reply.request, len(reply.token_ids)
@@ -617,7 +617,7 @@ class ServedEngine(Engine):
         if not reply.token_ids or (routes is None and not num_wanted):
             return  # nothing was read for a token
         if routes is None or len(routes) != num_wanted:
-            found = "none" if routes is None else f"those of {len(routes)}"
+            found = "none" if routes is None else f"routes of {len(routes)}"
             raise self._fault(
                 reply.where,
                 f"sent {found}; expected the experts of the {num_wanted} positions "
@@ -627,7 +627,7 @@ class ServedEngine(Engine):
         reply.num_routed = stop
 
     def _check_echo(self, where: str, sent: Int32Array, echo: Sequence[int] | None) -> None:
-        """Raises EngineError unless the server read what was sent: some add a first token."""
+        """Raises EngineError unless the server read the sent prompt: some add a first token."""
         if echo is None or np.array_equal(sent, echo):
             return
         shared = min(len(sent), len(echo))
@@ -673,14 +673,14 @@ class ServedEngine(Engine):
         await self._end_calls(self._calls)
 
     async def _end_calls(self, calls: Iterable[asyncio.Task[Any]]) -> None:
-        """Waits while calls end, and closes the connections of those that do not."""
+        """Waits while calls end, and closes the connections of calls that do not."""
         if left := await self._settle(calls):
             for call in left:
                 call.cancel()
             await asyncio.wait(left)
 
     async def _settle(self, calls: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
-        """Waits while calls end, one after another. Returns those that do not."""
+        """Waits while calls end, one after another. Returns calls that do not."""
         left = set(calls)
         while left:
             done, left = await asyncio.wait(

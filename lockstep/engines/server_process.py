@@ -40,7 +40,7 @@ class ServerProcess:
     def __init__(
         self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """environment: the complete environment; None is that of this process."""
+        """environment: the complete environment; None: this process's."""
         self.command, self.log = list(command), log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:

@@ -36,11 +36,11 @@ FLUSH_SECONDS = 60.0
 """Limit of the server's wait until no request holds a cached prefix."""
 
 NUM_TOKENS = 12
-"""Tokens of a reply by which the recorded distribution is found: enough for the model to be in
-doubt about one of them."""
+"""Tokens of the test reply that shows the recorded distribution. With so many, the model is unsure
+of at least one."""
 
 LEAST_DOUBT = 1e-3
-"""Nats below 0 at which a log-prob shows under which distribution it was computed."""
+"""A log-prob at least this many nats below 0 shows its distribution."""
 
 
 def _entries(about: Mapping[str, Any], name: str) -> tuple[list[int], list[float]]:
@@ -100,7 +100,7 @@ class SGLangWire(HttpWire):
         )
 
     def _recorded_distribution(self) -> Distribution:
-        """The distribution under which the server records log-probs.
+        """The distribution of the server's recorded log-probs.
 
         With top_k=1 two replies, at temperature 1 and 0.5, must choose the greedy ids; raises
         CapabilityError if they do not. Log-probs after top_k are 0; log-probs after temperature
@@ -225,7 +225,7 @@ class SGLangWire(HttpWire):
     ) -> Chunk:
         settings = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         body = self._body(call_id, token_ids, settings, priority, adapter)
-        # The first entry is that of the id at this index, without a log-prob.
+        # The first entry belongs to the id at this index and has no log-prob.
         body["logprob_start_len"] = first - 1
         answer = await self._client.post("/generate", body)
         about = answer["meta_info"]

@@ -1,10 +1,9 @@
 """Tensors from a trainer to the workers of an inference server, without a disk between.
 
-The tensors are one stream of bytes, cut into buckets: the trainer fills a buffer, says what is in
-it, and fills it again once every worker has taken its copy. On one machine the buffer is memory
-that both see: of the trainer's GPU (CUDA IPC), or without one a file in the machine's memory.
-Across machines it is broadcast in a process group of trainer and workers alone (NCCL; gloo without
-a GPU).
+The tensors are one stream of bytes, cut into buckets. The trainer fills a buffer, announces its
+contents, and fills it again once every worker has copied it. On one machine the buffer is shared
+memory: of the trainer's GPU (CUDA IPC), or without a GPU a file in the machine's memory. Across
+machines it is broadcast in a process group of trainer and workers alone (NCCL; gloo without a GPU).
 
     link = WeightSender(num_workers=2, host="localhost", is_same_host=True)
     # a worker, which gets link.invitation by the server's own route:
@@ -12,9 +11,9 @@ a GPU).
     # the trainer, meanwhile:
     link.send(tensors.items(), has_failed=call.done)
 
-What is said goes through a TCPStore of the trainer. It has no password and listens for as long as a
-load lasts: keep trainer and server in a network of their own. Cost is linear in bytes, and either
-side needs the memory of one bucket.
+Announcements go through a TCPStore of the trainer. It has no password and listens during a load:
+keep trainer and server in a network of their own. The cost is linear in bytes, and either side needs
+the memory of one bucket.
 """
 
 # torch leaves the storages' and process groups' own functions untyped.
@@ -131,7 +130,7 @@ class WeightSender:
         is_last: bool = False,
     ) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # workers read what is written, not what will be
+            torch.cuda.synchronize(self._device)  # workers must not read before the write
         bucket = {"tensors": names, "size": size, "is_last": is_last}
         self._store.set(f"bucket/{number}", json.dumps(bucket))
         if self._way == "broadcast":
@@ -217,7 +216,7 @@ def receive(
 
 
 def is_same_host(host: str) -> bool:
-    """Whether a server at this host shares the memory of this machine.
+    """True if a server at this host shares the memory of this machine.
 
     >>> is_same_host("localhost"), is_same_host("203.0.113.7")
     (True, False)

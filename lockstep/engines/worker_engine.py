@@ -70,8 +70,8 @@ class WorkerEngine(Engine):
         for workers, which map it. device: of the trainer's tensors. restarts: number of
         times that a dead worker is started again.
 
-        Returns when the engine answers; on_wait is told now and then. Raises the worker's own
-        error, or EngineDownError with its log, if the engine cannot be made.
+        Returns when the engine answers; meanwhile calls on_wait now and then. Raises the worker's
+        own error, or EngineDownError with its log, if the engine cannot be made.
         """
         self._start, self._make = start, make
         self._newest, self._device = newest, device
@@ -189,7 +189,7 @@ class WorkerEngine(Engine):
         await asyncio.to_thread(self._worker.end, seconds=CLOSE_SECONDS)
 
     def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
-        """Whether the weights still lie where they were put for the worker."""
+        """True if the weights are still in the place that the worker reads."""
         return self._newest.has(source, version)
 
     async def ping(self) -> None:
@@ -246,7 +246,7 @@ class WorkerEngine(Engine):
         return number, call
 
     def _take(self, batch: Batch) -> None:
-        """In the reader's thread: hands each loop its answers."""
+        """Hands each loop its answers. Runs in the reader's thread."""
         for number, kind, value in batch:
             if (call := self._calls.get(number)) is not None:
                 with contextlib.suppress(RuntimeError):  # its loop has been closed: nobody waits

@@ -25,7 +25,7 @@ class TornWeightsError(EngineError):
 
 
 def outlines_of(source: Mapping[str, Tensor]) -> list[Outline]:
-    """The tensors of a source, in its order, without gathering those that are sharded."""
+    """The tensors of a source, in its order. Sharded tensors are not gathered."""
     found = source.outlines() if isinstance(source, HFTensors) else source
     return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()]
 

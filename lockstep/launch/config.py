@@ -34,8 +34,8 @@ class ParallelConfig:
     """
 
     processes: int = 0
-    """Processes to start on this machine, one per GPU if there are any. 0: as many as torchrun has
-    started, or this one alone."""
+    """Processes to start on this machine, one per GPU if there are any. 0: the processes that
+    torchrun has started, or this one alone."""
     sequence: int = 1
     """Processes that share each micro-batch, each with a part of the tokens (Ulysses): for rows
     whose activations do not fit one device. Must divide the processes and the model's heads."""

@@ -21,8 +21,8 @@ CANCEL_SECONDS = 1.0
 """Seconds that a cancelled task has to clean up before it is left."""
 
 VISITED: ContextVar[asyncio.Task[Any] | None] = ContextVar("visited", default=None)
-"""The task in which foreign code is being called; None where Lockstep's own code runs. Tasks and
-callbacks that foreign code makes inherit it."""
+"""The task that is calling foreign code; None in Lockstep's own code. Tasks and callbacks that
+foreign code makes inherit it."""
 
 
 def own_context() -> Context:
@@ -63,8 +63,8 @@ class VisitedTask(asyncio.Task[Any]):
 
 
 class _Loop(asyncio.SelectorEventLoop if sys.platform != "win32" else asyncio.ProactorEventLoop):
-    """An event loop that goes on until what it was started for is done, whatever foreign code does:
-    stop it, cancel all tasks, or raise SystemExit in a task or callback of its own."""
+    """An event loop that runs until its main task is done, whatever foreign code does: stop the
+    loop, cancel all tasks, or raise SystemExit in a task or callback of its own."""
 
     _awaited: asyncio.Future[Any] | None = None
 
@@ -93,7 +93,7 @@ class _Loop(asyncio.SelectorEventLoop if sys.platform != "win32" else asyncio.Pr
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C raised the error, and not code that raises KeyboardInterrupt by itself."""
+    """True if Ctrl-C raised the error, and not code that raises KeyboardInterrupt by itself."""
     if (
         not isinstance(error, KeyboardInterrupt)
         or threading.current_thread() is not threading.main_thread()
@@ -109,11 +109,11 @@ def is_interrupt(error: BaseException) -> bool:
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main` in an event loop of its own, as asyncio.run does, and ends.
 
-    Unlike asyncio.run it works inside a running loop, which stands still meanwhile, as it does for
-    any other call that takes time. Ctrl-C, and a notebook's button, interrupt `main` in both cases.
+    Unlike asyncio.run it works inside a running loop, which is blocked meanwhile, as by any other
+    call that takes time. Ctrl-C, and a notebook's button, interrupt `main` in both cases.
 
-    Tasks and generators that foreign code left have CANCEL_SECONDS to end; asyncio.run would wait
-    for one that ignores its cancellation, and for a thread of its executor, without limit.
+    Tasks and generators that foreign code left have CANCEL_SECONDS to end. asyncio.run would wait
+    without limit for a task that ignores its cancellation, and for a thread of its executor.
 
     >>> async def cell():
     ...     return run_to_end(asyncio.sleep(0, "done"))
@@ -151,10 +151,10 @@ def running(
 
 @contextmanager
 def _outside_loop() -> Generator[None]:
-    """A block in which the running loop, if there is one, and its task do not count as running.
+    """Hides the running loop, if there is one, and its task inside the block.
 
-    A thread would do as well, were it not for the caller's code: signals reach the main thread
-    alone, and what a notebook opened (a database, torch's settings) often belongs to its thread.
+    A thread would be simpler, but the caller's code needs its own: signals reach only the main
+    thread, and a notebook's objects (a database, torch's settings) often belong to its thread.
     """
     try:
         outer = asyncio.get_running_loop()
@@ -166,7 +166,7 @@ def _outside_loop() -> Generator[None]:
     if task is not None:
         asyncio.tasks._leave_task(outer, task)
     asyncio._set_running_loop(None)
-    # Not the handler of an outer asyncio.run, which only marks a task that stands still.
+    # The handler of an outer asyncio.run would only mark its task, which is blocked.
     before = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
     try:
         yield
@@ -180,7 +180,7 @@ def _outside_loop() -> Generator[None]:
 
 
 async def _end_others(left: Iterable[asyncio.Task[Any]]) -> None:
-    """Waits for cancelled tasks and asynchronous generators, and names those that do not end."""
+    """Waits for cancelled tasks and asynchronous generators, and names any that do not end."""
     loop = asyncio.get_running_loop()
     await _wait_for(left)
     await _wait_for([loop.create_task(loop.shutdown_asyncgens(), name="asynchronous generators")])

@@ -1,4 +1,4 @@
-"""Whether this machine's GPU can be used, and if not, why: said before a model is loaded.
+"""Tests before a model is loaded whether this machine's GPU can be used, and names the reason if not.
 
 torch is imported inside functions: settings are read without it.
 """
@@ -24,11 +24,11 @@ LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 6)
 """The oldest release that comes with a torch that is accepted."""
 TAKEN_SHARE = 0.1
-"""Share of a GPU's memory from which on its other processes are named."""
+"""If other processes take more than this share of a GPU's memory, they are named."""
 
 
 def shows_gpu(root: Path = Path("/")) -> bool:
-    """Whether an NVIDIA driver is loaded (or, in WSL 2, handed in) and its GPUs are not hidden."""
+    """True if an NVIDIA driver is loaded (or, in WSL 2, handed in) and its GPUs are not hidden."""
     drivers = ("dev/nvidiactl", "usr/lib/wsl/lib/libcuda.so.1")
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not is_hidden and any((root / driver).exists() for driver in drivers)
@@ -98,7 +98,7 @@ def _why_unseen() -> str:
         elif "no NVIDIA driver" in text:
             remedy = "Install NVIDIA's driver; give a container the GPUs (docker run --gpus all)"
         elif hidden := os.environ.get("CUDA_VISIBLE_DEVICES"):
-            remedy = f"CUDA_VISIBLE_DEVICES={hidden} must name one that `nvidia-smi -L` lists"
+            remedy = f"CUDA_VISIBLE_DEVICES={hidden} must name a GPU that `nvidia-smi -L` lists"
         return f"cannot use one: {text.partition('. ')[0].rstrip('.')}. {remedy}"
     return f"sees none. {remedy}"
 
@@ -169,7 +169,7 @@ def _dotted(numbers: tuple[int, int]) -> str:
 
 
 def main() -> int:
-    """Says whether the GPU can be used: 0 if so, and 1 with what is missing if not."""
+    """Prints whether the GPU can be used. Returns 0 if so; else 1, and prints the reason."""
     try:
         check_gpu("device=cuda")
     except (ConfigError, MissingExtraError) as error:

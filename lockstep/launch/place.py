@@ -16,7 +16,7 @@ END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Rank of a process among those that train together."""
+    """Rank of a process in a group that trains together."""
 
     rank: int
     world: int
@@ -50,7 +50,7 @@ def free_port() -> int:
 
 
 def is_follower() -> bool:
-    """Whether another process of the run speaks for this one."""
+    """True if another process of the run prints for this one."""
     return int(os.environ.get("RANK", "0")) > 0
 
 
@@ -71,11 +71,11 @@ def hearing_interrupts(hear: Callable[[], object]) -> Generator[None]:
 
 
 def end_by_sigterm() -> None:
-    """Makes SIGTERM, with which a cluster's scheduler ends a job, and SIGHUP, with which a closed
-    terminal does, act like Ctrl-C: they leave the same checkpoint. `nohup` keeps its meaning.
+    """Makes SIGTERM and SIGHUP act like Ctrl-C: they leave the same checkpoint. A cluster's
+    scheduler ends jobs with SIGTERM, a closed terminal with SIGHUP. `nohup` keeps its meaning.
 
-    A script starts its background jobs with SIGINT ignored, and SIGTERM would be ignored with it:
-    such a job hears both from here on.
+    A script starts its background jobs with SIGINT ignored, and SIGTERM would be ignored with it.
+    This call turns both on in such a job.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,7 +16,7 @@ class PlacementConfig:
     """Base of the kinds of the setting `placement`, which says where processes are started."""
 
     def is_elsewhere(self) -> bool:
-        """Whether this process only starts and watches the run, which is elsewhere."""
+        """True if this process only starts and watches a run on other machines."""
         return False
 
     def check(self, parallel: ParallelConfig, *, num_engines: int, is_shared: bool) -> None:
@@ -43,7 +43,7 @@ class RayPlacement(PlacementConfig):
     TAG: ClassVar[str] = "ray"
 
     address: str = "auto"
-    """Address of the cluster: auto for the one that this machine belongs to, or HOST:PORT."""
+    """Address of the cluster: HOST:PORT, or auto for this machine's own cluster."""
     trainer_gpus: int = 0
     """GPUs of each training process: 1 or 0."""
     trainer_cpus: float = 1.0
@@ -54,7 +54,8 @@ class RayPlacement(PlacementConfig):
     replica_cpus: float = 1.0
     """Cores that Ray sets aside for each of them."""
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
-    """pack: as few machines as possible; spread: as many as possible. strict_...: or not at all."""
+    """pack: the fewest machines possible; spread: the most. strict_...: exactly so, else an
+    error."""
     wait_seconds: float = 300.0
     """Longest wait for room in the cluster."""
     env: tuple[str, ...] = ()

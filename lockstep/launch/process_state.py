@@ -1,8 +1,8 @@
-"""State of the whole process that foreign code may change, and that is put back.
+"""Undoes the changes that foreign code makes to the state of the whole process.
 
 An environment that turns gradients off, changes the working directory or raises on warnings would
-do so for the trainer and for all other episodes. Each pause and each end of its code puts back what
-it changed. Where that code goes on after a pause, it finds its own values again.
+do so for the trainer and for all other episodes. Each pause and each end of its code undoes its
+changes. When that code continues after a pause, its own values are restored.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _of_torch() -> dict[str, Part]:
 
     def set_inference(is_on: bool) -> None:
         has_gradients = torch.is_grad_enabled()
-        # Left open, and alive: its end would restore what was before it.
+        # Left open, and alive: its end would restore the mode before it.
         held.append(torch.inference_mode(is_on))
         held[-1].__enter__()
         torch.set_grad_enabled(has_gradients)
@@ -112,11 +112,11 @@ def _of_torch() -> dict[str, Part]:
 
 
 AT_START: ContextVar[Values | None] = ContextVar("at_start", default=None)
-"""The state with which a run began."""
+"""The process's state at the start of the run."""
 
 
 def state_at_start() -> Values:
-    """Returns the state with which a run begins, for `AT_START`."""
+    """Returns the process's state at the start of a run, for `AT_START`."""
     handlers = [signal.getsignal(number) for number in _SIGNALS]
     return {**_read(_OF_RUN), "environ": dict(os.environ), "path": sys.path[:], "signals": handlers}
 
@@ -139,8 +139,8 @@ def put_back(values: Values | None) -> None:
 
 
 class Visit:
-    """The state in which one hook of foreign code runs: `enter` before each of its steps, `leave`
-    after it, and `put_back(visit.at_start)` at its end."""
+    """Process state of one hook of foreign code: call `enter` before each of its steps, `leave` after
+    it, and `put_back(visit.at_start)` at its end."""
 
     def __init__(self, seed: Callable[[], object] | None, *, is_within: bool) -> None:
         """seed: seeds the generators of Python, numpy and torch, which are then the hook's own.
@@ -179,7 +179,7 @@ def _read(parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def _write_changed(parts: Mapping[str, Part], values: Values) -> dict[str, Any]:
-    """Writes the values that differ. Returns what was there before, by name."""
+    """Writes the values that differ. Returns the old values by name."""
     found = _read({name: part for name, part in parts.items() if name in values})
     changed = {name: value for name, value in found.items() if value != values[name]}
     for name in changed:

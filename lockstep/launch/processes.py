@@ -49,8 +49,8 @@ def on_all_ranks(
     if all of them are elsewhere, of rank 0.
 
     ranks: None if there is one process. work, args and settings are pickled for the others, so work
-    is a function of a module. device: cpu or cuda. num_engines: processes that sample, for which
-    `placement` sets resources aside. Raises RankError if another rank stopped.
+    is a function of a module. device: cpu or cuda. num_engines: processes that sample; `placement`
+    sets resources aside for them. Raises RankError if another rank stopped.
     """
     if isinstance(placement, RayPlacement) and placement.is_elsewhere():
         from lockstep.launch.ray import on_ray
@@ -86,7 +86,7 @@ def on_all_ranks(
 
 
 class _Follower:
-    """The process of a rank from 1 up, as rank 0 sees it; passes on what it prints."""
+    """The process of a rank from 1 up, as rank 0 sees it. Its output is passed on."""
 
     def __init__(self, place: Place, call: Callable[..., Any]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -107,7 +107,7 @@ class _Follower:
                     print(line, end="", file=sys.stderr, flush=True)
 
     def why_ended(self) -> str:
-        """How the process ended, with what it printed last."""
+        """How the process ended, with its last output."""
         self.process.join()
         self._reader.join(1.0)  # an own child of it may hold the pipe open
         how = how_ended(self.process.pid, self.process.exitcode)
@@ -195,8 +195,8 @@ def _call(
     place: Place,
     why_lost: Callable[[float], str] = lambda seconds: "",
 ) -> T:
-    """Joins the other ranks and makes the call. why_lost: waits so many seconds for the end of a
-    process that this one started, and says how it ended; "" if none did."""
+    """Joins the other ranks and makes the call. why_lost: waits up to the given seconds for a
+    process that this one started to end. It returns how the process ended, or ""."""
     from lockstep.launch.ranks import Ranks
 
     is_local = place.meeting.startswith("tcp://127.")

@@ -25,16 +25,16 @@ from lockstep.launch.place import Place, hearing_interrupts
 T = TypeVar("T")
 
 _STOPPED = "lockstep/stopped/{}"
-"""Key of the store under which a rank leaves the error that stopped it."""
+"""Key of the store for the error that stopped a rank."""
 
 FREEZE_FACTOR = 20.0
 """A process counts as frozen when the others have waited this many times their longest step."""
 
-NUM_NAMED = 5  # of the settings in which two ranks differ; more would hide the first
+NUM_NAMED = 5  # differing settings to name; more would hide the first
 
 
 class Ranks:
-    """This process among those of a run. All ranks must make each collective call."""
+    """This process and the others of its run. All ranks must make each collective call."""
 
     def __init__(self, place: Place, store: Store, *, sequence: int, device: torch.device) -> None:
         self.rank, self.world, self.device = place.rank, place.world, device
@@ -96,17 +96,17 @@ class Ranks:
         return ranks
 
     def use_device(self) -> None:
-        """Makes the rank's GPU that of the calling thread."""
+        """Selects the rank's GPU for the calling thread."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0, which writes, shows and reports."""
+        """True for rank 0, which writes, shows and reports."""
         return self.rank == 0
 
     def mesh(self) -> DeviceMesh:
-        """All ranks in one axis, over which parameters are sharded."""
+        """All ranks in one axis. Parameters are sharded over it."""
         return init_device_mesh(self.device.type, (self.world,))
 
     # -- telling each other -----------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Ranks:
     # -- the end ----------------------------------------------------------------------------------
 
     def limit_waits(self, seconds: float) -> None:
-        """From here on a process waits for another for at most `seconds`."""
+        """Limits every later wait for another process to `seconds`."""
         for group in {dist.group.WORLD, self.sequence_group, self.data_group} - {None}:
             _set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -172,7 +172,7 @@ class Ranks:
         return hearing_interrupts(ask)
 
     def is_stop_asked(self) -> bool:
-        """Whether any rank was interrupted."""
+        """True if any rank was interrupted."""
         return any(self.gather(self._is_stop_asked))
 
     def is_lost(self, error: BaseException) -> bool:
@@ -224,7 +224,7 @@ class Ranks:
 
 def _meet(place: Place, timeout: timedelta) -> Store:
     """The store through which the ranks find each other, once all are there. Raises RuntimeError
-    naming those that did not come in time."""
+    naming the missing ranks."""
     if place.meeting == "env://":
         store, _, _ = next(rendezvous(place.meeting, place.rank, place.world, timeout=timeout))
     else:

@@ -1,9 +1,9 @@
 """The processes of a run on a Ray cluster.
 
-Ray decides where: it hands out placement groups, and an actor in each place starts the ordinary
-process of a rank, as torchrun would, which starts its own engines. Ranks meet through
-torch.distributed; Ray carries the output and the result of rank 0, and ends every process with the
-one that started the run.
+Ray chooses the machines through placement groups. An actor in each place starts the ordinary process
+of a rank, as torchrun would, and that process starts its own engines. Ranks meet through
+torch.distributed. Ray carries the output and the result of rank 0, and ends every process when the
+process that started the run ends.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def run_rank(line: Line) -> None:
         event = "done", pickle.loads(payload[0])()
     except KeyboardInterrupt:
         event = "failed", KeyboardInterrupt()
-    except LockstepError as error:  # as one of those that can be pickled
+    except LockstepError as error:  # as a class of `errors`, which can be pickled
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         event = "failed", kind(str(error))
     except BaseException as error:

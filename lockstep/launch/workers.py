@@ -1,8 +1,8 @@
-"""Processes of a run beside those that train: started, watched, ended.
+"""Starts, watches and ends the processes of a run that do not train.
 
-A worker is a function `work(line)` of a module, in an interpreter of its own. It ends with whoever
-started it: when the other end of its connection closes, for whatever reason, it ends. Messages are
-pickled, so that they may hold tensors, which `lockstep.children` cannot send. No torch.
+A worker is a function `work(line)` of a module, in an interpreter of its own. It ends when the other
+end of its connection closes, for whatever reason. Messages are pickled, so that they may hold
+tensors, which `lockstep.children` cannot send. No torch.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Line:
         return pickle.loads(self._connection.recv_bytes())
 
     def listen(self, on_batch: Callable[[Batch], object], on_lost: Callable[[], object]) -> None:
-        """Calls `on_batch` with what comes from here on, and `on_lost` when the other end is gone;
-        both from a thread of their own."""
+        """Calls `on_batch` with each later batch, and `on_lost` when the other end is gone. Both are
+        called from a thread of their own."""
 
         def read() -> None:
             with contextlib.suppress(EOFError, OSError):
@@ -102,11 +102,10 @@ class Worker(Line):
 def start_worker(
     work: str, *, name: str, log: Path, environment: Mapping[str, str] | None = None
 ) -> Worker:
-    """Starts `work` ("module:function") in a process on this machine, which finds the modules that
-    this process finds.
+    """Starts `work` ("module:function") in a process on this machine with this process's module
+    path.
 
-    name: for messages. log: file for its output. environment: variables on top of those of this
-    process.
+    name: for messages. log: file for its output. environment: added to this process's variables.
     """
     ours, theirs = Pipe()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +182,7 @@ def main() -> None:
     """The main function of a worker's process."""
     work, descriptor = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A thread that blocks signals, as those of a Ray actor do, hands that down to what it starts.
+    # A thread that blocks signals, as in a Ray actor, hands the mask down to its child processes.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     module, _, function = work.partition(":")
     code = 0

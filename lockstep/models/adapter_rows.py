@@ -30,8 +30,8 @@ is what `ops.invariant` reads packed weights for: more rows fill a product of th
 ROW_QUANTUM = 4  # rows that `ops.invariant` would pad each product to, one by one
 
 SPARE_ROWS = 64
-"""Rows that padding may add beyond twice those that count; computing them takes less time than the
-calls of a product per group."""
+"""Padding rows allowed beyond twice the real rows. Computing them takes less time than one product
+per group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +116,7 @@ class AdaptersOfShape:
     """The rows whose adapters have one shape."""
 
     group_T: IntArray
-    """[T] index of each row's adapter among those of `factors`, -1 for a row of another shape."""
+    """[T] index of each row's adapter in `factors`, -1 for an adapter of another shape."""
     num_adapters: int
     groups: Groups
     factors: Mapping[tuple[Any, str], StackedFactors]

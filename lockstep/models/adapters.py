@@ -43,10 +43,10 @@ def decoder_over(base: Decoder) -> Decoder:
 
 
 class AdapterStacks:
-    """Adapters of one base model, each under a number; those of one shape lie in one tensor.
+    """Adapters of one base model, each under a number. Adapters of one shape share one tensor.
 
     Keeps copies in the base's dtype, on its device. Number 0 is for rows without an adapter here:
-    they get that of the base itself, if it has one.
+    they get the base's own adapter, if it has one.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class AdapterStacks:
         self._last: tuple[Decoder, bytes, AdapterRows] | None = None
 
     def put(self, number: int, model: Decoder, base: Decoder, *, replacing: int = 0) -> None:
-        """Copies the adapter of `model`. replacing: number of one that it takes the place of."""
+        """Copies the adapter of `model`. replacing: number of the adapter that it replaces."""
         shape = model.lora
         assert shape is not None, "the model has no adapter: `lora.add_adapter` puts one"
         key = shape.rank, shape.scale, shape.sites

@@ -58,7 +58,7 @@ class Attention(nn.Module):
         *,
         output_norm: Tensor | None = None,
     ) -> Tensor:
-        """x + attention of the normed x; output_norm: of what is added."""
+        """x + attention of the normed x; output_norm: norm of the attention's output."""
         qkv = self.qkv_proj.of_norm(x_TD, norm, self.eps, ops, adapters)
         gate = norms = None
         if self.has_gate:
@@ -115,8 +115,8 @@ def norm_scale(weight: Tensor, form: NormWeights) -> Tensor:
 
 
 def rope_tables(config: ModelConfig, device: torch.device | str = "cpu") -> RopeTables:
-    """The table of all layers or, where layers with a window rotate by another base, that of full
-    attention and theirs."""
+    """The rotary table of all layers. If layers with a window use another base: the table of full
+    attention, then the table of windows."""
     tables = (rope_table(config, device),)
     if (theta := config.window_rope_theta) is not None:
         local = replace(config, rope_theta=theta, rope_scaling=None)

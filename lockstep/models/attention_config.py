@@ -54,7 +54,7 @@ class LatentShape:
     rope_dim: int
     value_dim: int
     is_interleaved: bool
-    """Whether neighbours are rotated together; else the halves of the rotated dims."""
+    """True: neighbouring dims are rotated together. False: the two halves of the rotated dims."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,8 @@ class LinearShape:
     """Layers of linear attention by the gated delta rule."""
 
     layers: tuple[int, ...]
-    """In order; the others have attention. Linear layer 0 is the first entry."""
+    """Indices of linear layers, in order; the others have attention. Linear layer 0 is the first
+    entry."""
     key_heads: int
     value_heads: int
     """A multiple of the key heads."""

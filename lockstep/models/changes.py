@@ -1,7 +1,7 @@
 """Changes of a loaded model that a defect would make, for the decoder and for a model that
-transformers runs: each is made in place while a block runs, and taken back.
+transformers runs. Each is made in place while a block runs, and then undone.
 
-The doctor scores by them to find the one that reproduces a deviating side (`doctor.numerics`).
+The doctor scores with each change to find which reproduces a deviating side (`doctor.numerics`).
 
 # D model width  N outputs  K inputs  H heads
 """
@@ -32,7 +32,7 @@ Kind = Literal["sinks", "window", "rope", "quantised"]
 DEFAULT_THETA = 10_000.0
 """Base of the rotary angles that a program takes if it does not read the model's."""
 SELDOM = 1
-"""Rank of changes that are tried last: one for each layer, or one that copies all weights."""
+"""Rank of changes that are tried last: a change per layer, or a change that copies all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +255,13 @@ def _rebuilt(inner: nn.Module, parameters: Any) -> list[tuple[Any, str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The weight of one linear map [..., N, K], or of one of those that a decoder has fused."""
+    """The weight of one linear map [..., N, K], which may be part of a decoder's fused weight."""
 
     weight: nn.Parameter
     rows: slice = field(default_factory=lambda: slice(None))
-    """Its outputs among those of the parameter."""
+    """Range of its outputs within the parameter."""
     is_transposed: bool = False
-    """Whether it is stored as [..., K, N]."""
+    """True if it is stored as [..., K, N]."""
 
     @property
     def held(self) -> Tensor:
@@ -332,8 +332,8 @@ class RoundingOps(Ops):
 
 
 def linear_maps(model: Any) -> list[list[Part]]:
-    """The maps that engines quantise, those of attention, MLPs and experts; together those that
-    read one input."""
+    """The maps that engines quantise: attention, MLPs and experts. Maps that read the same input
+    are grouped."""
     return _decoder_maps(model) if isinstance(model, Decoder) else _fallback_maps(model)
 
 

@@ -32,7 +32,7 @@ class _Kind:
 
     @property
     def family(self) -> Literal["dense", "moe"]:
-        """Kind of model for which mismatch bands are quoted."""
+        """Kind of model; the bands of normal mismatch depend on it."""
         return "moe" if self.is_moe else "dense"
 
 
@@ -59,8 +59,8 @@ class ModelConfig(_Kind):
     """Sliding window of each layer; None is full attention."""
     rope_scaling: RopeScaling | None = None
     latent: LatentShape | None = None
-    """Latent attention: one key head, whose keys hold the values. `head_dim` is that of queries
-    before they are folded."""
+    """Latent attention: one key head, whose keys hold the values. `head_dim` is the width of
+    queries before they are folded."""
     linear: LinearShape | None = None
     """Layers of linear attention; None: there are none."""
     has_output_gate: bool = False
@@ -86,14 +86,14 @@ class ModelConfig(_Kind):
     rotary_share: float = 1.0
     """Share of a head's dims, from the first on, that are rotated."""
     window_rope_theta: float | None = None
-    """Base of the rotation in layers with a window, which has no scaling; None: that of the
-    others."""
+    """Base of the rotation in layers with a window, which has no scaling. None: the same as in
+    other layers."""
     has_sinks: bool = False
     num_experts: int = 0
     """Experts per routed layer; 0 means dense MLPs."""
     num_active_experts: int = 0
     swiglu_limit: float = 0.0
-    """Limit at which gpt-oss' activation clamps gate and up. 0 is the plain silu(gate) * up."""
+    """Limit of gpt-oss' activation for gate and up. 0 is the plain silu(gate) * up."""
     has_router_bias: bool = False
     has_expert_bias: bool = False
     """Biases on both projections of every expert."""
@@ -104,7 +104,7 @@ class ModelConfig(_Kind):
     """Experts are scored by sigmoids in float32, with a bias that counts for the choice alone."""
     num_expert_groups: int = 1
     num_active_groups: int = 1
-    """Groups of experts, and those of them that a token may choose from."""
+    """Number of expert groups, and how many of them a token may choose from."""
     route_scale: float = 1.0
     """Factor on a token's router weights."""
     shared_width: int = 0
@@ -112,11 +112,10 @@ class ModelConfig(_Kind):
     has_shared_gate: bool = False
     """A sigmoid scales what the shared expert adds."""
     num_extra_layers: int = 0
-    """Layers behind the last one that predict further tokens. A checkpoint keeps their tensors as
-    they are; they are neither run nor trained."""
+    """Number of layers after the last one, which predict further tokens. A checkpoint keeps their
+    tensors as they are; they are neither run nor trained."""
     extra_tensors: tuple[str, ...] = ()
-    """Beginnings of the names of such tensors where they are no numbered layers, and of those of
-    towers that read images."""
+    """Name prefixes of such tensors outside numbered layers, and of the tensors of image towers."""
     prefix: str = "model."
     """Beginning of the names of the decoder's tensors, its head left out, in a checkpoint."""
     dense_layers: tuple[int, ...] = ()
@@ -124,11 +123,11 @@ class ModelConfig(_Kind):
     dense_intermediate_size: int = 0
     """MLP width of `dense_layers`."""
     num_padding_rows: int = 0
-    """Rows of the embedding and the head behind those of the ids. They are kept as they are."""
+    """Rows of the embedding and the head after the last id's row. They are kept as they are."""
 
     def with_vocabulary(self, size: int | None) -> ModelConfig:
-        """The model over the first `size` ids, those of its tokenizer, where it has more rows. None
-        takes all rows for ids, as config.json does."""
+        """The model over the first `size` ids: its tokenizer may have fewer than the model has
+        rows. None takes all rows for ids, as config.json does."""
         size = self.num_rows if size is None else min(size, self.num_rows)
         return replace(self, vocab_size=size, num_padding_rows=self.num_rows - size)
 
@@ -139,7 +138,7 @@ class ModelConfig(_Kind):
 
     @property
     def has_vision(self) -> bool:
-        """Whether its checkpoint has a tower that reads images, which is not run."""
+        """True if its checkpoint has a tower that reads images. The tower is not run."""
         return self.prefix != "model."
 
     @property
@@ -189,9 +188,9 @@ class ModelConfig(_Kind):
     def from_hf(cls, source: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
         """Reads a Hugging Face config of one of FAMILIES.
 
-        Raises CheckpointError for another architecture, and one that lists every missing setting
-        and every setting that changes the numbers and is not implemented. Keys that transformers'
-        own model of the architecture does not read are ignored.
+        Raises CheckpointError for another architecture. Another CheckpointError lists every missing
+        setting and every setting that changes the numbers and is not implemented. Keys that
+        transformers' own model of the architecture does not read are ignored.
         """
         source, of_whole = text_of(source)
         architecture = str(source.get("model_type"))

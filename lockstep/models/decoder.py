@@ -27,8 +27,8 @@ Tensor = torch.Tensor
 
 
 class Block(nn.Module):
-    """Attention and MLP; each adds to the stream what it makes of a copy, with norms before it or
-    after it."""
+    """Attention and MLP. Each adds its output to the residual stream, with a norm before it or after
+    it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ class Block(nn.Module):
         """(stream [T, D], this layer's entry of `Routing.prob_sums`, if any). inputs: see `_run`.
         is_recomputed: keep x alone for backward, and run the block again there."""
         if is_recomputed:
-            # Within the module's hooks: those of FSDP gather its weights once for both runs.
-            # Not the reentrant kind, whose first run is without gradient: ops may then take
-            # another path, of other bits.
+            # Runs within the module's hooks, so FSDP gathers the weights once for both runs.
+            # The reentrant kind runs first without gradient: ops may then take another path with
+            # other bits.
             return checkpoint(
                 self._run, x_TD, *inputs, use_reentrant=False, preserve_rng_state=False
             )
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
 
     @property
     def rope_tables(self) -> RopeTables:
-        """Those of `attention.rope_tables`, made once per device."""
+        """The result of `attention.rope_tables`, made once per device."""
         tables = self._rope_tables
         if tables is None or tables[0][0].device != self.embedding.device:
             with torch.inference_mode(False):  # the engine may be first, the trainer reads it too

@@ -333,7 +333,7 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _zeros(x: Tensor, num_chunks: int) -> Tensor:
-    """Zeros in which a gradient is summed; at least four bytes wide for several chunks."""
+    """Zeros to sum a gradient into; at least four bytes wide for several chunks."""
     is_narrow = num_chunks > 1 and x.dtype.itemsize < 4
     return torch.zeros_like(x, dtype=torch.float32 if is_narrow else x.dtype)
 

@@ -52,8 +52,8 @@ class FallbackModel(nn.Module):
         parameters = inspect.signature(inner.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self.has_plain_head = self._is_plain_head()
-        """Whether logits are hidden states times a matrix, neither capped, scaled nor shifted. Then
-        log-probs are formed in chunks; otherwise all logits at once."""
+        """True if logits are hidden states times a matrix, neither capped, scaled nor shifted. Then
+        log-probs are computed in chunks; otherwise from all logits at once."""
 
     @property
     def embedding(self) -> Tensor:
@@ -204,7 +204,7 @@ class FallbackModel(nn.Module):
         return out if context.place_index is None else take_rows(out, context.place_index)
 
     def _is_plain_head(self) -> bool:
-        """Tries the head on a few ids, since only its own forward shows what it does."""
+        """Tries the head on a few ids, since only its forward shows its arithmetic."""
         head = self.inner.get_output_embeddings()
         if head is None:
             raise CapabilityError(

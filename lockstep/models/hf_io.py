@@ -91,7 +91,7 @@ def load_checkpoint(
 ) -> Decoder:
     """A decoder with the weights of a Hugging Face checkpoint directory.
 
-    mesh: the ranks that the parameters are spread over; each keeps its own part of what it reads.
+    mesh: the ranks that the parameters are spread over; each keeps only its own part.
     vocab_size: as for `ModelConfig.with_vocabulary`.
     Takes no more memory than the model (this rank's part, and one parameter) and a block
     (`tensor_file.BLOCK_BYTES`). Raises CheckpointError naming every tensor that is missing, extra
@@ -124,14 +124,14 @@ def materialize(model: M, device: torch.device | str) -> M:
 def read_tensors(directory: str | Path) -> dict[str, StoredTensor]:
     """name -> tensor in its file, over one file or the shards of an index.
 
-    Raises CheckpointError if there are no weights, or two sets of them, and one that lists every
-    missing or torn file, and every tensor that is not in the file that the index names.
+    Raises CheckpointError if there are no weights, or two sets of them. Another CheckpointError
+    lists every missing or torn file, and every tensor that is missing in the index's file.
     """
     root, index = Path(directory), Path(directory) / INDEX
     has_index, has_file = index.is_file(), (root / WEIGHTS).is_file()
     if has_index and has_file:
         raise CheckpointError(
-            f"{root} holds {WEIGHTS} and {INDEX}: two sets of weights. Remove the one that is old."
+            f"{root} holds {WEIGHTS} and {INDEX}: two sets of weights. Remove the older set."
         )
     if not has_index and not has_file:
         raise CheckpointError(f"{root} holds neither {WEIGHTS} nor {INDEX}.")
@@ -214,8 +214,8 @@ def check_tensors(
 
 
 def _is_extra(name: str, config: ModelConfig) -> bool:
-    """Whether a checkpoint keeps a tensor as it is: one of a layer behind the last, or of what
-    reads images."""
+    """True if a checkpoint keeps a tensor as it is: in layers after the last, or in an image
+    tower."""
     if name.startswith(config.extra_tensors):
         return True
     found = re.match(r"model\.layers\.(\d+)\.", name)
@@ -232,7 +232,7 @@ def decoder_like(
 ) -> Decoder:
     """A decoder without gradients, with these weights and the shapes, ops and device of `model`.
 
-    dtype: None is that of `model`. Raises CheckpointError as `load_weights` does.
+    dtype: None takes the dtype of `model`. Raises CheckpointError as `load_weights` does.
     """
     with torch.device("meta"):
         made = Decoder(model.config, ops=model.ops)
@@ -439,8 +439,7 @@ def save_checkpoint(
     has no weights, or packed ones), files have at most `max_shard_bytes`. dtype: None is the
     model's. Weights that were packed are written unpacked, and config.json then has no
     quantization_config. An adapter is merged in. extra_tensors: written unchanged with the
-    decoder's, such as another head. config_changes: keys of config.json that differ from those of
-    `like`.
+    decoder's, such as another head. config_changes: keys of config.json to change.
 
     The directory appears whole or not at all: it is written under another name, then renamed. Takes
     no more memory than a block of one tensor, or two parameters with an adapter or a sharded model,

@@ -1,11 +1,10 @@
 """Attention whose keys and values come from one latent vector per token, over ops alone.
 
-Source: multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434), section 2.1, in the form that
-is called absorbed. The latent and the rotated dims of a token are one key for all heads, and the
-latent is its value too: that alone is cached. The matrix that would make keys of latents is applied
-to queries, and the one that would make values, to what attention returns. The form that unfolds
-keys and values has narrower products in attention, and adds up in another order: rows whose bits
-need not be the sampler's are computed in it.
+Source: multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434), section 2.1, in the absorbed
+form. The latent and the rotated dims of a token are one key for all heads; the latent is also its
+value, and only this key is cached. The key matrix is applied to the queries, the value matrix to
+attention's output. The unfolded form makes keys and values first: its products in attention are
+narrower, and it adds in another order. Rows whose bits need not equal the sampler's use it.
 
 # T tokens  D model width  H heads  G adapters  r rank of an adapter
 # K width of a folded query and of a key: C of the latent, then the rotated dims
@@ -36,8 +35,9 @@ Tensor = torch.Tensor
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the config's is
 
 _KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Weight of a `kv_b_proj` -> (its version, its halves), of samplers on a CPU, whose ops keep what
-they make of a weight that stays the same tensor. A captured graph would keep old values."""
+"""Weight of a `kv_b_proj` -> (its version, its halves), for samplers on a CPU. Their ops cache
+results per weight tensor, so the halves must stay the same tensors. A captured graph would keep old
+values."""
 
 
 class LatentAttention(nn.Module):

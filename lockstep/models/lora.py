@@ -33,7 +33,7 @@ class Projection(nn.Linear):
         self.lora: LowRank | None = None
 
     def forward(self, x_TK: Tensor, ops: Ops, adapters: AdapterRows | None = None) -> Tensor:
-        """adapters: those of the rows, in place of the projection's own."""
+        """adapters: one per row; they replace the projection's own."""
         out_TN = ops.linear(x_TK, self.weight, self.bias)
         if adapters is not None:
             return adapters.add(self, x_TK, out_TN, ops)
@@ -178,9 +178,8 @@ def adapter_at(model: nn.Module, projection: str) -> Adapter | None:
 
 @contextmanager
 def adapter_scaled(model: nn.Module, factor: float) -> Iterator[None]:
-    """In the block, the adapter of `model` is scaled by `factor`. With 0 the model computes without
-    it, as the reference policy does; 2 is an adapter that was merged into weights which contained
-    it already."""
+    """Scales the adapter of `model` by `factor` inside the block. 0: the model computes without it,
+    as the reference policy does. 2: as if the adapter had been merged twice."""
     adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
     before = [(adapter.is_on, adapter.scale) for adapter in adapters]
     try:
@@ -200,8 +199,8 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def adapter_replaced(model: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
-    """In the block, the adapter of `model` has these values: see `adapter_parameters`. Memory and
-    contents of its own stay."""
+    """Gives the adapter of `model` these values inside the block: see `adapter_parameters`. Its own
+    memory and values stay."""
     parameters = adapter_parameters(model)
     own = [parameter.data for parameter in parameters]
     try:

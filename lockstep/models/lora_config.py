@@ -39,7 +39,7 @@ class LoraConfig:
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732); none is false, or as at `path`."""
     targets: tuple[str, ...] = ()
     """Projections to adapt: attention, mlp (dense), experts, or patterns on names such as *.q_proj
-    or layers.0.*; empty is all of them, or those of the adapter at `path`."""
+    or layers.0.*. Empty: all of them, or the targets of the adapter at `path`."""
     seed: int = 0
     """Seed of A's random values; B starts at 0, so the first step samples from the base model."""
     path: str = ""

@@ -41,8 +41,8 @@ class Routing:
     """[T, L, A] integers: experts of each token, in slot order. The router's logits still weigh
     them, with gradient. None lets the router choose."""
     is_known_T: Tensor | None = None
-    """[T] bool: tokens for which `replay_TLA` is valid; the router chooses for the others. None:
-    all tokens."""
+    """[T] bool: True if `replay_TLA` is valid for the token; the router chooses for the others.
+    None: valid for all tokens."""
     chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Routed layer -> [T, A] int64: experts that were used."""
     differing: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -62,7 +62,7 @@ class MLP(nn.Module):
     """Dense gated MLP; gate and up come from one fused projection."""
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
-        """width: None is that of a dense layer."""
+        """width: None takes the width of a dense layer."""
         super().__init__()
         if width is None:
             width = config.dense_intermediate_size if config.is_moe else config.intermediate_size
@@ -81,7 +81,7 @@ class MLP(nn.Module):
         output_norm: Tensor | None = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        """x, or the residual, + the MLP of the normed x; output_norm: of what is added."""
+        """x, or the residual, + the MLP of the normed x; output_norm: norm of the MLP's output."""
         is_plain = adapters is None and self.gate_up_proj.lora is None
         if is_plain and norm is not None and not self.is_gelu:
             hidden_TF = ops.norm_swiglu(x_TD, norm, eps, self.gate_up_proj.weight)
@@ -218,7 +218,7 @@ class MoE(nn.Module):
         )
 
     def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        """[T, E], by which experts are chosen and weighed: in the compute dtype, or in float32 for
+        """[T, E] scores that choose and weigh experts: in the compute dtype, or in float32 for
         sigmoids."""
         weight, bias = self.router.weight, self.router.bias
         if self.router.choice_bias is not None:

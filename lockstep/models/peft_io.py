@@ -111,7 +111,7 @@ def load_adapter(model: Decoder, directory: str | Path) -> None:
 
 def merge_adapter(adapter: Path, base: Path, directory: Path) -> None:
     """Writes the model in `base` with `adapter` in its weights: added in float32, then cast to the
-    adapter's dtype, in which its run computed. Raises CheckpointError for another base."""
+    adapter's dtype, which is its run's. Raises CheckpointError for another base."""
     ask_for_reproducible_gemm()  # this product may be the first of a process that trains afterwards
     check_base(adapter, base)
     model = load_checkpoint(base)
@@ -165,7 +165,7 @@ def _factors(model: Decoder) -> Iterator[tuple[Site, Tensor, Tensor]]:
 
 
 def _read_same_shape(model: Decoder, directory: str | Path) -> LoraShape:
-    """The shape of a stored adapter. Raises CheckpointError unless it is that of the model's."""
+    """The shape of a stored adapter. Raises CheckpointError unless the model's adapter has it."""
     found, mine = read_shape(directory, model.config), _shape(model)
     if (found.sites, found.rank, found.scale) != (mine.sites, mine.rank, mine.scale):
         told = "; other projections are adapted" if found.describe() == mine.describe() else ""

@@ -49,11 +49,11 @@ class Scheme:
     block: tuple[int, int]
     """(outputs, inputs) that share a scale; 0 is all of them. A last block may be smaller."""
     is_fused: bool = False
-    """Whether the projections that read one input (queries, keys and values; gate and up) are one
-    tensor, which shares scales."""
+    """True if the projections that read one input (queries, keys and values; gate and up) are one
+    tensor with shared scales."""
     has_inputs: bool = False
-    """Whether inputs are rounded to the same numbers: a scale per token, and per block of inputs
-    where weights have one."""
+    """True if inputs are rounded to the same number format: a scale per token, and per block of
+    inputs if weights have blocks."""
 
     def describe(self) -> str:
         outputs, inputs = self.block
@@ -93,7 +93,7 @@ SCHEMES: tuple[Scheme, ...] = (
     Scheme(number="nf4", block=(1, 64)),
 )
 """Formats that vLLM and SGLang serve: fp8 per tensor is vLLM's quantization=fp8, blocks are
-DeepSeek's, groups are those of GPTQ and AWQ, mxfp4 is gpt-oss' own, nf4 is bitsandbytes'."""
+DeepSeek's, groups are GPTQ's and AWQ's, mxfp4 is gpt-oss' own, nf4 is bitsandbytes'."""
 
 
 def _in_blocks(

@@ -1,7 +1,7 @@
-"""A config.json while it is read, and what the families of models have in common.
+"""A config.json while it is read, and the fields that model families have in common.
 
-A family is a function that reads what is particular to it, in a file of `models/families` or in one
-that is given with --plugin:
+A family is a function that reads the family's own fields, in a file of `models/families` or of
+--plugin:
 
     @family("olmo2", rope_theta=500000.0)
     def olmo2(reading: Reading) -> dict[str, Any]:
@@ -37,7 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
     "swiglu_alpha": (None, 1.702),
 }
-"""Keys that change the numbers of one of the architectures -> values with which they do not."""
+"""Keys that change the numbers of some architecture -> values that leave them unchanged."""
 
 _FLAG, _OBJECT, _LIST = (bool, "true or false"), (Mapping, "an object"), (list, "a list")
 _KINDS: dict[str, tuple[type, str]] = {
@@ -69,10 +69,10 @@ _WHOLES = {
     "qwen3_5": ("model.language_model.", "model.visual."),
     "qwen3_5_moe": ("model.language_model.", "model.visual."),
 }
-"""model_type of a model that reads images too -> beginnings of the names of its language model's
-tensors, and of those that read images."""
+"""model_type of a model that also reads images -> name prefixes of its language model's tensors, and
+of its image tower's."""
 
-# What transformers assumes of Gemma 3, whose published configs leave it out.
+# Defaults of transformers for Gemma 3: its published configs leave them out.
 _GEMMA3 = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -85,8 +85,8 @@ _GEMMA3 = {
 
 
 def text_of(source: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """(the config of the language model in that of one that reads images too, fields of
-    `ModelConfig` that follow); of a model of text alone, its own and none."""
+    """(config of the language model, resulting fields of `ModelConfig`). A model that also reads
+    images has an inner config; a text model returns its own and no fields."""
     kind, text = str(source.get("model_type")), source.get("text_config")
     if kind not in _WHOLES or not isinstance(text, Mapping):
         return source, {}
@@ -119,10 +119,10 @@ def family(
 ) -> Callable[[Callable[[Reading], dict[str, Any]]], Callable[[Reading], dict[str, Any]]]:
     """Adds a family, as a decorator of the function that reads it.
 
-    defaults: the values that transformers assumes for absent keys, where they differ from those of
-    `read_common`; `window_rope_theta` says that layers with a window rotate by a base of their own.
-    reads: keys that change the numbers of this family alone, and are refused of others. Raises
-    CheckpointError for a model_type that is there already.
+    defaults: transformers' values for absent keys, if they differ from `read_common`;
+    `window_rope_theta` gives layers with a window a rotary base of their own. reads: keys that only
+    this family implements; other families refuse them. Raises CheckpointError for a model_type that
+    exists already.
     """
 
     def add(read: Callable[[Reading], dict[str, Any]]) -> Callable[[Reading], dict[str, Any]]:
@@ -140,7 +140,7 @@ class Reading:
 
     source: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Those of its family."""
+    """Defaults of its family."""
     reads: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list[str])
 
@@ -432,9 +432,9 @@ def same_windows(reading: Reading, window: int | None) -> dict[str, tuple[int | 
 
 
 def sigmoid_routes(reading: Reading) -> dict[str, Any]:
-    """Experts in the manner of DeepSeek V3: chosen by sigmoids, in groups, beside shared ones.
-    Where transformers' defaults differ by model, those of GLM 4.5 and DeepSeek V3 are the family's:
-    n_group, topk_group, routed_scaling_factor, first_k_dense_replace."""
+    """Experts as in DeepSeek V3: chosen by sigmoids, in groups, beside shared ones. GLM 4.5 and
+    DeepSeek V3 have different defaults in transformers, so each family sets its own n_group,
+    topk_group, routed_scaling_factor and first_k_dense_replace."""
     r, width = reading, reading.count("moe_intermediate_size")
     scale = r.get("routed_scaling_factor", default=r.defaults["routed_scaling_factor"])
     key, extra = "first_k_dense_replace", ("num_nextn_predict_layers", "num_mtp_layers")

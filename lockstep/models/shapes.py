@@ -235,7 +235,7 @@ def _gpt_oss_experts(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
 
 
 def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
-    """A tensor per expert and projection, and those of the shared experts."""
+    """A tensor per expert and projection, and the tensors of the shared experts."""
     D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
 
     def piece(expert: int, name: str, shape: Shape, first: int) -> Piece:

@@ -1,7 +1,7 @@
 """Parameters that are spread over ranks: FSDP2, and how whole ones come in and go out.
 
-Each rank holds a run of every parameter's first dim. A block's parameters are gathered when it
-runs and let go after it; gradients are summed over ranks into the shards.
+Each rank holds a range of every parameter's first dim. A block's parameters are gathered when it
+runs and resharded after it; gradients are summed over ranks into the shards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy()
     if next(model.parameters()).dtype.itemsize < 4:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    # Of one dtype each: the few numbers of another stay whole on all ranks.
+    # FSDP needs one dtype per group: the few numbers of another dtype stay whole on all ranks.
     dtype = model.get_parameter("embedding").dtype
     ignored = {parameter for parameter in model.parameters() if parameter.dtype != dtype}
     for block in model.get_submodule("layers").children():
@@ -54,12 +54,12 @@ def let_go(model: torch.nn.Module) -> None:
 
 
 def is_sharded(x: Tensor) -> TypeGuard[DTensor]:
-    """Whether a parameter is spread over a mesh: only a DTensor has one."""
+    """True if a parameter is spread over a mesh: only a DTensor has a mesh."""
     return hasattr(x, "device_mesh")
 
 
 def mesh_of(x: Tensor) -> DeviceMesh | None:
-    """The mesh over which a parameter is sharded; None if it is whole."""
+    """The mesh that a parameter is sharded over; None if it is whole."""
     return x.device_mesh if is_sharded(x) else None
 
 
@@ -74,8 +74,8 @@ def whole(x: Tensor) -> Tensor:
 
 
 def whole_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """All of a tensor that is laid out as `parameter` is along its first dim, of which `part` is
-    this rank's run."""
+    """The whole tensor, gathered from each rank's `part`. It is sharded along its first dim as
+    `parameter` is."""
     if not is_sharded(parameter):
         return part
     from torch.distributed.tensor import DTensor

@@ -71,7 +71,7 @@ class StoredTensor:
         dtype = DTYPES[self.dtype_name]
         if out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu" and out.numel():
             self.read_into(out)
-            # Not counted as a write by torch: what ops have made of the old values must go.
+            # Torch does not count this as a write: count it, so that ops drop cached results.
             torch.autograd.graph.increment_version(out)
             return
         for rows in blocks_of(len(out), self.num_bytes):
@@ -137,7 +137,7 @@ def write_tensors(path: Path, tensors: Sequence[Outgoing], *, is_writer: bool = 
     is_writer: False on ranks that only help to gather each tensor.
     Guard: tests/cpu/models/test_tensor_file.py
     """
-    # In the order of the file, in which all ranks gather.
+    # All ranks gather in the order of the file.
     ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, DTYPE_NAMES[t.dtype], t.name))
     if not is_writer:
         for tensor in ordered:

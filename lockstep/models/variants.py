@@ -31,7 +31,7 @@ def sharing(twin: AnyDecoder, model: Decoder, *, has_adapter: bool = True) -> An
     twin.ops = model.ops
     if has_adapter and model.lora is not None:
         add_adapter(twin, model.lora, seed=0)
-    # Assigned parameters take over requires_grad from those that they replace.
+    # Assigned parameters take over requires_grad from the replaced parameters.
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     state = model.state_dict(keep_vars=True)
     twin.load_state_dict({name: state[name] for name in twin.state_dict()}, assign=True)

@@ -37,8 +37,8 @@ from lockstep.ops.split import SplitContext, split_attention
 Tensor = torch.Tensor
 Context = PackedContext | PagedContext | SplitContext
 Counts = list[int] | Tensor
-"""[E] rows of each expert, of rows that are sorted by expert: a list, or for ops that read their
-inputs on the device (`Ops.reads_work`) an int32 tensor there, for which the host does not wait."""
+"""[E] number of rows of each expert, for rows sorted by expert. A list, or for ops that read their
+inputs on the device (`Ops.reads_work`) an int32 tensor there, so that the host does not wait."""
 
 ACTIVATION_CHUNK = 1 << 19  # activations computed at once: bounds the size of temporaries
 GPU_ACTIVATION_CHUNK = 1 << 25  # where a launch must be worth its while
@@ -58,7 +58,7 @@ class Ops:
     name: ClassVar[str] = "plain"
     """Name in the fingerprint: plain, invariant or cuda."""
     is_invariant: ClassVar[bool] = False
-    """Whether a row has the same bits decoded, prefilled and packed, in any company."""
+    """True if a row has the same bits decoded, prefilled and packed, in any batch."""
     key_block: ClassVar[int] = 0
     """Keys that attention sums in one piece; 0: the kernel decides."""
 
@@ -66,16 +66,16 @@ class Ops:
         return self  # a copied model computes with the same ops
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # made anew in the other process, which may lack what it needs
+        return type(self), ()  # made anew in the other process, where it may be unavailable
 
     def resident_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Dtype in which an engine keeps a second, contiguous copy of the running rows' keys and
-        values (`ResidentRows`); None if attention reads pages alone. dtype: the model's."""
+        """Dtype of an engine's second, contiguous copy of the running rows' keys and values
+        (`ResidentRows`); None if attention reads pages alone. dtype: the model's."""
         return dtype
 
     def reads_work(self, device: torch.device) -> bool:
-        """Whether these ops read on the device what says how rows are cut: `AttentionWork` in place
-        of padded blocks, counts of rows in place of lists."""
+        """True if these ops read the layout of rows on the device: `AttentionWork` in place of
+        padded blocks, tensors of counts in place of lists."""
         return device.type != "cpu"
 
     def describe_gemm(self, dtype: torch.dtype) -> str:
@@ -189,7 +189,7 @@ class Ops:
         return wide.softmax(-1).gather(-1, experts).to(logits.dtype), experts
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        """In float32, or x's dtype if that is wider."""
+        """Sigmoid in float32, or in x's dtype if that is wider."""
         return x.to(sum_dtype(x.dtype)).sigmoid()
 
     def softplus(self, x: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class Ops:
     def _paged_attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
     ) -> Tensor:
-        """`attention` over pages, to which the new keys and values were written."""
+        """`attention` over pages that already hold the new keys and values."""
         if self.reads_work(q.device):
             from lockstep.ops import cuda_attention
 
@@ -384,7 +384,7 @@ class Ops:
         return torch.cat(out).to(dtype)
 
     # -- composed -----------------------------------------------------------------------------
-    # The parts of a layer, for ops that compute several at once. The bits are those of the parts.
+    # Parts of a layer, for ops that compute several at once, with the same bits as one by one.
 
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
@@ -414,8 +414,8 @@ class Ops:
         norms: tuple[Tensor, Tensor] | None = None,
         eps: float = 0.0,
     ) -> Tensor:
-        """`attention` of qkv [T, H + 2 G, D], whose queries and keys are normed, if there are norms
-        (of queries [D], of keys [D]), and rotated in as many dims as cos and sin have: [T, H, D].
+        """`attention` of qkv [T, H + 2 G, D]: returns [T, H, D]. Queries and keys are first normed,
+        if there are norms (of queries [D], of keys [D]), then rotated in the dims of cos and sin.
         num_heads: H."""
         H, G, R = num_heads, (qkv.shape[1] - num_heads) // 2, cos.shape[-1]
         qk = qkv[:, : H + G]
@@ -484,8 +484,8 @@ class Ops:
         return torch.searchsorted(cumulative, target, right=True).clamp_(max=probs.shape[1] - 1)
 
     def nucleus(self, probs: Tensor, top_p: Tensor) -> Tensor:
-        """[B, V] bool: the ids before which less than a share of `top_p` [B] is summed. probs [B,
-        V] float32, largest first."""
+        """[B, V] bool: True while the sum of larger probs is below `top_p` [B]. probs [B, V]
+        float32, largest first."""
         before = probs.cumsum(-1) - probs
         return before < top_p[:, None] * probs.sum(-1, keepdim=True)
 
@@ -522,7 +522,8 @@ class GemmOps(Ops):
 
 
 def on_host(counts: Counts) -> list[int]:
-    """As a list. Waits for the device; for what has no kernel that reads them there (float32)."""
+    """Counts as a list. Waits for the device. For dtypes without a kernel that reads counts there
+    (float32)."""
     return counts.tolist() if isinstance(counts, Tensor) else counts
 
 
@@ -546,7 +547,7 @@ def rows_by_expert(tokens_per_expert: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 def _is_grouped(x: Tensor, weight: Tensor) -> bool:
-    """Whether one kernel can run all experts, however many rows each has. Source:
+    """True if one kernel can run all experts, however many rows each has. Source:
     torch.nn.functional.grouped_mm of torch 2.13, which takes rows of whole 16 bytes."""
     if x.device.type == "cpu" or x.dtype != torch.bfloat16:
         return False

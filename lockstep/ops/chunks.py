@@ -170,7 +170,7 @@ class States:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> States:
-        """heads: (G, H); widths: (K, V); tail: (W - 1, channels); dtype: that of the tails."""
+        """heads: (G, H); widths: (K, V); tail: (W - 1, channels); dtype: of the tails."""
         (G, H), (K, V), of = heads, widths, (num_layers, num_slots)
 
         def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -190,7 +190,7 @@ class States:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPlaces:
-    """Places of the tokens that B rows feed, and masks of what they see; the same in every layer.
+    """Places of the tokens that B rows feed, and their attention masks; the same in every layer.
 
     # B rows  N rows that are computed  G key heads  H value heads  C = CHUNK
     """
@@ -255,16 +255,15 @@ class StateStep:
 
     states: States
     slots: Tensor
-    """[S] int64: slot of each sequence, those of the rows first."""
+    """[S] int64: slot of each sequence, the rows first."""
     offsets: Tensor
     """[rows] int64: place of each row's token in its chunk."""
     full: Tensor | None
-    """Number, among the rows that are computed, of those whose token ends their chunk; None: no
-    row's."""
+    """Indices of the computed rows whose token ends a chunk; None: no row's."""
     full_slots: Tensor
     """Slots of the same rows."""
     chunks: Chunks | None
-    """Chunks of the parts of prompts, whose tokens follow those of the rows."""
+    """Chunks of the parts of prompts. Their tokens follow the rows' tokens."""
     last_places: Tensor
     """[S - rows] int64: place in its chunk of each part's last token."""
     taps: Tensor
@@ -279,11 +278,11 @@ class StateStep:
     """[S'] int64: slots of the sequences that come to a border."""
     span: slice | None
     """Slots from the rows' first to their last, which are read in place. None: the rows lie too far
-    apart, and what they have is copied."""
+    apart, and their states are copied."""
     order: Tensor | None
-    """[N] int64: row of each slot of the span, 0 where there is none; what is computed there is
-    thrown away. None: the rows are in the order of their slots, which follow one another, or there
-    is no span."""
+    """[N] int64: row of each slot of the span; 0 for a slot without a row, whose result is thrown
+    away. None: the rows are in the order of their slots, which follow one another, or there is no
+    span."""
     back: Tensor | None
     """[rows] int64: place of each row in the span; None as `order`."""
     memo: dict[tuple[int, int], RowPlaces] = field(default_factory=dict)
@@ -296,7 +295,7 @@ class StateStep:
         return self.memo[heads]
 
     def computed(self, of_rows: Tensor) -> Tensor:
-        """[rows, ...] -> [N, ...]: in the order in which `stored` has what it reads."""
+        """[rows, ...] -> [N, ...]: reorders rows to the order of `stored`."""
         return of_rows if self.order is None else of_rows.index_select(0, self.order)
 
     def rows(self, computed: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where attention finds its keys: the two layouts in which a decoder is called.
+"""Places of attention's keys: the decoder's two input layouts.
 
 The trainer packs whole rows one after another (`PackedContext`). A sampler runs the new tokens of
 many sequences over a paged cache (`PagedContext`). Both are records of index tensors, built once
@@ -42,9 +42,8 @@ MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """x[index] over the first dim, with a gradient that is summed in a fixed order.
 
-    The gradient of `x[index]` is not: CPU threads add to a row that is indexed several times in the
-    order in which they arrive.
-    Guard: tests/cpu/test_determinism.py
+    The gradient of `x[index]` has no fixed order: if a row is indexed several times, CPU threads
+    add to it as they arrive.   Guard: tests/cpu/test_determinism.py
     """
     return F.embedding(index, x.flatten(1)).view(*index.shape, *x.shape[1:])
 
@@ -58,7 +57,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of numbers of this dtype are kept."""
+    """The dtype for sums of numbers of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -112,7 +111,7 @@ class Support:
             listed = to_device(np.flatnonzero(is_listed), ids.device)
             token, ids = token[listed], ids[listed]
         left, right, _ = (columns or slice(None)).indices(vocab_size)
-        # Ids of other columns go to one more, which is cut off.
+        # Ids of other columns go to an extra column, which is cut off.
         ids = torch.where((ids >= left) & (ids < right), ids - left, right - left)
         shape = stop - start, right - left + 1
         kept = torch.zeros(shape, dtype=torch.bool, device=self.ids.device)
@@ -335,7 +334,7 @@ class PackedContext:
 
     @cached_property
     def is_ordered(self) -> bool:
-        """Whether token t of the T is at place t: the rows follow one another."""
+        """True if each token t of the T is at place t: the rows follow one another."""
         return np.array_equal(self.index, np.arange(len(self.index)))
 
     @property
@@ -474,7 +473,7 @@ class PagedContext:
     write_index: Tensor
     """[T] int64: place of each new token's key and value: page * page_size + offset."""
     blocks: tuple[PagedBlock, ...] = ()
-    """For ops that read padded blocks; () for those that read `work`."""
+    """For ops that read padded blocks; () for ops that read `work`."""
     place_index: Tensor | None = None
     """[T] int64: index of each token's output in the blocks laid end to end ([B * Q] each); None if
     they are in order already."""

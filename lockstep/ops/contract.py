@@ -58,7 +58,7 @@ class Fingerprint:
     """Compute dtype of the model."""
     device: str
     kv_dtype: str = ""
-    """Dtype in which keys and values are kept; empty: the model's dtype."""
+    """Dtype of cached keys and values; empty: the model's dtype."""
     key_block: int = 0
     """Keys that attention sums in one piece; 0: the kernel decides."""
     row_quantum: int = 1
@@ -88,7 +88,7 @@ class Fingerprint:
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
         """Parses `text`. Missing fields take their defaults. Raises ContractError for unknown
-        fields, which are those of another version."""
+        fields: another version wrote them."""
         given = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
         known = {f.name: f for f in fields(cls)}
         unknown = sorted(set(given) - set(known))
@@ -121,7 +121,7 @@ def check_same(mine: Fingerprint, text: str, *, what: str) -> None:
 
 
 def why_not_same(mine: Fingerprint, text: str) -> str:
-    """Describes the fields in which another side differs; empty if there are none."""
+    """Describes the fields that differ from another side's; empty if none does."""
     if not text:
         return "it does not say what computed its log-probs (no fingerprint)"
     differing = mine.differences(Fingerprint.from_text(text))

@@ -1,7 +1,7 @@
 """Batch-invariant ops for CUDA: the contract of `ops.invariant`, kept by Triton kernels.
 
-Forward uses Triton's kernels, and cuBLAS for numbers of rows for which the self-test found it to
-give their bits. Backward is stock torch and need not be invariant. Three switches of torch matter:
+Forward uses Triton's kernels, and cuBLAS for row counts where the self-test found the same bits.
+Backward is stock torch and need not be invariant. Three switches of torch matter:
 
     torch.backends.cuda.matmul.fp32_precision         "tf32" is refused: gradients in float32 would
                                                       have 10 bits. It is not torch's default.
@@ -40,8 +40,8 @@ class CudaOps(GemmOps):
 
     def __init__(self) -> None:
         self.library: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        """(dtype, shape of a weight) -> numbers of rows, the largest first, for which cuBLAS was
-        found to give the bits of the kernel; see `learn_library`."""
+        """(dtype, shape of a weight) -> row counts, the largest first, where cuBLAS gave the same
+        bits as the kernel; see `learn_library`."""
         matmul = torch.backends.cuda.matmul
         if matmul.fp32_precision == "tf32":
             raise ConfigError(
@@ -84,9 +84,9 @@ class CudaOps(GemmOps):
         return out
 
     def learn_library(self, weight_NK: Tensor) -> None:
-        """Finds the numbers of rows for which cuBLAS, which is faster for many, gives the kernel's
-        bits: each is tried, and no other is ever handed to it. It picks a kernel by the number of
-        rows, and one that splits the inner sum has other bits."""
+        """Finds the row counts where cuBLAS gives the kernel's bits. cuBLAS is faster for many rows,
+        but picks its kernel by the row count, and a kernel that splits the inner sum has other
+        bits. So each count is tried, and cuBLAS never gets an untried one."""
         (N, K), dtype = weight_NK.shape, weight_NK.dtype
         key = dtype, weight_NK.shape
         is_for_it = dtype.itemsize == 2 or kernels.IS_INTERPRETED
@@ -257,8 +257,8 @@ class _Run(torch.autograd.Function):
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether kernels compute several ops at once, for few rows. In float32, where a product and a
-    sum may round once or twice, two kernels need not agree; the interpreter rounds each."""
+    """True if kernels compute several ops at once, for few rows. Not in float32: there a product and
+    a sum may round once or twice, so two kernels may differ; the interpreter rounds each."""
     if torch.is_grad_enabled() or len(x) >= LIBRARY_ROWS[-1]:
         return False
     return x.dtype.itemsize == 2 or kernels.IS_INTERPRETED

@@ -8,9 +8,9 @@ result waits in memory, and the program that ends last combines the splits of th
 same instructions in the same order, so how the work is cut changes no bit: a decode step of one
 long row fills the chip, and a packed row needs no memory for its splits.
 
-Backward is torch's own flash backward, given this forward's output and log-sums: it uses nothing
-but exp(score - lse) and dO . O, in which sinks are included (see `ops.packed`). In float32, which
-that kernel does not know, scores are computed again in tiles by stock products.
+Backward is torch's own flash backward on this forward's output and log-sums. It uses only
+exp(score - lse) and dO . O, and both include sinks (see `ops.packed`). That kernel has no float32,
+so scores in float32 are computed again in tiles by stock products.
 
 # T tokens  H query heads  G key heads  R = H / G  D head width  B rows  L length of a padded block
 """
@@ -76,8 +76,8 @@ TILES = {
     9: {64: Tile(64, 64, 64, 4, 2), 128: Tile(64, 128, 128, 8, 2), 256: Tile(64, 256, 128, 8, 2)},
     10: {64: Tile(64, 64, 64, 8, 2), 128: Tile(32, 128, 128, 8, 2), 256: Tile(32, 128, 64, 8, 2)},
 }
-"""Generation of the chip -> width of a head -> tile of two-byte numbers: the largest of which ptxas
-puts nothing but registers to use."""
+"""Generation of the chip -> width of a head -> the largest tile of two-byte numbers that ptxas keeps
+in registers alone."""
 
 
 def tile_of(dtype: torch.dtype, width: int, chip: int) -> Tile:
@@ -85,7 +85,7 @@ def tile_of(dtype: torch.dtype, width: int, chip: int) -> Tile:
     if dtype.itemsize > 2:
         return Tile(16, min(width, 32), min(width, 64), 8, 1)
     generation = max(known for known in TILES if known <= chip)
-    # Wider heads, those of latents, are read in pieces like those of 128.
+    # Wider heads (of latents) are read in pieces, with the tile of width 128.
     tile = TILES[generation][max(width, 64) if width <= 256 else 128]
     return tile._replace(chunk=min(width, tile.chunk), values=min(width, tile.values))
 
@@ -397,7 +397,7 @@ def attend(
 
 
 def paged_attention(q_THD: Tensor, spec: AttentionSpec, context: PagedContext) -> Tensor:
-    """[T, H, D], over pages to which the new keys and values were written."""
+    """[T, H, D]: attention over pages that already hold the new keys and values."""
     work = context.work
     assert work is not None, "the context is for ops that read padded blocks"
     keys, values = context.keys[spec.layer], context.values[spec.layer]
@@ -578,7 +578,7 @@ def _tiled_backward(
     spec: AttentionSpec,
     context: PackedContext,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By the definition. With P = exp(scores - lse), dS = P * (dP - dO . O)."""
+    """Gradients by the definition. With P = exp(scores - lse), dS = P * (dP - dO . O)."""
     through_TH = (grad_out.float() * out.float()).sum(-1)
     # An output is read at one of its places; the gradient of its other places and of padding is 0.
     grad_places, through_places = (_spread(x, context) for x in (grad_out, through_TH))

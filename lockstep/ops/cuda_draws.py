@@ -37,7 +37,7 @@ def _draw_kernel(probs, uniform, ids, V: tl.constexpr, BLOCK: tl.constexpr):
     target = total * tl.load(uniform + row)
     before = tl.zeros((), tl.float32)
     first = tl.full((), V, tl.int32)  # the first id that exceeds the target
-    last = tl.zeros((), tl.int32)  # the last one that can be drawn, where rounding leaves none
+    last = tl.zeros((), tl.int32)  # the last possible id, in case rounding leaves no first
     for start in range(0, V, BLOCK):
         at = start + column
         prob = tl.load(probs + row * V + at, mask=at < V, other=0.0)

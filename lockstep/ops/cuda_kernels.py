@@ -1,5 +1,5 @@
-"""Triton kernels whose sums have one order, whatever else is in the batch. Attention's is in
-`ops.cuda_attention`, those of draws are in `ops.cuda_draws`.
+"""Triton kernels whose sums have one order, whatever else is in the batch. Attention's kernel is in
+`ops.cuda_attention`, the kernels of draws are in `ops.cuda_draws`.
 
 A row's bits depend on the row alone, because of three rules:
 
@@ -10,7 +10,7 @@ A row's bits depend on the row alone, because of three rules:
     right, from the start of the row or of the sequence. Where two kernels compute the same number,
     a function that both call says the order: `_tree_sum`, `tl.fma`.
     Rows of a tile are alike. A tile has one shape however many of its rows are real; the others are
-    zero. Keys that a tile reads beyond those of a row add exact zeros to that row.
+    zero. Keys in a tile that belong to other rows add exact zeros to a row.
 
 TRITON_INTERPRET=1, set before this module is imported, runs the kernels on CPU tensors. That checks
 indexing, masks and the order of blocks, but not the arithmetic of tensor cores.
@@ -45,7 +45,7 @@ except ImportError:
 Tensor = torch.Tensor
 
 IS_INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether the kernels run on CPU tensors, in Triton's interpreter."""
+"""True if the kernels run on CPU tensors, in Triton's interpreter."""
 
 POINTER_ALIGNMENT = 16  # bytes; Triton specialises on it, and it is a thread's widest load
 ELEMENTS = 1024  # of one program of an elementwise kernel
@@ -108,17 +108,17 @@ TILES = {
         Tile(128, 256, 64, 8, 3),
     ),
 }
-"""Generation of the chip, from which on they are taken."""
-DECODE_ROWS = 64  # rows up to which a tile of the larger shapes would be half empty
+"""First generation of the chip -> its tiles."""
+DECODE_ROWS = 64  # up to so few rows, larger tiles would be half empty
 HUGE_ROWS = 1024
-WIDE_OUTPUTS = 8192  # outputs from which tiles of 64 are enough programs
+WIDE_OUTPUTS = 8192  # with so many outputs, tiles of 64 give enough programs
 TILE_GROUP = 8  # tiles of rows that run together over all outputs, so that weights stay in L2
 SQUARES = 32  # neighbouring numbers whose squares a GEMM sums for the norm that follows
 
 
 def jit(*unspecialized: str, unaligned: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Compiles a kernel once for all values of the arguments that are named, and for all addresses
-    of those in `unaligned`."""
+    """Compiles a kernel once for all values of the named arguments, and for all addresses of
+    arguments in `unaligned`."""
     return triton.jit(
         do_not_specialize=list(unspecialized), do_not_specialize_on_alignment=list(unaligned)
     )
@@ -149,7 +149,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def tiles() -> Tiles:
-    """Those of this chip."""
+    """The tiles of this chip."""
     return TILES[max(known for known in TILES if known <= generation())]
 
 
@@ -180,7 +180,7 @@ def gemm(
     out_MN = x_MK.new_empty(M, N)
     if out_MN.numel():
         num_places = triton.cdiv(M, tile.rows)
-        if counts is not None:  # a tile begins at each expert's first row: as many more at most
+        if counts is not None:  # a tile begins at each expert's first row: at most one extra per expert
             num_places = M // tile.rows + min(len(counts), M)
         squares, norm_weight, eps = norm or (None, None, 0.0)
         launch(

@@ -83,7 +83,7 @@ def _decay(c: Tensor) -> Tensor:
 
 
 def _by_head(pairs: Tensor, num_heads: int) -> Tensor:
-    """[n, G, 1, C, C] -> [n, H, C, C]: those of the key head of each value head."""
+    """[n, G, 1, C, C] -> [n, H, C, C]: repeats each key head for its value heads."""
     n, G, _, C, _ = pairs.shape
     return pairs.expand(n, G, num_heads // G, C, C).reshape(n, num_heads, C, C)
 
@@ -151,7 +151,7 @@ def _parent_states(after: Tensor | None, level: Level) -> Tensor | None:
 
 
 def _pieces(level: Level, v: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(chunks among all, the same within the level), as many as are computed at once."""
+    """(chunks among all, the same within the level) of each piece that is computed at once."""
     room = DELTA_WORK_BYTES["cpu" if v.device.type == "cpu" else "cuda"]
     of_chunk = PAIRS_AT_ONCE * v.shape[1] * CHUNK**2 * v.element_size()
     size, (begin, end) = max(1, room // of_chunk), (level.part.start, level.part.stop)
@@ -161,7 +161,7 @@ def _pieces(level: Level, v: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _joined(states: list[Tensor]) -> Tensor | None:
-    """Those of the pieces of a level; most have one piece, which is not copied."""
+    """The states of all pieces of a level; a single piece, the usual case, is not copied."""
     if len(states) <= 1:
         return states[0] if states else None
     return torch.cat(states)
@@ -379,7 +379,7 @@ def decode(
     c = step.stored(states.decays, layer).cumsum(-1)
     here = c.gather(-1, at.here)
     decay, grow = (here - c + at.later).exp_(), here.exp()
-    # Rows [query, key, 0, 0] of each head: as many as products take anyway.
+    # Rows [query, key, 0, 0] of each head: products pad to four rows anyway.
     both = F.pad(torch.stack([q, k], 2), (0, 0, 0, 2))
     pairs = matmul(both.view(N * G, 4, K), keys.flatten(0, 1).transpose(1, 2))
     pairs = pairs.view(N, G, 1, 4, CHUNK) * decay.view(N, G, H // G, 1, CHUNK)

@@ -46,8 +46,8 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, ops, temperature, support, V):
-        """weight: [V + P, D]. The products are of all its rows, for which ops may keep it in
-        another layout; the softmax is over V."""
+        """weight: [V + P, D]. The products use all its rows, because ops may keep the whole weight
+        in another layout. The softmax is over V."""
         ctx.set_materialize_grads(False)  # an output that is not used has no gradient, not zeros
         T = len(ids)
         logprobs = hidden.new_empty(ids.shape, dtype=torch.float32)
@@ -122,7 +122,7 @@ class LogProbs(torch.autograd.Function):
             for part in _steps(T, tile_rows):
                 choices = None if support is None else support.mask(part, V, columns)
                 if kept is None:
-                    # Rounded as forward rounds, or the log-sum would be that of other logits.
+                    # Rounded as in forward, or the log-sum would belong to other logits.
                     tile = torch.mm(wide_hidden[part], wide_weight.t()).to(hidden.dtype).float()
                 else:
                     tile = torch.empty_like(kept[part, columns])
@@ -160,7 +160,7 @@ def _steps(size: int, step: int) -> Iterator[slice]:
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """Rows to work on at once: those that fit a cache on a CPU, all rows on other devices."""
+    """Rows to work on at once: on a CPU the rows that fit a cache, all rows on other devices."""
     if x.device.type != "cpu":
         return _steps(len(x), max(len(x), 1))
     rows = max(1, BLOCK_BYTES // (4 * x.shape[1])) * torch.get_num_threads()

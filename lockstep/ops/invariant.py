@@ -4,7 +4,7 @@ They do not depend on how many rows run with it, on their order, on chunks, page
 decode step of the engine and the trainer's packed forward give the same bits, and their KL is 0.
 This holds for the forward; backward is stock.
 
-Where stock torch depends on the batch, and what is done instead:
+Places where stock torch depends on the batch, and the replacement here:
 
     GEMMs of few rows (other kernels, other orders)    rows padded to a quantum; packed weights
     small GEMMs on several threads (a sum is split)    outputs padded; a single product halved
@@ -48,7 +48,7 @@ from lockstep.ops.paged import causal_mask, paged_attention
 
 Tensor = torch.Tensor
 
-QUERY_TILE = 128  # most queries that attend together: as many as the keys of a block
+QUERY_TILE = 128  # most queries that attend together: a block has as many keys
 LEAST_TILE = 16  # fewest: below it, extra calls cost more than scores gain by staying in a cache
 TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a second thread idle
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
@@ -60,7 +60,7 @@ VECTOR = 16  # float32 numbers in a register of AVX-512, the widest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Settings under which a machine's GEMMs are invariant; found by `ops.selftest`."""
+    """Settings that make a machine's GEMMs invariant; found by `ops.selftest`."""
 
     row_quantum: int = LEAST_ROWS
     """Rows of every GEMM are padded to a multiple of this."""
@@ -85,10 +85,10 @@ def ask_for_reproducible_gemm() -> None:
 
 
 def is_widened(dtype: torch.dtype) -> bool:
-    """Whether GEMMs of this dtype are computed in float32 and rounded once at the end.
+    """True if GEMMs of this dtype are computed in float32 and rounded once at the end.
 
     Sums in float16 overflow. The kernels of CPUs with bfloat16 arithmetic (AMX) give a row other
-    bits in other company: 1 of 4608 outputs of a GEMM of 128 by 1536. Without that arithmetic,
+    bits in another batch: 1 of 4608 outputs of a GEMM of 128 by 1536. Without that arithmetic,
     float32 is several times as fast.
     """
     return dtype in (torch.bfloat16, torch.float16)
@@ -292,10 +292,10 @@ class _PackedWeights:
 
 
 def _least_outputs(num_rows: int) -> int:
-    """Outputs to which a GEMM of `num_rows` rows is padded.
+    """Number of outputs after padding, for a GEMM of `num_rows` rows.
 
     MKL on AMD's CPUs splits the sums of a GEMM over threads if it has too few rows and outputs to
-    give each thread a part of them: the sum is then added up in another order. Of fewer outputs
+    give each thread a part of them: the sum is then added up in another order. For fewer outputs
     than a register holds, packed weights and single columns have kernels of their own.
     Measured with 1 to 64 threads: tests/cpu/ops/test_invariant.py repeats it.
     """

@@ -58,7 +58,7 @@ class Piece:
     """[(B + chunks before) * C] int64: tokens of the chunks that a windowed piece reads; None: a
     row's keys are its queries' tokens, and each query sees those up to itself."""
     reach: Tensor | None = None
-    """[B] int64: number of preceding chunks of the same row, at most those of a band."""
+    """[B] int64: number of preceding chunks of the same row, at most the chunks of a band."""
     first_key: int = 0
     """Start of `key_index` among the places of the whole band layout."""
 
@@ -121,8 +121,7 @@ class Stem:
     keys: Tensor
     """[n] int64, adjacent in each of the rows."""
     queries: tuple[Tensor, ...]
-    """[Q] int64 each: the tokens that follow in any of the rows, each once, as many as a call
-    takes."""
+    """[Q] int64 each: the tokens that follow in any of the rows, each once, in parts of one call."""
 
 
 def stems_of(
@@ -143,7 +142,7 @@ def stems_of(
     """
     stems: list[tuple[Int64Array, Int64Array]] = []
     runs: list[Int64Array] = []
-    # Rows that are equal before `at`, of which what comes before `start` is in stems.
+    # Rows that are equal before `at`; their tokens before `start` are in stems already.
     waiting = [(list(rows), 0, 0)]
     while waiting:
         alike, start, at = waiting.pop()
@@ -192,7 +191,7 @@ class Layout:
     key_owned: Tensor | None
     """[n] int64: one place of `key_index` for each token in it."""
     is_shared: bool
-    """Whether some token belongs to several rows."""
+    """True if some token belongs to several rows."""
 
 
 def layout_of(context: PackedContext, window: int | None) -> Layout:
@@ -427,7 +426,7 @@ def attend_backward(
             )
             places = queries, stem.keys, stem.keys
             for total, part, index in zip((grad_q, *totals), found, places, strict=True):
-                # An index has each token once: the order of the sum is that of the stems.
+                # An index has each token once: sums follow the order of the stems.
                 total.index_add_(0, index, part[0].transpose(0, 1).to(total.dtype))
     for total, band in zip(totals, bands, strict=False):
         assert layout.key_index is not None and layout.key_owned is not None, "bands have keys"

@@ -65,7 +65,7 @@ COMPOSED = {"norm_linear": (0,), "norm_swiglu": (0,), "add_linear": (0, 1), "rot
 """Like ROWWISE, of ops that a backend may compute at once; each is `Ops`' own composition."""
 PRODUCTS = {"linear", "expert_linear", "norm_linear", "norm_swiglu", "add_linear"}
 STATEFUL = {"delta_rule": range(5), "short_conv": range(1)}
-"""op -> the arguments that have a row per token, of those that read a sampler's states."""
+"""op that reads a sampler's states -> its arguments with a row per token."""
 WATCHED = {*ROWWISE, *COMPOSED, *STATEFUL, "expert_linear", "attention"}
 
 
@@ -89,8 +89,8 @@ def prove(model: Any, *, ops: Ops | None = None) -> Proof:
     """Looks for ops that keep the contract for `model`, a `models.decoder.Decoder`, on its device
     and in its dtype.
 
-    ops: what to try; None takes those of the device. Leaves the model's ops and the thread count as
-    they were.
+    ops: candidates; None takes the device's. Leaves the model's ops and the thread count as they
+    were.
     """
     began = time.perf_counter()
     weight = model.head
@@ -241,9 +241,9 @@ def adapter_failure(
 ) -> str:
     """The first shape whose products are not invariant, in words; empty if all are.
 
-    shapes: of an adapter's factors, [N, K] or, for experts, [E, N, K]. Besides what is tried on the
-    products of a model, several of one shape are multiplied at once, as for a batch whose rows have
-    different adapters.
+    shapes: of an adapter's factors, [N, K] or, for experts, [E, N, K]. In addition to the tests of a
+    model's products, several factors of one shape are multiplied at once, as for a batch whose rows
+    have different adapters.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -283,8 +283,8 @@ def _first_failure(ops: Ops, calls: Sequence[_Call]) -> tuple[str, str, int]:
 
 
 def _unrounded(ops: Ops, call: _Call) -> Iterator[_Call]:
-    """The call and, if its op computes in a wider dtype than that of its operands, the call with
-    operands of that dtype: rounding hides nearly every difference of two sums."""
+    """The call and, if its op computes in a wider dtype than its operands have, the call with
+    operands of the wider dtype: rounding hides nearly every difference of two sums."""
     yield call
     dtype = call.args[0].dtype
     if ops.gradient_dtype(dtype) != dtype:
@@ -298,7 +298,7 @@ def _unrounded(ops: Ops, call: _Call) -> Iterator[_Call]:
 
 
 def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
-    """Yields "" for each comparison that holds, and the op's name for one that fails."""
+    """Yields "" for each comparison that holds, and the op's name for each failure."""
     op, rowwise = getattr(ops, call.op), ROWWISE[call.op]
 
     def run(rows: slice | Tensor) -> list[Tensor]:
@@ -345,7 +345,7 @@ def _selections(total: int) -> Iterator[slice]:
 
 
 def _composed_checks(ops: Ops, call: _Call) -> Iterator[str]:
-    """Compares what is computed at once, for few rows and many, with its parts."""
+    """Compares a composed op, for few rows and many, with its parts."""
     stock = getattr(Ops, call.op)
     if getattr(type(ops), call.op) is stock:
         return

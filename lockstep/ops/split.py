@@ -1,11 +1,11 @@
 """Attention under Ulysses sequence parallelism: tokens are cut over ranks, attention's heads too.
 
-Each rank has a run of the packed tokens. Around attention two all-to-alls turn "my tokens, all
+Each rank has a range of the packed tokens. Around attention two all-to-alls turn "my tokens, all
 heads" into "all tokens, my heads" and back, so that attention sees whole rows: windows, sinks and
 rows that begin alike work as on one rank. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
 
 # T packed tokens  P tokens of a rank  S ranks
-# H query heads  G key heads  h, g those of a rank  K head width
+# H query heads  G key heads  h, g heads of a rank  K head width
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SplitContext:
     """
 
     packed: PackedContext
-    """Context of all T tokens, over which attention runs."""
+    """Context of all T tokens, for attention."""
     num_tokens: int
     """T."""
     sizes: tuple[int, ...]

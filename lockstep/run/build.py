@@ -1,4 +1,4 @@
-"""From settings to the parts of a run: the model, and engine, trainer and critic around it."""
+"""Builds the parts of a run from its settings: model, engine, trainer and critic."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SharedBase:
 
     decoder: Decoder
     engine: Engine | None = None
-    """Made for the first run, by whose ops all compute."""
+    """Made for the first run. All runs compute with its ops."""
     _training: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def engine_for(self, config: Config, context: EngineContext) -> Engine:
@@ -125,7 +125,7 @@ class SharedBase:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """One run trains inside the block. The engine pauses: the two would slow each other down,
-        and afterwards it has fuller batches. Episodes go on with what is not sampled."""
+        and afterwards it has fuller batches. Episodes go on with their tools and rewards."""
         assert self.engine is not None, "a run trains after it was opened"
         async with self._training:
             await self.engine.pause()
@@ -287,7 +287,7 @@ def engine_context(
 
 def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder) -> Teachers:
     """The teachers of `distill`: models on the device of `like` and in its dtype, and engines on
-    servers, of whose weights nothing is asked."""
+    servers, whose weights are not checked."""
     from lockstep.engines.registry import open_engine
     from lockstep.models.hf_io import load_checkpoint
     from lockstep.training.teachers import Teachers

@@ -24,8 +24,8 @@ async def play_tasks(
     is_rescored: bool = False,
     **options: Any,
 ) -> list[Group]:
-    """One group of scored episodes for each task. is_rescored: finished turns are scored again
-    where the correction reads the average. options: those of `collect`, over the usual. A group of
+    """One group of scored episodes for each task. is_rescored: finished turns are scored again if
+    the correction reads the average. options: see `collect`; they replace the defaults. A group of
     matches has the trajectories of all seats."""
     agent, engine, correction = config.agent, parts.engine, config.chosen_correction
     is_replayed = config.trainer.routing_replay == "rollout"

@@ -75,8 +75,8 @@ class Tester:
         return metrics, played
 
     async def _play(self, name: str, num_samples: int, temperature: float) -> list[Group]:
-        """The groups of one arm. The draws depend on (seed, name, task, sample), so that two
-        evaluations of one policy are equal, and those of two policies are paired."""
+        """The groups of one arm. The draws depend on (seed, name, task, sample). So two evaluations
+        of one policy are equal, and evaluations of two policies are paired."""
         config, total, done = self.config, len(self.tasks) * num_samples, count(1)
         own = await play_tasks(
             config,
@@ -94,8 +94,8 @@ class Tester:
 
 
 def _by_seat(groups: Sequence[Group], name: str) -> dict[str, list[Group]]:
-    """NAME -> the groups without the trajectories of other policies; and NAME/SEAT -> those of
-    each seat, where there are any. Tasks in which none of them played are left out."""
+    """NAME -> the groups without the trajectories of other policies; NAME/SEAT -> the groups of
+    each seat, if there are seats. Tasks without a trajectory are left out."""
     out: dict[str, list[Group]] = {}
     for group in groups:
         parts: dict[str, list[Trajectory]] = {}
@@ -152,7 +152,7 @@ def with_interval(
     """The mean over tasks, with its 95 % interval under NAME/low and NAME/high.
 
     The interval is mean +- 1.96 standard errors over tasks, so that k samples of one task count as
-    one observation of it; one task has no interval. bounds: those of the quantity.
+    one observation of it; one task has no interval. bounds: the range of the quantity.
     """
     values = np.asarray(per_task, np.float64)
     mean = float(values.mean())

@@ -1,4 +1,4 @@
-"""Named places of a run at which code from outside can step in. By default nothing does.
+"""Hooks: code from outside can change a run at these named places. By default there is none.
 
 A run asks `current_hooks()` once, at its start. Production code gives no hooks: they are for tests
 and for faults that are injected on purpose (`lockstep.testing.faults`, `lockstep train --fault`).

@@ -89,8 +89,8 @@ DEFAULT_RENDERERS: dict[str, Callable[[], RendererConfig]] = {
     "llama": Llama3Config,
     "mistral": MistralConfig,
 }
-"""The formats of architectures that have one of ours, those of models that transformers runs too.
-Those of deepseek_v3 differ in whether they think: their templates say it."""
+"""Architecture -> our renderer of its format, also for models that transformers runs. Models of
+deepseek_v3 differ in whether they think; their chat templates show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class ModelFiles:
     renderer_line: str = ""
     """The renderer that the model's files chose, and why; empty if they left no choice."""
     notes: tuple[str, ...] = ()
-    """Sentences about the data: what of them is left out."""
+    """Sentences about rows that are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Numerics:
     fingerprint: Fingerprint
     """Numerics of the trainer."""
     is_kept: bool
-    """Whether the contract true-on-policy holds."""
+    """True if the contract true-on-policy holds."""
     line: str
     """The promise for a person to read, or why there is none."""
 
@@ -130,9 +130,9 @@ def preflight(
 ) -> ModelFiles:
     """Checks everything that can be known without loading a model. Returns the files it read.
 
-    files: those of a model on the hub to download; CONFIG_FILES are enough here.
-    is_training: False checks neither the memory that training needs nor its tasks. start: the run,
-    and the step of its checkpoint, that this one begins with.
+    files: files of a hub's model to download; CONFIG_FILES are enough here. is_training: False
+    skips the checks of training's memory and tasks. start: (run, step of its checkpoint) that this
+    run begins with.
     Raises ConfigError, CheckpointError, RendererError or DataError, with both values and the fix.
     """
     check_machine(config)
@@ -195,7 +195,7 @@ def preflight(
 
 
 def check_training(config: Config) -> None:
-    """Raises ConfigError or MissingExtraError for settings with which nothing can be trained."""
+    """Raises ConfigError or MissingExtraError for settings that cannot train anything."""
     if not config.agent.temperature:
         raise ConfigError(
             "agent.temperature=0: greedy episodes of a group are all alike and teach nothing. Set "
@@ -251,7 +251,7 @@ def check_start(config: Config, start: tuple[Path, int | None]) -> None:
 
 
 SHARED = ("model", "dtype", "device", "threads", "contract", "engine", "parallel", "placement")
-"""Settings in which runs over one base model agree: model, engine, and how both compute."""
+"""Settings that must be equal in all runs over one base model: model, engine, and numerics."""
 
 
 def check_side_by_side(configs: Sequence[Config]) -> None:
@@ -260,7 +260,7 @@ def check_side_by_side(configs: Sequence[Config]) -> None:
     first, names = configs[0], [config.name for config in configs]
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"runs side by side are told apart by their names, and these are {', '.join(names)}. "
+            f"runs side by side need different names; these have {', '.join(names)}. "
             "Set name= of each."
         )
     for config in configs:
@@ -344,8 +344,8 @@ def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -
 
 
 def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> EngineConfig:
-    """The engine's settings with the sizes that fit beside the trainer; those of engines that have
-    a GPU each stay open until their weights are there."""
+    """The engine's settings with the sizes that fit beside the trainer. An engine with a GPU of its
+    own gets its sizes after its weights are loaded."""
     engine, model = config.engine, model_files.model
     if not isinstance(engine, EmbeddedConfig) or isinstance(model, FallbackConfig):
         return engine
@@ -375,8 +375,8 @@ def memory_plan(
     device: Device,
     numerics: Numerics | None = None,
 ) -> MemoryPlan | None:
-    """The peak that is predicted; None for a model that transformers runs, of which too little is
-    known. numerics: None before a model is loaded."""
+    """The predicted peak; None for a model that transformers runs, since too little is known about
+    it. numerics: None before a model is loaded."""
     if isinstance(model_files.model, FallbackConfig):
         return None
     is_kept = False if numerics is None else numerics.is_kept
@@ -538,8 +538,9 @@ def check_fallback(config: ModelChoice) -> None:
 
 
 def choose_model_renderer(directory: Path, architecture: str, tokenizer: Tokenizer) -> Choice:
-    """The renderer that a model was trained with: that of its own file, its architecture's format
-    if the model's chat template writes the same, or the template. architecture: may be unknown."""
+    """The renderer that a model was trained with: its own renderer file, else its architecture's
+    format if the chat template writes the same ids, else the template. architecture: may be
+    unknown."""
     if (stored := stored_renderer(directory)) is not None:
         return Choice(config=stored, renderer=make_renderer(stored, tokenizer))
     default = DEFAULT_RENDERERS.get(architecture)
@@ -825,7 +826,7 @@ def _update(config: Config, *, is_kept: bool) -> str:
     if not config.trainer.scores_first(correction, is_measured=True):
         how = "one-pass: measured inside the training forward, before the optimizer moves"
     elif is_kept and config.trainer.routing_replay != "recompute":
-        how = f"recorded log-probs stand for the trainer's in {num_updates} update(s)"
+        how = f"recorded log-probs replace the trainer's in {num_updates} update(s)"
     else:
         how = f"two-pass: a forward over the whole batch, then {num_updates} update(s)"
     return f"{how}; {by}"

@@ -55,7 +55,7 @@ class Prompts:
         return text
 
     def _excess(self, task: Task) -> int:
-        """Tokens of a prompt that leaves no room for a reply; 0 of one that does, or is not known
+        """Tokens of the prompt if it leaves no room for a reply; 0 if it does, or is not known
         yet."""
         messages, most = None, self._config.max_tokens - 2
         if not task.problem:
@@ -88,7 +88,7 @@ def prompt_size(
     *,
     max_tokens: int,
 ) -> int:
-    """Tokens of a prompt; of one that is far too long, a number that it has at least."""
+    """Tokens of a prompt; a lower bound if the prompt is far too long."""
     try:
         write = partial(renderer.render, messages, tools)
         return len(Call(max_tokens).run(write, is_beside=True))

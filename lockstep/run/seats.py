@@ -91,8 +91,8 @@ def build_policies(
     scratch: Path | None = None,
     **options: Any,
 ) -> Parts:
-    """The parts of a run with the policies of all its seats. checkpoint: the one whose weights they
-    begin with; None takes the config's. Other arguments: those of `build`."""
+    """The parts of a run with the policies of all its seats. checkpoint: their first weights; None
+    takes the config's. Other arguments: see `build`."""
     from lockstep.training.checkpoint import SEATS
 
     own_seats, is_made = config.own_seats, base is None

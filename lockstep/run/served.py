@@ -1,4 +1,4 @@
-"""Models that are played and not trained: those that `lockstep serve` serves, and frozen seats."""
+"""Models that play without training: for `lockstep serve`, and for frozen seats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lockstep.engines.base import Engine
 
 DEFAULT_MAX_TOKENS = 8192
-"""Tokens of a dialogue if the setting is not given and the model takes as many."""
+"""Tokens of a dialogue if the setting is not given; fewer if the model's context is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,8 @@ def find_served(
 
 
 def _config_of(target: str, base: str) -> ServeConfig:
-    """The config of a model or an adapter without settings. base: what the user named; "" takes the
-    one that the adapter names."""
+    """The config of a model or an adapter without settings. base: the user's base model; "" takes
+    the adapter's."""
     stored = Path(target).expanduser() / peft_format.CONFIG
     if not stored.is_file():
         return ServeConfig(model=target)
@@ -101,8 +101,8 @@ def open_served(
     on_wait: Callable[[str], None] = lambda text: None,
     contract: ContractChoice = "none",
 ) -> tuple[ModelFiles, Engine]:
-    """Opens the engine. Returns it with the files of its model. contract: that of the run which an
-    engine in this process plays for."""
+    """Opens the engine. Returns it with the files of its model. contract: the contract of the run
+    that an engine in this process plays for."""
     from lockstep.engines.registry import check_capabilities, open_engine
 
     config = served.config

@@ -20,13 +20,13 @@ from lockstep.store.run import Outcome
 from lockstep.training.learner import uninterrupted
 
 Ended = dict[Path, Outcome | Exception]
-"""Directory of each run -> how it ended, or what it failed with."""
+"""Directory of each run -> its outcome, or the error that ended it."""
 
 
 def train_over_base(
     configs: Mapping[Path, Config], model_files: Sequence[ModelFiles], **options: Any
 ) -> Ended:
-    """See `lockstep.run.train.train_side_by_side`. options: those of `open_run`."""
+    """See `lockstep.run.train.train_side_by_side`. options: see `open_run`."""
     first, *_ = configs.values()
     base = SharedBase(load_model(replace(first, lora=None), model_files[0]))
     failed: dict[Path, Exception] = {}

@@ -82,7 +82,8 @@ def step_metrics(
 
 
 def _by_source(groups: Sequence[Group]) -> dict[str, float]:
-    """Episodes of each component of a mixture, and the mean reward of those that did not fail."""
+    """Episodes of each component of a mixture, and the mean reward of its episodes without
+    failure."""
     sources: dict[str, list[Trajectory]] = defaultdict(list)
     for group in groups:
         if group.task.source:
@@ -242,8 +243,8 @@ def _calls(trajectory: Trajectory) -> Iterator[tuple[str, str | None]]:
 
 
 def check_failures(groups: Sequence[Group], max_share: float, *, where: str) -> None:
-    """Raises RolloutError if more than `max_share` of the episodes failed: what is left would be a
-    biased sample of what the policy does."""
+    """Raises RolloutError if more than `max_share` of the episodes failed: the rest would be a
+    biased sample of the policy."""
     every = [t for g in groups for t in g.trajectories]
     failed = [t for t in every if t.status == "failed"]
     if len(failed) > max_share * len(every):
@@ -256,7 +257,7 @@ def check_failures(groups: Sequence[Group], max_share: float, *, where: str) -> 
 
 
 def _means(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """name -> mean over all of them; one that lacks a name counts as 0."""
+    """name -> mean over all counters; a missing name counts as 0."""
     sums: dict[str, float] = defaultdict(float)
     for each in counters:
         for name, value in each.items():

@@ -55,13 +55,13 @@ from lockstep.types import Group, Sample, Task
 T = TypeVar("T")
 
 TASK_CLOSE_SECONDS = 60.0
-"""Seconds in which a task must end what its episodes shared."""
+"""Seconds for a task to close the resources that its episodes shared."""
 
 
 def train_on_rank(
     ranks: Ranks | None, config: Config, model_files: ModelFiles | None, **options: Any
 ) -> Outcome:
-    """The work of one process of a run. options: those of `open_run`.
+    """The work of one process of a run. options: see `open_run`.
 
     An interrupt saves and ends with the status "interrupted"; an error saves the updates that no
     checkpoint holds, and is raised again.
@@ -191,7 +191,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             f"or with trainer.recompute=blocks: lockstep train from={run.path}@{step} ..."
         ) from error
     finally:
-        if run.step == step:  # an error: what was sampled shows why
+        if run.step == step:  # an error: the sampled rows show why
             run.record(step, played, samples=sampled_rows)
     run.row |= await run.sync()
     return await end_step(run)
@@ -212,7 +212,7 @@ async def end_step(run: TrainingRun) -> dict[str, Any]:
 
 
 def is_multiple(step: int, every: int) -> bool:
-    """Whether something that is due every so many steps, 0 for never, is due at this one."""
+    """True if an event that happens every `every` steps (0: never) happens at this step."""
     return every > 0 and step % every == 0
 
 
@@ -269,8 +269,8 @@ def train_own(
 def align(
     run: TrainingRun, groups: Sequence[Group], parts: Parts
 ) -> tuple[list[Sample], list[Sample], dict[str, float]]:
-    """Episodes to rows with advantages: those that are trained, and the same as they were sampled,
-    before a hook changed them. The metrics say how old and how noisy the tokens are."""
+    """Turns episodes into rows with advantages. Returns the rows to train, the same rows as they
+    were sampled, before a hook changed them, and metrics of the tokens' age and noise."""
     config = run.config
     rows = rows_for_training(
         groups,

@@ -78,10 +78,10 @@ def train_side_by_side(
     monitor: OpenMonitor | None = None,
 ) -> dict[Path, Outcome | Exception]:
     """Trains several runs with lora over one base model in memory, by run directory, and returns
-    how each ended, or what it failed with: the others go on.
+    the outcome or error of each. If one fails, the others go on.
 
     One engine samples for all. Under the contract each run has the bits that it has alone. resume:
-    continues all of them. Other arguments: see `train`. Raises what `train` raises before anything
+    continues all of them. Other arguments: see `train`. Raises the errors of `train` before anything
     starts, and ConfigError for runs that cannot share a model.
     """
     check_side_by_side(list(configs.values()))
@@ -95,8 +95,8 @@ def train_side_by_side(
 
 @contextmanager
 def said_first(out: str | Path | None = None) -> Generator[None]:
-    """In a script, an error that a user can mend is one sentence before Python's traceback. out:
-    the run, which goes on once a full disk has room again."""
+    """Shortens an error of a script that a user can mend: one sentence before Python's traceback.
+    out: the run; after a full disk it goes on once there is room again."""
     try:
         yield
     except Exception as error:

@@ -88,13 +88,13 @@ class TrainingRun:
     tester: Tester = field(init=False)
     checkpoints: CheckpointStore = field(init=False)
     tested_at: int | None = None
-    """The step before which the policy was last evaluated."""
+    """The policy was last evaluated before this step."""
     test_reward: float | None = None
     """The result of that evaluation: checkpoints are compared by it."""
     row: dict[str, Any] = field(default_factory=dict)
     """Metrics of a step whose update is made and whose row is not complete; else empty."""
     saved_at: int = 0
-    """The step of the newest checkpoint, or the one that the run began at."""
+    """The step of the newest checkpoint, or the run's first step."""
     longest_step: float = 0.0
     """Seconds of the longest step of this process, its evaluation and checkpoint included."""
     num_skipped_steps: int = 0
@@ -187,13 +187,13 @@ class TrainingRun:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether an engine with running requests pauses while the trainer trains: it runs the
-        weights that change, in the same interpreter."""
+        """True if an engine with running requests pauses while the trainer trains: it samples from
+        the weights that change, in the same interpreter."""
         return self.config.max_staleness > 0 and self.publisher.form == "shared"
 
     @property
     def is_one_process(self) -> bool:
-        """Whether sampler and trainer share one process, one set of ops and the weights. It decides
+        """True if sampler and trainer share one process, one set of ops and the weights. It decides
         which mismatch is normal, so an injected fault does not change it."""
         config, engine = self.config, self.parts.engine
         return config.is_in_step or (
@@ -219,7 +219,7 @@ class TrainingRun:
             self.tested_at, self.test_reward = self.step, metrics.get(self.tester.criterion)
 
     def record(self, step: int, groups: Sequence[Group], **options: Any) -> None:
-        """Stores trajectories. options: those of `RunDirectory.write_trajectories`."""
+        """Stores trajectories. options: see `RunDirectory.write_trajectories`."""
         if self.directory is not None:
             self.directory.write_trajectories(step, groups, **options)
 
@@ -233,8 +233,8 @@ class TrainingRun:
         return found if self.ranks is None else self.ranks.from_leader(found)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Writes and shows a row. One process alone adds what its engine counted since the last
-        row; ranks gather that before, as one that fails here could not."""
+        """Writes and shows a row. A single process adds its engine's counts since the last row.
+        Ranks gather the counts earlier, because a rank that failed here could not take part."""
         if self.ranks is None:
             row = {**self.engine_metrics(), **row}
         if self.config.doctor.health and is_step_row(row):
@@ -347,8 +347,8 @@ class TrainingRun:
         return "A part of the step was updated, which is not saved"
 
     def save_if_whole(self) -> None:
-        """Saves, unless the step was cut off between a part of its update and its record: the model
-        would be one that no uninterrupted run has, and a resume would repeat what was made."""
+        """Saves, unless the step was cut off between a part of its update and its record. No
+        uninterrupted run has such a model, and a resume would repeat that part."""
         if self._num_updates() == self._counts:
             self.save()
         else:
@@ -363,7 +363,7 @@ class TrainingRun:
             return
         try:
             self.save_if_whole()
-        except StorageError as error:  # often the one that ends the run: that is shown
+        except StorageError as error:  # often the error that ends the run, which is shown
             self.warn(str(error))
 
     def restore_newest(self, origin: Path | None) -> None:
@@ -442,8 +442,8 @@ class TrainingRun:
         self.hold_reference()
 
     def hold_reference(self, *, is_stored: bool = False) -> None:
-        """Makes the weights of another run, from which this one starts, the reference of the KL,
-        and keeps them in RUN/reference for a resume. is_stored: takes those that are kept there."""
+        """Sets the KL's reference to the weights of the run that this one starts from, and keeps
+        them in RUN/reference for a resume. is_stored: takes the weights in RUN/reference."""
         objective = self.config.objective
         if not objective.reads_reference_logprobs or objective.reference != "start":
             return
@@ -459,7 +459,7 @@ class TrainingRun:
         state = self.checkpoints.load(checkpoint, self.parts.trainer, critic=critic, seats=seats)
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
         self.tested_at, self.saved_at = state["tested_at"], self.step
-        row = state.get("row", {})  # older checkpoints lack it and what follows
+        row = state.get("row", {})  # older checkpoints lack it and the next entries
         self.row = {name: decode_number(value) for name, value in row.items()}
         self.test_reward = decode_number(state.get("test_reward"))
         self.num_skipped_steps = state.get("num_skipped_steps", 0)
@@ -539,7 +539,7 @@ def open_run(
     """
     is_leader = ranks is None or ranks.is_leader
     path = Path(out) if out else default_run_path(config.name)
-    config = replace(config, dtype=config.compute_dtype)  # a run says what it computed in
+    config = replace(config, dtype=config.compute_dtype)  # a run's config names its actual dtype
     model = model_files.model
     facts: dict[str, Any] = {
         "architecture": model.architecture,

@@ -1,1 +1,1 @@
-"""From the trainer's weights to the engine's: handed over by version."""
+"""Hands the trainer's weights to the engine, by version."""

@@ -27,8 +27,8 @@ from lockstep.models.tensor_file import blocks_of
 Tensor = torch.Tensor
 
 FLIPPED = 1 / 8
-"""Share of a matrix's numbers that change their sign. Its products then have the cosine 1 - 2/8 =
-0.75 with those before: far from equal, and far from noise, which would drown what follows."""
+"""Share of a matrix's numbers that change their sign. New and old products then have the cosine
+1 - 2/8 = 0.75: far from equal, and far from noise, which would drown later layers."""
 NOISE = 0.5
 """Size of added noise in root mean squares of the tensor; absolute for a tensor of zeros, because
 logits of sinks and routers, and biases of normed streams, are of the order of 1."""
@@ -163,7 +163,7 @@ class Change:
         return NOISE * (size or 1.0)
 
     def _adapter_noise(self, name: str) -> float:
-        """Noise for B with which B A s has NOISE times the root mean square of the weight beside
+        """Noise for B, so that B A s has NOISE times the root mean square of the weight beside
         it."""
         parent = name.split(".B")[0].removesuffix(".A")
         adapter = self.model.get_submodule(parent)

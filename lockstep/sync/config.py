@@ -9,7 +9,7 @@ from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 
 Form = Literal["shared", "tensors", "directory", "adapter"]
-"""Form in which weights reach the engine: see `SyncConfig.form`."""
+"""Form of the weights on their way to the engine: see `SyncConfig.form`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class SyncConfig:
     checkpoint that the engine reads. auto takes the first of these that engine and model
     support."""
     kv: Literal["drop", "keep"] = "drop"
-    """Keys and values of episodes that get new weights: drop recomputes them; keep reuses those of
-    the old weights, which is faster and samples from neither policy exactly."""
+    """Keys and values of episodes that get new weights: drop recomputes them; keep reuses the old
+    weights' keys and values, which is faster and samples from neither policy exactly."""
     qualify: Literal["auto", "on", "off"] = "auto"
     """Load a large change of every group of tensors before the first step, compare the scores of
     engine and trainer, and undo it: two loads. An engine that fails is refused. auto: whenever
@@ -39,8 +39,8 @@ class SyncConfig:
     probe_tokens: int = 64
     """Ids per text."""
     window: int = 8
-    """Loads over which the changes of the engine's and the trainer's log-probs are compared; more
-    if they are too small to judge."""
+    """Number of loads for comparing the changes of the engine's and the trainer's log-probs; more if
+    the changes are too small to judge."""
     directory: str = ""
     """Directory of versioned checkpoints, on a file system that the engine's hosts see. Empty is
     `weights` in the run's directory."""

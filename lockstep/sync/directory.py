@@ -37,7 +37,7 @@ class WeightsDirectory:
         if free < num_bytes + SPARE_BYTES:
             raise EngineError(
                 f"sync: {self.path} has {_mib(free)} free; the weights of version {version} take "
-                f"{_mib(num_bytes)}, beside those that the engine runs. Free space, or set "
+                f"{_mib(num_bytes)}, beside the engine's present ones. Free space, or set "
                 "sync.directory to a larger file system that the engine sees."
             )
 
@@ -67,7 +67,7 @@ class WeightsDirectory:
                 shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
-        """Removes what is left."""
+        """Removes all remaining versions."""
         for old in self._versions():
             shutil.rmtree(old, ignore_errors=True)
         with contextlib.suppress(OSError):  # not made, or with files of somebody else

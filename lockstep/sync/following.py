@@ -1,9 +1,9 @@
 """Tests whether the engine's log-probs follow the trainer's from load to load.
 
-Between two versions the trainer's log-probs of the probe change by D, the engine's by E. An engine
-that takes every load has E = D up to noise, one that takes none has E = 0, and one that is a
-version behind has the D of the load before. The slope of E on D tells them apart; its standard
-error tells whether it can be judged yet: small updates need several loads, and more in bfloat16.
+Between two versions the trainer's log-probs of the probe change by D, the engine's by E. If the
+engine takes every load, E = D up to noise. If it takes none, E = 0. If it is a version behind, E is
+the D of the load before. The slope of E on D separates these cases. Its standard error shows whether
+it can be judged yet: small updates need several loads, and more in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lockstep.sync.probe import LogProbs
 
 RESOLVED = 0.1
-"""Largest standard error at which a slope is judged."""
+"""Largest standard error of a slope that is judged."""
 SLOPE_BAND = 0.3
 """Largest distance of a slope from 1, in addition to four standard errors. A load that is not taken
 gives 0; a late one gives up to the correlation of two updates, 0.5 with the optimizers here."""
@@ -34,11 +34,11 @@ class Look:
     """A comparison of engine and trainer after a load."""
 
     metrics: dict[str, float]
-    """`sync/...`; what cannot be computed yet is not finite."""
+    """`sync/...`; a value that cannot be computed yet is not finite."""
     alarm: str = ""
     """Description of a problem; empty if there is none, or none can be seen yet."""
     is_following: bool = False
-    """Whether the engine was seen to follow, which is more than the absence of an alarm."""
+    """True if the engine was seen to follow, which is more than the absence of an alarm."""
 
     @property
     def gap(self) -> float:

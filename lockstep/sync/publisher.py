@@ -41,7 +41,7 @@ _NUMBER: dict[Level, float] = {"none": 0.0, "version": 1.0, "qualified": 2.0, "c
 
 
 class Publisher:
-    """The only way in which weights reach an engine.
+    """The only way for weights to reach an engine.
 
     With several ranks each has an engine of its own, and all call `publish` together.
     """
@@ -145,7 +145,7 @@ class Publisher:
 
     @property
     def has_copy(self) -> bool:
-        """Whether an engine in this process runs a copy of the trained model."""
+        """True if an engine in this process runs a copy of the trained model."""
         return self.sampled.embedding is not self.trainer.model.embedding
 
     def describe(self) -> str:
@@ -229,9 +229,9 @@ class Publisher:
                 )
         except (LockstepError, OSError) as caught:
             error = EngineError(
-                f"sync: engine {name} did not take version {version} ({self.form}): {caught} What "
-                "it runs is unknown; nothing is sampled from it. The trainer has the update: mend "
-                "the engine and go on with resume=true."
+                f"sync: engine {name} did not take version {version} ({self.form}): {caught} Its "
+                "weights are unknown, so nothing is sampled from it. The trainer has the update: "
+                "mend the engine and go on with resume=true."
             )
             error.__cause__ = caught
             if isinstance(source, HFTensors) and mesh_of(self.trainer.model.embedding) is not None:
@@ -312,7 +312,7 @@ class Publisher:
         if found.alarm:
             self.warn(
                 f"sync: version {version}: {f'{name}: ' * bool(name)}{found.alarm}. The engine "
-                "samples from other weights than those in training."
+                "samples from other weights than the trainer's."
             )
         metrics = {
             "time/sync_verify_seconds": time.perf_counter() - began,
@@ -338,7 +338,7 @@ class Publisher:
 
 
 def choose_form(config: SyncConfig, capabilities: Capabilities, *, has_adapter: bool) -> Form:
-    """The form in which weights reach an engine. Raises CapabilityError if there is none."""
+    """The form for sending weights to an engine. Raises CapabilityError if there is none."""
     offered: list[Form] = [
         form
         for form in _ORDER

@@ -68,7 +68,7 @@ class Qualification:
     old: tuple[str, ...] = ()
     """Groups with old values, if they explain the engine's log-probs."""
     failure: str = ""
-    """Description of the problem; empty if the engine runs what it is sent."""
+    """Description of the problem; empty if the engine runs the sent weights."""
     replica: str = ""
     """Name of the worst of several engines."""
 
@@ -134,7 +134,7 @@ def judge(changed: Stage, restored: Stage) -> Qualification:
             f"{restored.gap:.2g} when that is taken back"
         )
     elif any(share > MAX_MARK for share in shares.values()):
-        failure = "it has not taken all of what it was sent"
+        failure = "it has not taken all sent tensors"
     return Qualification(
         gap=restored.gap,
         changed_gap=changed.gap,
@@ -154,7 +154,7 @@ class Qualifier:
     send: Callable[[int], Awaitable[None]]
     """Loads the trainer's current weights as this version."""
     share: Callable[[Any], list[Any]]
-    """Gathers a value from all ranks, each of which has an engine of its own."""
+    """Gathers a value from all ranks. Each rank has its own engine."""
 
     async def run(self, version: int) -> Qualification:
         """Runs the test. Trainer and engine end with the true weights, as `version`."""

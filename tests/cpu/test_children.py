@@ -148,7 +148,7 @@ def test_a_child_that_does_not_read_its_input_is_a_timeout_too(tmp_path):
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"id": 99}', "{}", "[" * 100_000])
 def test_a_child_that_writes_nonsense_is_ended_with_the_text_in_the_error(tmp_path, line):
     child = child_of(f"print({line!r}, flush=True); import time; time.sleep(600)", tmp_path)
-    with pytest.raises(ChildError, match="wrote what is no reply"):
+    with pytest.raises(ChildError, match="no reply"):
         child.open()
 
 

@@ -64,12 +64,12 @@ class Rule:
 
     temperature: float
     is_filtered: bool
-    """Whether top-p or top-k is on."""
+    """True if top-p or top-k is on."""
     distribution: Distribution
     records_support: bool = False
-    """Whether each draw returns the ids that it could be."""
+    """True if each draw returns the ids that it could have been."""
     is_constrained: bool = False
-    """Whether each row has a grammar."""
+    """True if each row has a grammar."""
 
 
 def sample(
@@ -100,7 +100,7 @@ def sample(
         assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
         ids, kept = _draw_filtered(logp, uniform, top_p, top_k, ops)
         kept = kept if allowed is None else kept & allowed
-    elif allowed is not None or logits.is_cuda:  # a stock softmax there is not that of a row
+    elif allowed is not None or logits.is_cuda:  # a stock softmax there depends on the batch
         ids = ops.draw(logp.exp(), uniform)
     else:
         ids = ops.draw(_probs(logits, rule.temperature), uniform)
@@ -124,7 +124,7 @@ class Draws:
     def __init__(
         self, packed: Tensor, num_rows: int, support: Mapping[int, Int32Array] | None = None
     ) -> None:
-        """packed: of `pack_draws`, those of the rows first; a later step may overwrite it."""
+        """packed: see `pack_draws`, the rows' draws first; a later step may overwrite it."""
         self.ids_on_device, self.support = packed[0, :num_rows], support or {}
         self._host = packed.to("cpu", non_blocking=True, copy=True)
         self._is_done = torch.cuda.Event() if packed.is_cuda else None
@@ -213,7 +213,7 @@ class Sequence(Entry):
     """Row in `Rows`; -1 while it waits or is prefilled."""
     num_computed: int = 0
     sampled_ids: Int32Array | None = None
-    """Sampled ids of a preempted request; those of a running one are in `Rows`."""
+    """Sampled ids of a preempted request. A running request has its ids in `Rows`."""
     sampled_logprobs: Float32Array | None = None
     support: list[Int32Array] | None = None
     """Ids that each sampled token was drawn from (`types.pack_support`); None if the request does
@@ -224,9 +224,9 @@ class Sequence(Entry):
     """Routes that were saved from given-up pages and are not sent yet; None if the request does not
     ask."""
     num_routed: int = 0
-    """Position up to which routes were sent or saved."""
+    """Routes up to this position were sent or saved."""
     has_old_keys: bool = False
-    """Whether some of its keys were computed by older weights and kept."""
+    """True if some of its keys were computed by older weights and kept."""
     num_cached: int = -1
     """Prompt tokens that were cached at the first admission; -1 before."""
 
@@ -275,7 +275,7 @@ class Rows:
         self.places = np.zeros(capacity, np.int64)
         """Place of each row in the batch that was fed last."""
         self.is_loaded = np.zeros(capacity, np.bool_)
-        """Whether the row is in the resident cache."""
+        """True if the row is in the resident cache."""
         # As long as the longest possible reply; untouched memory is not taken from the system.
         self.sampled_ids = np.empty((capacity, max_context), np.int32)
         self.logprobs = np.empty((capacity, max_context), np.float32)
@@ -375,7 +375,7 @@ class Rows:
         return [self.sequences[i] for i in np.flatnonzero(full)] if full.any() else []
 
     def shared_rule(self) -> Rule | None:
-        """The rule by which all rows draw; None where they differ."""
+        """The rule that all rows draw by; None if rules differ."""
         rule_of = self.rule_of[: self.num]
         return self._rules[rule_of[0]] if (rule_of == rule_of[0]).all() else None
 
@@ -457,7 +457,7 @@ class Chunk:
     start: int
     stop: int
     place: slice = field(default_factory=lambda: slice(0))
-    """Its tokens among those of the step."""
+    """Range of its tokens within the step."""
 
     @property
     def is_last(self) -> bool:

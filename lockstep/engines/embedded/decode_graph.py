@@ -2,9 +2,9 @@
 
 A graph is captured once for each size of batch and way of drawing, and replayed over tensors at
 fixed places: the inputs of a step are written to pinned memory and sent in one copy, and the draws
-are read in one. Weights are read where they lie, so new ones that are written in place need no
-capture. Prefill runs eagerly beside it. With batch-invariant ops the padding of a batch to the size
-of a graph changes no bit.
+are read in one. Weights are read in place, so weights that are updated in place need no capture.
+Prefill runs eagerly beside it. With batch-invariant ops, padding a batch to a graph's size changes
+no bit.
 
 # B rows of a graph  C most rows  D model width
 """
@@ -40,10 +40,10 @@ Capture = Callable[[Callable[[], None]], Replay]
 """Records the launches of a function of no arguments, and returns what sends them again."""
 
 MAX_RULES = 4
-"""Ways of drawing that are captured, such as those of training and of evaluation. Rows of further
-ones share the graph that draws nothing."""
+"""Number of drawing rules that are captured, such as training's and evaluation's. Rows with further
+rules share the graph that draws nothing."""
 
-ALIGNMENT = 256  # bytes between the starts of two inputs, at least: that of torch's own memory
+ALIGNMENT = 256  # least bytes between the starts of two inputs; torch's allocator aligns so too
 
 
 class CudaGraphs:
@@ -78,7 +78,7 @@ def graph_size(num_rows: int, most: int) -> int:
 
 
 class Inputs:
-    """Arrays on the host and tensors on the device, of one layout; a copy sends those in front."""
+    """Arrays on the host and tensors on the device in one layout. One copy sends the first ones."""
 
     def __init__(
         self, fields: dict[str, tuple[type[np.generic], int]], device: torch.device
@@ -201,7 +201,7 @@ class DecodeGraphs:
         return decode_capacity(size, max_keys, heads=self._heads, num_programs=self._num_programs)
 
     def captured_rule(self) -> Rule | None:
-        """The rule by which all rows draw, if a graph can."""
+        """The rule that all rows draw by, if a graph can draw by it."""
         rule = self._rows.shared_rule()
         if rule is None or rule.records_support or rule.is_constrained:
             return None
@@ -278,6 +278,6 @@ class DecodeGraphs:
 
 
 def _fill(field: npt.NDArray[Any], values: npt.NDArray[Any], filler: int, size: int) -> None:
-    """Writes the values of the rows, and the filler for those that fill up the graph."""
+    """Writes the values of the rows, and the filler for the graph's padding rows."""
     field[: len(values)] = values
     field[len(values) : size] = filler

@@ -82,12 +82,12 @@ class EmbeddedEngine(Engine):
     """`Engine` over a `Decoder`. Handles token ids only.
 
     token_bytes: the bytes of each id, for stop strings and grammars; without it they are refused.
-    control_ids: those that no text spells, for grammars.
+    control_ids: ids that no text spells, for grammars.
     is_shared: the model is the trainer's; otherwise the engine's own, and weights must be handed
-    over. A shared one's parameters may be trained in place between steps: call `load_weights(None,
-    version=v)` after every update, or cached keys and values of older weights would be used.
-    make_capture: for ops that read `AttentionWork`, what makes a step of decode a graph. None: CUDA
-    graphs on a GPU, and no graph on a CPU.
+    over. A shared model's parameters may be trained in place between steps. Call
+    `load_weights(None, version=v)` after every update, or older keys and values would be used.
+    make_capture: captures a step of decode as a graph, for ops that read `AttentionWork`. None:
+    CUDA graphs on a GPU, and no graph on a CPU.
 
     >>> engine = EmbeddedEngine(model, EmbeddedConfig())                        # doctest: +SKIP
     >>> async for delta in engine.generate(request): print(delta.token_ids)     # doctest: +SKIP
@@ -284,7 +284,7 @@ class EmbeddedEngine(Engine):
             if self._shared is None:
                 raise EngineError("load_weights: the engine has weights of its own; found None.")
             self._model = self._shared
-            # A fused optimizer writes without telling: what was made of the old values must go.
+            # A fused optimizer does not count its writes: count one, so that caches are dropped.
             torch.autograd.graph.increment_version(list(self._shared.parameters()))
         else:
             self._write(source)
@@ -298,13 +298,13 @@ class EmbeddedEngine(Engine):
             self._drop_cache()
 
     async def load_adapter(self, name: str, source: Decoder | str, *, version: int) -> None:
-        """See `Engine.load_adapter`. The tensors are copied. Adapters are added to the base as it
-        is: one that the shared model is trained with is not below them. New weights of the base
-        leave them as they are.
+        """See `Engine.load_adapter`. The tensors are copied. Adapters are added to the plain base,
+        without the adapter that the shared model trains. New weights of the base do not change
+        them.
 
-        Raises EngineError for a decoder that is no adapted one of the base's shape, CheckpointError
-        for a directory that does not fit, CapabilityError if the ops do not keep their contract for
-        the adapter's shapes.
+        Raises EngineError for a decoder without an adapter or of another shape, CheckpointError for
+        a directory that does not fit, CapabilityError if the ops do not keep their contract for the
+        adapter's shapes.
         """
         self._ledger.check_open()
         adapted = self._adapted(name, source)
@@ -482,8 +482,8 @@ class EmbeddedEngine(Engine):
         return not self._rows.adapters[: self._rows.num].any()
 
     def _launch_ahead(self, draws: Draws, places: np.ndarray) -> Draws | None:
-        """Begins the step after `draws`, of which each row's is at `places`; None where its rows
-        may be others, or do not draw inside a graph."""
+        """Begins the step after `draws`; `places` has the index of each row's draw. None if the rows
+        may change, or do not draw inside a graph."""
         rows, graphs = self._rows, self._graphs
         if graphs is None or not self._can_replay() or graphs.captured_rule() is None:
             return None
@@ -523,8 +523,8 @@ class EmbeddedEngine(Engine):
     def _predictors(
         self, chunks: Seq[Chunk], hidden: torch.Tensor, *, num_rows: int
     ) -> torch.Tensor:
-        """Hidden states that a token is drawn from: those of rows, and of the last tokens of
-        prompts, which become rows."""
+        """Hidden states to draw tokens from: of rows, and of the last tokens of prompts, which
+        become rows."""
         if not chunks:
             return hidden
         places = np.array([*range(num_rows), *self._finish_prefill(chunks)], np.int64)
@@ -540,8 +540,9 @@ class EmbeddedEngine(Engine):
         return [chunk.place.stop - 1 for chunk in ended]
 
     def _score_chunks(self, chunks: Seq[Chunk], hidden: torch.Tensor) -> list[Sequence]:
-        """Computes log-probs of scored texts. Returns the requests, other than those that sample in
-        this step, whose hidden states are not finite: their keys and values would be NaN."""
+        """Computes log-probs of scored texts. Returns the requests whose hidden states are not
+        finite: their keys and values would be NaN. Requests that sample in this step are checked
+        elsewhere."""
         finite = None
         broken: list[Sequence] = []
         scored: dict[float, list[tuple[Scoring, Chunk]]] = {}
@@ -779,7 +780,7 @@ class EmbeddedEngine(Engine):
     def _adapted(self, name: str, source: Decoder | str) -> Decoder:
         """A decoder with the adapter of `source`; it may have no weights besides."""
         if not name:
-            raise EngineError("load_adapter: the name is empty, which stands for the base model.")
+            raise EngineError("load_adapter: the name is empty, but '' means the base model.")
         if not isinstance(source, Decoder):
             return read_adapter(source, self._model.config)
         if source.lora is None or source.config != self._model.config:
@@ -791,8 +792,8 @@ class EmbeddedEngine(Engine):
         return source
 
     def _test_ops(self, name: str, adapted: Decoder) -> None:
-        """Whether this machine gives an adapter of these shapes its bits in any batch. The contract
-        was proved before anybody knew them."""
+        """True if an adapter of these shapes has the same bits in any batch on this machine. The
+        contract was proved earlier, without these shapes."""
         model = self._model
         assert adapted.lora is not None, "checked before"
         shapes = product_shapes(adapted.lora, model.config)
@@ -803,9 +804,9 @@ class EmbeddedEngine(Engine):
         )
         if failure:
             raise CapabilityError(
-                f"load_adapter: {name!r} has {adapted.lora.describe()}, for which the ops "
-                f"{model.ops.name} do not keep the contract on this machine: {failure}. Take "
-                "another rank, or stock ops."
+                f"load_adapter: {name!r} has {adapted.lora.describe()}. The ops {model.ops.name} "
+                f"do not keep the contract for it on this machine: {failure}. Take another rank, "
+                "or stock ops."
             )
         self._tested.add(shapes)
 
@@ -826,8 +827,9 @@ class EmbeddedEngine(Engine):
 def sized(
     config: EmbeddedConfig, model: Decoder, *, share: float = GPU_SHARE, longest: int = 1
 ) -> EmbeddedConfig:
-    """The settings with sizes for the model's device: of a GPU this share of what is free of it
-    now, by default that of an engine that has it alone. longest: tokens of the longest sequence."""
+    """The settings with sizes for the model's device. On a GPU the engine takes this share of the
+    free memory; the default suits an engine that is alone on it. longest: tokens of the longest
+    sequence."""
     weight, room = model.embedding, None
     if weight.device.type == "cuda":
         room = int(share * torch.cuda.mem_get_info(weight.device)[0])

@@ -36,8 +36,8 @@ not, rows that fill up the batch of a graph write to it."""
 
 @dataclass(slots=True, eq=False)
 class PageNode:
-    """A page of the trie. Its positions follow those of its parent; the first page of a path has a
-    root for its parent."""
+    """A page of the trie. Its positions follow its parent's positions; the parent of a path's first
+    page is a root."""
 
     page: int
     parent: PageNode | int
@@ -45,7 +45,7 @@ class PageNode:
     length: int = 0
     """Computed positions of the page."""
     borders: tuple[int, ...] = ()
-    """Offsets in the page at which a state of linear attention may be kept."""
+    """Offsets in the page where a state of linear attention may be kept."""
     num_users: int = 0
     """Leases that hold this page or a page below it."""
 
@@ -153,7 +153,7 @@ class PagedCache:
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
         self.epoch = 0
         self._below: dict[PageNode | int, dict[PageNode, None]] = {}
-        """Pages that follow each page; those of a root begin a path."""
+        """Pages that follow each page. A page below a root begins a path."""
         self._idle: OrderedDict[PageNode, None] = OrderedDict()
         self._copies: list[tuple[int, int]] = []
         self.routes: torch.Tensor | None = None
@@ -174,8 +174,8 @@ class PagedCache:
         self._free = list(range(self.num_pages, 0, -1))
 
     def keep_routes(self, *, num_layers: int, num_active: int, num_experts: int) -> None:
-        """From now on routes are stored for every position. Cached positions have none and are
-        forgotten."""
+        """Stores routes for every further position. Cached positions have no routes and are
+        dropped."""
         self.forget()
         self._no_routes = np.empty((0, num_layers, num_active), route_dtype(num_experts))
         self._allocate_routes()
@@ -197,7 +197,7 @@ class PagedCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated: free ones, and cached ones that no request uses."""
+        """Pages that can be allocated: free pages, and cached pages without a user."""
         return len(self._free) + len(self._idle)
 
     def _take(self) -> int:
@@ -312,7 +312,7 @@ class PagedCache:
         """Drops the cached prefixes of a root that is not used any more. Pages of open leases
         become free later, when they are the oldest."""
         found = list(self._below.get(root, ()))
-        for node in found:  # grows in the loop: parents come before what follows them
+        for node in found:  # grows in the loop: parents come before their children
             found += self._below.get(node, ())
         for node in reversed(found):
             if node.num_users == 0:

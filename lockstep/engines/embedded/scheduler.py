@@ -28,10 +28,10 @@ class Scheduler:
         self.rows, self.cache, self.stats = rows, cache, stats
         self.max_sequences, self.max_tokens = config.max_num_sequences, config.max_step_tokens
         self._waiting: list[Sequence] = []
-        """In order of rank."""
+        """Waiting requests, by rank."""
         self.prefilling: list[Sequence] = []
         self._is_settled = False
-        """Whether nobody has come or gone since the last plan."""
+        """True if no request has come or gone since the last plan."""
 
     @property
     def num_running(self) -> int:
@@ -52,15 +52,15 @@ class Scheduler:
         insort(self._waiting, sequence, key=lambda waiting: waiting.rank)
 
     def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Removes a request in any state; keeps what it computed in the cache if `keep`."""
+        """Removes a request in any state. keep: its keys and values stay in the cache."""
         if sequence.lease is not None:
             self._vacate(sequence, keep=keep)
         elif sequence in self._waiting:  # a score that was given up may have ended
             self._waiting.remove(sequence)
 
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Takes a request's pages and queues it; it is computed again from what is cached by
-        then."""
+        """Takes a request's pages and queues it. Later it is computed again from its longest cached
+        prefix."""
         rows, row = self.rows, sequence.row
         if row >= 0:
             count = int(rows.counts[row])
@@ -82,7 +82,7 @@ class Scheduler:
             rows = self.rows
             known = len(sequence.ids)
             total = int(rows.positions[row]) + 1
-            if total > known:  # ids of the prompt, then what was sampled since it was admitted
+            if total > known:  # ids of the prompt, then ids sampled since admission
                 count = int(rows.counts[row])
                 tail = rows.sampled_ids[row, count - (total - known) : count]
                 sequence.ids = np.concatenate([sequence.ids, tail])
@@ -119,9 +119,9 @@ class Scheduler:
         return chunks
 
     def plan_ahead(self) -> bool:
-        """Allocates pages for the step after the one that is running, whose tokens are not known
-        yet. False if that step may have other rows: somebody waits or is prefilled, a row is at its
-        limit, or pages are short."""
+        """Allocates pages for the step after the running step, whose tokens are not known yet. False
+        if that step may have other rows: a request waits or is prefilled, a row is at its limit, or
+        pages are short."""
         rows, n = self.rows, self.rows.num
         if self.prefilling or (self._waiting and not self._is_settled):
             return False
@@ -190,8 +190,8 @@ class Scheduler:
                 pending += remaining
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
-        """Whether a request in prefill computes at least half of what this one would compute, so
-        that waiting for it saves more than it costs."""
+        """True if a request in prefill computes at least half of this request's tokens. Then waiting
+        for it saves more than it costs."""
         if not self.cache.is_caching or sequence.scoring:
             return False
         ids, weights = sequence.ids, sequence.weights

@@ -1,9 +1,9 @@
 """States of linear attention: a slot for each sequence that runs, and states that are kept.
 
-A state is worth keys and values of many tokens, so only some are kept for others: that at the last
-border of each prompt, and of each reply. A kept state belongs to a page of the trie over tokens
-(`kv_cache`), the last one before its border; the least recently used makes room. A sequence whose
-prompt begins alike goes on from the deepest kept border, and computes what follows again.
+A state takes the memory of many tokens' keys and values. So only the states at the last border of
+each prompt and of each reply are kept for other requests. A kept state belongs to the last page of
+the trie over tokens (`kv_cache`) before its border; the least recently used state makes room. A
+sequence with the same beginning continues from the deepest kept border and computes the rest again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class StateCache:
         self._idle = list(range(self._num_kept))
 
     def clear_free_slots(self) -> None:
-        """Zeroes the slots that no sequence has, after one whose values were not finite."""
+        """Zeroes the unused slots, after a sequence with values that were not finite."""
         free = torch.tensor(self._free, dtype=torch.int64, device=self._device)
         for field in fields(States):
             getattr(self.states, field.name).index_fill_(1, free, 0)

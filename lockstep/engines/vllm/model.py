@@ -115,9 +115,9 @@ class LockstepForCausalLM(nn.Module):
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | str | Path
     ) -> set[str]:
-        """Copies a checkpoint's tensors, by their Hugging Face names, or those of its directory. An
-        adapter's directory gives the adapter, which is computed beside the weights, as a trainer
-        does. Returns the names of what is there. At first finds the trainer's ops.
+        """Copies a checkpoint's tensors, by their Hugging Face names or from its directory. An
+        adapter's directory loads the adapter, which is computed beside the weights, as in the
+        trainer. Returns the names of all loaded tensors. The first call finds the trainer's ops.
 
         Raises CheckpointError, before anything is changed, for tensors that do not fit.
         """
@@ -143,8 +143,8 @@ class LockstepForCausalLM(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     def _find_ops(self) -> Ops:
-        """The ops that the trainer's are a copy of; without a trainer, those that keep the contract
-        on this machine, or stock ops."""
+        """The original of the trainer's ops. Without a trainer: ops that keep the contract on this
+        machine, or stock ops."""
         if self._given_ops is None:
             return prove(self.decoder).ops
         return pickle.loads(base64.b64decode(self._given_ops))

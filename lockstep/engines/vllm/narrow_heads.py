@@ -2,7 +2,7 @@
 
 The kernels support widths of 32, 64, 80 ... only, and the first step with another width ends the
 engine. Keys, queries and values are padded with zeros to the next width and the output is cut:
-every sum has the same terms and some zeros. The scale, an argument, is that of the true width.
+every sum has the same terms and some zeros. The scale is an argument and uses the true width.
 
 Guard: tests/vllm/test_served.py::test_a_shipped_model_is_sampled_as_the_trainer_computes_it
 """

@@ -39,10 +39,10 @@ SETTINGS: dict[str, str] = {
     "logits-processors": "lockstep.engines.vllm.sampler:Draws",
     "scheduler-cls": "lockstep.engines.vllm.decoder_worker.DecoderScheduler",
 }
-"""Arguments of vLLM by which it runs Lockstep's decoder."""
+"""Arguments that make vLLM run Lockstep's decoder."""
 
 OTHER_CACHES = {"deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-"""Architectures for which vLLM lays out a cache of latents or states, where ours has other."""
+"""Architectures whose latents or states vLLM caches in another layout than Lockstep."""
 FLAGS = ("enforce-eager", "no-async-scheduling")
 """No compiler, which would order sums anew; and a step's draws know the tokens of the last one."""
 
@@ -64,7 +64,7 @@ ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def settings_for(ops: object) -> dict[str, str]:
-    """Arguments of vLLM by which Lockstep's decoder computes as the trainer does. ops: the
+    """Arguments that make Lockstep's decoder in vLLM compute as the trainer does. ops: the
     trainer's; None lets the decoder's own self-test find them."""
     if ops is None:
         return SETTINGS
@@ -73,7 +73,7 @@ def settings_for(ops: object) -> dict[str, str]:
 
 
 def package_version() -> str:
-    """Version of this package in this process; "unknown" for one that is not installed."""
+    """Version of this package in this process; "unknown" if it is not installed."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:
@@ -89,7 +89,7 @@ def register() -> None:
 
 
 def check_version(found: str) -> None:
-    """Raises CapabilityError for a vLLM in which the decoder was not tested."""
+    """Raises CapabilityError for a vLLM version that the decoder was not tested with."""
     if ".".join(found.split(".")[:2]) not in KNOWN_VERSIONS:
         known = ", ".join(f"{name}.x" for name in KNOWN_VERSIONS)
         raise CapabilityError(
@@ -123,10 +123,10 @@ def check_attached(decoder: DecoderChoice, facts: Mapping[str, str], *, url: str
 
 
 def runs_decoder(config: VllmConfig, context: EngineContext) -> bool:
-    """Whether an engine that the run starts runs Lockstep's decoder.
+    """True if an engine that the run starts runs Lockstep's decoder.
 
-    Raises CapabilityError if that is asked for and there is none of the model's architecture, and
-    CheckpointError for a config that it does not read, as one of quantised weights.
+    Raises CapabilityError if the user asks for it and it lacks the model's architecture, and
+    CheckpointError for a config that it cannot read, such as quantised weights.
     """
     path = context.directory / "config.json"
     architecture = read_json(path, CheckpointError).get("model_type")

@@ -44,7 +44,7 @@ class _Row:
 
 
 NO_ROW = _Row(Rule(0.0, False, "model"), np.uint64(0), 1.0, 0, 0, [])
-"""In vLLM's trial runs, which sample for no request."""
+"""A row of vLLM's trial runs, which sample for no request."""
 
 
 class Draws(LogitsProcessor):

@@ -156,7 +156,7 @@ class VllmServer:
             "--disable-uvicorn-access-log",
         ]
         if not self._has_gpu and config.tensor_parallel == 1:
-            # In the engine's process: one less to start, and no step is sent to another.
+            # Runs in the engine's process: no other process to start and to send steps to.
             arguments.append("--distributed-executor-backend=uni")
         return [
             self._python,

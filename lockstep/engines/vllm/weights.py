@@ -74,7 +74,7 @@ def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
 
 
 def lacks_tied_head(vllm_config: Any) -> bool:
-    """Whether vLLM starts this model with a head that no checkpoint fills: its gpt-oss silently
+    """True if vLLM starts this model with a head that no checkpoint fills: its gpt-oss silently
     ignores tied embeddings. An update fills the head."""
     config = vllm_config.model_config.hf_config
     return config.model_type == "gpt_oss" and config.tie_word_embeddings

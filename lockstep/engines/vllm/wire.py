@@ -64,7 +64,7 @@ NO_LOGPROB = -9999.0
 """Value that vLLM writes for a log-prob that is not finite."""
 
 SHAPE_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
-"""Keys of config.json in which two models with the same weights agree."""
+"""Keys of config.json that are equal if two models can have the same weights."""
 
 MIN_TEMPERATURE = 0.01
 """vLLM draws at this temperature if a lower one is asked for, with at most a warning in its log."""
@@ -87,7 +87,7 @@ SCORE_SETTINGS: Mapping[str, Any] = {
 
 def sampling_settings(request: Request, *, is_ours: bool) -> dict[str, Any]:
     """The sampling parameters of a request by vLLM's names. is_ours: for Lockstep's decoder. Raises
-    CapabilityError for a temperature at which vLLM would not draw."""
+    CapabilityError for a temperature so low that vLLM would not draw."""
     sampling = request.sampling
     if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise CapabilityError(
@@ -321,7 +321,7 @@ class VllmWire(HttpWire):
     # -- weights ------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        if not self._is_gone:  # one that is gone runs no call, and the next load starts it again
+        if not self._is_gone:  # else no call runs, and the next load starts the server again
             await self._client.post("/pause?mode=abort&clear_cache=false")
 
     async def resume(self, *, drop_cache: bool) -> None:
@@ -432,8 +432,8 @@ def _routes(text: str) -> Routes:
 
 
 def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
-    """An engine on the server at the first of engine.urls, or on one that is started here and ends
-    with `close`. Returns when it answers."""
+    """An engine on the server at the first of engine.urls, or on a server that is started here and
+    ends with `close`. Returns when it answers."""
     if config.urls:
         client = connect(config, context, name="vllm", how_started=HOW_STARTED)
         lease = Lease(context.run, server=client.url, take_over=config.take_over)
