@@ -28,8 +28,8 @@ class AveragedLogprobs:
     logprobs: Tensor
     """[T] float32 nats: log of the mean probability. NaN where a scoring is not finite."""
     variance: Tensor
-    """[T] float64 nats^2: variance of the log-prob between scorings (divided by n - 1); that of the
-    estimate is about 1 / n of it. NaN where there are fewer than two."""
+    """[T] float64 nats^2: variance of the log-prob between scorings (divided by n - 1). The estimate
+    has about 1 / n of this variance. NaN where there are fewer than two scorings."""
     sampling_bias: Tensor | None
     """[T] float64 nats: the log-prob recorded while sampling minus the estimate without it; NaN
     where either is not finite. None without `rollout_logprobs`."""
@@ -45,10 +45,10 @@ def average_logprobs(
 
     scorings: [S, T] or S tensors [T], float32 nats, of the same tokens by the engine that sampled
     them, each from a pass of its own; S counts re-scorings only. rollout_logprobs: [T], recorded
-    while sampling. average_sampling_pass: count them in the average as one more scoring, at the
-    cost of `sampling_bias` / (S + 1).
+    while sampling. average_sampling_pass: count them in the average as another scoring, at the cost
+    of `sampling_bias` / (S + 1).
 
-    The mean is of probabilities, not of log-probs: it is what the ratio divides by.
+    The mean is of probabilities, not of log-probs: the ratio divides by a probability.
 
     >>> two = torch.tensor([[0.2], [0.4]]).log()
     >>> round(average_logprobs(two).logprobs.exp().item(), 4)

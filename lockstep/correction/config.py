@@ -36,9 +36,9 @@ def _refuse(where: str, *claims: tuple[bool, str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Tokens or sequences that are not trained on: those whose statistic lies outside [low, high].
+    """Rejects tokens or sequences from training if their statistic lies outside [low, high].
 
-    Every rule is evaluated on the original mask, and a token rejected by any of them is rejected:
+    Every rule is evaluated on the original mask, and a token is rejected if any rule rejects it. So
     their order does not matter.
 
     >>> Rule(stat="k3", high=0.1).name, Rule.veto_ratio(1e-4).name
@@ -87,7 +87,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """In metrics: `correction/rejected_by/NAME`."""
+        """NAME of the metric `correction/rejected_by/NAME`."""
         if self.label:
             return self.label
         scope = "sequence" if self.is_sequence else "token"
@@ -96,18 +96,18 @@ class Rule:
 
     @property
     def is_sequence(self) -> bool:
-        """Whether it rejects whole sequences."""
+        """True if it rejects whole sequences."""
         usual = "token" if self.aggregation == "token" else "sequence"
         return (self.scope or usual) == "sequence"
 
     @property
     def needs_worst_token(self) -> bool:
-        """Whether a single token can reject its sequence."""
+        """True if a single token can reject its sequence."""
         return self.is_sequence and self.aggregation in ("token", "max")
 
     @property
     def rejects_impossible(self) -> bool:
-        """Whether a token of probability 0 under the trainer (ratio 0, infinite divergence) rejects
+        """True if a token of probability 0 under the trainer (ratio 0, infinite divergence) rejects
         its sequence. The token itself is rejected anyway, as not finite."""
         bound = self.low if self.stat in ("ratio", "old_prob") else self.high
         return self.needs_worst_token and self.stat != "prob_diff" and bound is not None
@@ -135,10 +135,10 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """The correction of the gap between the policy that sampled and the one that is trained.
+    """The correction of the gap between the sampling policy and the trained policy.
 
     Throughout, "old" is the trainer's policy before the first update of the batch, and "behaviour"
-    the policy that sampled, as its log-probs say. The weight of a token is old / behaviour.
+    is the sampling policy, by its recorded log-probs. The weight of a token is old / behaviour.
     """
 
     anchor: Anchor = "rollout"
@@ -177,9 +177,9 @@ class Correction:
     """Coefficient of a penalty on KL(sampler || trainer). 0 is off; 0.01 is usual."""
     kl_penalty_form: Literal["loss", "advantage"] = "loss"
     """loss: k3 is added to each token's loss, which pulls the trainer back to the sampler.
-    advantage: mean(k1) - k1 is added to each token's advantage. The sampler draws less of what it
-    finds likelier than the trainer does, which can lower the KL where both share weights, and
-    pushes the trainer away from a sampler that stays."""
+    advantage: mean(k1) - k1 is added to each token's advantage. It makes tokens rarer that the
+    sampler finds likelier than the trainer does. This can lower the KL if both share weights; a
+    fixed sampler does not follow, so the trainer moves away from it."""
     kl_penalty_clip: float | None = None
     """Largest |k1| that counts in the penalty. With kl_penalty_form=loss, tokens beyond pull like
     one at the bound."""
@@ -211,42 +211,42 @@ class Correction:
             (len(set(names)) < len(names), f".reject: give one of {names} a label of its own."),
         )
 
-    # -- what follows from the settings -----------------------------------------------------------
+    # -- derived from the settings ----------------------------------------------------------------
 
     @property
     def is_normalized(self) -> bool:
-        """Whether weights are divided by their mean."""
+        """True if weights are divided by their mean."""
         is_by_row = self.level in ("sequence", "geometric")
         return is_by_row if self.normalize is None else self.normalize
 
     @property
     def changes_tokens(self) -> bool:
-        """Whether any token gets a weight, a penalty or is rejected by a rule."""
+        """True if any token gets a weight, a penalty or is rejected by a rule."""
         return self.level != "none" or bool(self.reject) or self.kl_penalty_coef > 0
 
     @property
     def changes_advantages(self) -> bool:
-        """Whether the KL penalty is in the advantages."""
+        """True if the KL penalty is in the advantages."""
         return self.kl_penalty_coef > 0 and self.kl_penalty_form == "advantage"
 
     @property
     def changes_loss(self) -> bool:
-        """Whether the KL penalty is a term of the loss."""
+        """True if the KL penalty is a term of the loss."""
         return self.kl_penalty_coef > 0 and self.kl_penalty_form == "loss"
 
     @property
     def is_idle(self) -> bool:
-        """Whether the behaviour's log-probs are never read."""
+        """True if the behaviour's log-probs are never read."""
         return self.anchor != "rollout" and not self.changes_tokens
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether a token's weight or advantage depends on other rows, so that all rows must be
+        """True if a token's weight or advantage depends on other rows, so that all rows must be
         seen before any is trained."""
         return self.is_normalized or self.changes_advantages or self.denominator == "kept"
 
     def needs_forward(self, *, num_updates: int) -> bool:
-        """Whether the trainer must run over the batch once before its first update."""
+        """True if the trainer must run over the batch once before its first update."""
         return (
             self.anchor == "recomputed"
             or self.needs_whole_batch
@@ -258,8 +258,8 @@ class Correction:
         if self.anchor == "on_policy" and num_updates > 1:
             raise ConfigError(
                 f"correction.anchor=on_policy with trainer.updates_per_batch={num_updates}: after "
-                "the first update the policy is no longer the one that sampled, and a ratio fixed "
-                "at 1 would hide it. Use updates_per_batch=1, or anchor=recomputed."
+                "the first update the policy differs from the sampler, and a ratio fixed at 1 would "
+                "hide it. Use updates_per_batch=1, or anchor=recomputed."
             )
 
     # -- presets ----------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from lockstep.errors import AlignmentError
 
 Tensor = torch.Tensor
 
-# Below, exp(d) - 1 - d is taken from its series: the subtraction would lose what is left. At 0.25
-# the series is right to 4e-7 of the result, which is what the subtraction in float32 has left.
+# Below, exp(d) - 1 - d is taken from its series: the subtraction would lose its digits. At 0.25 the
+# series is right to 4e-7 of the result, the precision of the subtraction in float32.
 SERIES_BELOW = {torch.float32: 0.25, torch.float64: 1e-4}
 
 RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: a log ratio that large means misaligned tokens; stays finite
@@ -47,7 +47,7 @@ def log_ratio(
     if not logprobs.dtype == rollout_logprobs.dtype == torch.float64:
         logprobs, rollout_logprobs = logprobs.float(), rollout_logprobs.float()
     difference = logprobs - rollout_logprobs
-    # Not finite exactly where an input is not: finite log-probs are far from overflowing.
+    # A difference is not finite exactly where an input is not: finite log-probs cannot overflow.
     if mask is None and _is_below(difference, float("inf")):
         return difference, torch.ones_like(difference, dtype=torch.bool)
     is_valid = torch.isfinite(difference)
@@ -62,7 +62,7 @@ def k1(log_ratio: Tensor) -> Tensor:
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """Half the square, per token: low variance, and its gradient is that of the KL."""
+    """Half the square, per token: low variance, with the gradient of the KL."""
     return 0.5 * log_ratio.square()
 
 
@@ -86,8 +86,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def _is_below(values: Tensor, bound: float) -> bool:
-    """Whether all values are below `bound` in size and none is NaN. Cheap on a CPU, and saves work
-    in the usual case; False elsewhere, where looking would wait for the device."""
+    """True if all values are below `bound` in size and none is NaN. On a CPU the test is cheap and
+    saves work in the usual case. Always False on a GPU, where the test would wait for the device."""
     if values.device.type != "cpu" or not values.numel():
         return False
     return bool(values.detach().abs().amax() < bound)
@@ -102,13 +102,13 @@ def penalty(
     clip: float | None = None,
     mean: float | Tensor | None = None,
 ) -> Tensor:
-    """A term for the advantages, by which the sampler draws less of what it finds likelier than
-    the trainer does. It does not pull the trainer back: `pull` does.
+    """A term for the advantages: it makes tokens rarer that the sampler finds likelier than the
+    trainer does. It does not pull the trainer back: `pull` does.
 
     coef * (mean(diff) - diff) with diff = rollout - trainer, per token. In expectation, the policy
     gradient of -diff is minus the gradient of KL(rollout || trainer) in the sampler's log-probs,
-    the trainer's held fixed. So it lowers the KL where an update moves the sampler as well: the two
-    share weights and compute differently. A sampler that stays does not follow, and the KL grows.
+    the trainer's held fixed. So it lowers the KL if an update moves the sampler as well: the two
+    share weights and compute differently. A fixed sampler does not follow, and the KL grows.
 
     All [T] or [B, T], float32 nats; 0.0 where `mask` is False or a log-prob is not finite, and such
     tokens are not in the mean. clip: largest |diff| that counts. mean: mean of the clipped
@@ -126,18 +126,18 @@ def pull(
 ) -> Tensor:
     """A term of the loss that pulls the trainer back to the sampler: coef * k3, per token.
 
-    Its mean gradient over tokens that the sampler drew is that of coef * KL(rollout || trainer) in
+    Its mean gradient over the sampler's tokens is the gradient of coef * KL(rollout || trainer) in
     the trainer's log-probs, the sampler's held fixed. With r = trainer / rollout,
 
         grad k3 = (r - 1) grad log trainer,   E_rollout[r grad log trainer] = grad 1 = 0,
         E_rollout[grad k3] = -E_rollout[grad log trainer] = grad KL(rollout || trainer),
 
-    and the r takes the noise away: where both sides agree, no token pulls. KL(trainer || rollout)
-    needs weights, r * k3(-log r) as in `objectives.losses.reference_kl`, and is noisier by them.
+    and the r removes noise: where both sides agree, no token pulls. KL(trainer || rollout) needs
+    weights, r * k3(-log r) as in `objectives.losses.reference_kl`, and the weights add noise.
 
     All [T] or [B, T], nats; float32, or float64 if both are. `logprobs` carry the gradient. 0.0
-    where a log-prob is not finite. clip: largest |log r| that counts, at most 20: beyond, the
-    gradient is that of a token at the bound, and not 0.
+    where a log-prob is not finite. clip: largest |log r| that counts, at most 20. Beyond it a token
+    has the gradient of a token at the bound, and not 0.
 
     Guard: tests/cpu/correction/test_kl_penalty.py
     """

@@ -44,12 +44,13 @@ class Layout:
     mask: Tensor | None = None
     """`shape` bool: the tokens that count. None counts all."""
     group: dist.ProcessGroup | None = None
-    """The ranks over which each row is split (sequence parallelism); every one of them holds the
-    same R rows, in the same order, and its own piece of each. None: rows are whole."""
+    """The ranks that each row is split over (sequence parallelism). Every rank holds the same R
+    rows, in the same order, and its own piece of each. None: rows are whole."""
 
     @classmethod
     def of(cls, layout: Layout | Tensor | None, like: Tensor) -> Layout:
-        """The layout itself, that of a [B, T] mask, or for None one row per line of `like`."""
+        """Returns a layout as it is, makes one from a [B, T] mask, or for None one row per line of
+        `like`."""
         if isinstance(layout, Layout):
             return layout
         if layout is not None:
@@ -77,8 +78,8 @@ class Layout:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> Layout:
-        """Layout of [N] tensors in which rows of these lengths follow one another; 0 is an empty
-        row. mask: [N], True or non-zero where a token counts; None counts all."""
+        """Layout of [N] tensors that concatenate rows of these lengths; 0 is an empty row. mask:
+        [N], True or non-zero where a token counts; None counts all."""
         if isinstance(lengths, Tensor):
             lengths = lengths.detach().cpu().numpy()
         sizes = np.asarray(lengths, np.int64).reshape(-1)
@@ -157,5 +158,5 @@ class Layout:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether this rank reports the rows that it shares, so that each is counted once."""
+        """True if this rank reports the rows that it shares, so that each is counted once."""
         return self.group is None or dist.get_rank(self.group) == 0

@@ -5,7 +5,7 @@
 A report is two vectors: one of sums, one of maxima. Reports of micro-batches and ranks merge by
 adding the first and taking the larger of the second, so a run needs one all-reduce of each.
 
-# F fields  G parts by which tokens are told apart  C cells of all parts crossed
+# F fields  G parts that group the tokens  C cells of all parts crossed
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ SCALARS: tuple[str, ...] = (
 )
 """Other sums. active, active_sequences: tokens that count, finite or not, and sequences with one.
 Over sequences with a compared token, each weighing the same: their number; the mean log ratio and
-its size; the square of the product of ratios (cut at exp(20)); those with a kept token; those that
-have a weight, the weights and their squares. normalize_*: sum of the weights that are normalised,
-and their number. penalty: sum of the clipped rollout - trainer, which centres the KL penalty."""
+its size; the square of the product of ratios (cut at exp(20)); the number with a kept token; the
+number with a weight, the weights and their squares. normalize_*: sum and number of the weights that
+are normalised. penalty: sum of the clipped rollout - trainer, which centres the KL penalty."""
 
 MAXIMA: tuple[str, ...] = (
     *("abs_d", "d", "minus_d", "sequence_abs_d", "sequence_d", "minus_sequence_d"),
@@ -58,7 +58,7 @@ MAXIMA: tuple[str, ...] = (
 )
 
 # Signed-log histogram of the log ratio: eight bins per octave from 2^-30 to 2^10, read off the bits
-# of a float32, on either side of one bin for what is smaller. A quantile is a bin's geometric
+# of a float32, on either side of one bin for smaller values. A quantile is a bin's geometric
 # middle, right within a factor of sqrt(9 / 8) = 1.061.
 _SUB_BITS, _OCTAVES, _LOWEST = 3, 40, -30
 _SIDE = _OCTAVES << _SUB_BITS
@@ -91,7 +91,7 @@ class MismatchReport:
     rules: tuple[str, ...] = ()
     """Names of the rejection rules."""
     is_weighed: bool = False
-    """Whether a correction was applied, so that its figures mean something."""
+    """True if a correction was applied, so that its figures mean something."""
 
     @classmethod
     def empty(cls, *, rules: tuple[str, ...] = (), is_weighed: bool = False) -> MismatchReport:
@@ -113,8 +113,8 @@ class MismatchReport:
         *,
         is_weighed: bool,
     ) -> MismatchReport:
-        """From sums over the crossed cells (float64) to those of each part. unforced_F: sums over
-        the tokens that were not forced."""
+        """Adds up the sums over crossed cells (float64) for each part. unforced_F: sums over the
+        tokens that were not forced."""
         crossed, largest = fields_FC.view(-1, *CELLS), abs_d_C.view(*CELLS)
         axes = range(len(CELLS))
         groups, tops = [fields_FC.sum(1, keepdim=True)], [abs_d_C.amax()[None]]
@@ -232,9 +232,9 @@ def merge_reports(
 def split_by_age(metrics: Mapping[str, float], *, is_exact: bool) -> dict[str, float]:
     """`mismatch/k3_numerics` and `mismatch/k3_staleness`, which add up to `mismatch/k3`.
 
-    Numerics is the mean over tokens of age 0, staleness the rest. is_exact: a contract holds, under
-    which numerics is 0 at every age. Empty if no token is older than 0, and if none is of age 0 to
-    tell numerics by.
+    Numerics is the mean over tokens of age 0, staleness the rest. is_exact: a contract holds, so
+    numerics is 0 at every age. Empty if no token is older than 0, and if no token of age 0 shows
+    numerics.
 
     >>> split_by_age({"mismatch/k3": 0.5, "mismatch/by_age/0/k3": 0.125, "mismatch/by_age/1/k3": 2},
     ...              is_exact=False)
@@ -264,7 +264,7 @@ def histogram_of(d: Tensor) -> Tensor:
 
 
 def _quantile(histogram: Sequence[float], count: float, q: float) -> float:
-    """The middle of the bin in which the fraction q of the tokens is reached."""
+    """The middle of the bin that reaches the fraction q of the tokens."""
     reached, below = q * count, 0.0
     for index, inside in enumerate(histogram):
         below += inside
@@ -297,8 +297,8 @@ def _figures(s: Mapping[str, float], abs_d: float) -> dict[str, float]:
 
 
 def _parts_seen(groups: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """name -> index of the groups to report: those of a part of which two or more were seen, and
-    ages above 0."""
+    """name -> index of the groups to report: groups of a part that has two or more, and ages above
+    0."""
     out: dict[str, int] = {}
     at = 1
     for part in PARTS:

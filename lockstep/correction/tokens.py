@@ -42,7 +42,7 @@ _POSITIONS = next(part for part in _CELL_PARTS if part.name == "position")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenFacts:
-    """Optional columns of the tokens, by which the report tells them apart; [N] or [B, T]."""
+    """Optional columns of the tokens that the report groups by; [N] or [B, T]."""
 
     advantages: Tensor | None = None
     """float32; read by rules with `only_negative_advantage`."""
@@ -117,7 +117,7 @@ class Runs:
 
 @dataclass(eq=False)
 class Tokens:
-    """The compared tokens of some whole rows, and what is derived from their log-probs, once."""
+    """The compared tokens of some whole rows, and values derived once from their log-probs."""
 
     num_all: int
     """N."""
@@ -142,7 +142,7 @@ class Tokens:
     def of(cls, columns: Mapping[str, Tensor | None], offsets: Int64Array) -> Tokens:
         """The tokens that count and are finite on both sides, of rows that begin at `offsets`.
 
-        columns: [N] each, on the host: `new`, `old`, `mask` and those of `TokenFacts`.
+        columns: [N] each, on the host: `new`, `old`, `mask` and the columns of `TokenFacts`.
         """
         new, old, mask = columns["new"], columns["old"], columns["mask"]
         advantages, negative = columns["advantages"], None
@@ -253,8 +253,8 @@ def _count_by_row(places: Int64Array, offsets: Int64Array) -> Tensor:
 
 @cache
 def _cell_table(part: Part) -> Tensor:
-    """[number] int64: what each number of a part adds to a token's cell, up to the start of the
-    last label."""
+    """[number] int64: offset that each number of a part adds to a token's cell, up to the start of
+    the last label."""
     with torch.inference_mode(False):  # kept for whoever comes next
         numbers = torch.arange(part.starts[-1] + 1)
         starts = torch.tensor(part.starts[1:])

@@ -1,15 +1,15 @@
-"""From two log-probs per token to its weight, the rejected tokens, and the figures of both.
+"""Computes token weights, rejected tokens and their figures from two log-probs per token.
 
-`correct` does all of it for a batch that is at hand as a whole. A batch that comes in micro-batches
-is weighed piece by piece, and finished by the merged report of all pieces:
+`correct` does all of it for a whole batch. A batch in micro-batches is weighed piece by piece, and
+finished by the merged report of all pieces:
 
     parts = [weigh(new, old, correction, layout=...) for ... in micro_batches]
     total = merged(part.report for part in parts).all_reduced()
     corrected = [part.finish(total) for part in parts]
 
-Whole rows are weighed in chunks: first what a token decides by itself, then sums over rows, which
-are all-reduced where sequences are split over ranks, and what these decide about their tokens.
-Everything is computed on the host; the cost is linear in tokens.
+Whole rows are weighed in chunks. First come the rules per token, then sums over rows, then the rules
+per row. The sums are all-reduced if sequences are split over ranks. Everything is computed on the
+host; the cost is linear in tokens.
 
 # N tokens of a chunk, flattened  n compared tokens  R rows  C cells of a report  F fields
 """
@@ -112,7 +112,7 @@ def correct(
     logprobs: of the trainer's policy before the update; rollout_logprobs: of the policy that
     sampled; both [N] packed or [B, T] padded, float32 nats, of the same token at the same index,
     without gradient. layout: how they fall into rows; a [B, T] mask is a padded layout, None one
-    row per line of the tensor. group: the ranks over which the batch is spread (None: all, where
+    row per line of the tensor. group: the ranks that hold the batch (None: all, if
     torch.distributed is initialised); each must call this, with its own part.
 
     Padding may hold anything. Tokens that count and are not finite are rejected and counted. With
@@ -186,12 +186,11 @@ def _one_thread() -> Generator[None]:
 
 
 SUMMED_ANYHOW = {"ratio": "d", "k1": "d", "k2": "d2", "k3": "k3"}
-"""Statistics whose sum over a sequence is that of a field of the report, but for a factor."""
+"""Statistic -> field of the report. Their sums over a sequence are equal up to a factor."""
 
 
 class _Weighing:
-    """Whole rows: what each token decides by itself, what its row decides about it, and all sums
-    that the report needs."""
+    """Whole rows: the results of the rules per token and per row, and all sums for the report."""
 
     def __init__(
         self,
@@ -226,7 +225,7 @@ class _Weighing:
         runs.add("compared", torch.ones(tokens.d.shape, dtype=torch.bool))
         runs.add_above("unequal", tokens.size, 0.0)
         runs.add_above("outlier", tokens.size, OUTLIER_DIFF)
-        # In float64: the square of d overflows float32 where a log-prob is a stand-in for -inf.
+        # float64: the square of d overflows float32 if a log-prob is a substitute for -inf.
         runs.add_with_square("d", tokens.d)
         runs.add("k3", tokens.k3)
         runs.add_with_square("ratio", tokens.ratio)
@@ -417,8 +416,8 @@ def _token_stat(rule: Rule, tokens: Tokens) -> Tensor:
 
 
 def _outside(rule: Rule, value: Tensor) -> Tensor:
-    """Whether values of the rule's statistic lie outside its bounds; for a ratio or a probability,
-    both are compared as logs."""
+    """True where values of the rule's statistic lie outside its bounds. A ratio or a probability is
+    compared by its log."""
     bounds = (rule.low, rule.high)
     if rule.stat in ("ratio", "old_prob"):
         bounds = (
@@ -427,7 +426,7 @@ def _outside(rule: Rule, value: Tensor) -> Tensor:
     return value.clamp(*bounds) != value  # one comparison: comparing into bools is slow
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- refused inputs -------------------------------------------------------------------------------
 
 
 def _check(
@@ -455,7 +454,7 @@ def _check(
 
 def _check_not_positive(name: str, values: Tensor, layout: Layout) -> None:
     if not values.numel() or bool(values.amax() <= MAX_LOGPROB):
-        return  # NaN is not <=: padding may hold it, and is told apart below
+        return  # NaN is not <=; padding may hold NaN, which is checked below
     is_wrong = (values > MAX_LOGPROB) & (values < float("inf"))
     if layout.mask is not None:
         is_wrong &= layout.mask

@@ -25,8 +25,8 @@ class ObjectiveConfig:
     """Base of the losses. Each subclass is a choice of the setting `objective`."""
 
     has_ratio: ClassVar[bool] = False
-    """Whether the loss contains the ratio to the old policy, whose log-probs are the column
-    `old_logprobs`. A correction by a ratio to the same policy would count it twice."""
+    """True if the loss contains the ratio to the old policy (column `old_logprobs`). A correction by
+    a ratio to the same policy would count it twice."""
 
     aggregate: Aggregate = "token_mean"
     """Sum of token losses into one. token_mean weighs every trained token of the whole batch alike,
@@ -40,22 +40,22 @@ class ObjectiveConfig:
     kl_coef: float = 0.0
     """Coefficient of KL(policy || reference) in the loss; 0 needs no reference."""
     reference: Literal["start", "base"] = "start"
-    """Policy of that KL. start: the weights that training starts from, those of from=RUN and
-    lora.path included. base: `model` as it is, without an adapter."""
+    """Policy of that KL. start: the weights that training starts from, including from=RUN and
+    lora.path. base: `model` as it is, without an adapter."""
     kl_estimator: KLEstimator = "unbiased"
-    """Estimator of that KL from the sampled tokens. unbiased: k3 times the ratio to the old policy,
-    whose gradient is that of the KL (DeepSeek-V3.2). k2: half the square of the log ratio; right
-    too while the old policy is the policy. k3: GRPO's; as a loss its gradient is that of
+    """Estimator of that KL from the sampled tokens. unbiased: k3 times the ratio to the old policy;
+    its gradient is the gradient of the KL (DeepSeek-V3.2). k2: half the square of the log ratio;
+    right too while the old policy is the policy. k3: GRPO's; as a loss it has the gradient of
     KL(reference || policy). k1 is no choice: as a loss its mean gradient is 0."""
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether the loss or its regularizer reads the column `old_logprobs`."""
+        """True if the loss or its regularizer reads the column `old_logprobs`."""
         return self.has_ratio or (self.kl_coef > 0 and self.kl_estimator == "unbiased")
 
     @property
     def reads_reference_logprobs(self) -> bool:
-        """Whether the regularizer reads the column `reference_logprobs`."""
+        """True if the regularizer reads the column `reference_logprobs`."""
         return self.kl_coef > 0
 
     def __post_init__(self) -> None:
@@ -70,7 +70,8 @@ class PPOClip(ObjectiveConfig):
     has_ratio: ClassVar[bool] = True
 
     clip: tuple[float, float] = (0.2, 0.2)
-    """Distance below and above 1 at which the ratio to the old policy stops a token's gradient."""
+    """Distance below and above 1. A token has no gradient if its ratio to the old policy is further
+    away."""
     dual_clip: float | None = None
     """Ratio above which tokens of negative advantage have no gradient (Ye et al. 2020; 3 is usual).
     Unset, their gradient grows with the ratio, without bound."""
@@ -91,7 +92,8 @@ class GSPO(ObjectiveConfig):
     aggregate: Aggregate = "sequence_mean"
     """Weight of rows and tokens in the loss; the ratio is a row's, and so is the default weight."""
     clip: tuple[float, float] = (3e-4, 4e-4)
-    """Distance below and above 1 at which the row's ratio is clipped; a mean moves little."""
+    """Distance below and above 1 where the row's ratio is clipped. Small, since a mean moves
+    little."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,8 +107,8 @@ class CISPO(ObjectiveConfig):
     has_ratio: ClassVar[bool] = True
 
     clip: tuple[float, float] = (1.0, 1.0)
-    """Distance below and above 1 at which the weight is cut; a token beyond keeps its gradient,
-    with the bound as its weight. 1 below is no bound, as in the paper."""
+    """Distance below and above 1 where the weight is cut. A token beyond keeps its gradient, with
+    the bound as its weight. 1 below means no lower bound, as in the paper."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,8 +128,8 @@ class DPPO(ObjectiveConfig):
     """Measure of how far a token's probability has moved: tv is the absolute difference, kl the KL
     of the choice "this token or any other"."""
     max_divergence: tuple[float, float] | None = None
-    """Divergence at which a token has no gradient any more: for tokens that became less likely, and
-    for those that became likelier. Unset: 0.2,0.2 for tv, 0.05,0.05 for kl."""
+    """Largest divergence of a token with a gradient: for tokens that became less likely, and for
+    tokens that became likelier. Unset: 0.2,0.2 for tv, 0.05,0.05 for kl."""
     max_ratio: float = 20.0
     """Upper limit of the ratio that weighs a token. Low limits cost more than they save."""
 
@@ -175,10 +177,10 @@ class AdvantageConfig:
     """Base of the advantages. Each subclass is a choice of the setting `advantage`."""
 
     needs_critic: ClassVar[bool] = False
-    """Whether it compares with a critic's values instead of other episodes."""
+    """True if it compares with a critic's values instead of other episodes."""
 
     compares_in_group: ClassVar[bool] = False
-    """Whether a trajectory is compared with its group."""
+    """True if a trajectory is compared with its group."""
 
     def check_group_size(self, group_size: int) -> None:
         """Raises ConfigError if groups of this size give no signal."""
@@ -225,7 +227,8 @@ class ReinforcePlusPlus(AdvantageConfig):
     """
 
     baseline: Literal["batch", "group"] = "batch"
-    """Mean to subtract: the batch's, or that of the trajectory's group (REINFORCE++-baseline)."""
+    """Mean to subtract: the batch's, or the mean of the trajectory's group
+    (REINFORCE++-baseline)."""
     normalize_std: bool = True
     """Divide by the batch's standard deviation. Off with baseline=batch, it is REINFORCE with the
     batch's mean as its baseline."""
@@ -286,8 +289,8 @@ class CreditConfig:
 
     compare: Compare = "episode"
     """Turns of the group whose returns are compared. episode: none; a turn has the advantage of its
-    episode. turn: those with the same number. path: those that began after the same tokens.
-    observation: those that began after the same observation, whatever was before it (GiGPO, Feng et
+    episode. turn: turns with the same number. path: turns that began after the same tokens.
+    observation: turns that began after the same observation, whatever was before it (GiGPO, Feng et
     al. 2025). A turn without a peer has 0."""
     turn_weight: float = 1.0
     """Weight of that comparison beside the advantage of the episode: omega of GiGPO."""
@@ -296,13 +299,12 @@ class CreditConfig:
     gamma: float = 1.0
     """Discount of a reward per turn, in (0, 1]: a reward three turns later counts gamma^3."""
     process: ProcessRewards = "added"
-    """Way in which turns' own rewards count. added: as they are, in the advantage of their turn.
-    turn: compared with those of the same turn in the group (MT-GRPO, Zeng et al. 2025). group:
-    compared with those of all turns of the group, and summed up from each turn on (process
-    supervision of GRPO, Shao et al. 2024). return: as part of the returns and of the episode's
-    reward."""
+    """Use of turns' own rewards. added: added as they are to the advantage of their turn. turn:
+    compared with rewards of the same turn in the group (MT-GRPO, Zeng et al. 2025). group: compared
+    with the rewards of all turns of the group, and summed up from each turn on (process supervision
+    of GRPO, Shao et al. 2024). return: as part of the returns and of the episode's reward."""
     process_weight: float = 1.0
-    """Weight of turns' own rewards against that of the episode. 0 with process=added ignores
+    """Weight of turns' own rewards, relative to the episode's reward. 0 with process=added ignores
     them."""
     branches: Literal["leaves", "parent"] = "leaves"
     """Credit of a turn that leads to several rewarded leaves. leaves: the mean of their advantages.
@@ -344,8 +346,8 @@ class CreditConfig:
             )
 
     def check_advantage(self, advantage: AdvantageConfig, *, max_turns: int) -> None:
-        """Raises ConfigError where this advantage, or episodes of at most so many turns, leave a
-        setting nothing to do."""
+        """Raises ConfigError if a setting has no effect with this advantage, or in episodes of at
+        most this number of turns."""
         named = f"advantage={tag(type(advantage))}"
         if advantage.needs_critic and self != CreditConfig():
             raise ConfigError(

@@ -91,14 +91,14 @@ class TokenBatch:
     """[T] int64 in [0, num_rows), not decreasing: which row a token belongs to."""
     num_rows: int
     weights: Tensor | None = None
-    """[T] float32 without gradient: the correction's weights, by which the trainer multiplies the
-    loss; None multiplies by nothing."""
+    """[T] float32 without gradient: the correction's weights. The trainer multiplies the loss by
+    them; None: no weights."""
     kept: Tensor | None = None
-    """[T] int64: index of each token among the `num_all` trained tokens of its micro-batch, of
-    which the correction rejected the others. None: all were kept."""
+    """[T] int64: index of each token among the `num_all` trained tokens of its micro-batch. The
+    correction rejected the other tokens. None: all were kept."""
     num_all: int = 0
     sizes: Int64Array | None = None
-    """[num_rows]: tokens of each row, on the host. None counts them, for which a GPU is waited."""
+    """[num_rows]: tokens of each row, on the host. None counts them, which waits for a GPU."""
     listed: Tensor | None = None
     """[T, K] float32 nats, of the trained policy at the ids of the column `teacher_ids`; carries
     gradient. None without that column."""
@@ -111,7 +111,7 @@ class TokenBatch:
         return values if self.kept is None else values.index_select(0, self.kept)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[T] -> [num_all]: the values at their tokens, 0.0 at those that were rejected."""
+        """[T] -> [num_all]: the values at their tokens, 0.0 at rejected tokens."""
         if self.kept is None:
             return values
         return values.new_zeros(self.num_all).index_copy(0, self.kept, values)
@@ -171,9 +171,9 @@ def ppo_clip(
 
     old_logprobs and advantages are constants. dual_clip: with A < 0 the loss is at most
     -dual_clip * A, so a token that became much likelier cannot push without bound. `clip_fraction`
-    is the share of tokens whose gradient the clip has cut off, `dual_clip_fraction` that of those
-    whose gradient the second one has. Sources: Schulman et al. 2017, eq. 7; Ye et al. 2020
-    (arXiv 1912.09729), the dual clip; DAPO (arXiv 2503.14476), eq. 8, two different distances.
+    is the share of tokens whose gradient the clip cuts off, `dual_clip_fraction` the share for the
+    dual clip. Sources: Schulman et al. 2017, eq. 7; Ye et al. 2020 (arXiv 1912.09729), the dual
+    clip; DAPO (arXiv 2503.14476), eq. 8, two different distances.
     """
     logprobs, old_logprobs, advantages = _read_ratio(mask, logprobs, old_logprobs, advantages)
     log_ratio = logprobs - old_logprobs
@@ -255,10 +255,11 @@ def dppo(
 
     M is 0 where the update would push a token further away that is already too far: A > 0, likelier
     than under the old policy, and the divergence above max_divergence[1]; or A < 0, less likely,
-    and above max_divergence[0]. The divergence is that of "this token or any other", see
-    `binary_divergence`. `clip_fraction` is the share of tokens with M = 0, `truncated_fraction`
-    that of the others whose ratio was cut. Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11 to 14;
-    the truncation, section 5.4. There the old policy is the sampler: correction.anchor=rollout.
+    and above max_divergence[0]. The divergence is between the events "this token" and "any other",
+    see `binary_divergence`. `clip_fraction` is the share of tokens with M = 0, `truncated_fraction`
+    the share of the others whose ratio was cut. Source: Qi et al. 2026 (arXiv 2602.04879), eq. 11
+    to 14; the truncation, section 5.4. There the old policy is the sampler:
+    correction.anchor=rollout.
     """
     logprobs, old_logprobs, advantages = _read_ratio(mask, logprobs, old_logprobs, advantages)
     log_ratio = (logprobs - old_logprobs).detach()
@@ -437,7 +438,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Ten
 
 
 def _bounded(ratio: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    """In two steps: one `clamp` takes numbers or tensors, not one of each."""
+    """`ratio` within [low, high]. Two steps, since `clamp` does not mix numbers and tensors."""
     return ratio.clamp(min=low).clamp(max=high)
 
 
@@ -493,7 +494,7 @@ def reference_kl(
     is r * k3(d) with r = exp(logprobs - old_logprobs) and the gradient through both: over tokens a
     that old drew, sum old(a) r(a) k3(a) = sum pi(a) (ref(a) / pi(a) - 1 + log(pi(a) / ref(a)))
     = KL(pi || ref) for every pi, hence its gradient too. Without r the sampling stays fixed while
-    pi moves: the mean gradient of k1 is then 0, that of k2 right, and that of k3 the gradient of
+    pi moves. Then k1 has the mean gradient 0, k2 the right gradient, and k3 the gradient of
     KL(reference || policy).
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), the unbiased KL estimate.
@@ -525,7 +526,7 @@ def value_loss(
     clip: float = 0.0,
     mask: Tensor | None = None,
 ) -> TokenLoss:
-    """Half the squared error of each value, pessimistic about those that have moved far.
+    """Half the squared error of each value, pessimistic about values that have moved far.
 
         max((v - R)^2, (clamp(v, v_old - clip, v_old + clip) - R)^2) / 2
 
@@ -555,8 +556,8 @@ def value_loss(
 def explained_variance(values: Tensor, returns: Tensor, layout: Layout) -> float | None:
     """1 - Var(returns - values) / Var(returns) over all tokens that count.
 
-    1 is a critic that knows the returns, 0 one that knows no more than their mean, and below 0 one
-    that knows less. None if all returns are equal: there is nothing to explain.
+    1: the critic predicts returns exactly. 0: no better than their mean. Below 0: worse than their
+    mean. None if all returns are equal: there is nothing to explain.
 
     >>> explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]), Layout.packed([2]))
     1.0

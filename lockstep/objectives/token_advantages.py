@@ -27,8 +27,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns): generalised advantage estimates, and the critic's targets.
 
-    rewards, values: the layout's shape; a reward belongs to the token after which it is given, a
-    value to the state before its token. bootstrap: [R], the value of the state after the row's
+    rewards, values: the layout's shape. A reward is given after its token; a value belongs to the
+    state before its token. bootstrap: [R], the value of the state after the row's
     last token where the episode was cut off; 0 (and None: everywhere) where it ended. Both results
     have the layout's shape and the dtype of `values`, 0.0 where tokens do not count; computed in
     float64.
@@ -42,8 +42,8 @@ def gae(
     put it on the sampled token before.
 
     gamma, lam: in [0, 1]. Not whitened: see `whiten`. Raises AlignmentError if shapes differ, if
-    the layout is one rank's piece of longer rows, or if what counts is not finite. Source: Schulman
-    et al. 2016 (arXiv 1506.02438), eq. 16.
+    the layout is one rank's piece of longer rows, or if a value at a counted token is not finite.
+    Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 16.
 
     >>> layout = Layout.packed([3])
     >>> gae(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.5, 0.5]), layout, lam=0.5)
@@ -142,6 +142,6 @@ def _check_finite(layout: Layout, **tensors: Tensor) -> None:
         if bool(is_bad.any()):
             at = int(is_bad.reshape(-1).nonzero()[0, 0])
             raise AlignmentError(
-                f"{name} at {layout.locate(at)} is {float(tensor.reshape(-1)[at])}; what counts "
-                "must be finite. Is the mask that of the sampled tokens?"
+                f"{name} at {layout.locate(at)} is {float(tensor.reshape(-1)[at])}; values at "
+                "counted tokens must be finite. Does the mask mark the sampled tokens?"
             )

@@ -1,4 +1,4 @@
-"""From re-scorings of episodes to the column `averaged_logprobs` of their rows."""
+"""Fills the column `averaged_logprobs` of rows from re-scorings of their episodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def average_rows(
 def by_scorings(
     rows: Sequence[Sample], groups: Sequence[Group]
 ) -> dict[int, list[tuple[Sample, slice, list[Float32Array]]]]:
-    """Number of scorings -> (row, tokens, scorings) of the trained segments that have so many.
+    """Number of scorings -> (row, tokens, scorings) of the trained segments with that number.
 
     Raises EngineError if the engine failed and not one scoring is there.
     """

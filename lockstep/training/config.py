@@ -31,7 +31,7 @@ class LearnerConfig:
     """Decoupled: each update shrinks the weights by lr * weight_decay. Norms, biases and attention
     sinks are never shrunk."""
     warmup_updates: int = 0
-    """Updates over which the learning rate rises linearly to its peak."""
+    """The learning rate rises linearly to its peak during these updates."""
     schedule: Schedule = "constant"
     """Course of the learning rate after the warm-up, until the run's last update."""
     min_lr_share: float = 0.0
@@ -112,17 +112,17 @@ class TrainerConfig(LearnerConfig):
     """float8: AdamW's moments take 2 bytes a parameter in place of 8, in blocks of 256 numbers with
     one scale. Rounded to 4 significant bits after every update."""
     routing_replay: RoutingReplay = "none"
-    """Experts of a mixture in the trainer. none: chosen by its own router. rollout: those that the
-    sampler's router chose, in every forward (R3). recompute: those that the trainer's router chose
-    before the first update of a batch, in all of them (R2), at the price of that forward. The
-    router weighs them by its own logits and is trained either way."""
+    """Source of the experts of a mixture in the trainer. none: its own router. rollout: the
+    sampler's choice, in every forward (R3). recompute: the choice of the trainer's router before
+    the first update of a batch, for all updates (R2); this costs a forward. The router weighs the
+    experts by its own logits and is trained either way."""
     partial_routes: bool = False
-    """With routing_replay=rollout: the router chooses where a row has no routes, and
-    `routing/replayed_share` counts it. Otherwise a row without them is an error."""
+    """True: with routing_replay=rollout, the router chooses for rows without routes, and
+    `routing/replayed_share` counts the others. False: a row without routes is an error."""
     expert_bias_rate: float = 0.0
     """Change per update of the bias that balances the load of experts (DeepSeek V3, GLM 4.5): up
-    where an expert had fewer tokens than the mean of its layer, down where it had more. The load is
-    that of `moe/load_max`. 0 keeps the bias as it is; DeepSeek V3 was trained with 0.001."""
+    for an expert with fewer tokens than the mean of its layer, down for more. `moe/load_max` shows
+    the same load. 0 keeps the bias as it is; DeepSeek V3 was trained with 0.001."""
     router_aux_loss_coef: float = 0.0
     """Coefficient of the routers' load-balancing loss, as transformers computes it, for mixtures
     that choose experts by a softmax. Each micro-batch has its own, which counts by its share in the
@@ -147,7 +147,7 @@ class TrainerConfig(LearnerConfig):
             )
 
     def scores_first(self, correction: Correction, *, is_measured: bool) -> bool:
-        """Whether the batch's log-probs are needed before its first update: in two passes, not one.
+        """True if the batch's log-probs are needed before its first update: two passes, not one.
 
         is_measured: the rows have the log-probs that `correction` compares with.
         """
@@ -182,8 +182,8 @@ class TrainerConfig(LearnerConfig):
             if has_bias:
                 why = "lora trains, saves and sends an adapter alone"
             raise ConfigError(
-                f"trainer.expert_bias_rate={self.expert_bias_rate:g} changes the bias by which a "
-                f"model such as DeepSeek V3 chooses experts, and {why}. Set it to 0."
+                f"trainer.expert_bias_rate={self.expert_bias_rate:g} changes the router bias of "
+                f"models such as DeepSeek V3, and {why}. Set it to 0."
             )
 
     def check_device(self, device: str) -> None:
@@ -213,11 +213,11 @@ class CriticConfig(LearnerConfig):
     """Model to start from, named as `model` is. A reward model (sequence classification with one
     label) keeps its head; with any other all values begin at 0. Empty: the run's model."""
     clip: float = 0.5
-    """Distance from its value before the batch at which a value stops learning, in units of the
+    """A value stops learning at this distance from its value before the batch, in units of the
     reward. 0 never clips."""
     steps_before_policy: int = 0
-    """Steps at the beginning in which the critic alone is trained: the values of an untrained one
-    are noise to the policy."""
+    """First steps that train the critic alone: the values of an untrained critic are noise to the
+    policy."""
 
     def __post_init__(self) -> None:
         self._check_learner("critic")
@@ -276,7 +276,7 @@ class SFTConfig:
     `loss_mask`. Or a run of `lockstep train`: the tokens of its training episodes, as they were
     sampled."""
     min_reward: float = 0.999
-    """With a run as sft.path: least reward of an episode that is trained on."""
+    """Least reward of an episode to train on, if sft.path is a run."""
     steps: int = 100
     """Updates."""
     rows_per_step: int = 32

@@ -1,6 +1,6 @@
 """Between packed rows and `lockstep.correction`: which tokens are trained, and with what weight.
 
-# N trained tokens of a micro-batch  K those of them that are kept
+# N trained tokens of a micro-batch  K kept tokens among them
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def keep_tokens(
     version: int,
     beside: Mapping[str, Tensor] = {},
 ) -> tuple[TokenBatch, Corrected | None]:
-    """The tokens of a micro-batch that are trained, as a loss sees them; and what the correction
-    found, if it weighed or judged them by this forward. Only then a GPU is waited for.
+    """The trained tokens of a micro-batch, as a loss sees them. Also the correction's report, if it
+    weighed or judged them by this forward; only then this waits for the GPU.
 
     logprobs, entropy: [N] float32 of this forward, with gradient. correction: None keeps every
-    token; one that changes no token keeps those with a recorded log-prob. Rows with the column
-    `importance_weights` were weighed over their whole batch before. version: of the policy, for
-    the age of tokens. beside: more fields of the batch, [N, ...].
+    token; a correction that changes no token keeps all tokens with a recorded log-prob. Rows with
+    the column `importance_weights` were weighed over their whole batch before. version: of the
+    policy, for the age of tokens. beside: more fields of the batch, [N, ...].
 
     A correction that rejects token 1 of three gives a batch of two, `kept=[0, 2]`; its `spread`
     puts their losses back at places 0 and 2, and 0.0 at place 1.
@@ -144,9 +144,9 @@ def weigh_samples(
 ) -> tuple[list[Sample], dict[str, float]]:
     """Weighs a whole batch by its column `old_logprobs`, before the first update.
 
-    Fills `importance_weights`: 0.0 where a token is rejected, 1.0 everywhere where nothing is known
-    of the sampler. Returns the rows to train, which are the samples but for the KL penalty in
-    their advantages, and the metrics of the mismatch. Raises AlignmentError for a penalty without
+    Fills `importance_weights`: 0.0 for a rejected token, 1.0 everywhere if the sampler's log-probs
+    are unknown. Returns the rows to train and the metrics of the mismatch. The rows are the samples,
+    with the KL penalty added to their advantages. Raises AlignmentError for a penalty without
     advantages.
     """
     for sample in samples:
@@ -228,7 +228,7 @@ def loss_weights(
 
 
 def _facts(column: Callable[[str], Tensor | None], positions: Tensor, version: int) -> TokenFacts:
-    """The columns of the N trained tokens by which the mismatch is told apart."""
+    """The columns of the N trained tokens that the mismatch is grouped by."""
     versions = column("policy_version")
     return TokenFacts(
         advantages=column("advantages"),
@@ -239,7 +239,7 @@ def _facts(column: Callable[[str], Tensor | None], positions: Tensor, version: i
     )
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refused inputs --------------------------------------------------------------------------------
 
 
 def check_versions(samples: Sequence[Sample], version: int) -> None:

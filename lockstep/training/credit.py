@@ -23,10 +23,10 @@ Key = tuple[int, int]
 BySegment = Mapping[Key, Any]
 """Segment -> its value, or [its tokens] values."""
 Scored = Sequence[tuple[int, Trajectory]]
-"""(number of its group, trajectory) of those that did not fail and have a reward."""
+"""(number of its group, trajectory) of each trajectory with a reward and without failure."""
 
 WHOLE = -1
-"""In place of a segment: the trajectory, with all of its leaves."""
+"""Replaces the number of a segment: the trajectory, with all of its leaves."""
 
 
 def segment_advantages(
@@ -37,10 +37,10 @@ def segment_advantages(
         A_k = episode_weight A + turn_weight C(G_k) + branch_weight (V_k - V_k-1)
               + process_weight P_k
 
-    A is the advantage of the leaf in its group. G_k is the return from turn k on, and C compares it
-    with those of the turns that `credit.compare` names, by the same rule as A. V_k is the mean of A
-    over the leaves below turn k, and V_-1 that over the whole trajectory: where nothing branches,
-    the difference is exactly 0. P_k is made of turns' own rewards r: r_k by default, C(r_k) with
+    A is the advantage of the leaf in its group. G_k is the return from turn k on. C compares it with
+    the returns of the turns that `credit.compare` names, by the same rule as A. V_k is the mean of A
+    over the leaves below turn k, V_-1 the mean over the whole trajectory: without branches, the
+    difference is exactly 0. P_k is made of turns' own rewards r: r_k by default, C(r_k) with
     process=turn, the discounted sum of C(r_k), C(r_k+1), ... with process=group; with
     process=return the rewards are in A and G instead.
 
@@ -203,7 +203,7 @@ def _by_turn(
 def _compared(
     advantage: AdvantageConfig, paths: Sequence[_Path], values: Mapping[Key, float], common: str
 ) -> dict[Key, float]:
-    """The advantage of each turn's value among those of the turns that it is compared with."""
+    """The advantage of each turn's value among the values of its compared turns."""
     alike = _alike(paths, common)
     found = leaf_advantages(
         advantage,

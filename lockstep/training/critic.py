@@ -69,8 +69,8 @@ class Critic(Learner):
     def values(self, samples: Sequence[Sample]) -> list[Float32Array]:
         """[T] float32 per sample: the value before each trained token, NaN where none is trained.
 
-        The samples keep them as `values`. No gradient. The micro-batches are those of
-        `forward_backward` on the same samples, so the first update begins from the same bits.
+        The samples keep them as `values`. No gradient. `forward_backward` makes the same
+        micro-batches from these samples, so the first update begins from the same bits.
         """
         out = self._values_of(samples)
         for sample, values in zip(samples, out, strict=True):

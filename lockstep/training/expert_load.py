@@ -79,8 +79,8 @@ def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:
 
 
 def balance_experts(model: Decoder, load_LE: Tensor, *, rate: float) -> None:
-    """Adds `rate` to the bias of experts that had fewer tokens than the mean of their layer, and
-    takes it from those that had more. load_LE: of the update, equal on all ranks.
+    """Adds `rate` to the bias of experts with fewer tokens than the mean of their layer, and
+    subtracts it from experts with more. load_LE: of the update, equal on all ranks.
 
     Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
     """

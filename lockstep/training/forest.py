@@ -23,11 +23,11 @@ Routes = npt.NDArray[np.int16]
 def sort_rows(
     rows: Sequence[TokenIds], routes: Sequence[Routes] | None = None
 ) -> tuple[list[int], list[int]]:
-    """(rows in an order in which each shares most with its neighbours, tokens that each of these
-    shares with the one before it).
+    """(rows, ordered so that neighbours share the most tokens; tokens that each row shares with the
+    row before it).
 
-    Two rows share a token where they are equal up to and including it, in ids and in routes
-    [T, layers, active] where these are given. Cost is linear in tokens, but for the sorting.
+    Two rows share a token if they are equal up to and including it, in ids and, if given, in routes
+    [T, layers, active]. Apart from the sorting, the cost is linear in tokens.
 
     >>> sort_rows([np.array(row, np.int32) for row in ([7, 8, 9], [4], [7, 8, 5])])
     ([1, 2, 0], [0, 0, 2])
@@ -84,7 +84,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The micro-batches of a batch, in the order in which ranks take them in turn."""
+    """The micro-batches of a batch. Ranks take them in this order, in turn."""
 
     parts: list[Part]
     num_distinct: int
@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(slots=True)
 class _Branching:
-    """A place at which rows part."""
+    """A place where rows part."""
 
     num_shared: int
     """Tokens before it."""
@@ -112,14 +112,14 @@ def plan_forest(
     routes: Mapping[int, Routes] | None = None,
     num_ranks: int = 1,
 ) -> Plan:
-    """Rows by number into parts of at most `max_tokens` distinct tokens, and at most as many
+    """Divides rows, by number, into parts of at most `max_tokens` distinct tokens and `max_tokens`
     log-probs. Deterministic.
 
-    From the leaves to the roots, what parted at a place is put together again, the largest first,
-    each into the first part that has room: what the place's rows share counts once in a part. So a
-    tree that fits is not split, and one that does not is split near its root. A row that is longer
-    than `max_tokens` has a part of its own. For several ranks, the budget is the least that needs
-    no more rounds: their parts are of like size then, and a tree is split so that none is idle.
+    From the leaves to the roots, the branches of a place are joined again, the largest first, each
+    into the first part that has room. Tokens that they share count once in a part. So a tree that
+    fits is not split, and a larger tree is split near its root. A row longer than `max_tokens` has
+    a part of its own. For several ranks, the budget is the smallest that needs no more rounds: then
+    parts have similar sizes, and a tree is split so that no rank is idle.
 
     Source: first fit decreasing, over a tree of longest common prefixes.
 

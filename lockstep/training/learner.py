@@ -114,7 +114,7 @@ class Learner:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes the files of `save`."""
+        """True if this process writes the files of `save`."""
         return self.ranks is None or self.ranks.is_leader
 
     @property
@@ -279,7 +279,7 @@ class Learner:
     # -- the cause of a bad gradient ------------------------------------------------------------
 
     def _name_bad_gradients(self) -> str:
-        """Finds the rows whose own gradient is not finite, by one more backward of each."""
+        """Finds the rows whose own gradient is not finite, by another backward of each."""
         found = "the gradient is not finite"
         parts = [local_part(p.detach()) for p in self._module.parameters()]
         has_bad_weights = not all(bool(torch.isfinite(p).all()) for p in parts)
@@ -321,7 +321,7 @@ def uninterrupted() -> Generator[None]:
 
 
 def check_same_shapes(directory: Path, expected: ModelConfig | FallbackConfig) -> None:
-    """Raises CheckpointError naming every setting in which the model saved there differs."""
+    """Raises CheckpointError naming every setting that differs in the saved model."""
     saved = type(expected).from_directory(directory)
     if isinstance(expected, ModelConfig):
         expected = expected.with_vocabulary(None)

@@ -10,7 +10,7 @@ import torch
 FIRST = 2.0**12
 LARGEST = 2.0**24
 GROWTH_UPDATES = 100
-"""Updates in a row without an overflow after which the factor doubles."""
+"""The factor doubles after this number of updates in a row without an overflow."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class LossScale:
         return {"loss_scale": self.value, "loss_scale_good_updates": self.num_good}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Restores `state` of a dynamic factor; one that is set stays."""
+        """Restores `state` of a dynamic factor; a factor from the settings stays."""
         if self.is_dynamic:
             self.value = state.get("loss_scale", self.value)
             self.num_good = int(state.get("loss_scale_good_updates", 0))

@@ -57,7 +57,7 @@ def lr_share(update: int, config: TrainerConfig, *, total_updates: int | None) -
 
 
 def is_decayed(name: str) -> bool:
-    """Whether weight decay applies: to projections, and not to a norm's scale, a bias, a sink's
+    """True if weight decay applies: to projections, but not to a norm's scale, a bias, a sink's
     logit or the rates of a recurrence (A_log, D), which have no reason to be near 0. name: the
     decoder's, or transformers' in a model that it runs."""
     return _UNDECAYED.search(name) is None
@@ -107,8 +107,8 @@ class Optimizer:
         self._state: dict[str, dict[str, Tensor | PackedMoment | PackedSquare]] = {}
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter and name not in meshes:
-                # The gradient goes to the master while backward is running, and its memory back. A
-                # hook keeps what it names, and the cycle through a parameter is never collected.
+                # Adds the gradient to the master while backward runs, and frees its memory. A hook
+                # keeps its arguments alive, and a cycle through a parameter is never collected.
                 hook = partial(_call_while_alive, weakref.WeakMethod(self._collect), name)
                 parameter.register_post_accumulate_grad_hook(hook)
         self.configure(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
@@ -250,7 +250,7 @@ class Optimizer:
     def load_state_tensors(
         self, tensors: Mapping[str, Tensor | StoredTensor], *, where: str
     ) -> None:
-        """Takes tensors in memory, or in their file, from which each is read by itself.
+        """Takes tensors in memory, or in their file; from a file each is read by itself.
 
         Raises CheckpointError listing every tensor that is missing, extra or misshapen, before
         anything is changed.
@@ -286,12 +286,12 @@ class Optimizer:
                 self._state[name] = state
 
     def _is_own_master(self, name: str) -> bool:
-        """Whether the master is the parameter's own memory."""
+        """True if the master is the parameter's own memory."""
         part = local_part(self.parameters[name].detach())
         return self.masters[name].data_ptr() == part.data_ptr() and part.dtype == torch.float32
 
     def _has_stored_master(self, name: str) -> bool:
-        """Whether the master is saved: a float32 parameter holds the same numbers as its master."""
+        """True if the master is saved: a float32 parameter holds the same numbers as its master."""
         return self.parameters[name].dtype != torch.float32
 
 
@@ -330,7 +330,7 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _sum_together(gradients: list[Tensor], ranks: Ranks) -> None:
-    """In one collective: many small ones cost their latency each."""
+    """Sums the gradients in one collective: many small ones cost their latency each."""
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])

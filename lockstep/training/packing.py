@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 class PackedBatch:
     """The whole rows of one micro-batch, without padding, and which of their tokens are trained.
 
-    A row's input ends where its last trained token is predicted; nothing attends to what follows.
+    A row's input ends where its last trained token is predicted; later tokens are not read.
     A common beginning of rows (the prompt of a group, the shared turns of a tree) is computed once:
     attention is causal, so its hidden states are the same, and its gradients add up. Cost is linear
     in distinct tokens.
@@ -75,7 +75,7 @@ class PackedBatch:
     num_routed: int = 0
     """Number of the T tokens that have routes to replay."""
     is_filler: bool = False
-    """Whether it only keeps this rank in step with the others; another micro-batch reports its
+    """True if it only keeps this rank in step with the others; another micro-batch reports its
     rows."""
 
     @property
@@ -170,15 +170,15 @@ def count_inputs(samples: Sequence[Sample]) -> tuple[int, int]:
 
 
 def _inputs(sample: Sample) -> npt.NDArray[np.int32]:
-    """The tokens that the model reads: up to the one that predicts the last trained token."""
+    """The tokens that the model reads: all before the last trained token."""
     return sample.token_ids[: int(sample.loss_mask.nonzero()[0][-1])]
 
 
 def deal(
     plan: Sequence[Sequence[int]], rank: int, num_ranks: int
 ) -> list[tuple[Sequence[int], bool]]:
-    """(rows, is_filler) of one rank's share of a plan. Ranks compute in step and need as many
-    micro-batches each; a rank that is one short runs the last one again as a filler.
+    """(rows, is_filler) of one rank's share of a plan. Ranks compute in step and need equal numbers
+    of micro-batches; a rank with one less runs its last one again as a filler.
 
     >>> [[rows for rows, _ in deal([[0], [1, 2], [3]], rank, 2)] for rank in (0, 1)]
     [[[0], [3]], [[1, 2], [3]]]

@@ -55,8 +55,8 @@ def routes_to_replay(
 
 
 def num_differing(routing: Routing) -> Tensor:
-    """[] float64: number of replayed tokens, over all layers, for which the router itself would
-    have chosen another set of experts."""
+    """[] float64: number of replayed tokens, over all layers, where the router itself would have
+    chosen another set of experts."""
     is_other_LT = torch.stack(list(routing.differing.values()))
     if routing.is_known_T is not None:
         is_other_LT = is_other_LT & routing.is_known_T
@@ -98,8 +98,8 @@ def _check_experts(
         token, layer = (int(i) for i in np.argwhere(is_twice)[0])
         raise RoutingReplayError(
             f"{where}, token {token}: layer {layer} has the experts "
-            f"{routes[token, layer].tolist()}, one of them twice. An engine that fills what it "
-            "did not compute, such as a prefix from its cache, with zeros?"
+            f"{routes[token, layer].tolist()}, one of them twice. Does the engine write zeros for "
+            "positions that it did not compute, such as a prefix from its cache?"
         )
 
 

@@ -1,4 +1,4 @@
-"""From scored episodes to training rows: each sampled token once, with its advantage."""
+"""Makes training rows from scored episodes: each sampled token once, with its advantage."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def rows_for_training(
 ) -> list[Sample]:
     """The rows of a batch, with `advantages` and `token_kind` filled and `group` set.
 
-    control_ids: the tokenizer's, which `token_kind` tells from text. critic: needed by advantages
+    control_ids: the tokenizer's; `token_kind` separates them from text. critic: needed by advantages
     that compare with values; `values` and `returns` are then filled too. credit: how turns share
     the advantage of their episode, without a critic; None is CreditConfig().
 
-    Failed trajectories, those without a reward and those of other policies are left out, of the
+    Trajectories that failed, have no reward or belong to other policies are left out, of the
     baseline too. A sampled segment that several leaves share is trained in one row, with the mean
     advantage of its leaves. A segment's own reward is, with a critic, given at the segment's last
     token, like the leaf's. Without one it counts as credit.process says; by default it is added to
@@ -98,9 +98,9 @@ def sort_by_age(
 ) -> tuple[list[Sample], dict[str, float]]:
     """The rows to train, and `staleness/...` of all rows.
 
-    A token's age is counted in updates: the version in training minus the one that sampled it.
-    version: the one in training. limit: largest age of a trained token that is not over-stale. A
-    row that is left out has still counted in the baseline of its group.
+    A token's age is counted in updates: the version in training minus its sampler's version.
+    version: of the policy in training. limit: largest age of a trained token that is not
+    over-stale. A row that is left out has still counted in the baseline of its group.
     """
     ages = [version - row.columns["policy_version"][row.loss_mask] for row in rows]
     if not any(len(of_row) for of_row in ages):
@@ -179,8 +179,8 @@ def _fill_by_values(
 ) -> None:
     """Fills `values`, `advantages` and `returns`, by GAE along the path of every rewarded leaf.
 
-    A token that several leaves share has the mean over their paths of both: what follows it
-    differs, and it is worth what follows on average.
+    A token that several leaves share has the mean of both over their paths: its continuations
+    differ, and its worth is their average.
     """
     samples = [sample for _, sample in rows]
     paths = [

@@ -5,11 +5,11 @@
     {"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1],
      "teacher_ids": [null, null, [7, 9]], "teacher_logprobs": [null, null, [-0.2, -1.9]]}
 
-The third kind has soft targets: a teacher's likeliest ids at each trained token, as many at every
-token of the file. The rows of one file are all soft, or none is.
+The third kind has soft targets: a teacher's likeliest ids at each trained token, the same number at
+every token of the file. The rows of one file are all soft, or none is.
 
 A dialogue is written by the same renderer calls as in a rollout: the first prompt once, each reply
-as the ids that the model would sample, and between replies only what is new.
+as the ids that the model would sample, and between replies only new messages.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def load_examples(
             out.append(_read_record(record, where))
             if num_listed(out[-1]) != (expected := num_listed(out[0])):
                 raise DataError(
-                    f"this line lists {num_listed(out[-1])} teacher_ids per token, and the first "
-                    f"line {expected}: all lines of a file list as many. Split the file."
+                    f"this line lists {num_listed(out[-1])} teacher_ids per token, but the first "
+                    f"line {expected}. All lines of a file must list equally many. Split the file."
                 )
         except (LockstepError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{where}: {error}") from error
@@ -145,7 +145,7 @@ def sft_row(
     DataError `path:line` if the dialogue cannot be written.
     """
     if isinstance(example, Sample):
-        if observed_weight == 0 or num_listed(example):  # no teacher scored what was observed
+        if observed_weight == 0 or num_listed(example):  # no teacher scored observed tokens
             return example
         fill = np.float32(observed_weight)
         filled = np.where(example.loss_mask, example.columns["weights"], fill)
@@ -246,7 +246,7 @@ def sft_rows(
 
 
 def fits(sample: Sample, config: SFTConfig, max_tokens: int) -> bool:
-    """Whether a row is short enough. Raises DataError for a longer one, unless long_rows=drop."""
+    """True if a row is short enough. Raises DataError for a longer row, unless long_rows=drop."""
     if len(sample) > max_tokens and config.long_rows == "error":
         raise DataError(
             f"{sample.id}: {len(sample)} tokens, at most {max_tokens} fit. Raise "
@@ -338,7 +338,7 @@ def _add_soft_targets(sample: Sample, listed: Any, logprobs: Any) -> None:
         if len(listed[i]) != num_listed or len(logprobs[i]) != num_listed:
             raise DataError(
                 f"teacher_ids[{i}] lists {len(listed[i])} ids with {len(logprobs[i])} log-probs, "
-                f"and the first trained token {num_listed}: every token lists as many."
+                f"but the first trained token {num_listed}. All tokens must list equally many."
             )
         ids[i] = frozen_ids(listed[i], where=f"teacher_ids[{i}]")
         values[i] = logprobs[i]

@@ -34,8 +34,8 @@ class Totals:
         trained tokens. train/...: the figures of the loss."""
         self.maxima: dict[str, Tensor] = {}
         self.counts: Counter[str] = Counter()
-        """Trained tokens, those that the correction kept, tokens computed; in forwards that replay:
-        tokens computed, those of them with routes, and these times the layers."""
+        """Trained tokens, tokens kept by the correction, computed tokens. In forwards with replay:
+        computed tokens, computed tokens with routes, and the latter times the layers."""
         self.reports: dict[str, MismatchReport] = {}
         """Filled after the last micro-batch, so that none waits for its log-probs."""
 

@@ -65,8 +65,8 @@ Parts = list[tuple[PackedBatch, Tensor]]
 """Micro-batches, and [N] values at the trained tokens of each."""
 
 ScoredBy = Literal["training", "sampler", "forward"]
-"""Source of the old policy's log-probs: the training forward itself, those that the sampler
-recorded (equal under the contract), or a forward before the first update."""
+"""Source of the old policy's log-probs: the training forward itself, the sampler's record (equal
+under the contract), or a forward before the first update."""
 
 OLD_ROUTES = COLUMN["recompute"]
 POLICY = "policy"
@@ -109,12 +109,12 @@ class Trainer(Learner):
     ) -> None:
         """model: a `Decoder`, or a `FallbackModel`. like, total_updates, ranks: see `Learner`.
 
-        temperature: of the distribution under which the rollout's log-probs were recorded.
+        temperature: of the distribution of the rollout's recorded log-probs.
         reference: the frozen policy of a reference KL. A model with an adapter needs none: its
-        adapter is switched off instead, or replaced by the one of `take_reference`.
-        contract: numerics under which the sampler's log-probs equal this trainer's bit for bit.
-        Recorded log-probs then stand in for a forward of the old policy, and a token of the
-        current version that differs raises ContractError before anything is updated.
+        adapter is switched off instead, or replaced by the adapter of `take_reference`.
+        contract: numerics that make the sampler's log-probs equal this trainer's bit for bit. Then
+        recorded log-probs replace a forward of the old policy, and a token of the current version
+        that differs raises ContractError before anything is updated.
         distill: how `update` learns from teachers, who have scored the rows before. teachers: the
         models that the column `teacher` numbers, read with signal=full alone.
         """
@@ -146,8 +146,8 @@ class Trainer(Learner):
 
         Returns [T] float32 per sample, NaN where loss_mask is False. column: the samples keep them
         under this name; None keeps nothing. model: another policy, whose router chooses for itself.
-        The micro-batches are those of `forward_backward` on the same samples, so before an update
-        both give the same bits.
+        `forward_backward` makes the same micro-batches from these samples, so before an update both
+        give the same bits.
 
         With routing_replay=recompute, filling `old_logprobs` also keeps the chosen experts as
         `old_routed_experts`.
@@ -175,8 +175,8 @@ class Trainer(Learner):
         return out
 
     def list_likely(self, samples: Sequence[Sample], model: Decoder, *, top_k: int) -> None:
-        """Fills `teacher_ids` and `teacher_ids_logprobs`, [T, top_k]: the ids to which `model`, a
-        teacher, gives most at each trained token, and their log-probs at the trainer's temperature.
+        """Fills `teacher_ids` and `teacher_ids_logprobs`, [T, top_k]: the likeliest ids of `model`,
+        a teacher, at each trained token, and their log-probs at the trainer's temperature.
 
         Raises ConfigError if the vocabulary has fewer ids.
         """
@@ -268,7 +268,7 @@ class Trainer(Learner):
         self._passes.append((samples, backward))
         totals = Totals(self.device, num_experts=self.model.config.num_experts)
         trained = [backward(batch, totals) for batch in self.pack(samples)]
-        # Nothing above waits for the device: it computes while the host prepares what follows.
+        # Nothing above waits for the device, so it computes while the host continues.
         logprobs = [(part.batch, part.logprobs.cpu()) for part in trained]
         self._check_contract(samples, logprobs)
         for part, (batch, logprobs_N) in zip(trained, logprobs, strict=True):
@@ -402,8 +402,8 @@ class Trainer(Learner):
         return "sampler" if all(map(self._is_current, samples)) else "forward"
 
     def _is_current(self, sample: Sample) -> bool:
-        """Whether the version in training drew every trained token: under the contract its recorded
-        log-probs are then those of a forward."""
+        """True if the version in training drew every trained token. Under the contract the recorded
+        log-probs then equal a forward's."""
         return bool((sample.columns["policy_version"][sample.loss_mask] == self.version).all())
 
     def _score(self, samples: Sequence[Sample]) -> None:
@@ -429,12 +429,12 @@ class Trainer(Learner):
         """forward_backward and optim_step on each update's share of the rows.
 
         is_scored: the rows have the column `logprobs`. Otherwise the first update fills it, and
-        later ones leave NaN: their forwards are of another policy than the one that sampled.
+        later updates leave NaN: their policy is not the sampler's.
         """
         num_updates = self.config.updates_per_batch
         if not is_scored and num_updates > 1:
             _keep(rows, [np.full(len(s), np.nan, np.float32) for s in rows], "logprobs")
-        # A loss without a ratio, or with one that is 1 by definition, is linear in log-probs.
+        # A loss without a ratio, or with a ratio of 1 by definition, is linear in log-probs.
         loss_fn = make_loss(objective)
         if self.distill is not None and self.distill.signal != "sampled":
             loss_fn = with_teacher(loss_fn, coef=self.distill.coef, order=self.distill.divergence)
@@ -466,7 +466,7 @@ class Trainer(Learner):
         trained tokens of all micro-batches and ranks."""
         routing, aux_coef = routing_of(batch), self.config.router_aux_loss_coef
         if routing is None and self.model.config.routed_layers:
-            routing = Routing()  # keeps what is chosen, for `moe/...`
+            routing = Routing()  # keeps the chosen experts, for `moe/...`
         if routing is not None and aux_coef:
             routing.weight_T = count_rows(batch)
         logprobs, entropy, beside = self._score_trained(batch, routing)
