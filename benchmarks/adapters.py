@@ -1,13 +1,13 @@
 """Eight adapters over one base model, sampled together against one adapter after the other.
 
 tiny-gpt-oss, LoRA of rank 16 on every projection, float32, one thread. Each adapter answers its own
-prompts of 32 tokens with 96; together, a step of the embedded engine decodes rows of all eight, in
-turn it decodes those of one. Both draw the same tokens, which is checked under the ops that keep
+prompts of 32 tokens with 96. Together, a step of the embedded engine decodes rows of all eight; in
+turn, it decodes rows of one. Both draw the same tokens, which is checked under the ops that keep
 the contract. A round is the wall time of all replies; the best of several rounds counts, and the
 two sides take turns.
 
-Memory is that of a further adapter: in training with its gradients and AdamW's moments, and in the
-engine, as the resident memory that 64 more of them take.
+Memory is counted for one further adapter: in training with its gradients and AdamW's moments, in
+the engine as the resident memory of 64 more adapters.
 
     python benchmarks/adapters.py [--json] [--rounds N]
 """
@@ -114,7 +114,7 @@ class Bench:
         async def run() -> list[list[int]]:
             return [r for group in groups for r in await asyncio.gather(*map(reply, group))]
 
-        asyncio.run(self.engine.load_weights(None, version=0))  # drops what is cached
+        asyncio.run(self.engine.load_weights(None, version=0))  # drops the cache
         began = time.perf_counter()
         found = asyncio.run(run())
         return time.perf_counter() - began, found

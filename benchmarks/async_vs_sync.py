@@ -8,9 +8,8 @@ default) an engine in a process beside the trainer's, in the synchronous arm too
 turn, --repeats times; seconds are of the whole loop without its evaluations, the median of the
 repeats. Also with tools that take a while, 0.1 s in the mean with a long tail, as tools do: then
 episodes wait, and not processors.
-Without two free processors the figures without such tools mean nothing: those of the processor
-tell whether they were free (a trainer's and a sampler's that add up to the synchronous run's
-seconds).
+Without two free processors the figures without such tools mean nothing. The processor times show
+whether they were free: the trainer's and the sampler's add up to the synchronous run's seconds.
 
 Ratios: the synchronous run's seconds to the asynchronous one's, above 1 asynchrony is faster; and
 the seconds under the contract to those without, the median and the range over the pairs of one
@@ -46,7 +45,7 @@ class SlowSearchConfig(DocSearchConfig):
     """Document search whose every answer takes a while."""
 
     mean_seconds: float = 0.1
-    """Of one call; exponentially distributed."""
+    """Mean time of one call; exponentially distributed."""
 
     def environment(self, task, agent):
         made = super().environment(task, agent)
@@ -77,7 +76,7 @@ class Arm:
 
 
 def run_arm(arm: Arm, path: Path) -> None:
-    """In a process of its own."""
+    """Trains one arm. Runs in a process of its own."""
     from lockstep.config import resolve
     from lockstep.recipes import find_recipe
     from lockstep.run.train import train
@@ -103,7 +102,7 @@ def run_arm(arm: Arm, path: Path) -> None:
 
 
 def measure(arm: Arm) -> dict[str, Any]:
-    """What one run reported."""
+    """The figures of one run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         command = [sys.executable, __file__, "--arm", json.dumps(asdict(arm)), "--out", str(path)]

@@ -46,7 +46,7 @@ from lockstep.store.run import load_run
 
 NAME = "averaging"
 WIDTH = 6400
-"""Of an expert, for 10 million parameters."""
+"""Width of an expert, for 10 million parameters."""
 LONGEST = 2.0
 """Seconds of the slowest tool call."""
 REAL = {

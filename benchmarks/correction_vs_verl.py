@@ -84,7 +84,7 @@ class Rows:
 
 
 def make_rows(num_rows: int) -> Rows:
-    """In place where it can be, so that the memory's peak is that of what is kept."""
+    """Random rows, made in place where possible, so that the peak of memory is the rows alone."""
     g = torch.Generator().manual_seed(0)
     lengths = torch.randint(MIN_TOKENS, MAX_TOKENS + 1, (num_rows, 1), generator=g)
     rollout = torch.rand(num_rows, MAX_TOKENS, generator=g).mul_(-4).sub_(1e-3)
@@ -140,7 +140,7 @@ def best_of(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
 
 
 def peak_of(side: str) -> float:
-    """MiB at the peak of this process beyond what it held before; code is loaded on few tokens."""
+    """Peak of this process in MiB above the memory before; a small call loads the code first."""
     make = {
         "ours": lambda rows: ours(rows, FULL),
         "verl": lambda rows: peers(rows, VERL_FULL),

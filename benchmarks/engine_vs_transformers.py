@@ -1,9 +1,9 @@
 """Tokens per second of the embedded engine against `transformers`' generate.
 
 Same random weights, same prompts, 32 prompts x 128 new tokens at temperature 1, in one process and
-in turn, with one thread and with two. End tokens are off on both sides, so both sample exactly as
-many tokens. Ours records the log-prob of every token; generate is timed both without them (the
-ratio that is quoted) and with them, as a trainer needs them. "Ragged": replies end after 16 to 128
+in turn, with one thread and with two. End tokens are off on both sides, so both sample equally many
+tokens. Ours records the log-prob of every token; generate is timed both without them (the ratio
+that is quoted) and with them, as a trainer needs them. "Ragged": replies end after 16 to 128
 tokens, as an agent's do; generate runs until the longest has ended, the engine does not, and only
 the tokens of replies count. Each figure is the best of its runs:
 what else runs on the machine only ever adds time.
@@ -166,7 +166,7 @@ def compare(name: str, kind: str, shape: dict[str, Any], threads: int, rounds: i
             times[side].append(seconds(run))
     tokens = dict.fromkeys(times, NUM_PROMPTS * NEW_TOKENS) | {"ours_ragged": int(limits.sum())}
     speed = {side: tokens[side] / min(t) for side, t in times.items()}
-    # What a reply no longer needs, generate computes all the same.
+    # generate also computes tokens after the end of a reply.
     useful = speed["peer"] * limits.mean() / NEW_TOKENS
     return {
         "model": name,

@@ -3,9 +3,9 @@
 Same random weights and prompts, batches of 1, 8 and 64 replies of 64 new tokens each behind prompts
 of 32, temperature 1, end tokens off, one thread, each engine in a process of its own, in turn. All
 record the log-prob of every token. The embedded engine runs stock ops (contract=none) and, in a row
-of its own, those of the contract; so does Lockstep's decoder inside vLLM. transformers is its
-continuous batching. Each figure is the best of its runs; what is timed is the processor time of a
-whole batch, after one to warm up.
+of its own, the contract's ops; so does Lockstep's decoder inside vLLM. transformers runs its
+continuous batching. Each figure is the best processor time of a whole batch, after a batch to warm
+up.
 
     .venv-vllm/bin/python benchmarks/engine_vs_vllm.py [--json] [--rounds N] [--only TEXT]
 """

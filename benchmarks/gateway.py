@@ -1,16 +1,15 @@
-"""What the gateway adds to a request, and what a conversation through it costs.
+"""Cost of the gateway: the time that it adds to a request, and a long conversation through it.
 
 1. 64 agents at the same time, each in a session of its own, 16 turns to a dialogue, then the next:
    a load tool in one process, the server in another. The engine answers each turn after the same
-   time, which is taken off: what is left is reading the request, finding it in the session's tree,
-   encoding what is new, recording, writing, and both ends of HTTP.
-2. One conversation of 128 turns: how many tokens are encoded, of all that stand in the end.
-3. Memory: by how much the process grows for each token that is stored.
+   time, which is subtracted. The rest is reading the request, finding it in the session's tree,
+   encoding new messages, recording, writing, and both ends of HTTP.
+2. One conversation of 128 turns: the number of encoded tokens, and of tokens in the last prompt.
+3. Memory: growth of the process per stored token.
 
 The load tool is wrk, with a script that keeps 64 dialogues going, if it is in PATH or WRK names it;
-else an asyncio client of aiohttp. Against what: the same load on a bare aiohttp server that reads
-the same JSON, waits the same time and answers with the same bytes: what no Python gateway goes
-below.
+else an asyncio client of aiohttp. The peer is the same load on a bare aiohttp server that reads the
+same JSON, waits the same time and answers with the same bytes: a lower bound for Python gateways.
 
     python benchmarks/gateway.py [--json] [--seconds N] [--latency-ms N] [--tool wrk|aiohttp]
 """
@@ -53,7 +52,7 @@ from lockstep.types import Delta, Message, Request, SamplingParams, Task, Trajec
 NAME = "gateway"
 NUM_AGENTS = 64
 NUM_TURNS = 16
-"""Of a dialogue of the load."""
+"""Turns of a dialogue of the load."""
 SPREAD_SECONDS = 0.5
 """Over which the agents of the load begin."""
 LONG_TURNS = 128
@@ -86,7 +85,7 @@ TOOLS = [
 ]
 
 
-# -- what is measured -----------------------------------------------------------------------------
+# -- measurements ---------------------------------------------------------------------------------
 
 
 class ConstantEngine(FakeEngine):
@@ -161,7 +160,7 @@ async def bare_server(*, seconds: float) -> str:
 
 
 async def serve(kind: str, seconds: float) -> None:
-    """In a process of its own: prints the address, and serves until it is killed."""
+    """Prints the address, and serves until it is killed. Runs in a process of its own."""
     if kind == "ours":
         server = make_server(seconds=seconds)
         await server.start()
@@ -396,7 +395,7 @@ def compare(*, tool: str, seconds: float, latency: float) -> dict[str, Any]:
     note(
         f"{LONG_TURNS} turns: {talk['encoded_tokens']:.0f} tokens encoded "
         f"({talk['tokenizer_tokens']:.0f} by the tokenizer's own count, the rest are control "
-        f"tokens), {talk['new_tokens']:.0f} were new, {talk['path_tokens']:.0f} stand in the end"
+        f"tokens), {talk['new_tokens']:.0f} were new, {talk['path_tokens']:.0f} in the last path"
     )
     note(
         f"  CPU of a turn, client included: {talk['first_turns_cpu_ms']:.2f} ms of the first 16, "

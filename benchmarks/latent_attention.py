@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/latent_attention.py
 
-Prints the bytes of the cache per token and layer, of DeepSeek V3's config and of the one that is
-timed; then CPU seconds of one layer's attention under the contract's ops, of a decode step (8
-sequences with 1,024 tokens before them, pages of 16, without resident rows) and of a training pass
-(forward and backward of one row). The unfolded form is written here: it caches and attends to a key
-and a value for each head. Medians of rounds that alternate.
+Prints the bytes of the cache per token and layer, of DeepSeek V3's config and of the timed one;
+then CPU seconds of one layer's attention under the contract's ops, of a decode step (8 sequences
+with 1,024 tokens before them, pages of 16, without resident rows) and of a training pass (forward
+and backward of one row). The unfolded form is written here: it caches and attends to a key and a
+value for each head. Medians of rounds that alternate.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Peak memory and CPU time of loading and saving a checkpoint, against `transformers`.
 
 Random models of about 400 MB in shards of about 100 MB. Each figure is of a fresh process: the
-kernel's high-water mark of its resident memory (VmHWM, pages of mapped files included) over what it
-was before, as a multiple of the model's bytes in memory. The model itself is 1.0; each of its pages
-is read once, since a mapped file takes no memory before. What transformers imports while it loads
-is in its figures.
+kernel's high-water mark of its resident memory (VmHWM, pages of mapped files included) above the
+memory before, as a multiple of the model's bytes in memory. The model itself is 1.0; each of its
+pages is read once, since a mapped file takes no memory before. transformers' figures include its
+imports during loading.
 
     python benchmarks/load_checkpoint.py [--json] [--megabytes N]
 """
@@ -41,11 +41,11 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "gpt_oss MXFP4 to bfloat16": (GPT_OSS, "bfloat16", True),
 }
 LIMIT = 1.2
-"""Of the model, at most: what is promised of loading."""
+"""Largest multiple of the model that loading may take, as the docs promise."""
 
 
 def make(directory: Path, shape: dict[str, Any], dtype: str, num_bytes: int, is_packed: bool):
-    """A checkpoint with as many layers as fill `num_bytes` in memory."""
+    """A checkpoint with enough layers to fill `num_bytes` in memory."""
     import torch
 
     from lockstep.models import hf_io
@@ -91,7 +91,7 @@ def make(directory: Path, shape: dict[str, Any], dtype: str, num_bytes: int, is_
 
 
 def measure(side: str, directory: Path, dtype: str, is_packed: bool) -> dict[str, float]:
-    """In a process of its own: loads, then saves."""
+    """Loads, then saves. Runs in a process of its own."""
     import torch
 
     if side == "ours":
@@ -163,7 +163,7 @@ def compare(name: str, num_bytes: int, say: bool) -> dict[str, Any]:
 
 
 def run_alone(what: str, *words: str) -> str:
-    """This file in a fresh process; what it says in its last line."""
+    """Runs this file in a fresh process. Returns its last line."""
     done = subprocess.run(
         [sys.executable, __file__, "--child", what, *words],
         check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "TQDM_DISABLE": "1"},

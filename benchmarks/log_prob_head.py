@@ -5,7 +5,7 @@ alone. Ours gives the entropy too. Peers: log_softmax and gather of all logits (
 selective_log_softmax, whose code for a CPU is read out of its file; verl's FusedLinearForPPO. A
 peer that is not installed is left out, with the reason.
 
-Seconds are processor time, MiB the peak above what was held before, gradients included: see
+Seconds are processor time, MiB the peak above the memory before, gradients included: see
 sink_attention.py. The weight's gradient alone takes 4 x 1024 x V bytes.
 
     python benchmarks/log_prob_head.py [--json] [--tokens T] [--vocab V] [--rounds N] [--trl DIR]
@@ -44,8 +44,8 @@ def naive(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def load_trl(directory: str) -> Callable[..., Tensor]:
-    """`selective_log_softmax` as it stands in trl/trainer/utils.py, without what that file imports:
-    on a CPU without Triton it needs none of it. LookupError says why not."""
+    """`selective_log_softmax` of trl/trainer/utils.py, unchanged, without that file's imports: on a
+    CPU without Triton it needs none. LookupError gives the reason if it cannot be read."""
     spec = None if directory else importlib.util.find_spec("trl")
     root = Path(directory) / "trl" if directory else Path(str(spec.origin)).parent if spec else None
     path = root / "trainer" / "utils.py" if root else None

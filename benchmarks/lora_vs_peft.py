@@ -2,10 +2,10 @@
 
 The log-probs of 2048 tokens in two rows, backward, and AdamW, in float32 on one thread: a mixture
 of experts as gpt-oss has them (adapters on attention and experts) and a dense Qwen3 (on attention
-and MLP), rank 8. Each side runs in processes of its own: a step to warm up, then one measured
-in CPU seconds, and in a second process in what is held at the peak beyond the model's weights and
-the adapter (the allocator then gives back what is freed, so that the peak is of tensors). Both
-sides start from one checkpoint and one adapter, and their losses are compared.
+and MLP), rank 8. Each side runs in processes of its own: a step to warm up, then a step that is
+measured in CPU seconds. A second process measures the peak of memory above the model's weights and
+the adapter; there the allocator gives back freed memory, so that the peak is of tensors. Both sides
+start from one checkpoint and one adapter, and their losses are compared.
 
     python benchmarks/lora_vs_peft.py [--json]
 

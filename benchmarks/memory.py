@@ -130,7 +130,7 @@ def cases() -> list[Case]:
 
 
 def run_case(case: Case) -> int:
-    """In the child: the peak in bytes."""
+    """The peak in bytes. Runs in the child."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""What a layer of routed experts costs beside transformers' own, in memory and in time.
+"""Cost of a layer of routed experts beside transformers' own, in memory and in time.
 
 gpt-oss' layer with 32 experts, 4 of them active, widths of 512, float32, one thread: log-probs of
 64k tokens (no gradient), a training step of 16k (forward, backward, every gradient), and a decode
@@ -7,8 +7,8 @@ with the two implementations of experts that its gradients allow: "grouped_mm", 
 computes all pairs at once, and "eager", a loop over the experts.
 
 A measurement is a process of its own, after a small call that loads the libraries. Seconds are its
-processor time, the best over the rounds, which take turns. MiB are the peak of that process less
-what it held before (the peak is reset by /proc/self/clear_refs): input and weights are not counted,
+processor time, the best over the rounds, which take turns. MiB are the peak of that process above
+its memory before (the peak is reset by /proc/self/clear_refs): input and weights are not counted,
 gradients are.
 
     python benchmarks/moe.py [--json] [--rounds N] [--only CASE ...]

@@ -1,11 +1,12 @@
-"""What each pair of precisions costs: the trainer's dtype and the sampler's, on the quickstart.
+"""Cost of each pair of precisions, the trainer's dtype and the sampler's, on the quickstart.
 
     python benchmarks/precision.py [--steps N] [--model NAME] [--only TRAINER/SAMPLER] [--json]
 
 Each pair is a run of its own (`lockstep train quickstart dtype=... engine.dtype=...`), one after
-the other, with nothing corrected, so that the reward shows what the gap does. Seconds are those of
-the steps, per sampled token; the first step is left out. The ratio is that of float32 on both sides
-to the pair: above 1 the pair is faster. A CPU without 16-bit arithmetic computes it in float32.
+the other, without a correction, so that the reward shows the effect of the gap. Seconds are the
+steps' time per sampled token, without the first step. The ratio divides the seconds of float32 on
+both sides by the pair's: above 1 the pair is faster. A CPU without 16-bit arithmetic computes in
+float32.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def benchmarks(only: list[str] | None) -> list[Path]:
 
 
 def run_benchmark(path: Path) -> dict[str, Any]:
-    """What a benchmark said in its last line; `failed` says why it said nothing usable.
+    """Runs a benchmark and returns its last line; `failed` explains a missing or bad one.
 
     Its progress, on stderr, is shown as it comes.
     """

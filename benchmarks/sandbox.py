@@ -1,9 +1,9 @@
-"""What a sandbox costs: the first program, programs one after the other, and many at once.
+"""Cost of a sandbox: the first program, programs one after the other, and many at once.
 
     python benchmarks/sandbox.py [--kinds monty,bwrap,bare] [--bwrap PATH] [--programs N] [--json]
 
-`bare` is CPython in a process for each program, without any isolation: what the others are measured
-against, and nothing to use. The program is what a model calls a calculator for. All is wall time.
+`bare` is CPython in a process for each program, without any isolation: the baseline of the others,
+not for use. The program is a typical call of a calculator by a model. All times are wall time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def measure(kind: str, *, workers: int, num_programs: int, bwrap: str) -> 
         return time.perf_counter() - began
 
     first = await run()
-    await asyncio.sleep(0.5)  # what is started ahead is started
+    await asyncio.sleep(0.5)  # processes that are started ahead are up
     began = time.perf_counter()
     one_by_one = [await run() for _ in range(num_programs)]
     serial = time.perf_counter() - began

@@ -1,13 +1,13 @@
-"""What a process of a long row's training holds, where several share the row (Ulysses).
+"""Memory of one process that trains a long row, if several processes share the row (Ulysses).
 
 Four layers of gpt-oss' kind (width 512, 8 query and 2 key heads, 8 experts, a window of 128 in
 every other layer), float32, one row of 8k tokens, `Decoder.score` forward and backward without
 activation checkpointing, by 1, 2 and 4 gloo processes of one thread. The peer is one process.
 
-MiB are each process' peak in it less what it held before (the peak is reset by
-/proc/self/clear_refs), less the gradients, which are of the same size on each; the largest process
-counts. Weights are not sharded here. Bits are compared as well: the log-probs of every token over
-the invariant ops, by 1 process and by each number.
+MiB are each process' peak above its memory before (the peak is reset by /proc/self/clear_refs),
+less the gradients, which have the same size on each; the largest process counts. Weights are not
+sharded here. Bits are compared as well: the log-probs of every token over the invariant ops, by 1
+process and by each number.
 
     python benchmarks/sequence_parallel.py [--json] [--tokens T] [--sizes N ...]
 """
@@ -75,7 +75,7 @@ def work(rank: int, size: int, num_tokens: int, directory: str) -> None:
     with torch.no_grad():
         logprobs = score(model, COMPARED_TOKENS, group)
     model.ops = Ops()
-    score(model, 256, group).sum().backward()  # libraries load what they need
+    score(model, 256, group).sum().backward()  # loads the libraries' code
     model.zero_grad()
     if size > 1:
         dist.barrier()
@@ -120,7 +120,7 @@ def main() -> None:
     line: dict[str, Any] = {
         "name": NAME, "ours": round(mib), "peer": round(rows[0][1]), "unit": "MiB",
         "ratio": round(rows[0][1] / mib, 2), "better": "lower",
-        "how": f"{options.tokens} tokens, peak of each of {size} processes beside that of one",
+        "how": f"{options.tokens} tokens, peak of each of {size} processes against one process",
     }  # fmt: skip
     line["details"] = [
         {"processes": n, "mib": round(m), "cpu_seconds": round(s, 1), "unequal_logprobs": u}

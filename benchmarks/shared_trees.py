@@ -17,10 +17,10 @@ A pass is the forward and backward of all rows, of the sampled tokens' log-probs
     TRL         transformers' model over padded rows, log-probs of the sampled part alone (TRL's
                 logits_to_keep)
 
-Each side has the micro-batch that is fastest for it, of those that are tried. Sides are processes
-of their own that take turns; time is the median of all turns in seconds of the processor, memory
-the largest peak above what is held before. No GPU kernel of the peers runs here: what is compared
-is which tokens are computed, by torch's attention on a CPU.
+Each side has the fastest micro-batch of the tried sizes. Sides are processes of their own that take
+turns; time is the median of all turns in processor seconds, memory the largest peak above the
+memory before. No GPU kernel of the peers runs here: the sides differ in the tokens that they
+compute, by torch's attention on a CPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SIDES = {
     "verl": (1, 2),
     "TRL": (1, 2),
 }
-"""Side -> its micro-batches: at most so many tokens, or rows (peers)."""
+"""Side -> sizes of its micro-batches: largest number of tokens, or of rows (peers)."""
 GOALS = {"group": 0.35, "session": 0.5}
 
 Row = tuple[np.ndarray, np.ndarray]
@@ -156,7 +156,7 @@ def pass_of_peer(rows: Sequence[Row], num_rows: int, *, is_padded: bool) -> Call
 
 
 def measure(side: str, shape: str, size: int) -> dict[str, float]:
-    """In a process of its own: one pass to warm up, one that counts."""
+    """Times one pass after another to warm up. Runs in a process of its own."""
     rows = SHAPES[shape]()
     if side.startswith("apart"):
         rows = [(np.r_[np.int32(n), ids[1:]], mask) for n, (ids, mask) in enumerate(rows, start=1)]

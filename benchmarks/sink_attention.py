@@ -1,4 +1,4 @@
-"""What exact attention sinks cost: forward and backward beside stock attention without any.
+"""Cost of exact attention sinks: forward and backward beside stock attention without sinks.
 
 16 query and 2 key heads of width 64, float32, one thread. Over 2k tokens in full, the peer is
 torch's flash attention (scaled_dot_product_attention, causal); with a window of 128 over 8k tokens,
@@ -7,7 +7,7 @@ falls back to, since flash has no window on a CPU. The peer knows no sinks anywh
 in the plain and in the invariant backend.
 
 A measurement is a process of its own, after a small call that loads the libraries. Seconds are
-processor time of forward and backward. MiB are the peak of that process less what it held before
+processor time of forward and backward. MiB are the peak of that process above its memory before
 (the peak is reset by /proc/self/clear_refs): inputs are not counted, gradients are.
 
     python benchmarks/sink_attention.py [--json] [--rounds N] [--only CASE ...]

@@ -54,8 +54,8 @@ REQUIREMENTS = (
     "trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0", "jmespath",
     "rich",
 )  # fmt: skip
-"""TRL's environments need transformers 5.13 or newer. The versions are those of the figures in the
-docs; another one is another peer."""
+"""TRL's environments need transformers 5.13 or newer. The figures in the docs were measured with
+these versions; another version is another peer."""
 
 HOW = (
     "median seconds per step (sample 64 episodes with tools, score, update), one thread each, step "
@@ -132,7 +132,7 @@ def install_peer() -> Path:
     """The Python of TRL's own environment, made on first use."""
     python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     torch = f"torch=={version('torch').split('+')[0]}"
-    # What stands there is complete only if the last install said so, and is of these versions.
+    # The folder is complete only if the last install wrote its stamp with these versions.
     stamp, wanted = VENV / "installed", "\n".join((torch, *REQUIREMENTS))
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
@@ -159,7 +159,7 @@ def install_peer() -> Path:
 
 
 class Side:
-    """One side as a process that is told when to make a step."""
+    """One side as a process that waits for a line before each step."""
 
     def __init__(self, name: str, command: list[str], stderr_path: Path) -> None:
         """Starts it, and returns when it stands before its first step. Raises SideFailed."""
@@ -241,7 +241,7 @@ def run_in_turn(commands: dict[str, list[str]], num_steps: int) -> dict[str, dic
 
 
 def compare(model: str, *, num_steps: int, peer_python: Path, peer_options: str) -> dict[str, Any]:
-    """Both sides on one model. Prints what was seen."""
+    """Runs both sides on one model. Prints the figures."""
     total = WARMUP_STEPS + num_steps
     overrides = [
         f"model={model}", f"steps={total}", "threads=1", "device=cpu", "trainer.schedule=constant",

@@ -1,4 +1,4 @@
-"""What training through Tinker's API costs, against the same work of `lockstep train`.
+"""Cost of training through Tinker's API, against the same work of `lockstep train`.
 
 1. A training step of examples/tinker_docsearch.py, which is one forward_backward and one
    optim_step, against the training of a step of `lockstep train quickstart` with the same adapter:

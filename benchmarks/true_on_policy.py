@@ -1,4 +1,4 @@
-"""What equality of sampler and trainer costs: the invariant backend against the plain one.
+"""Cost of equality of sampler and trainer: the invariant backend against the plain one.
 
 A decoder of hidden size 512, 4 layers and 16384 ids, as Qwen3 (dense) and as gpt-oss (8 experts,
 sinks, a window on every other layer), in float32 and bfloat16, with random weights. Measured: a
@@ -8,11 +8,11 @@ reinforcement learning (episodes sampled, one update), where the true on-policy 
 rollout's log-probs as the old ones and the plain side either does so too (bypass) or computes them
 again (decoupled PPO).
 
-Each side is a process of its own, since what MKL is asked for holds for a process; they take turns,
-so that a change in the machine's load meets both. The plain side decodes and prefills with keys in
-pages and in one piece, with its own attention and with torch's flash kernel: the fastest counts.
-Times are wall time, the best over the rounds: what else runs on the machine only ever adds time.
---clock cpu counts the processor time of all threads instead: for a machine that others use.
+Each side is a process of its own, since MKL's settings hold for a process. They take turns, so that
+a change in the machine's load meets both. The plain side decodes and prefills with keys in pages
+and in one piece, with its own attention and with torch's flash kernel: the fastest counts. Times
+are wall time, the best over the rounds, since other load only adds time. --clock cpu counts the
+processor time of all threads instead: for a machine that others use.
 
     python benchmarks/true_on_policy.py [--json] [--rounds N] [--threads N ...] [--only FIGURE ...]
 """
@@ -85,11 +85,11 @@ FIGURES: dict[str, tuple[str, dict[str, float]]] = {
     "step-decoupled": ("RL step against decoupled PPO", dict.fromkeys(DTYPES, 1.0)),
     "step-bypass": ("RL step against bypass", dict.fromkeys(DTYPES, 1.15)),
 }
-"""Name -> (what it is, how many times plain's time it should take at most)."""
+"""Name -> (description, largest allowed multiple of the plain side's time)."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PAGED = ("decode-1", "decode-8", "decode-64", "prefill")
 VARIANTS = ("resident", "pages", "resident+flash", "pages+flash")
-"""Of the plain engine: where keys are read, and with which attention."""
+"""Variants of the plain engine: place of the keys, and attention."""
 
 
 # -- one side --------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class FlashAttention(Ops):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, False, attn_mask=mask, scale=spec.scale
             )
-            if sinks is not None:  # one more term of the softmax's sum, without a value
+            if sinks is not None:  # adds a term to the softmax's sum, without a value
                 share = torch.sigmoid(lse[..., None] - sinks[:, None])
                 out = out * share.to(out.dtype)
             return out[:, 0]
@@ -124,7 +124,7 @@ class FlashAttention(Ops):
 
 
 class Side:
-    """What a process measures with: one model at a time, its engines and its trainer."""
+    """The model of a measuring process, one at a time, with its engines and its trainer."""
 
     def __init__(self, backends: dict[str, Ops], clock: Callable[[], float]) -> None:
         self._backends, self._clock = backends, clock
@@ -302,7 +302,7 @@ class Process:
 
 
 def jobs_of(figure: str, fastest: str) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """What ours does for a figure, and what the plain side does: the fastest counts.
+    """Our function for a figure, and the plain side's functions: the fastest counts.
 
     fastest: the variant that decoded 64 requests fastest, or nothing if that was not measured.
     """

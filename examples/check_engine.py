@@ -31,7 +31,7 @@ DRAWN = SamplingParams(max_tokens=8)
 
 @dataclass(slots=True)
 class EngineReport:
-    """The checks that passed, and those that were skipped, with the reason."""
+    """The checks that passed, and skipped checks with the reason."""
 
     passed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -48,8 +48,8 @@ async def check_engine(
 ) -> EngineReport:
     """Raises EngineError, naming the check, if `engine` breaks a promise of the protocol.
 
-    prompt_ids: a prompt after which the model does not stop at once. token_bytes: bytes of each id;
-    without them stop strings are not checked. weights: argument for `load_weights`, unless the
+    prompt_ids: a prompt whose reply does not stop at once. token_bytes: bytes of each id; without
+    them stop strings are not checked. weights: argument for `load_weights`, unless the
     engine shares the trainer's. page_size: tokens of a known prefix that may be computed again.
     tolerance: largest difference of `score` from the log-probs recorded while sampling. The engine
     is left usable, with a higher version.
@@ -134,7 +134,7 @@ class _Checker:
         return self.request(SamplingParams(max_tokens=min(room, max_tokens)), stream=True)
 
     async def _collect(self, request: Request) -> list[Delta]:
-        """All deltas of a request, checked for what holds in every reply."""
+        """All deltas of a request, checked for the promises of every reply."""
         deltas = [delta async for delta in self.engine.generate(request)]
         self._hold(request, deltas)
         return deltas
@@ -229,7 +229,7 @@ class _Checker:
             return
         for name, delta in found.items():
             drawn = _ids([found[self.limits.distributions[0]]])
-            self.equal(f"what is drawn where {name} is recorded", _ids([delta]), drawn)
+            self.equal(f"ids drawn while {name} is recorded", _ids([delta]), drawn)
         if {"tempered", "sampled"} <= set(found):
             gap = np.asarray(found["sampled"].logprobs) - np.asarray(found["tempered"].logprobs)
             expected = "no token less likely after top_p than before"

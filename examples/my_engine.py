@@ -46,7 +46,7 @@ class BigramEngine(Engine):
         return self._version
 
     def _logprobs(self, previous: int, temperature: float) -> np.ndarray:
-        """[V] float64: log softmax(logits / temperature) of what follows `previous`."""
+        """[V] float64: log softmax(logits / temperature) of the token after `previous`."""
         scaled = self._logits[previous].astype(np.float64) / temperature
         return scaled - np.logaddexp.reduce(scaled)
 
@@ -163,7 +163,7 @@ class BigramEngine(Engine):
 
 
 def _recorded_temperature(sampling: SamplingParams) -> float:
-    """Of the distribution whose log-prob is recorded; greedy requests record the model's."""
+    """Temperature of the recorded log-probs; greedy requests record the model's."""
     is_tempered = sampling.distribution == "tempered" and sampling.temperature > 0
     return sampling.temperature if is_tempered else 1.0
 

@@ -2,8 +2,9 @@
 
     lockstep train warehouse --plugin my_environment steps=2 out=runs/warehouse
 
-The agent is asked what some goods cost together. It looks prices up, adds them, answers.
-The shipped tiny models know one tool only and cannot solve this; `model=DIR` names one that can.
+The agent is asked for the total price of some goods. It looks prices up, adds them, answers.
+The shipped tiny models can use one tool only and cannot solve this; give a larger one by
+`model=DIR`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PRICES = {"bolt": 2, "hinge": 5, "lamp": 19, "rope": 7, "saw": 23, "tile": 3}
 
 @tool
 def price(article: Annotated[str, "One article, in the singular."]) -> int:
-    """Looks up what one article costs."""
-    return PRICES[article]  # a KeyError is told to the model, and counted; it does not end the run
+    """Looks up the price of one article."""
+    return PRICES[article]  # the model reads a KeyError; it is counted and does not end the run
 
 
 @tool

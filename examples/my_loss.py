@@ -1,4 +1,4 @@
-"""A loss of your own: SAPO, which lets go of a token softly where PPO cuts it off.
+"""A loss of your own: SAPO, which fades a token's gradient out where PPO cuts it off.
 
     lockstep train quickstart --plugin my_loss objective=sapo steps=2 out=runs/sapo
 
@@ -26,8 +26,8 @@ class SAPO(ObjectiveConfig):
     has_ratio: ClassVar[bool] = True
 
     temperatures: tuple[float, float] = (1.0, 1.05)
-    """How fast a token is let go of as its ratio leaves 1: with a positive advantage, and with a
-    negative one. Higher is faster."""
+    """Speed of the fade as a token's ratio leaves 1: with a positive advantage, and with a negative
+    one. Higher is faster."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -51,7 +51,7 @@ class PlainRenderer:
         return encode_pieces(self.tokenizer, [*pieces, self._assistant])
 
     def extend(self, sampled_ids: TokenIds, messages: Sequence[Message]) -> list[int]:
-        """Only what is new: what the model sampled is never written again."""
+        """Encodes new messages only: sampled ids are never written again."""
         is_closed = len(sampled_ids) > 0 and int(sampled_ids[-1]) == self._end
         pieces: list[Piece] = [] if is_closed else [self._end]
         for message in messages:
@@ -70,7 +70,7 @@ class PlainRenderer:
         return encode_pieces(self.tokenizer, self._pieces(message)[1:])
 
     def parse(self, sampled_ids: TokenIds) -> Message:
-        """Never raises: what is malformed is said in `parse_error`, and all text is kept."""
+        """Never raises: `parse_error` names a malformed part, and all text is kept."""
         ids = [int(id_) for id_ in sampled_ids]
         error = "" if ids[-1:] == [self._end] else "the turn was cut off"
         body = ids if error else ids[:-1]

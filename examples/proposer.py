@@ -41,7 +41,7 @@ REQUEST = Message(role="user", content="Write a sum.")
 
 
 def turns(question: str) -> list[tuple[Message, str]]:
-    """What the solver hears, and the right reply.
+    """Each message to the solver, with the right reply.
 
     >>> [(heard.content, right) for heard, right in turns("3+4+9")]
     [('add 3', '3'), ('add 4', '7'), ('add 9', '6')]

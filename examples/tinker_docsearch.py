@@ -4,8 +4,8 @@
     python examples/tinker_docsearch.py --steps 30
 
 The client writes the loop and rents the numerics: it samples each turn on the ids so far, plays the
-tools, and sends back the ids and log-probs that it was given. Document worlds and the format of the
-messages are those of `lockstep train quickstart`.
+tools, and sends back the received ids and log-probs. Document worlds and message format are the
+same as in `lockstep train quickstart`.
 
 With --kl-coef each step has two passes, as in programs that meet a gap of sampler and trainer: one
 to read the trainer's log-probs, and one with the gap as a penalty in the advantages. On Lockstep
@@ -38,7 +38,7 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class Episode:
-    """What was fed and drawn, in order; observed ids have log-prob 0 and no advantage."""
+    """Fed and drawn ids in order; observed ids have log-prob 0 and no advantage."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -45,7 +45,7 @@ class SearchNoise:
     broken_json: float = 0.15
     """A call whose JSON does not close its list comes before the proper one."""
     forgets_second_hop: float = 0.50
-    """In a two-hop question, the value of the first hop is given as the answer."""
+    """Answers a two-hop question with the value of the first hop."""
     random_answer: float = 0.20
     """The answer is a random value of the relation, although the right one was read."""
 
@@ -62,7 +62,7 @@ def demonstrate_search(
 ) -> list[Message]:
     """One dialogue: developer, user, calls with their results, and the answer.
 
-    Results are those of the environment, word for word. If the last allowed call was made, the
+    Results equal the environment's, word for word. If the last allowed call was made, the
     dialogue ends with it and has no answer. The same rng state gives the same dialogue.
     """
     config = config or DocSearchConfig()
@@ -113,8 +113,8 @@ def _arguments(*keywords: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchDemonstrationsConfig(DialogueConfig):
-    """Document search in generated worlds: a stage without mistakes, in which copying from results
-    is learnt, then a stage with them."""
+    """Document search in generated worlds: a stage without mistakes, to learn copying from results,
+    then a stage with them."""
 
     num_dialogues: int = 16000
     """Dialogues in both stages, each about a world of its own."""
@@ -134,7 +134,7 @@ class SearchDemonstrationsConfig(DialogueConfig):
 
 TOOL_NAME = "python"
 FAILED_CODE = "error"
-"""Result of a call whose code failed: a tiny model is told no more."""
+"""Result of a call whose code failed: a tiny model gets no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,7 @@ def demonstrate_steps(made: Made, rng: random.Random, noise: MathNoise) -> list[
 
 
 def demonstrate_calls(made: Made, rng: random.Random, noise: MathNoise) -> list[Message]:
-    """A chain with one call per step. Results are those of the sandbox."""
+    """A chain with one call per step. Results equal the sandbox's."""
     dialogue = first_messages(made.question, instructions=TOOL_INSTRUCTIONS)
     if rng.random() < noise.from_head:
         return [*dialogue, Message(role="assistant", content=_answer(int(made.answer), rng, noise))]
@@ -245,8 +245,8 @@ def _answer(number: int, rng: random.Random, noise: MathNoise) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MathDemonstrationsConfig(DialogueConfig):
-    """Word problems and chains, in equal parts: a stage without mistakes, in which the model learns
-    steps and copying, then a stage with them."""
+    """Word problems and chains, in equal parts: a stage without mistakes, to learn steps and
+    copying, then a stage with them."""
 
     head_share: float = 0.1
     """Share of the chains that is answered without the tool."""
@@ -329,7 +329,7 @@ def _words(asked: Asked, rng: random.Random, words: Sequence[str], count: int) -
     usable = [word for word in words if word not in forbidden]
     keywords = asked.get("keywords:existence", {}).get("keywords", ())
     rest: list[str] = []
-    # Keywords repeat: a small model learns sooner to copy what it sees often.
+    # Keywords repeat: a small model learns sooner to copy frequent words.
     for _ in range(count - len(keywords)):
         rest.append(rng.choice(keywords if keywords and rng.random() < 0.5 else usable))
     rng.shuffle(rest)
@@ -351,8 +351,8 @@ def _deal(found: Sequence[str], count: int) -> list[Sequence[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionDemonstrationsConfig(DialogueConfig):
-    """Prompts of the small world with replies: a stage in which every instruction is followed, then
-    one in which some are ignored on purpose."""
+    """Prompts of the small world with replies: a stage where every instruction is followed, then a
+    stage where some are ignored on purpose."""
 
     TAG: ClassVar[str] = "instruction_demonstrations"
 

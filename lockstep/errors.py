@@ -250,8 +250,8 @@ def shortened(value: object) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """True if a file could not be written because the disk is full. Errors of Python, Rust and Arrow
-    all contain the system's words."""
+    """True if a file could not be written because the disk is full. Errors of Python, Rust and
+    Arrow all contain the system's words."""
     text = str(error)
     return any(words in text for words in ("No space left on device", "Disk quota exceeded"))
 

@@ -283,8 +283,8 @@ class Config(ModelChoice):
 
     @property
     def is_in_step(self) -> bool:
-        """True if the sampler is the trainer's own decoder, with its dtype and weights. Then the two
-        can differ only in their ops."""
+        """True if the sampler is the trainer's own decoder, with its dtype and weights. Then the
+        two can differ only in their ops."""
         engine = self.engine
         is_own = isinstance(engine, EmbeddedConfig) and engine.dtype in ("same", self.compute_dtype)
         return is_own and not self.max_staleness

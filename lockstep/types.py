@@ -226,7 +226,8 @@ def plain_json(value: Any, where: str) -> Any:
 
 
 def _make_plain(owner: object, where: str, *names: str) -> None:
-    """Makes these fields of a frozen object plain text. Raises DataError for a value that is not text."""
+    """Makes these fields of a frozen object plain text. Raises DataError for a value that is not
+    text."""
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What several benchmarks measure alike: processor time and peak memory of one call, on Linux."""
+"""Measures processor time and peak memory of one call, on Linux, for several benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def can_measure() -> bool:
-    """Whether this system counts a process' peak anew when it is asked to."""
+    """True if this system can reset a process' peak."""
     return CLEAR_REFS.exists()
 
 
@@ -25,10 +25,10 @@ def resident_bytes(field: str) -> int:
 
 
 def used_by(run: Callable[[], object]) -> tuple[float, float]:
-    """(processor seconds, MiB of the peak above what was held before) of one call."""
-    # What the allocator has kept of earlier work would be taken again, and not be seen.
+    """(processor seconds, MiB of the peak above the memory before) of one call."""
+    # The call would reuse memory that the allocator kept from earlier work, unseen.
     ctypes.CDLL(None).malloc_trim(0)
-    CLEAR_REFS.write_text("5")  # the peak is what is held now
+    CLEAR_REFS.write_text("5")  # resets the peak to the memory in use
     held, began = resident_bytes("VmRSS"), os.times()
     run()
     peak, ended = resident_bytes("VmHWM"), os.times()

@@ -4,10 +4,10 @@ Run by that benchmark in TRL's own virtual environment, with this checkout on PY
 
     python benchmarks/peers/trl_grpo.py quickstart model=tiny-qwen3 steps=15
 
-The recipe and the overrides are those of our own run: tasks, batch, sampling and optimizer are read
-from its config. Only the torch-free rooms of lockstep are imported (tasks, world, reward, and the
+The recipe and the overrides equal our own run's: tasks, batch, sampling and optimizer are read from
+its config. Only the torch-free rooms of lockstep are imported (tasks, world, reward, and the
 renderer to check against). With --paced it prints READY before each step, and waits for a line on
-stdin. The last line printed is a JSON object: what each step cost, its reward, its sampled tokens.
+stdin. The last line printed is a JSON object: cost, reward and sampled tokens of each step.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def main() -> None:
         len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
         for row in rows
     )
-    # What these models are fastest with on a CPU: sinks have no sdpa, and grouped or batched
+    # The fastest choice for these models on a CPU: sinks have no sdpa, and grouped or batched
     # experts cost more than the loop over four small ones. A static cache and eager attention for
     # the dense model make no difference; TRL's continuous batching ends no step in a minute there.
     kinds = (

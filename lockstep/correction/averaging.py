@@ -28,8 +28,8 @@ class AveragedLogprobs:
     logprobs: Tensor
     """[T] float32 nats: log of the mean probability. NaN where a scoring is not finite."""
     variance: Tensor
-    """[T] float64 nats^2: variance of the log-prob between scorings (divided by n - 1). The estimate
-    has about 1 / n of this variance. NaN where there are fewer than two scorings."""
+    """[T] float64 nats^2: variance of the log-prob between scorings (divided by n - 1). The
+    estimate has about 1 / n of this variance. NaN where there are fewer than two scorings."""
     sampling_bias: Tensor | None
     """[T] float64 nats: the log-prob recorded while sampling minus the estimate without it; NaN
     where either is not finite. None without `rollout_logprobs`."""

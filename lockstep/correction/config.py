@@ -258,8 +258,8 @@ class Correction:
         if self.anchor == "on_policy" and num_updates > 1:
             raise ConfigError(
                 f"correction.anchor=on_policy with trainer.updates_per_batch={num_updates}: after "
-                "the first update the policy differs from the sampler, and a ratio fixed at 1 would "
-                "hide it. Use updates_per_batch=1, or anchor=recomputed."
+                "the first update the policy differs from the sampler; a ratio fixed at 1 hides "
+                "that. Use updates_per_batch=1, or anchor=recomputed."
             )
 
     # -- presets ----------------------------------------------------------------------------------

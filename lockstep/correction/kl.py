@@ -87,7 +87,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 def _is_below(values: Tensor, bound: float) -> bool:
     """True if all values are below `bound` in size and none is NaN. On a CPU the test is cheap and
-    saves work in the usual case. Always False on a GPU, where the test would wait for the device."""
+    saves work in the usual case. Always False on a GPU, where the test would wait for the
+    device."""
     if values.device.type != "cpu" or not values.numel():
         return False
     return bool(values.detach().abs().amax() < bound)

@@ -7,9 +7,9 @@ finished by the merged report of all pieces:
     total = merged(part.report for part in parts).all_reduced()
     corrected = [part.finish(total) for part in parts]
 
-Whole rows are weighed in chunks. First come the rules per token, then sums over rows, then the rules
-per row. The sums are all-reduced if sequences are split over ranks. Everything is computed on the
-host; the cost is linear in tokens.
+Whole rows are weighed in chunks. First come the rules per token, then sums over rows, then the
+rules per row. The sums are all-reduced if sequences are split over ranks. Everything is computed on
+the host; the cost is linear in tokens.
 
 # N tokens of a chunk, flattened  n compared tokens  R rows  C cells of a report  F fields
 """

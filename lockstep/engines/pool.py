@@ -429,8 +429,8 @@ class Pool(Engine):
             replica.streams.discard(limit)
 
     async def _choose(self, tries: _Tries, *, at_least: int | None = None) -> _Replica:
-        """A ready replica, if possible one that has not failed this request. Waits if none is ready
-        but one may come back.
+        """A ready replica, preferably without a failure of this request. Waits if no replica is
+        ready but a lost one may come back.
 
         at_least: the version that the request was sampled with so far.
         """

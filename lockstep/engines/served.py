@@ -1,14 +1,14 @@
 """An engine behind a server: everything but the server's own wire format.
 
-A `Wire` sends one call and returns the server's answer. `ServedEngine` makes an `Engine` of it: each
-request is answered once, every answer is checked against its request, and weights change between two
-calls, never within one.
+A `Wire` sends one call and returns the server's answer. `ServedEngine` makes an `Engine` of it:
+each request is answered once, every answer is checked against its request, and weights change
+between two calls, never within one.
 
 Weights change in four steps. The gate closes: new requests wait on this side. The server ends every
 running call, and the call returns its tokens so far: a segment of the old version. The weights are
 loaded. The gate opens, and each request continues as a new call under the new version, with its
-tokens so far as the prompt. So the version of a token is known whatever the server reports, and keys
-and values of older weights are never used.
+tokens so far as the prompt. So the version of a token is known whatever the server reports, and
+keys and values of older weights are never used.
 """
 
 from __future__ import annotations

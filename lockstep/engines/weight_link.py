@@ -12,8 +12,8 @@ machines it is broadcast in a process group of trainer and workers alone (NCCL; 
     link.send(tensors.items(), has_failed=call.done)
 
 Announcements go through a TCPStore of the trainer. It has no password and listens during a load:
-keep trainer and server in a network of their own. The cost is linear in bytes, and either side needs
-the memory of one bucket.
+keep trainer and server in a network of their own. The cost is linear in bytes, and either side
+needs the memory of one bucket.
 """
 
 # torch leaves the storages' and process groups' own functions untyped.

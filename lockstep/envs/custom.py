@@ -79,7 +79,7 @@ class Episode:
     answer: str = ""
     """The text of the reply that called no tool; empty if a budget ended the episode before it."""
     calls: Sequence[ToolUse] = ()
-    """Calls of tools, in order, those that failed included."""
+    """Calls of tools, in order, failed calls included."""
 
 
 Reward = Callable[[Episode], Any]
@@ -93,7 +93,7 @@ class CustomConfig(TaskConfig):
     TAG: ClassVar[str] = "custom"
 
     tools: tuple[str, ...] = ()
-    """Functions that the model may call. Their types and docstring are what it reads of them."""
+    """Functions that the model may call. It reads their types and docstring."""
     reward: str = ""
     """Function of the finished episode (lockstep.envs.custom.Episode: task, messages, answer,
     calls), plain or async. It returns a number, {name: number} whose sum is the reward, or a Score.

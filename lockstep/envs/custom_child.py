@@ -1,4 +1,4 @@
-"""The child process in which tools and rewards of the task kind `custom` run: `task.workers`.
+"""The child process for tools and rewards of the task kind `custom`: `task.workers`.
 
     python -m lockstep.envs.custom_child        (started by `lockstep.envs.custom`)
 

@@ -61,7 +61,7 @@ class MixtureConfig(TaskConfig):
                 hint = f"{did_you_mean(name, self.parts)} weights.{name}=none takes it out."
                 raise ConfigError(f"{place} belongs to no part.{hint}")
             if not 0 < weight < math.inf:
-                hint = f"To leave a part out, set parts.{name}=none."
+                hint = f"Set parts.{name}=none to leave the part out."
                 raise ConfigError(f"{place}={weight} must be above 0 and finite. {hint}")
 
     def check(self) -> None:

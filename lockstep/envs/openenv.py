@@ -123,7 +123,7 @@ class OpenEnvConfig(TaskConfig):
         if not chosen or set(required) - {chosen}:
             raise ConfigError(
                 f"action=text: an action has the fields {', '.join(fields)} and must have "
-                f"{', '.join(required) or 'none of them'}. Name the one that the reply is, with "
+                f"{', '.join(required) or 'none of them'}. Name the field for the reply with "
                 "action_field=NAME, or use action=tool."
             )
         return chosen

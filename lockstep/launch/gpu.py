@@ -1,4 +1,5 @@
-"""Tests before a model is loaded whether this machine's GPU can be used, and names the reason if not.
+"""Tests before a model is loaded whether this machine's GPU can be used, and names the reason if
+not.
 
 torch is imported inside functions: settings are read without it.
 """

@@ -139,8 +139,8 @@ def put_back(values: Values | None) -> None:
 
 
 class Visit:
-    """Process state of one hook of foreign code: call `enter` before each of its steps, `leave` after
-    it, and `put_back(visit.at_start)` at its end."""
+    """Process state of one hook of foreign code: call `enter` before each of its steps, `leave`
+    after it, and `put_back(visit.at_start)` at its end."""
 
     def __init__(self, seed: Callable[[], object] | None, *, is_within: bool) -> None:
         """seed: seeds the generators of Python, numpy and torch, which are then the hook's own.

@@ -1,7 +1,7 @@
 """The processes of a run on a Ray cluster.
 
-Ray chooses the machines through placement groups. An actor in each place starts the ordinary process
-of a rank, as torchrun would, and that process starts its own engines. Ranks meet through
+Ray chooses the machines through placement groups. An actor in each place starts the ordinary
+process of a rank, as torchrun would, and that process starts its own engines. Ranks meet through
 torch.distributed. Ray carries the output and the result of rank 0, and ends every process when the
 process that started the run ends.
 """

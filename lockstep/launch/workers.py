@@ -1,7 +1,7 @@
 """Starts, watches and ends the processes of a run that do not train.
 
-A worker is a function `work(line)` of a module, in an interpreter of its own. It ends when the other
-end of its connection closes, for whatever reason. Messages are pickled, so that they may hold
+A worker is a function `work(line)` of a module, in an interpreter of its own. It ends when the
+other end of its connection closes, for whatever reason. Messages are pickled, so that they may hold
 tensors, which `lockstep.children` cannot send. No torch.
 """
 
@@ -58,8 +58,8 @@ class Line:
         return pickle.loads(self._connection.recv_bytes())
 
     def listen(self, on_batch: Callable[[Batch], object], on_lost: Callable[[], object]) -> None:
-        """Calls `on_batch` with each later batch, and `on_lost` when the other end is gone. Both are
-        called from a thread of their own."""
+        """Calls `on_batch` with each later batch, and `on_lost` when the other end is gone. Both
+        are called from a thread of their own."""
 
         def read() -> None:
             with contextlib.suppress(EOFError, OSError):

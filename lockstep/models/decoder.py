@@ -27,8 +27,8 @@ Tensor = torch.Tensor
 
 
 class Block(nn.Module):
-    """Attention and MLP. Each adds its output to the residual stream, with a norm before it or after
-    it."""
+    """Attention and MLP. Each adds its output to the residual stream, with a norm before it or
+    after it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

@@ -69,8 +69,8 @@ _WHOLES = {
     "qwen3_5": ("model.language_model.", "model.visual."),
     "qwen3_5_moe": ("model.language_model.", "model.visual."),
 }
-"""model_type of a model that also reads images -> name prefixes of its language model's tensors, and
-of its image tower's."""
+"""model_type of a model that also reads images -> name prefixes of its language model's tensors,
+and of its image tower's."""
 
 # Defaults of transformers for Gemma 3: its published configs leave them out.
 _GEMMA3 = {

@@ -25,8 +25,8 @@ class ObjectiveConfig:
     """Base of the losses. Each subclass is a choice of the setting `objective`."""
 
     has_ratio: ClassVar[bool] = False
-    """True if the loss contains the ratio to the old policy (column `old_logprobs`). A correction by
-    a ratio to the same policy would count it twice."""
+    """True if the loss contains the ratio to the old policy (column `old_logprobs`). A correction
+    by a ratio to the same policy would count it twice."""
 
     aggregate: Aggregate = "token_mean"
     """Sum of token losses into one. token_mean weighs every trained token of the whole batch alike,

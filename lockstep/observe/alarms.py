@@ -37,7 +37,7 @@ class Alarm:
     """The verdict on one row of metrics."""
 
     level: Level
-    """ok: nothing to do. notice: below the limits, and above what is normal for this set-up."""
+    """ok: nothing to do. notice: below the limits, but above the normal band of this set-up."""
     value: float
     """max(|k1|, k2, k3); NaN if unmeasured."""
     text: str
@@ -64,8 +64,8 @@ def normal_band(architecture: Architecture, *, is_one_process: bool) -> tuple[fl
 def mismatch_alarm(
     metrics: Mapping[str, Any], architecture: Architecture, *, is_one_process: bool = False
 ) -> Alarm:
-    """Judges a metrics row's mismatch before the update; that of the worst, where seats have
-    policies of their own.
+    """Judges a metrics row's mismatch before the update. If seats have policies of their own, the
+    worst seat counts.
 
     is_one_process: sampler and trainer run in one process over the same ops (the embedded engine).
 
@@ -81,7 +81,7 @@ def mismatch_alarm(
 
 
 def policy_rows(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The row of the run's policy, under "", and that of each seat with a policy of its own.
+    """The row of the run's policy, under "", and the row of each seat with a policy of its own.
 
     >>> policy_rows({"step": 3, "policy/second/train/lr": 0.1})["second"]
     {'train/lr': 0.1}
@@ -123,7 +123,7 @@ def _judged(
 
 
 # ---------------------------------------------------------------------------------------------
-# What silently eats the learning
+# Health: silent obstacles to learning
 # ---------------------------------------------------------------------------------------------
 
 SOLVED = 0.1
@@ -132,7 +132,7 @@ of the range of its rewards."""
 NUM_NAMES = 3
 """Tools that one line names."""
 WINDOW = 10
-"""Steps over which shares are measured: one odd step is a tenth of them."""
+"""Number of steps for measuring shares: one odd step is a tenth of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class Trigger:
     """The metric `health/NAME` is 1 while it holds."""
     label: str
     count: str
-    """Metric that is summed over the window. `*` stands for the name of a tool: each is judged."""
+    """Metric that is summed over the window. `*` matches the name of a tool: each is judged."""
     of: str = ""
     """Metric that it is a share of; "" takes the last value of `count` as it is."""
     above: float = math.inf
@@ -192,14 +192,14 @@ class Health:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     """Trigger -> an example that no number tells, such as the text of an error."""
     alarms: list[Alarm] = field(default_factory=list[Alarm])
-    """Those that hold now."""
+    """Current alarms."""
     _window: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _rewards: tuple[float, float] = (math.inf, -math.inf)
     """(lowest, highest) of the run."""
 
     def take(self, row: Mapping[str, Any], *, is_last: bool = False) -> dict[str, float]:
-        """Judges the run with one more step. Returns `health/...`. is_last: no step comes that
-        could confirm what this one shows."""
+        """Judges the run after a further step. Returns `health/...`. is_last: no later step can
+        confirm this one."""
         self._window.append(row)
         low, high = self._rewards
         low = min(low, row.get("reward/min", low))

@@ -30,7 +30,7 @@ class RunHeader:
     """Number of steps, those before a resume included; None if nobody knows it."""
     architecture: Architecture = "dense"
     is_one_process: bool = False
-    """Whether sampler and trainer share the process and the ops; see `mismatch_alarm`."""
+    """True if sampler and trainer share the process and the ops; see `mismatch_alarm`."""
     lines: tuple[str, ...] = ()
     """Lines that are shown once, at the start: model, device, contract."""
 
@@ -158,8 +158,8 @@ class View:
 
 
 def open_view(*, is_json: bool = False, name: str = "") -> View:
-    """A view on stdout, or in the cell of a notebook; one that shows nothing for --json, where
-    stdout belongs to the result.
+    """A view on stdout, or in the cell of a notebook. With --json it shows nothing, since stdout
+    belongs to the result.
 
     name: of a run among several, which begins each of its lines.
     """

@@ -1,8 +1,8 @@
-"""Every metric by name: what it counts, in which unit, and which way is better.
+"""Every metric by name: its meaning, its unit, and its better direction.
 
 People build dashboards on these names, so they are stable: tests of the loop look each name up
-here. A pattern with `*` is a family whose last part is
-given by the task, the evaluation or the phase of a step.
+here. A pattern with `*` is a family; the task, the evaluation or the phase of a step gives its last
+part.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _read(text: str) -> list[Metric]:
 
 
 METRICS = tuple(_read(Path(__file__).with_suffix(".toml").read_text("utf-8")))
-"""In the order in which people read them. An exact name wins over a family."""
+"""All metrics, in reading order. An exact name wins over a family."""
 
 _EXACT = {metric.name: metric for metric in METRICS if "*" not in metric.name}
 
@@ -135,6 +135,6 @@ def held_out_label(name: str) -> str | None:
 
 
 def is_step_row(row: Mapping[str, Any]) -> bool:
-    """Whether a row is of a training step. Rows between steps hold only held-out figures and the
-    engine's counters."""
+    """True if a row belongs to a training step. Rows between steps hold only held-out figures and
+    the engine's counters."""
     return any(name != "step" and not name.startswith(("eval/", "engine/")) for name in row)

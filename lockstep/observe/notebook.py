@@ -46,7 +46,7 @@ class NotebookPanel:
         self._phase, self._next = "", 0.0
 
     def start(self, lines: Sequence[str], num_steps: int | None) -> None:
-        """lines: what is known before the first step."""
+        """lines: facts that are known before the first step."""
         self._is_started, self._num_steps = True, num_steps or 0
         self._start = list(lines)
         self._draw()

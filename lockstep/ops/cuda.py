@@ -84,9 +84,9 @@ class CudaOps(GemmOps):
         return out
 
     def learn_library(self, weight_NK: Tensor) -> None:
-        """Finds the row counts where cuBLAS gives the kernel's bits. cuBLAS is faster for many rows,
-        but picks its kernel by the row count, and a kernel that splits the inner sum has other
-        bits. So each count is tried, and cuBLAS never gets an untried one."""
+        """Finds the row counts where cuBLAS gives the kernel's bits. cuBLAS is faster for many
+        rows, but picks its kernel by the row count, and a kernel that splits the inner sum has
+        other bits. So each count is tried, and cuBLAS never gets an untried one."""
         (N, K), dtype = weight_NK.shape, weight_NK.dtype
         key = dtype, weight_NK.shape
         is_for_it = dtype.itemsize == 2 or kernels.IS_INTERPRETED
@@ -257,8 +257,8 @@ class _Run(torch.autograd.Function):
 
 
 def _is_fused(x: Tensor) -> bool:
-    """True if kernels compute several ops at once, for few rows. Not in float32: there a product and
-    a sum may round once or twice, so two kernels may differ; the interpreter rounds each."""
+    """True if kernels compute several ops at once, for few rows. Not in float32: there a product
+    and a sum may round once or twice, so two kernels may differ; the interpreter rounds each."""
     if torch.is_grad_enabled() or len(x) >= LIBRARY_ROWS[-1]:
         return False
     return x.dtype.itemsize == 2 or kernels.IS_INTERPRETED

@@ -76,8 +76,8 @@ TILES = {
     9: {64: Tile(64, 64, 64, 4, 2), 128: Tile(64, 128, 128, 8, 2), 256: Tile(64, 256, 128, 8, 2)},
     10: {64: Tile(64, 64, 64, 8, 2), 128: Tile(32, 128, 128, 8, 2), 256: Tile(32, 128, 64, 8, 2)},
 }
-"""Generation of the chip -> width of a head -> the largest tile of two-byte numbers that ptxas keeps
-in registers alone."""
+"""Generation of the chip -> width of a head -> the largest tile of two-byte numbers that ptxas
+keeps in registers alone."""
 
 
 def tile_of(dtype: torch.dtype, width: int, chip: int) -> Tile:

@@ -109,9 +109,9 @@ TILES = {
     ),
 }
 """First generation of the chip -> its tiles."""
-DECODE_ROWS = 64  # up to so few rows, larger tiles would be half empty
+DECODE_ROWS = 64  # larger tiles would be half empty with fewer rows
 HUGE_ROWS = 1024
-WIDE_OUTPUTS = 8192  # with so many outputs, tiles of 64 give enough programs
+WIDE_OUTPUTS = 8192  # from this number of outputs on, tiles of 64 give enough programs
 TILE_GROUP = 8  # tiles of rows that run together over all outputs, so that weights stay in L2
 SQUARES = 32  # neighbouring numbers whose squares a GEMM sums for the norm that follows
 
@@ -180,7 +180,7 @@ def gemm(
     out_MN = x_MK.new_empty(M, N)
     if out_MN.numel():
         num_places = triton.cdiv(M, tile.rows)
-        if counts is not None:  # a tile begins at each expert's first row: at most one extra per expert
+        if counts is not None:  # each expert's first row begins a tile: one extra at most
             num_places = M // tile.rows + min(len(counts), M)
         squares, norm_weight, eps = norm or (None, None, 0.0)
         launch(

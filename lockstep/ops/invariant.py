@@ -48,7 +48,7 @@ from lockstep.ops.paged import causal_mask, paged_attention
 
 Tensor = torch.Tensor
 
-QUERY_TILE = 128  # most queries that attend together: a block has as many keys
+QUERY_TILE = 128  # most queries that attend together: equal to the keys of a block
 LEAST_TILE = 16  # fewest: below it, extra calls cost more than scores gain by staying in a cache
 TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a second thread idle
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights

@@ -121,7 +121,8 @@ class Stem:
     keys: Tensor
     """[n] int64, adjacent in each of the rows."""
     queries: tuple[Tensor, ...]
-    """[Q] int64 each: the tokens that follow in any of the rows, each once, in parts of one call."""
+    """[Q] int64 each: the tokens that follow in any of the rows, each once, in parts of one
+    call."""
 
 
 def stems_of(

@@ -241,9 +241,9 @@ def adapter_failure(
 ) -> str:
     """The first shape whose products are not invariant, in words; empty if all are.
 
-    shapes: of an adapter's factors, [N, K] or, for experts, [E, N, K]. In addition to the tests of a
-    model's products, several factors of one shape are multiplied at once, as for a batch whose rows
-    have different adapters.
+    shapes: of an adapter's factors, [N, K] or, for experts, [E, N, K]. In addition to the tests of
+    a model's products, several factors of one shape are multiplied at once, as for a batch whose
+    rows have different adapters.
     """
     generator = torch.Generator().manual_seed(0)
 

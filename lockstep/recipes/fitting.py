@@ -1,13 +1,14 @@
-"""Settings that follow the model and the data, where a user trains a model on tasks of their own.
+"""Settings that follow the model and the data when a user trains a model on tasks of their own.
 
-A setting that the user gives is never changed. Sources of the rules: full training of models from
-half a billion parameters on takes 1e-6 (DeepSeekMath, arXiv 2402.03300; DAPO, arXiv 2503.14476), an
-adapter ten times that of the full model (LoRA Without Regret, thinkingmachines.ai/blog/lora). The
-rate of the shipped models was measured with the quickstart; those in between are interpolated, and
-were not measured. Supervised training takes ten times the rate: 5e-6 to 2e-5 is published for full
-training of 7 and 8 billion parameters (Tulu 3, arXiv 2411.15124; LIMA, arXiv 2305.11206; Alpaca),
-3e-4 to 1e-3 as the best of a sweep for adapters (tinker-cookbook, recipes/chat_sl), and 1e-3 for
-135 and 360 million parameters (SmolLM2, in the alignment handbook). It is at the careful end.
+A setting that the user gives is never changed. Sources of the learning rates: 1e-6 for full
+training of models from half a billion parameters on (DeepSeekMath, arXiv 2402.03300; DAPO, arXiv
+2503.14476); ten times the full model's rate for an adapter (LoRA Without Regret,
+thinkingmachines.ai/blog/lora). The rate of the shipped models was measured with the quickstart;
+rates in between are interpolated, not measured. Supervised training takes ten times the rate: 5e-6
+to 2e-5 is published for full training of 7 and 8 billion parameters (Tulu 3, arXiv 2411.15124;
+LIMA, arXiv 2305.11206; Alpaca), 3e-4 to 1e-3 as the best of a sweep for adapters (tinker-cookbook,
+recipes/chat_sl), and 1e-3 for 135 and 360 million parameters (SmolLM2, in the alignment handbook).
+It is at the careful end.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ FORMAT_TOKENS = 64
 def configure(
     recipe: str, *, tree: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> Config:
-    """The config of a recipe, with the settings of a file or of Python (`tree`), and those of the
-    command line over them. What they leave open follows the model and the data."""
+    """The config of a recipe, with the settings of a file or of Python (`tree`). Settings of the
+    command line replace them. Open settings follow the model and the data."""
     base = find_recipe(recipe)
     tree = dict(tree or {})
     config = resolve(overlaid(base, tree), overrides)

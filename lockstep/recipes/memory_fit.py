@@ -1,7 +1,8 @@
-"""Settings that lower the memory of a run: chosen where the user left them open, and named where
-the user's own settings do not fit.
+"""Settings that lower the memory of a run. They are chosen if the user left them open, and named in
+an error if the user's own settings do not fit.
 
-They are ordered by cost: first those that cost nothing, then time, then what is trained.
+They are ordered by cost: first free ones, then settings that cost time, then settings that change
+the trained model.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def left_open(settings: Mapping[str, Any], given: Collection[str]) -> dict[str, 
 def fit_memory(
     config: C, given: Collection[str], model: ModelConfig, directory: Path, *, may_adapt: bool
 ) -> C:
-    """`config` with open settings lowered until its predicted peak fits into the free memory, or
-    as far as they go: the check at the start refuses what is still too large.
+    """`config` with open settings lowered until its predicted peak fits into the free memory. If
+    even the lowest do not fit, the check at the start refuses the run.
 
     A run that reads other models too, as critic or teacher, stays as it is. given: paths of the
     settings that the user gave. may_adapt: whether a model too large for full

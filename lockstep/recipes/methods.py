@@ -1,4 +1,5 @@
-"""Published methods by their names: what each sets, over a recipe and below the user's settings."""
+"""Published methods by name. Their settings replace a recipe's; the user's settings replace
+both."""
 
 from __future__ import annotations
 

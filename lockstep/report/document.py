@@ -70,11 +70,11 @@ def select(
     num_tokens: int,
     warn: Callable[[str], object],
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """Chooses within these limits, evenly over the runs, and reads only the chosen ones.
+    """Chooses trajectories within these limits, evenly over the runs, and reads only these.
 
-    Returns (their documents, number of stored trajectories, number of chosen ones that were too
-    long for the budget of tokens). From each run: the worst mismatches, the best and worst rewards
-    of its second half, unfinished episodes, evaluations, and an even sample of the rest.
+    Returns (their documents, number of stored trajectories, number of chosen trajectories that were
+    too long for the budget of tokens). From each run: the worst mismatches, the best and worst
+    rewards of its second half, unfinished episodes, evaluations, and an even sample of the rest.
     warn: gets a sentence for each part that is damaged; its trajectories are left out.
     """
     documents: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ def _candidates(run: Run, warn: Callable[[str], object]) -> list[_Candidate]:
 
 
 def _warn_of(error: DataError, warn: Callable[[str], object]) -> None:
-    """Says what is damaged; a part that a running run let go meanwhile is not."""
+    """Warns of a damaged part. A part that a running run deleted meanwhile is not damaged."""
     if not isinstance(error.__cause__, FileNotFoundError):
         warn(str(error))
 
@@ -266,7 +266,7 @@ NUM_LAST_STEPS = 10
 
 _MAX_POINTS = 1000
 _LEVELS: tuple[Level, ...] = ("unmeasured", "ok", "notice", "warning", "critical")
-# Settings in which runs of one experiment may differ: they are repeats of each other.
+# Runs of one experiment may differ in these settings: they are repeats of each other.
 _REPEAT_KEYS = frozenset({"seed", "out", "name", "run_name", "resume"})
 
 
@@ -355,7 +355,7 @@ def _identity(run: Run) -> dict[str, Any]:
         "num_steps": len({row["step"] for row in run.metrics if is_step_row(row)}),
         "seconds": encode_number(_seconds(run)),
         "sync": environment.get("sync", {}).get("line", ""),
-        # The k3 that is normal for the run; None if the run does not say what it is.
+        # The normal k3 of the run; None if the run does not name its kind.
         "mismatch_band": list(band) if family or is_one_process else None,
         "alarm": {"level": alarm.level, "value": encode_number(alarm.value), "text": alarm.text},
         "health": _health(run),
@@ -593,7 +593,7 @@ class Template:
     label: str
     """Kind of page, shown after its title."""
     is_served: bool = False
-    """Whether it may ask the server that it came from."""
+    """True if it may ask the server that it came from."""
 
 
 REPORT = Template(
@@ -629,7 +629,7 @@ def write_report(
     tokenizers = tokenizers or [None] * len(runs)
     recipes = recipes or [None] * len(runs)
     if len(tokenizers) != len(runs):
-        raise RunError(f"{len(runs)} runs, but {len(tokenizers)} tokenizers: expected as many.")
+        raise RunError(f"{len(runs)} runs, but {len(tokenizers)} tokenizers: give one per run.")
     document = build_document(
         runs,
         tokenizers=tokenizers,
@@ -652,8 +652,8 @@ def render_page(document: dict[str, Any], template: Template = REPORT) -> str:
     """The HTML of a document."""
     style = "".join(_read(name) for name in template.styles)
     script = "".join(_read(name) for name in template.scripts)
-    # In JSON "<" can only stand inside a string, where its escape means the same: no text can
-    # end the script element, or open a comment in it.
+    # JSON has "<" only inside strings, where its escape means the same. So no text can end the
+    # script element, or open a comment in it.
     data = dump(document).replace("<", "\\u003c")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
@@ -666,7 +666,7 @@ def render_page(document: dict[str, Any], template: Template = REPORT) -> str:
         "SCRIPT": script,
         "DATA": data,
     }
-    # One pass over the template: a mark inside of a filled-in part stays what it is.
+    # One pass over the template: a mark inside of a filled-in part stays unchanged.
     return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], _read(template.page))
 
 

@@ -55,7 +55,8 @@ RUNS = replace(LIVE, page="runs.html", scripts=("base.js", "runs.js"), label="Lo
 READ_SECONDS = 20.0
 """Seconds that a reader may take to send its request, and again to take in the answer."""
 MAX_CONNECTIONS = 64
-"""Connections at a time. A further one replaces the one whose request takes longest to come."""
+"""Connections at a time. A further connection replaces the connection that has waited longest for
+its request."""
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -174,7 +175,7 @@ class ReportServer(ThreadingHTTPServer):
         raise LookupError(parts.path)
 
     def _runs(self) -> dict[str, Run]:
-        """Key of the URL -> run: its path below the one that was given."""
+        """Key of the URL -> run. The key is the run's path below the given directory."""
         out: dict[str, Run] = {}
         for path in self._paths:
             for run in find_runs(path):

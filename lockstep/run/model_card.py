@@ -59,7 +59,7 @@ def write_card(directory: Path, run: Run, *, checkpoint: str, hub: str) -> None:
         tags=["lockstep", *(["lora"] if is_adapter else []), *_methods(run)],
     )
     step = step_of(checkpoint)
-    rows = [row for row in run.metrics if step < 0 or row["step"] < step]  # the updates in these weights
+    rows = [row for row in run.metrics if step < 0 or row["step"] < step]  # until the checkpoint
     text = _TEXTS["card"].format(
         name=run.name,
         checkpoint=checkpoint,

@@ -81,8 +81,8 @@ def train_side_by_side(
     the outcome or error of each. If one fails, the others go on.
 
     One engine samples for all. Under the contract each run has the bits that it has alone. resume:
-    continues all of them. Other arguments: see `train`. Raises the errors of `train` before anything
-    starts, and ConfigError for runs that cannot share a model.
+    continues all of them. Other arguments: see `train`. Raises the errors of `train` before
+    anything starts, and ConfigError for runs that cannot share a model.
     """
     check_side_by_side(list(configs.values()))
     for path in configs:

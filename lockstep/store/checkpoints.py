@@ -35,7 +35,7 @@ class Manifest:
     format_version: int
     step: int
     metric: float | None
-    """Figure by which `best` is chosen; None if the step was not evaluated."""
+    """Figure that decides `best`; None if the step was not evaluated."""
     files: Mapping[str, tuple[int, str]]
     """path -> (bytes, sha256)."""
 
@@ -175,7 +175,7 @@ def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
         files = [(name, size, digest) for name, (size, digest) in manifest.files.items()]
     except FileNotFoundError:
         raise CheckpointError(
-            f"{checkpoint} has no {MANIFEST}: not a checkpoint, or one that was never finished."
+            f"{checkpoint} has no {MANIFEST}: not a checkpoint, or never finished."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error!r}). A torn copy?") from error

@@ -47,7 +47,7 @@ class RecordConfig:
     """Settings of a run's record."""
 
     keep: AllConfig | LastConfig | SampleConfig = field(default_factory=AllConfig)
-    """Trajectories to keep: all, those of the last steps, or a sample of the groups."""
+    """Trajectories to keep: all, the last steps', or a sample of the groups."""
     loggers: tuple[str, ...] = ()
     """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio."""
     project: str = "lockstep"

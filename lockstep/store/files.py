@@ -131,7 +131,7 @@ def decode_number(value: Any) -> Any:
 
 
 PACKED = (".gz", ".zst", ".bz2")
-"""Suffixes of packed files that are read as what they hold."""
+"""Suffixes of packed files, which are read as their contents."""
 MAX_PLAIN_BYTES, MAX_EXPANSION = 1 << 30, 100
 """A packed file holds at most this many bytes, or this many times its own size."""
 
@@ -227,7 +227,7 @@ def hold_lock(path: Path) -> Iterator[None]:
     except OSError as error:
         raise RunError(
             f"{path} cannot be opened ({error.strerror}); a run keeps its lock in this "
-            "file. Remove what is there, or choose another directory with out=DIR."
+            "file. Remove it, or choose another directory with out=DIR."
         ) from error
     with file:
         if not try_lock(file):
@@ -262,7 +262,7 @@ def _in_use(path: Path, holder: dict[str, Any]) -> str:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a writer seems to hold the lock at `path`. Takes the lock only where the writer it
+    """True if a writer seems to hold the lock at `path`. Takes the lock only if the writer that it
     names has died."""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # none, or a directory
         holder = _holder(file)

@@ -41,9 +41,9 @@ class JsonlLogger:
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends `row`: `step` (int) and numbers by metric name.
 
-        Raises RunError if the step lies before one that is recorded: two histories in one file
-        cannot be told apart afterwards. Raises DataError for a value that is not a number, and
-        StorageError if the row cannot be written; the file is then as it was.
+        Raises RunError if the step lies before a recorded step: two histories in one file could not
+        be separated afterwards. Raises DataError for a value that is not a number, and StorageError
+        if the row cannot be written; the file is then unchanged.
         """
         values = {name: encode_number(value) for name, value in row.items()}
         for name, value in values.items():

@@ -261,7 +261,7 @@ class RunDirectory:
         samples: Iterable[Sample] = (),
         split: str = TRAIN,
     ) -> None:
-        """Stores the step's trajectories as `record.keep` says, and deletes what it lets go.
+        """Stores the step's trajectories as `record.keep` says, and deletes the others.
 
         samples: the training rows, for the trainer's log-probs and advantages; see `write_part`.
         split: "train", or the name of an evaluation.
@@ -402,7 +402,7 @@ class Run:
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of one metric, where it was measured. Raises UnknownNameError, with the
-        nearest name, for one that this run never measured."""
+        nearest name, if this run never measured it."""
         rows = [(row["step"], row[name]) for row in self.metrics if name in row]
         if not rows:
             known = {name for row in self.metrics for name in row}
@@ -438,8 +438,8 @@ class Run:
     def summaries(
         self, step: int | None = None, *, split: str = TRAIN
     ) -> Iterator[tuple[TrajectorySummary, Address]]:
-        """The trajectories' summaries, read without their tokens, each with its address, by which
-        `read_row` finds it."""
+        """The trajectories' summaries, read without their tokens, each with its address for
+        `read_row`."""
         for path in self._selected(step, split):
             for index, summary in enumerate(read_summaries(path)):
                 yield summary, (path, index)
@@ -451,8 +451,8 @@ class Run:
                 if summary.id == trajectory_id:
                     return read_row(path, index)
         raise RunError(
-            f"{self.path} holds no trajectory {trajectory_id!r}. It may have been let go by "
-            "record.keep; `lockstep report` lists what is stored."
+            f"{self.path} holds no trajectory {trajectory_id!r}. record.keep may have dropped it; "
+            "`lockstep report` lists the stored ones."
         )
 
     def search(self, text: str) -> Iterator[tuple[str, list[Address], int]]:
@@ -555,7 +555,7 @@ def check_place(path: str | os.PathLike[str]) -> None:
 
 
 def _holds_something(path: Path) -> bool:
-    """Not so for what a start that was killed early leaves: empty directories."""
+    """False for the empty directories of a start that was killed early."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 

@@ -76,8 +76,8 @@ def locate_data(
 
 
 def data_files(path: str, *, is_eval: bool = False, setting: str = "task.path") -> list[Path]:
-    """The data files that `path` names. Of a folder: those with train in their names, or else all
-    that are not for tests; is_eval: those with test, or else validation, in theirs."""
+    """The data files that `path` names. In a folder: files with train in their names, or else all
+    that are not for tests; is_eval: files with test, or else validation, in their names."""
     patterns = [f"{place}*{suffix}*" for suffix in FORMATS for place in ("", "**/")]
     root = locate_data(path, patterns=patterns, setting=setting)
     if root.is_file():
@@ -98,14 +98,14 @@ def data_files(path: str, *, is_eval: bool = False, setting: str = "task.path") 
 
 
 def format_of(file: Path) -> str:
-    """The suffix of a file without that of its packing."""
+    """The suffix of a file without a packing suffix."""
     return (file.with_suffix("") if file.suffix in PACKED else file).suffix
 
 
 def read_rows(file: Path, *, columns: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of a file of one of FORMATS. columns: those that are needed; others are not read
-    from a Parquet file that has these. NaN is read as such; what JSON has no form for is a
-    `NotJson`."""
+    """The rows of a file of one of FORMATS. columns: the needed ones; if a Parquet file has these,
+    no others are read from it. NaN is read as such; a value that JSON cannot write is a `NotJson`.
+    """
     match format_of(file):
         case ".parquet":
             return _parquet_rows(file, columns)
@@ -159,7 +159,7 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[Row]:
         for record in rows:
             where = f"{file}:{rows.line_num}"
             if None in record or None in record.values():
-                raise DataError(f"{where}: not as many fields as the header has columns.")
+                raise DataError(f"{where}: the number of fields differs from the header's columns.")
             yield where, record
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{file}:{rows.line_num}: not a CSV record: {error}.") from error
@@ -182,7 +182,7 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[Row]:
         # flipped bit has damaged (26.0).
         sizes = [metadata.row_group(at).total_byte_size for at in range(metadata.num_row_groups)]
         names = [field.name for field in schema if not isinstance(_reader(field), NotJson)]
-        # A file of another kind is read whole, so that the caller can say what it holds.
+        # A file of another kind is read whole, so that the caller can name its contents.
         names = list(columns) if columns and set(columns) <= set(names) else names
         if (longest := max(sizes, default=1)) > max_bytes(file):
             raise DataError(f"{file}: a group of its rows expands to {longest:,} bytes.")

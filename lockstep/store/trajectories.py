@@ -249,7 +249,7 @@ def _trained_values(
         for index, end in zip(path, accumulate(lengths), strict=True):
             segment, values = trajectory.segments[index], out[trajectory_id].setdefault(index, {})
             tokens = slice(end - len(segment), end)
-            # Several rows may share a segment; the one that trains it has the last word.
+            # Several rows may share a segment; the row that trains it overrides the others.
             is_first = "trainer_logprobs" not in values
             if not segment.is_sampled or not (sample.loss_mask[tokens].any() or is_first):
                 continue
@@ -263,9 +263,8 @@ def _trained_values(
 def _trainer_logprobs(sample: Sample) -> Float32Array | None:
     """The trainer's log-probs of the row; None if it computed none.
 
-    A loop of your own may use the sampler's log-probs as those of the old policy. The column is
-    then the same array, and comparing it with itself would report a mismatch of 0 that nobody
-    measured.
+    A loop of your own may use the sampler's log-probs as the old policy's. The column is then the
+    same array, and comparing it with itself would report a mismatch of 0 that nobody measured.
     """
     for name in ("logprobs", "old_logprobs"):
         column = sample.columns.get(name)
@@ -362,7 +361,7 @@ _MESSAGES_PATH = "segments.list.element.messages_json"
 
 
 def _texts(said: Any) -> Iterator[str]:
-    """The texts of messages as they are stored, also of one that cannot be made any more."""
+    """The texts of stored messages, also of messages that are no longer valid."""
     if isinstance(said, str):
         yield said
     elif isinstance(said, list):

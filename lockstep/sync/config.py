@@ -39,8 +39,8 @@ class SyncConfig:
     probe_tokens: int = 64
     """Ids per text."""
     window: int = 8
-    """Number of loads for comparing the changes of the engine's and the trainer's log-probs; more if
-    the changes are too small to judge."""
+    """Number of loads for comparing the changes of the engine's and the trainer's log-probs; more
+    if the changes are too small to judge."""
     directory: str = ""
     """Directory of versioned checkpoints, on a file system that the engine's hosts see. Empty is
     `weights` in the run's directory."""

@@ -2,8 +2,8 @@
 
 Between two versions the trainer's log-probs of the probe change by D, the engine's by E. If the
 engine takes every load, E = D up to noise. If it takes none, E = 0. If it is a version behind, E is
-the D of the load before. The slope of E on D separates these cases. Its standard error shows whether
-it can be judged yet: small updates need several loads, and more in bfloat16.
+the D of the load before. The slope of E on D separates these cases. Its standard error shows
+whether it can be judged yet: small updates need several loads, and more in bfloat16.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Probe:
         self.texts = [frozen_ids(allowed[row], where="probe") for row in draws]
 
     def by_trainer(self, model: Decoder | None = None) -> LogProbs:
-        """Scores by the trainer's current weights, or by the weights of `model`. Collective over the
-        ranks of a run."""
+        """Scores by the trainer's current weights, or by the weights of `model`. Collective over
+        the ranks of a run."""
         rows: list[Sample] = []
         for number, ids in enumerate(self.texts):
             mask = np.ones(len(ids), bool)

@@ -25,9 +25,9 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message
 
 MAX_MEAN_DIFF = 0.05
-"""Mean |trainer - rollout| in nats up to which two engines have the same weights: five times that
+"""Largest mean |trainer - rollout| in nats of two engines with the same weights: five times the gap
 of their 16-bit kernels."""
-NEXT = "For all rows at once, and what each cause explains: `lockstep doctor DUMP`."
+NEXT = "For all rows at once, and the share of each cause: `lockstep doctor DUMP`."
 _SHOWN = 3
 _VALUES = ("facts/repeated", "facts/finite", "facts/positive")
 
@@ -93,8 +93,8 @@ def assert_aligned(
     """Asserts that the two sides' log-probs at each index are of the same token.
 
     rollout_logprobs, trainer_logprobs: [T] of one row, or one such list per row; natural log, each
-    at its own token's index (not at the one that predicts it). loss_mask: the same shape; None
-    compares all. row_ids: ids, for the message. max_mean_diff: mean |d| in nats that is allowed.
+    at its own token's index (not at its predecessor's). loss_mask: the same shape; None compares
+    all. row_ids: ids, for the message. max_mean_diff: largest allowed mean |d| in nats.
 
     >>> logprobs = [-2.0, -0.1, -1.5, -0.7, -3.0, -0.2, -1.1, -2.4]
     >>> assert_aligned(logprobs, logprobs)
@@ -121,7 +121,7 @@ def assert_aligned(
 
 
 def _moved(rows: Rows) -> str:
-    """The offset by which log-probs are moved, if it explains most of the gap; empty otherwise."""
+    """The offset of log-probs, if a shift explains most of the gap; empty otherwise."""
     view = View(rows=rows, setting=Setting())
     shift = HYPOTHESES["hypotheses/shifted"]
     judged = judge(view, shift, list(shift.predict(view)))
@@ -201,7 +201,7 @@ def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
     """Asserts that the statistics of training do not contradict each other.
 
     metrics: one mapping per step, by the names of docs/reference/metrics.md (mismatch/k1,
-    train/clip_fraction) or those of verl, TRL and slime for the same figures
+    train/clip_fraction) or the names of verl, TRL and slime for the same figures
     (doctor/facts/metric_names.toml). Rules without their metrics are skipped; if no rule can
     be tried, that is an AssertionError too.
 
@@ -214,7 +214,7 @@ def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
         raise AssertionError(f"{finding.measured}. {CAUSES['unphysical'].remedy} {NEXT}")
 
 
-# -- what is given, as rows ------------------------------------------------------------------------
+# -- arguments as rows -----------------------------------------------------------------------------
 
 
 def _array(values: Any) -> npt.NDArray[Any]:

@@ -27,7 +27,7 @@ from lockstep.errors import SandboxError
 GRACE_SECONDS = 3.0
 """Seconds past its limit for a program to be ended, on a busy machine."""
 MAX_HOST_GROWTH_MIB = 256
-"""MiB by which this process may grow over all programs."""
+"""Largest growth of this process over all programs, in MiB."""
 VARIABLE = "LOCKSTEP_SANDBOX_SECRET"
 
 
@@ -40,9 +40,9 @@ class SandboxReport:
     max_seconds: float = 0.0
     """Seconds of the slowest program."""
     max_stall_seconds: float = 0.0
-    """Longest time in seconds for which the event loop was blocked."""
+    """Longest block of the event loop, in seconds."""
     host_growth_mib: float = 0.0
-    """MiB by which this process grew."""
+    """Growth of this process, in MiB."""
 
 
 async def check_sandbox(
@@ -58,9 +58,9 @@ async def check_sandbox(
     `programs`. Then looks for leaked secrets, written files and processes that still run. Plain
     programs must work before and after.
 
-    programs: name -> code, in which SECRET_PATH, CANARY_PATH, PORT and HOST_PID are replaced by
-    things of this machine. limits: the sandbox's own. max_stall_seconds: seconds for which the
-    event loop may be blocked.
+    programs: name -> code. SECRET_PATH, CANARY_PATH, PORT and HOST_PID in it are replaced by things
+    of this machine. limits: the sandbox's own. max_stall_seconds: longest allowed block of the
+    event loop, in seconds.
 
     Guard: tests/cpu/agent/sandbox/test_check_sandbox.py breaks each promise.
     """

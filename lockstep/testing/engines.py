@@ -1,4 +1,4 @@
-"""Engines for tests: one whose replies you write, and one that hands every call on to another."""
+"""Engines for tests: `FakeEngine` gives replies that you write, another passes every call on."""
 
 from __future__ import annotations
 

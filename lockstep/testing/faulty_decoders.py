@@ -90,8 +90,8 @@ def with_noise(
     bias: float = 0.0,
     bias_seed: int = 0,
 ) -> NoisyDecoder:
-    """`model` with noise on its logits, on those of its routers, and on the output of its experts,
-    over the same parameters. bias, bias_seed: size and seed of the offset per token id."""
+    """`model` with noise on its logits, its routers' logits and its experts' output, over the same
+    parameters. bias, bias_seed: size and seed of the offset per token id."""
     noises = [Noise(*noise) if noise else Noise() for noise in (head, routers, experts)]
     offset_V = bias * _normal((model.config.vocab_size,), derive_seed(bias_seed, "bias"))
     with torch.device("meta"):
@@ -183,7 +183,7 @@ class StaleEngine(EmbeddedEngine):
         super().__init__(own, config, token_bytes=context.token_bytes, is_shared=False)
         self._lag, self._is_honest = lag, is_honest
         self._weights: dict[int, dict[str, Tensor]] = {}
-        """version -> tensors: the one that runs first, then those that will."""
+        """version -> tensors: the running version first, then the later ones."""
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         if isinstance(source, str):

@@ -67,21 +67,21 @@ def check_renderer(
     """Raises RendererError, naming the dialogue, if `renderer` breaks an invariant.
 
     has_thinking: False takes the thinking out of the dialogues, for formats without any.
-    may_refuse: names of dialogues for which the renderer may raise RendererError, since its format
+    may_refuse: names of dialogues that the renderer may refuse with RendererError, since its format
     cannot write them. It must not write them wrong.
     num_garbage: random id sequences that `parse` and `extend` are given.
 
     The invariants:
-    - what people and tools write is in the prompt (some templates strip it, or write it as a JSON
+    - text of people and tools is in the prompt (some templates strip it, or write it as a JSON
       string), and never becomes a control token;
     - a reply ends with a stop id, has no other, and is read back equal, up to blanks at the edges
       of its words and the spelling of its arguments;
-    - `extend` opens the next turn as `render` does for the whole history, and encodes only what is
-      new;
-    - a turn that is cut off anywhere is closed, and then continues as the whole one would;
+    - `extend` opens the next turn as `render` does for the whole history, and encodes only new
+      messages;
+    - a turn that is cut off anywhere is closed, and then continues as the whole turn would;
     - a turn without its thinking is the same turn, and goes on in the same way; `render` shows the
-      thinking of earlier turns where the renderer does not forget it, and nowhere else;
-    - `parse` never raises, says what is malformed, and keeps all text.
+      thinking of earlier turns if the renderer does not forget it, and nowhere else;
+    - `parse` never raises, names the malformed part, and keeps all text.
 
     >>> from lockstep.renderers.harmony import HarmonyRenderer
     >>> from lockstep.testing.tokenizers import byte_tokenizer
@@ -191,7 +191,7 @@ class _Check:
         self.expect(is_gone, "a turn without its thinking", text)
         self.equal(self.renderer.extend(ids, follow_up), whole, "the bare turn to go on with")
         if self.renderer.thinking_opening:
-            return  # what is read begins with thinking
+            return  # the reply begins with thinking
         read = self.renderer.parse(ids)
         is_read = _is_read(read, replace(message, thinking=""))
         self.expect(is_read, f"{message} without its thinking", read)

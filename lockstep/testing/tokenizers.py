@@ -33,8 +33,8 @@ def byte_tokenizer_json(
     control tokens in order.
 
     merges: pairs of ASCII pieces without spaces that join, best first; `("<", "think>")` needs
-    "think>" to exist. control_tokens: by default those of harmony and ChatML. They are declared as
-    added tokens, half of them not "special", as Qwen declares `<tool_call>`.
+    "think>" to exist. control_tokens: by default harmony's and ChatML's. They are declared as added
+    tokens, half of them not "special", as Qwen declares `<tool_call>`.
     """
     names = (*HARMONY_TOKENS, *CHATML_TOKENS) if control_tokens is None else tuple(control_tokens)
     vocab = dict(BYTE_OF_CHARACTER)

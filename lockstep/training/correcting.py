@@ -145,9 +145,9 @@ def weigh_samples(
     """Weighs a whole batch by its column `old_logprobs`, before the first update.
 
     Fills `importance_weights`: 0.0 for a rejected token, 1.0 everywhere if the sampler's log-probs
-    are unknown. Returns the rows to train and the metrics of the mismatch. The rows are the samples,
-    with the KL penalty added to their advantages. Raises AlignmentError for a penalty without
-    advantages.
+    are unknown. Returns the rows to train and the metrics of the mismatch. The rows are the
+    samples, with the KL penalty added to their advantages. Raises AlignmentError for a penalty
+    without advantages.
     """
     for sample in samples:
         if correction.changes_advantages and "advantages" not in sample.columns:

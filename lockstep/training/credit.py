@@ -37,11 +37,11 @@ def segment_advantages(
         A_k = episode_weight A + turn_weight C(G_k) + branch_weight (V_k - V_k-1)
               + process_weight P_k
 
-    A is the advantage of the leaf in its group. G_k is the return from turn k on. C compares it with
-    the returns of the turns that `credit.compare` names, by the same rule as A. V_k is the mean of A
-    over the leaves below turn k, V_-1 the mean over the whole trajectory: without branches, the
-    difference is exactly 0. P_k is made of turns' own rewards r: r_k by default, C(r_k) with
-    process=turn, the discounted sum of C(r_k), C(r_k+1), ... with process=group; with
+    A is the advantage of the leaf in its group. G_k is the return from turn k on. C compares it
+    with the returns of the turns that `credit.compare` names, by the same rule as A. V_k is the
+    mean of A over the leaves below turn k, V_-1 the mean over the whole trajectory: without
+    branches, the difference is exactly 0. P_k is made of turns' own rewards r: r_k by default,
+    C(r_k) with process=turn, the discounted sum of C(r_k), C(r_k+1), ... with process=group; with
     process=return the rewards are in A and G instead.
 
     Sources: C over equal observations is GiGPO (Feng et al. 2025, arXiv 2505.10978), with every

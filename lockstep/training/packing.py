@@ -178,7 +178,7 @@ def deal(
     plan: Sequence[Sequence[int]], rank: int, num_ranks: int
 ) -> list[tuple[Sequence[int], bool]]:
     """(rows, is_filler) of one rank's share of a plan. Ranks compute in step and need equal numbers
-    of micro-batches; a rank with one less runs its last one again as a filler.
+    of micro-batches; a rank that is short runs its last one again as a filler.
 
     >>> [[rows for rows, _ in deal([[0], [1, 2], [3]], rank, 2)] for rank in (0, 1)]
     [[[0], [3]], [[1, 2], [3]]]

@@ -39,9 +39,9 @@ def rows_for_training(
 ) -> list[Sample]:
     """The rows of a batch, with `advantages` and `token_kind` filled and `group` set.
 
-    control_ids: the tokenizer's; `token_kind` separates them from text. critic: needed by advantages
-    that compare with values; `values` and `returns` are then filled too. credit: how turns share
-    the advantage of their episode, without a critic; None is CreditConfig().
+    control_ids: the tokenizer's; `token_kind` separates them from text. critic: needed by
+    advantages that compare with values; `values` and `returns` are then filled too. credit: how
+    turns share the advantage of their episode, without a critic; None is CreditConfig().
 
     Trajectories that failed, have no reward or belong to other policies are left out, of the
     baseline too. A sampled segment that several leaves share is trained in one row, with the mean

@@ -41,8 +41,8 @@ class Teachers:
     async def score(
         self, rows: Sequence[Sample], groups: Sequence[Group], trainer: Trainer, beside: Beside
     ) -> Metrics:
-        """Fills the columns that the trainer reads, `teacher_logprobs` or other signals' columns, and
-        adds the teachers' part to `advantages`. Returns `distill/...`.
+        """Fills the columns that the trainer reads, `teacher_logprobs` or other signals' columns,
+        and adds the teachers' part to `advantages`. Returns `distill/...`.
 
         groups: of the rows, by `Sample.group`; the source of their tasks chooses the teacher.
         Raises EngineError naming the teacher whose server failed. Collective over ranks.

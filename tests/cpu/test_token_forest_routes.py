@@ -105,7 +105,7 @@ def test_a_path_without_routes_has_no_column_and_one_with_a_gap_says_where():
             r"routes of 3 positions from 0 on; expected 4: 3 prompt",
         ),
         (np.zeros((5, 2, 2), np.uint8), 0, r"expected 4.* prefix cache, or the boundary"),
-        (np.zeros((1, 2, 2), np.uint8), 3, r"up to 0 only: positions 0 to 2 would have none"),
+        (np.zeros((1, 2, 2), np.uint8), 3, r"positions 0 to 2 would have none"),
         (np.zeros((4, 2), np.uint8), 0, r"must be uint8 or int16 .*, found uint8 \[4, 2\]"),
         (np.zeros((4, 2, 2)), 0, r"found float64 \[4, 2, 2\]"),
     ],

@@ -482,8 +482,8 @@ class EmbeddedEngine(Engine):
         return not self._rows.adapters[: self._rows.num].any()
 
     def _launch_ahead(self, draws: Draws, places: np.ndarray) -> Draws | None:
-        """Begins the step after `draws`; `places` has the index of each row's draw. None if the rows
-        may change, or do not draw inside a graph."""
+        """Begins the step after `draws`; `places` has the index of each row's draw. None if the
+        rows may change, or do not draw inside a graph."""
         rows, graphs = self._rows, self._graphs
         if graphs is None or not self._can_replay() or graphs.captured_rule() is None:
             return None

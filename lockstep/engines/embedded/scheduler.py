@@ -119,9 +119,9 @@ class Scheduler:
         return chunks
 
     def plan_ahead(self) -> bool:
-        """Allocates pages for the step after the running step, whose tokens are not known yet. False
-        if that step may have other rows: a request waits or is prefilled, a row is at its limit, or
-        pages are short."""
+        """Allocates pages for the step after the running step, whose tokens are not known yet.
+        False if that step may have other rows: a request waits or is prefilled, a row is at its
+        limit, or pages are short."""
         rows, n = self.rows, self.rows.num
         if self.prefilling or (self._waiting and not self._is_settled):
             return False
@@ -190,8 +190,8 @@ class Scheduler:
                 pending += remaining
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
-        """True if a request in prefill computes at least half of this request's tokens. Then waiting
-        for it saves more than it costs."""
+        """True if a request in prefill computes at least half of this request's tokens. Then
+        waiting for it saves more than it costs."""
         if not self.cache.is_caching or sequence.scoring:
             return False
         ids, weights = sequence.ids, sequence.weights

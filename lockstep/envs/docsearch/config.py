@@ -58,7 +58,7 @@ class DocSearchConfig(TaskConfig):
     chunk_overlap_chars: int = 80
     """Characters that a chunk repeats from the end of the one before, in whole words."""
     accept_contained: bool = False
-    """Whether an answer that contains an accepted one, as whole words, is correct."""
+    """Accept an answer that contains an accepted one as whole words."""
     retrieval_weight: float = 0.3
     """Weight of the share of gold passages that calls returned."""
     correctness_weight: float = 0.7
@@ -66,8 +66,8 @@ class DocSearchConfig(TaskConfig):
     format_penalty_weight: float = 0.3
     """Weight of the penalty: 0.5 per call that could not be run, 1 without an answer, at most 1."""
     turn_rewards: bool = False
-    """Whether a turn also gets a reward of its own, in addition to the episode's: retrieval_weight
-    times the share of gold passages that its call was the first to return."""
+    """Give a turn its own reward in addition to the episode's: retrieval_weight times the share of
+    gold passages that its call was the first to return."""
 
     def __post_init__(self) -> None:
         smallest, largest = self.chunk_chars
@@ -162,7 +162,7 @@ class Problem:
     separator: str
     """Text between the chunks of one result."""
     explains_errors: bool
-    """Whether the model reads why a call could not be run."""
+    """True if the model reads why a call could not be run."""
 
 
 def world_problem(world: World, config: DocSearchConfig) -> Problem:

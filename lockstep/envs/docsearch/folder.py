@@ -267,7 +267,7 @@ class Library:
         return frozenset(found)
 
     def _holding(self, document: str, span: tuple[int, int]) -> set[str]:
-        """Chunks that contain a passage; if it crosses a border, those with most of it."""
+        """Chunks that contain a passage; if it crosses a border, the chunks with most of it."""
         covered = {
             chunk.id: min(span[1], chunk.span[1]) - max(span[0], chunk.span[0])
             for chunk in self._of_document[document]
@@ -298,7 +298,7 @@ def normalise(answer: str) -> str:
 
 
 def is_correct(answer: str, accepted: Sequence[str], *, accept_contained: bool) -> bool:
-    """Whether the normalised `answer` equals an accepted one or, if `accept_contained`, contains it
+    """True if the normalised `answer` equals an accepted one or, if `accept_contained`, contains it
     as whole words."""
     found = normalise(answer)
     for expected in map(normalise, accepted):

@@ -54,8 +54,8 @@ class World:
     """Facts in random order, which breaks ties of a search."""
     question: str
     path: tuple[Fact, ...]
-    """One fact, or two of which the first names the person of the second. The value of the last is
-    the answer."""
+    """One fact, or two; then the first names the person of the second. The value of the last is the
+    answer."""
 
     @classmethod
     def generate(cls, rng: random.Random, *, two_hop_share: float = 0.5) -> World:
@@ -89,8 +89,8 @@ class World:
         return len(self.path)
 
     def search(self, keywords: Sequence[str], *, num_results: int = 2) -> list[Fact]:
-        """The first facts among those that match the most keywords; [] if no keyword matches. A
-        keyword matches a fact if it equals its name, relation or value."""
+        """The first of the facts that match the most keywords; [] if no keyword matches. A keyword
+        matches a fact if it equals its name, relation or value."""
         overlaps = [
             sum(keyword in (fact.name, fact.relation, fact.value) for keyword in keywords)
             for fact in self.facts

@@ -5,7 +5,7 @@
     )
     short.follows("A few words.")  # True
 
-Ids, arguments and verdicts are those of the published data set and its checkers, except where
+Ids, arguments and verdicts equal the published data set and its checkers, except where
 docs/tasks.md lists a difference. No reply raises; each is checked in time linear in its length.
 """
 
@@ -99,7 +99,7 @@ def _ends_sentence(token: str, following: str) -> bool:
 
 # -- capital words ---------------------------------------------------------------------------------
 
-# Penn Treebank's word borders: (pattern, what stands in its place), in order.
+# Penn Treebank's word borders: (pattern, replacement), in order.
 _TREEBANK = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -153,14 +153,14 @@ pa=GURMUKHI ta=TAMIL te=TELUGU th=THAI zh=CJK
 SCRIPTS = {k: tuple(v.split("+")) for k, v in (p.split("=") for p in _SCRIPTS.split())}
 """Languages that the script alone tells from all others of LANGUAGES."""
 
-MAX_LETTERS = 4000  # a script shows in the first few; one that changes later is seen up to here
+MAX_LETTERS = 4000  # enough to see the script; a later change is not seen
 
 
 def is_in_script(text: str, scripts: Sequence[str], *, share: float = 0.8) -> bool:
-    """Whether at least `share` of the first letters are of these scripts. False without letters."""
+    """True if at least `share` of the first letters are of these scripts. False without letters."""
     letters = islice(filter(str.isalpha, text), MAX_LETTERS)
     found = Counter(re.split("[ -]", unicodedata.name(char, ""))[0] for char in letters)
-    # Japanese is told from Chinese by its syllables.
+    # Syllables separate Japanese from Chinese.
     if "HIRAGANA" in scripts and not (found["HIRAGANA"] + found["KATAKANA"]):
         return False
     return bool(found) and sum(found[script] for script in scripts) >= share * found.total()
@@ -207,7 +207,7 @@ class Kind:
     """One kind of instruction."""
 
     check: Check
-    """(text, what is given) -> whether the text follows it."""
+    """(text, arguments) -> True if the text follows the instruction."""
     sentence: str
     """Sentence that asks for it, with all arguments in braces."""
 
@@ -240,13 +240,13 @@ class Instruction:
     detector: Detector = "script"
 
     def follows(self, text: str) -> bool:
-        """Whether the reply follows it as it is. An empty reply follows nothing."""
+        """True if the reply as it is follows the instruction. An empty reply follows nothing."""
         if not text.strip():
             return False
         return KINDS[self.id].check(text, {**self.arguments, "detector": self.detector})
 
     def follows_loosely(self, text: str) -> bool:
-        """Whether one of eight versions of the reply follows it: all, without the first line,
+        """True if one of eight versions of the reply follows it: all, without the first line,
         without the last, without both, and each of these without asterisks."""
         return any(self.follows(version) for version in loose_versions(text))
 
@@ -339,7 +339,7 @@ def _relation(value: Any) -> str:
 
 
 def _letter(value: Any) -> str:
-    return _text(value).lower()  # what is a letter elsewhere may be several characters
+    return _text(value).lower()  # a letter of another script may be several characters
 
 
 def _language(value: Any) -> str:
@@ -360,8 +360,8 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "language": _language,
     "nth_paragraph": partial(_count, least=1),
 }
-"""name of an argument -> function that returns its checked value, or raises ValueError with what is
-expected. Arguments that are not here are counts."""
+"""name of an argument -> function that returns its checked value, or raises ValueError with the
+expected form. Other arguments are counts."""
 
 
 def _holds(found: int, relation: str, bound: int) -> bool:
@@ -627,7 +627,7 @@ def _no_comma(text: str, _: Given) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a reply follows each instruction of a prompt, in the prompt's order."""
+    """Results of a reply for each instruction of a prompt, in the prompt's order."""
 
     strict: tuple[bool, ...]
     loose: tuple[bool, ...]

@@ -58,7 +58,7 @@ class InstructionsConfig(FileTasks):
     prompt_weight: float = 0.5
     """Weight of following all of them (0 or 1)."""
     turn_rewards: bool = False
-    """Whether each turn also gets its own reward, in addition to the episode's."""
+    """Give each turn its own reward, in addition to the episode's."""
     detector: Detector = "script"
     """Detection of a reply's language. script: by its letters, which takes ASCII letters for
     English and cannot tell Spanish from French. langdetect: by the package behind the published

@@ -100,11 +100,11 @@ _NEVER_TOGETHER = (
     {f"{_FORMAT}number_bullet_lists", f"{_FORMAT}multiple_sections"},
     {f"{_FORMAT}title", f"{_LENGTH}nth_paragraph_first_word"},
 )
-"""Sets of which a prompt has at most one kind."""
+"""Sets of kinds. A prompt has at most one kind of each set."""
 
 
 def are_compatible(kinds: Sequence[str]) -> bool:
-    """Whether a reply can follow instructions of all these kinds, with arguments drawn by
+    """True if a reply can follow instructions of all these kinds, with arguments drawn by
     `World.arguments`."""
     chosen = set(kinds)
     if len(chosen) != len(kinds) or (chosen & _ALONE and len(chosen) > 1):

@@ -1,4 +1,4 @@
-"""Files in the form in which IFEval and Multi-IF are published."""
+"""Files in the published form of IFEval and Multi-IF."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def read_published(
     """The tasks of a file in the form of IFEval (`prompt`, `instruction_id_list`, `kwargs`) or of
     Multi-IF (`turn_1_prompt`, `turn_1_instruction_id_list`, `turn_1_kwargs`, `turn_2_...`).
 
-    bad_rows: "drop" leaves out a record whose instructions cannot be checked, and one whose key
-    came before; otherwise the first such record raises DataError, `path:line` first.
+    bad_rows: "drop" leaves out records with instructions that cannot be checked, and records with a
+    repeated key; otherwise the first such record raises DataError, `path:line` first.
     """
     file = _data_file(path)
     tasks: dict[str, Task] = {}

@@ -1,4 +1,4 @@
-"""The child process in which math-verify compares two expressions.
+"""The child process that compares two expressions with math-verify.
 
     python -m lockstep.envs.math.child          (started by `lockstep.envs.math.grading`)
 

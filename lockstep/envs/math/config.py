@@ -75,8 +75,8 @@ class MathConfig(TaskConfig):
     lenient: bool = False
     """Grade the last number of a reply that has no answer in that form; its format scores 0."""
     instructions: str | None = None
-    """Developer message. none: one that states the form, unless the source's questions do. Empty:
-    no message."""
+    """Developer message. none: a message that states the form, unless the source's questions do.
+    Empty: no message."""
     correctness_weight: float = 0.9
     """Weight of a right answer (0 or 1)."""
     format_weight: float = 0.1
@@ -181,9 +181,9 @@ class MathConfig(TaskConfig):
         both = next((p for p in train if p.question in held), None)
         if both is not None and self.bad_rows == "error":
             raise DataError(
-                f"{both.where}: the question is at {held[both.question].where} too; one that is "
-                "trained on cannot be evaluated on. Leave such questions out of training with "
-                "task.bad_rows=drop."
+                f"{both.where}: the question is at {held[both.question].where} too, but a training "
+                "question cannot be an evaluation question. Leave such questions out of training "
+                "with task.bad_rows=drop."
             )
         return [p for p in train if p.question not in held]
 
@@ -205,11 +205,11 @@ class RetoolConfig(MathConfig):
     sandbox: SandboxConfig = field(default_factory=MontyConfig)
     """Sandbox that runs the code."""
     keeps_variables: bool = False
-    """Whether programs of one episode see each other's variables."""
+    """Let programs of one episode see each other's variables."""
     explains_errors: bool = True
     """Show the model the error of a program, and not only that it failed."""
     head_instructions: str | None = None
-    """Developer message with tool=false. none: that of `math`."""
+    """Developer message with tool=false. none: the message of `math`."""
 
     def check(self) -> None:
         super().check()
@@ -264,8 +264,8 @@ class MathEnvironment(Environment):
 class RetoolEnvironment(ToolEnvironment):
     """Calls of `python(code)` until a turn has no call; that turn's final answer is graded.
 
-    A turn with a call, and one that was cut off, is no answer. Output and errors of the code are
-    observations, and its endings are the metrics `sandbox/...`.
+    A turn with a call is no answer, nor is a turn that was cut off. Output and errors of the code
+    are observations, and its endings are the metrics `sandbox/...`.
     """
 
     def __init__(self, config: RetoolConfig, task: Task, limits: ToolLimits) -> None:
@@ -292,6 +292,6 @@ class RetoolEnvironment(ToolEnvironment):
 
 
 def _has_failed(seen: Observation) -> bool:
-    """Whether a call could not be run, or its program did not end well."""
+    """True if a call could not be run, or its program did not end well."""
     good = {"tool/calls", "sandbox/programs", "sandbox/truncated"}
     return bool(seen.messages) and any(name not in good for name in seen.metrics)

@@ -41,14 +41,14 @@ class Verdict:
     answer: str
     """Text of the answer, stripped; "" if none was found."""
     has_form: bool
-    """Whether the answer was found in the form asked for."""
+    """True if the answer was found in the requested form."""
     is_correct: bool
 
 
 def grade(reply: str, expected: Fraction, *, form: Form, lenient: bool = False) -> Verdict:
-    """Whether the answer in `reply` is the number `expected`.
+    """Grades the answer in `reply` against the number `expected`.
 
-    lenient: take the last number of a reply that has no answer in the `form` asked for.
+    lenient: take the last number of a reply that has no answer in the requested `form`.
 
     >>> grade("6 + 6 = 12\\n#### $12.00", Fraction(12), form="hashes")
     Verdict(answer='$12.00', has_form=True, is_correct=True)
@@ -78,7 +78,7 @@ def find_answer(reply: str, *, form: Form, lenient: bool = False) -> tuple[str, 
 async def grade_reply(
     reply: str, expected: str, *, form: Form, lenient: bool = False, comparer: Child
 ) -> Verdict:
-    """Whether the answer in `reply` equals `expected`, in bounded time.
+    """Grades the answer in `reply` against `expected`, in bounded time.
 
     comparer: a child of `math_verify_child`, asked only if `expected` is not a number.
     """
@@ -113,7 +113,7 @@ def math_verify_child() -> Child:
 def are_equal(
     comparer: Child, expected: str, answer: str, *, seconds: float = LIMIT_SECONDS
 ) -> bool:
-    """Whether math-verify finds two expressions equal. False if it cannot read one of them, or
+    """True if math-verify finds two expressions equal. False if it cannot read one of them, or
     exceeds its time or memory."""
     try:
         request = {"expected": expected, "answer": answer}
@@ -244,7 +244,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _without_units(text: str) -> tuple[str, int]:
-    """(text of the number, factor that the word after it stands for)."""
+    """(text of the number, factor of the word after it, such as 1000 for thousand)."""
     text = text.strip().rstrip(".,;: ")
     text = _TEXT_UNIT.sub(lambda m: " " + m[1].strip(), text).rstrip(" .")
     text = " ".join(_CIRCLE.sub("", _PERCENT.sub(" ", text)).split())

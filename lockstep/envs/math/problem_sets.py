@@ -35,7 +35,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicSource:
-    """Form in which one set of problems was published."""
+    """Published form of one set of problems."""
 
     repository: str
     """Data set on the Hugging Face hub; "" for a user's own file."""
@@ -50,7 +50,7 @@ class PublicSource:
     read: Callable[[Mapping[str, Any], str], tuple[str, str]]
     """(row, where) -> (question, answer). Raises DataError."""
     is_prompt_whole: bool = False
-    """Whether the question says how to answer, so that no instructions precede it."""
+    """True if the question says how to answer, so that no instructions precede it."""
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:

@@ -1,8 +1,8 @@
 """Generated problems: word problems, and chains of operations for a calculator.
 
 They are small enough for a model of a hundred thousand parameters to learn in minutes, and need the
-same skills as larger ones: which numbers matter, in which order, with which operation; and, for
-chains, leaving the digits to a tool.
+same skills as larger ones: choosing numbers, their order and the operations; and, for chains,
+leaving the digits to a tool.
 """
 
 from __future__ import annotations

@@ -37,18 +37,18 @@ class _AgentTasks(FileTasks):
 @dataclass(frozen=True, kw_only=True)
 class AgentProgramConfig(_AgentTasks):
     """Your finished agent: a program that is started for each episode and asks for its turns over
-    HTTP. Its reward is what it prints or posts, or what a scorer says."""
+    HTTP. Its reward is the number that it prints or posts, or a scorer's."""
 
     TAG: ClassVar[str] = "agent"
 
     command: str = ""
     """Program and arguments, as on a command line: `python my_agent.py`. No shell reads it;
-    `python` is the one that runs Lockstep. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY,
+    `python` means Lockstep's own Python. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY,
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, LOCKSTEP_MODEL, LOCKSTEP_SESSION_URL and LOCKSTEP_TASK
     (JSON; also on stdin)."""
     pass_variables: tuple[str, ...] = ()
-    """Environment variables that the program gets beside PATH, HOME, PYTHONPATH and the like. It
-    sees no others: your keys and tokens stay yours unless you name them."""
+    """Environment variables that the program gets in addition to PATH, HOME, PYTHONPATH and other
+    basic ones. It sees no others: your keys and tokens stay yours unless you name them."""
     scorer: ScorerConfig | None = None
     """Scores the output of the program; a reward that the program posts is then ignored. none: the
     last line of the output is the reward, a number or {"reward": ..., "parts": {...}}; if it is

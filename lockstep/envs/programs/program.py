@@ -1,4 +1,4 @@
-"""Agents that play one episode over HTTP: a program that is started here, or one that connects."""
+"""Agents that play one episode over HTTP: programs that are started here, or that connect."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _variables(endpoint: Endpoint, task_text: str) -> Mapping[str, str]:
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kills the processes that have `mark` in their environment, and what they start meanwhile."""
+    """Kills all processes with `mark` in their environment, and processes they start meanwhile."""
     for _ in range(KILL_ROUNDS):
         found = False
         for file in Path("/proc").glob("[0-9]*/environ"):

@@ -1,4 +1,4 @@
-"""The child process in which reasoning-gym runs.
+"""The child process for reasoning-gym.
 
     python -m lockstep.envs.reasoning_gym.child          (started by `config.shared_child`)
 
@@ -8,7 +8,7 @@ the model's text to `eval`, directly or through sympy, and arithmetic such as 9*
 such text is refused before it is evaluated, and the process can be killed. And the import takes
 seconds, which `--help` does not pay.
 
-Facts about reasoning-gym are those of its version 0.1.25.
+Facts about reasoning-gym hold for its version 0.1.25.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def check_expression(text: str) -> None:
 
 
 def _is_small(nodes: list[ast.expr]) -> bool:
-    """Whether these contain no power, product or call, and no number above MAX_EXPONENT."""
+    """True if these contain no power, product or call, and no number above MAX_EXPONENT."""
     for node in (inner for outer in nodes for inner in ast.walk(outer)):
         match node:
             case ast.BinOp(op=ast.Pow() | ast.Mult()) | ast.Call():
@@ -193,8 +193,8 @@ def answer(
 
 
 def draw(item: Item, dataset: str, *, seed: int, split: str, eval_share: float) -> dict[str, Any]:
-    """The first question of the split among those that `seed` leads to. A question's text decides
-    its split, so no question is in both, whatever the seeds."""
+    """The first question of the split in the sequence of `seed`. A question's text decides its
+    split, so no question is in both, whatever the seeds."""
     for attempt in range(MAX_DRAWS):
         # 32 bits: some datasets seed numpy, which takes no more.
         own_seed = derive_seed("reasoning-gym", seed, attempt) % 2**32

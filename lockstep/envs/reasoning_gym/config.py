@@ -59,7 +59,7 @@ class ReasoningGymConfig(TaskConfig):
     """Part of the reply that is the answer: the last <answer> tag, the last line that is not
     empty, or the whole reply."""
     instructions: str | None = None
-    """Developer message. none: one that states the `answer` rule. Empty: no message."""
+    """Developer message. none: a message that states the `answer` rule. Empty: no message."""
     eval_share: float = 0.1
     """Share of all questions that is held out, chosen by their text: no question is in both
     splits."""

@@ -1,4 +1,4 @@
-"""The child process in which an environment of verifiers runs.
+"""The child process for an environment of verifiers.
 
     python child.py            (started by `config`, with a Python that has verifiers 0.4)
 
@@ -68,7 +68,7 @@ class Server:
         }
 
     async def run(self, *, index: int, url: str, api_key: str, model: str) -> dict[str, Any]:
-        """One episode, in which the model is asked at `url`."""
+        """Plays one episode. The model is served at `url`."""
         clients = import_module("verifiers.v1.clients")
         variable = f"LOCKSTEP_SESSION_KEY_{next(self.keys)}"
         os.environ[variable] = api_key  # a client's key comes from the environment alone

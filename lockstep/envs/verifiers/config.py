@@ -56,7 +56,7 @@ class VerifiersConfig(TaskConfig):
     eval_share: float = 0.1
     """Share of the tasks that is held out, chosen by their content."""
     python: str = ""
-    """Python that has verifiers installed. Empty: the one that runs Lockstep."""
+    """Python that has verifiers installed. Empty: Lockstep's own Python."""
     start_seconds: float = 600.0
     """Seconds to load the taskset, which may download a dataset."""
 

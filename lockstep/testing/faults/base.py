@@ -111,12 +111,12 @@ class RowFault(FaultConfig):
 
 
 def is_chosen(share: float, seed: int, *names: str | int) -> bool:
-    """Whether what has these names is in the share that `seed` chooses."""
+    """True if these names are in the share that `seed` chooses."""
     return derive_seed(seed, *names) < share * 2.0**63
 
 
 def check_one(faults: Sequence[FaultConfig], what: str) -> None:
-    """Raises ConfigError for several faults of which the last would undo the others."""
+    """Raises ConfigError for several faults if the last would undo the others."""
     if len(faults) > 1:
         names = " and ".join(tag(type(fault)) for fault in faults)
         raise ConfigError(f"{names} each {what}: choose one.")

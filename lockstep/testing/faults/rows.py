@@ -175,11 +175,11 @@ def taken(
     source: Sequence[int] | Int64Array,
     token_ids: Sequence[int] | npt.NDArray[np.int32] | None = None,
 ) -> Sample:
-    """A new row of `token_ids` whose other columns are those of the tokens `source` of `row`, as
-    are the ids if they are not given.
+    """A new row of `token_ids`. Its other columns are copied from the tokens `source` of `row`, and
+    so are the ids if they are not given.
 
-    What an id was drawn from is known of that id alone: of another one it is left empty, which
-    means the whole vocabulary.
+    The support of a draw is known for the drawn id alone. For another id it is empty, which means
+    the whole vocabulary.
     """
     at = np.asarray(source, np.int64)
     ids = frozen_ids(row.token_ids[at] if token_ids is None else token_ids, where=row.id)

@@ -1,8 +1,7 @@
 """Faults of an engine as a server: it dies, freezes, or lies about its weights.
 
 Each puts a `BrokenEngine` around one replica, sound up to policy version `at` and broken from then
-on. docs/reference/faults.md says what a run makes of each; a pool sees most of them for what they
-are.
+on. docs/reference/faults.md lists a run's reaction to each; a pool recognises most of them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class _EngineFault(FaultConfig):
     least: ClassVar = {"at": 0, "replica": 0}
 
     at: int = 1
-    """Policy version from which on it happens."""
+    """First policy version with the fault."""
     replica: int = 0
     """Replica of a pool that it happens to; 0 for a single engine."""
 
@@ -133,8 +132,7 @@ class WrongWeights(_EngineFault):
 
 @dataclass(frozen=True, kw_only=True)
 class HalfLoadedWeights(WrongWeights):
-    """A share of the tensors keeps its old values, as where a loader skips what it does not
-    know."""
+    """A share of the tensors keeps its old values, as if a loader skipped unknown names."""
 
     share: float = 0.5
 

@@ -30,7 +30,7 @@ class _SamplerFault(FaultConfig):
     """Base of faults of the decoder that the embedded engine runs."""
 
     shares_weights: ClassVar[bool] = True
-    """Whether that decoder must be the trainer's own."""
+    """True if that decoder must be the trainer's own."""
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         super().check(config, model, renderer)
@@ -91,7 +91,7 @@ class _GrowingNoise(_NoiseFault):
     growth: float = 0.0
     """Added to `std` with each policy version."""
     growth_from: int = 0
-    """The policy version from which on it grows: that of the checkpoint, for a run forked late."""
+    """The policy version that it begins to grow at: the checkpoint's, for a run forked late."""
     seed: int = 0
     """Seed of the noise."""
 
@@ -105,8 +105,8 @@ class KernelNoise(_GrowingNoise):
     """Gaussian noise on the sampler's logits: the kernels of another engine, which round
     differently.
 
-    It is added before temperature, top-k and top-p. The recorded log-prob is that of the noisy
-    distribution; `score` has noise of its own draws.
+    It is added before temperature, top-k and top-p. The recorded log-prob belongs to the noisy
+    distribution; `score` draws its own noise.
     """
 
     least: ClassVar = {**_GrowingNoise.least, "bias": 0}
@@ -183,7 +183,7 @@ class StaleWeights(_SamplerFault):
     least: ClassVar = {"lag": 0}
 
     lag: int = 1
-    """Policy versions by which the sampler is behind."""
+    """Number of policy versions that the sampler is behind."""
     is_honest: bool = True
     """True: tokens carry the version that sampled them, so that their age shows. False: they carry
     the newest one, as if the sync had worked."""

@@ -154,7 +154,7 @@ class SkipsThePrompt(FakeEngine):
     ("engine", "text"),
     [
         (Forgets, f"expected the experts of its {len(ANSWER)} tokens, and found none"),
-        (SkipsThePrompt, "Did the engine leave out what it found in its prefix cache"),
+        (SkipsThePrompt, "Did the engine leave out prompt ids from its prefix cache"),
     ],
 )
 def test_an_engine_that_leaves_routes_out_fails_the_episode(engine, text):

@@ -252,7 +252,7 @@ def test_what_is_no_adapter_of_this_model_is_refused():
     def load(name, source):
         asyncio.run(engine.load_adapter(name, source, version=0))
 
-    with pytest.raises(EngineError, match="the name is empty, which stands for the base model"):
+    with pytest.raises(EngineError, match="the name is empty"):
         load("", adapted(base, seed=1))
     with pytest.raises(EngineError, match=r"expected for 'a' .* found one without an adapter"):
         load("a", decoder_over(base))
@@ -275,9 +275,7 @@ def test_shapes_for_which_the_ops_break_their_contract_are_refused():
     base = make_base()
     base.ops = CrowdedOps()
     engine = make_engine(base)
-    with pytest.raises(
-        CapabilityError, match=r"'a' has rank 8, .* do not keep the contract on this"
-    ):
+    with pytest.raises(CapabilityError, match=r"'a' has rank 8, .* do not keep the contract"):
         asyncio.run(engine.load_adapter("a", adapted(base, seed=1), version=0))
 
 

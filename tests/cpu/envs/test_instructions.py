@@ -308,7 +308,7 @@ def test_files_that_cannot_be_tasks_are_refused(tmp_path):
     for name, content, text in (
         ("a.txt", "", r"expected one data file .*found: a\.txt"),
         ("b.parquet", "no", "cannot be read as parquet"),
-        ("c.csv", "key,prompt\n1,a,b\n", "not as many fields"),
+        ("c.csv", "key,prompt\n1,a,b\n", r"c\.csv:2: the number of fields"),
         ("d.jsonl", "\n", "none of its 0 records"),
     ):
         (tmp_path / name).write_text(content)

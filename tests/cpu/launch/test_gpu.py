@@ -103,7 +103,7 @@ def test_a_driver_that_is_missing_or_too_old_is_torchs_reason_with_a_remedy(mach
 def test_a_gpu_that_is_not_there_is_the_variable_that_names_it(machine, monkeypatch):
     machine.error = "No CUDA GPUs are available"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert "CUDA_VISIBLE_DEVICES=7 must name one that `nvidia-smi -L` lists" in refused()
+    assert "CUDA_VISIBLE_DEVICES=7 must name a GPU" in refused()
 
 
 def test_a_chip_before_ampere_is_refused_with_its_name(machine):

@@ -124,7 +124,7 @@ def test_an_interrupt_saves_all_runs_and_they_continue_from_the_command_line(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("name=a", "told apart by their names, and these are a, a"),
+        ("name=a", "need different names; these have a, a"),
         ("dtype=bfloat16", "dtype is float32 and bfloat16"),
         ("engine.kv_cache_tokens=4096", "engine.kv_cache_tokens is 0 and 4096"),
         ("lora=none", "each needs an adapter of its own. Set lora.rank=16"),
