@@ -36,8 +36,8 @@ FLUSH_SECONDS = 60.0
 """Limit of the server's wait until no request holds a cached prefix."""
 
 NUM_TOKENS = 12
-"""Tokens of the test reply that shows the recorded distribution. It is long enough that the model is
-unsure of some token."""
+"""Tokens of the test reply that shows the recorded distribution. In a reply of this length the
+model is unsure of some token."""
 
 LEAST_DOUBT = 1e-3
 """A log-prob at least this many nats below 0 shows its distribution."""

@@ -50,7 +50,7 @@ def assert_token_exact(
     Traceback (most recent call last):
     AssertionError: row: turn 0 is not in the row as it was sampled. Token 1 of 2 was sampled as \
 id 8; the row has id 3 at position 3. Train the ids that the engine returned. For all rows at \
-once, and what each cause explains: `lockstep doctor DUMP`.
+once, and the share of each cause: `lockstep doctor DUMP`.
     """
     ids, mask = _ids(row_ids), None if loss_mask is None else _array(loss_mask)
     if mask is not None and len(mask) != len(ids):
