@@ -137,6 +137,15 @@ def test_document_search_demonstrates_calls_that_earn_the_whole_reward(tmp_path,
     assert earned == len(rows) == 60
 
 
+def test_training_by_hand_learns_at_a_kl_of_exactly_zero(capsys):
+    rows = asyncio.run(example("from_scratch").main(steps=4))
+    assert [(row["kl"], row["unequal"]) for row in rows] == [(0.0, 0.0)] * 4
+    assert all(row["tokens"] > 500 for row in rows)
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
+    printed = capsys.readouterr().out
+    assert "<tool_call>" in printed and "<tool_response>" in printed
+
+
 def test_the_own_task_is_learnt(tmp_path):
     module = example("own_task")
     assert [module.python(code) for code in ("12*34", "2**9", "()")] == ["408", "error", "error"]
