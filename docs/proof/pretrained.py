@@ -70,7 +70,10 @@ NUMERICS = {
 SCORINGS = (4, 16)
 """Scorings of the sampler that are averaged. One is the log-prob that it recorded."""
 EPISODES = 8
-SEARCH = ["max_tokens=768", "agent.max_turn_tokens=64", *RL]
+SEARCH = [
+    "max_tokens=768", "agent.max_turn_tokens=64", *RL[:3], "steps=10", "evaluation.every=5",
+    "evaluation.num_tasks=64",
+]  # fmt: skip
 
 
 def run(words: list[str], place: Path, seed: int) -> dict[str, Any]:
