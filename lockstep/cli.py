@@ -87,13 +87,13 @@ def command() -> NoReturn:
     try:
         code = main()
     finally:
-        end = threading.Timer(END_SECONDS, _leave, (code,))
+        end = threading.Timer(END_SECONDS, _exit_now, (code,))
         end.daemon = True
         end.start()
     sys.exit(code)
 
 
-def _leave(code: int) -> None:
+def _exit_now(code: int) -> None:
     main = threading.main_thread()
     left = {each.name for each in threading.enumerate() if not each.daemon and each is not main}
     print(f"ended beside threads that do not end: {', '.join(sorted(left))}", file=sys.stderr)

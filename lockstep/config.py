@@ -65,7 +65,7 @@ def resolve(config: T, overrides: Sequence[str]) -> T:
         try:
             tree = _with_field(type(config), tree, key.strip().split("."), text, key.strip())
         except UnknownSettingError as error:
-            known = [*tree, *flatten(tree), *error.beside, *_paths(type(config))]
+            known = [*tree, *flatten(tree), *error.candidates, *_paths(type(config))]
             hinted = hint(key.strip(), text, known)
             raise ConfigError(f"unknown setting {key.strip()!r}.{hinted}") from None
     return from_dict(type(config), tree)
@@ -151,8 +151,8 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
     try:
         return _from_dict(cls, tree, path)
     except UnknownSettingError as error:  # settings of other sections may be meant
-        beside = [*error.beside, *([] if path else _paths(cls))]
-        raise ConfigError(str(UnknownSettingError(beside, error.where))) from None
+        candidates = [*error.candidates, *([] if path else _paths(cls))]
+        raise ConfigError(str(UnknownSettingError(candidates, error.where))) from None
 
 
 def _from_dict(cls: type[T], tree: Mapping[str, Any], path: str) -> T:
@@ -444,12 +444,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class UnknownSettingError(ConfigError):
-    """No setting has the path `where`. `beside` lists the settings that it may have, the nearest
-    first."""
+    """No setting has the path `where`. `candidates` lists the settings that it may have, the
+    nearest first."""
 
-    def __init__(self, beside: list[str], where: str = "") -> None:
-        super().__init__(f"unknown setting {where!r}.{hint(where, '', beside)}")
-        self.beside, self.where = beside, where
+    def __init__(self, candidates: list[str], where: str = "") -> None:
+        super().__init__(f"unknown setting {where!r}.{hint(where, '', candidates)}")
+        self.candidates, self.where = candidates, where
 
 
 @contextlib.contextmanager

@@ -23,16 +23,16 @@ GRACE_SECONDS = 10.0
 
 
 def main(asking: int, command: list[str]) -> None:
-    is_told = False
+    is_signalled = False
 
     def note(*_: object) -> None:
-        nonlocal is_told
-        is_told = True
+        nonlocal is_signalled
+        is_signalled = True
 
     signal.signal(signal.SIGTERM, note)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the asking process's to act on
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    while not is_told and server.poll() is None and os.getppid() == asking:
+    while not is_signalled and server.poll() is None and os.getppid() == asking:
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(timeout=LOOK_SECONDS)
     if server.poll() is None:

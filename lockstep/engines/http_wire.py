@@ -100,7 +100,7 @@ def is_adapter(directory: Path) -> bool:
     return (directory / peft_format.CONFIG).is_file()
 
 
-def check_told(told: list[int], ids: list[int], where: str) -> None:
+def check_echoed_ids(told: list[int], ids: list[int], where: str) -> None:
     """Raises EngineError unless log-probs belong to the ids beside them."""
     if told != ids:
         raise EngineError(f"{where}: log-probs of the ids {told[:8]} beside the ids {ids[:8]}.")

@@ -65,7 +65,7 @@ class _Replica:
     streams: set[asyncio.Timeout] = field(default_factory=set)
     """Limits of the requests in it."""
     num_served: int = 0
-    heard_at: float = 0.0
+    alive_at: float = 0.0
     """Time of its last sign of life, or of the first request to it."""
     last_words: str = ""
     is_frozen: bool = False
@@ -76,8 +76,8 @@ class _Replica:
     revival: asyncio.Task[None] | None = None
     num_probes: int = 0
 
-    def hear(self) -> None:
-        self.heard_at = _now()
+    def mark_alive(self) -> None:
+        self.alive_at = _now()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -169,7 +169,7 @@ class Pool(Engine):
     async def _score(self, replica: _Replica, token_ids: Int32Array, **how: Any) -> Scores:
         async with self._serving(replica):
             found = await replica.engine.score(token_ids, **how)
-            replica.hear()
+            replica.mark_alive()
             self._check_version(replica, found.policy_version)
         return found
 
@@ -182,7 +182,7 @@ class Pool(Engine):
         async def ask(replica: _Replica) -> None:
             found[replica.name] = await self._score(replica, token_ids, **how)
 
-        await self._each(ask)
+        await self._call_all(ask)
         return found
 
     async def abort(self, request_id: str) -> None:
@@ -199,10 +199,10 @@ class Pool(Engine):
 
     async def pause(self) -> None:
         self._ledger.is_paused = True
-        await self._each(lambda replica: replica.engine.pause())
+        await self._call_all(lambda replica: replica.engine.pause())
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        await self._each(lambda replica: replica.engine.resume(kv=kv))
+        await self._call_all(lambda replica: replica.engine.resume(kv=kv))
         self._ledger.is_paused = False
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
@@ -257,14 +257,14 @@ class Pool(Engine):
         """See `Engine.drop_adapter`."""
         if self._adapters.pop(name, None) is None:
             raise EngineError(f"drop_adapter: the pool has no adapter {name!r}.")
-        await self._each(lambda r: r.engine.drop_adapter(name))
+        await self._call_all(lambda r: r.engine.drop_adapter(name))
 
     async def sleep(self) -> None:
         self._ledger.is_asleep = True
-        await self._each(lambda replica: replica.engine.sleep())
+        await self._call_all(lambda replica: replica.engine.sleep())
 
     async def wake(self) -> None:
-        await self._each(lambda replica: replica.engine.wake())
+        await self._call_all(lambda replica: replica.engine.wake())
         self._ledger.is_asleep = False
 
     async def close(self) -> None:
@@ -297,7 +297,7 @@ class Pool(Engine):
 
     async def check_lease(self) -> None:
         """Checks every ready replica; without an answer a replica is out."""
-        await self._each(lambda replica: replica.engine.check_lease())
+        await self._call_all(lambda replica: replica.engine.check_lease())
 
     # -- one request --------------------------------------------------------------------------
 
@@ -357,24 +357,24 @@ class Pool(Engine):
 
     async def _stream(self, replica: _Replica, reply: _Entry, num_failed: int) -> None:
         """Hands over what one replica samples of a request. Raises if the replica fails."""
-        asked = self._asked(reply, num_failed)
+        asked = self._request_for(reply, num_failed)
         reply.at = (replica, asked.id)
         base = reply.num_sent
         async with self._serving(replica) as limit:
             deltas = replica.engine.generate(asked)
             try:
                 async for delta in deltas:
-                    replica.hear()
+                    replica.mark_alive()
                     _set(limit, _now() + self._config.reply_seconds)
                     self._check_version(replica, delta.policy_version)
-                    self._take(reply, delta, base)
+                    self._deliver(reply, delta, base)
             finally:
                 if (close := getattr(deltas, "aclose", None)) is not None:
                     await close()
         if not reply.is_done:
             raise EngineDownError(f"the reply to {asked.id} ended without a finish reason")
 
-    def _asked(self, reply: _Entry, num_failed: int) -> Request:
+    def _request_for(self, reply: _Entry, num_failed: int) -> Request:
         """The request for a replica: the whole request, or the rest of its reply."""
         request = reply.request
         if not num_failed:
@@ -386,7 +386,7 @@ class Pool(Engine):
             asked = replace(asked, routes_from=len(asked.prompt_ids) - 1)
         return asked
 
-    def _take(self, reply: _Entry, delta: Delta, base: int) -> None:
+    def _deliver(self, reply: _Entry, delta: Delta, base: int) -> None:
         """Hands a delta to the readers. base: tokens that came before this replica was asked."""
         if delta.finish_reason == "abort" and not (reply.is_aborted or reply.is_done):
             raise EngineDownError(f"request {reply.request.id} was aborted, by nobody here")
@@ -413,7 +413,7 @@ class Pool(Engine):
     async def _serving(self, replica: _Replica) -> AsyncIterator[asyncio.Timeout]:
         """A request's time in a replica: counted there, and cut off when the replica is lost."""
         if not replica.streams:
-            replica.hear()
+            replica.mark_alive()
         limit = asyncio.timeout(self._config.reply_seconds)
         replica.streams.add(limit)
         replica.num_served += 1
@@ -507,7 +507,7 @@ class Pool(Engine):
         try:
             async with asyncio.timeout(self._config.frozen_seconds / 2):
                 async for _ in replica.engine.generate(request):
-                    replica.hear()
+                    replica.mark_alive()
         except _FAILURES:
             return False
         return True
@@ -548,10 +548,10 @@ class Pool(Engine):
             # The loop itself may have been blocked, as by a trainer in this process: silence during
             # that time says nothing about the replicas.
             for replica in self._replicas:
-                replica.heard_at += max(0.0, now - began - tick)
+                replica.alive_at += max(0.0, now - began - tick)
             if not self._may_probe:
                 for replica in self._replicas:
-                    replica.hear()
+                    replica.mark_alive()
                 continue
             for replica in self._replicas:
                 if replica.state == "ready":
@@ -566,7 +566,7 @@ class Pool(Engine):
                 await asyncio.gather(*(self._ping(r) for r in ready))
 
     def _check_frozen(self, replica: _Replica, now: float) -> None:
-        quiet = now - replica.heard_at
+        quiet = now - replica.alive_at
         limit = self._config.frozen_seconds
         if not replica.streams or quiet < limit / 2:
             return
@@ -589,14 +589,14 @@ class Pool(Engine):
             return False
         return True
 
-    async def _each(self, call: Callable[[_Replica], Awaitable[None]]) -> None:
+    async def _call_all(self, call: Callable[[_Replica], Awaitable[None]]) -> None:
         """Calls every replica that is not out; a replica that fails is out."""
 
         async def one(replica: _Replica) -> None:
             try:
                 async with asyncio.timeout(self._config.load_seconds):
                     await call(replica)
-                replica.hear()
+                replica.mark_alive()
             except _OF_THE_REQUEST:
                 raise
             except _FAILURES as error:
@@ -638,7 +638,7 @@ class Pool(Engine):
             self._lose(replica, f"weights of version {version}: {_text(error)}")
             return False
         replica.version = version
-        replica.hear()
+        replica.mark_alive()
         if not was_out and replica.state == "loading":
             replica.state = "ready"
             self._ledger.wake()

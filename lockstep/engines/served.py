@@ -220,7 +220,7 @@ class ServedEngine(Engine):
         return self._ledger.stats
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
-        return self._ledger.answer(request, self._start, self._cut)
+        return self._ledger.answer(request, self._start, self._abort_now)
 
     async def score(
         self,
@@ -248,7 +248,7 @@ class ServedEngine(Engine):
             how = {"first": first, "priority": priority}
             return await self.wire.score(call_id, ids, **how, adapter=name), version
 
-        scores, version = await self._ask(call)
+        scores, version = await self._call_when_open(call)
         self._check_labels(scores.labels)
         self._check_echo("score", ids, scores.prompt_ids)
         if len(scores.logprobs) != len(ids) - first:
@@ -276,10 +276,10 @@ class ServedEngine(Engine):
         try:
             if reply.call_id:  # else it waits between two calls
                 await self.wire.abort(reply.call_id)
-                await self._settle(call for call, of in self._calls.items() if of is reply)
+                await self._wait_for_end(call for call, of in self._calls.items() if of is reply)
         finally:
             if not reply.is_done:
-                self._cut(reply)
+                self._abort_now(reply)
 
     async def pause(self) -> None:
         async with self._changing():
@@ -326,10 +326,10 @@ class ServedEngine(Engine):
             before = self._adapters.get(name)
             self._adapters[name] = wire_name, version
             if before is not None:
-                await self._move(name)
+                await self._interrupt_adapter(name)
                 await self.wire.drop_adapter(before[0])
 
-    async def _move(self, name: str) -> None:
+    async def _interrupt_adapter(self, name: str) -> None:
         """Ends calls with the adapter's old tensors. Their requests continue with the new ones."""
         for reply in self._replies_of(name):
             if reply.call_id:
@@ -443,12 +443,12 @@ class ServedEngine(Engine):
         """Works on one request, call after call, until it has ended."""
         try:
             while not reply.is_done:
-                await self._ask(partial(self._call, reply), reply)
+                await self._call_when_open(partial(self._call, reply), reply)
         except Exception as error:
             answer = f"the answer of engine {self.capabilities.name} could not be read"
             self._ledger.fail(reply, error, doing=answer)
 
-    async def _ask(
+    async def _call_when_open(
         self, call: Callable[[str], Coroutine[Any, Any, T]], reply: _Entry | None = None
     ) -> T:
         """The result of a call, once the gate is open. If the gate cuts a call off, it is made
@@ -510,7 +510,7 @@ class ServedEngine(Engine):
                 num_cached = max(num_cached, chunk.num_cached_tokens)
                 self._check_echo(reply.where, call.prompt_ids, chunk.prompt_ids)
                 self._check_labels(chunk.labels)
-                self._take(reply, chunk)
+                self._receive(reply, chunk)
                 if not reply.deltas:
                     reply.num_cached = min(num_cached, len(request.prompt_ids))
                 has_ended = chunk.finish_reason is not None
@@ -532,7 +532,7 @@ class ServedEngine(Engine):
             self._send(reply, *end)
         return reply.is_done
 
-    def _take(self, reply: _Entry, chunk: Chunk) -> None:
+    def _receive(self, reply: _Entry, chunk: Chunk) -> None:
         """Adds the tokens of a chunk. Raises EngineError for tokens that cannot be."""
         where, at = reply.where, len(reply.token_ids)
         found = self.capabilities
@@ -674,12 +674,12 @@ class ServedEngine(Engine):
 
     async def _end_calls(self, calls: Iterable[asyncio.Task[Any]]) -> None:
         """Waits while calls end, and closes the connections of calls that do not."""
-        if left := await self._settle(calls):
+        if left := await self._wait_for_end(calls):
             for call in left:
                 call.cancel()
             await asyncio.wait(left)
 
-    async def _settle(self, calls: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+    async def _wait_for_end(self, calls: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
         """Waits while calls end, one after another. Returns calls that do not."""
         left = set(calls)
         while left:
@@ -760,7 +760,7 @@ class ServedEngine(Engine):
         reply.routes = [held[num:]]
         return held[:num]
 
-    def _cut(self, reply: _Entry) -> None:
+    def _abort_now(self, reply: _Entry) -> None:
         """Ends a request here and now, with the tokens that it has."""
         self._send(reply, "abort")
         assert reply.driver is not None, "started"

@@ -18,8 +18,8 @@ from lockstep.engines.config import SGLangConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.http_wire import (
     HttpWire,
+    check_echoed_ids,
     check_same_config,
-    check_told,
     connect,
     is_adapter,
     labels_of,
@@ -186,7 +186,7 @@ class SGLangWire(HttpWire):
         """num_before: tokens of the answer that came with earlier events."""
         about = answer["meta_info"]
         ids, logprobs = answer["output_ids"], _entries(about, "output_token_logprobs")
-        check_told(logprobs[0], list(ids), self.url)
+        check_echoed_ids(logprobs[0], list(ids), self.url)
         reason = about["finish_reason"] or {}
         kind = reason.get("type")
         if kind == "abort" and reason.get("status_code"):

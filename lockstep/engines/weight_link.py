@@ -114,13 +114,13 @@ class WeightSender:
             while len(left) > len(self._buffer) - used:
                 part, left = left.tensor_split([len(self._buffer) - used])
                 self._buffer[used:].copy_(part)
-                self._hand_over(number, names, len(self._buffer), has_failed=has_failed)
+                self._offer_bucket(number, names, len(self._buffer), has_failed=has_failed)
                 names, used, number = [], 0, number + 1
             self._buffer[used : used + len(left)].copy_(left)
             used += len(left)
-        self._hand_over(number, names, used, is_last=True, has_failed=has_failed)
+        self._offer_bucket(number, names, used, is_last=True, has_failed=has_failed)
 
-    def _hand_over(
+    def _offer_bucket(
         self,
         number: int,
         names: list[Any],

@@ -102,7 +102,7 @@ class WorkerEngine(Engine):
             raise _error(*value)
         self._worker, self._lost = worker, ""
         self._capabilities, self._version = value
-        worker.listen(self._take, lambda: self._lose(worker.why_ended()))
+        worker.listen(self._deliver, lambda: self._lose(worker.why_ended()))
 
     @property
     def pid(self) -> int:
@@ -245,7 +245,7 @@ class WorkerEngine(Engine):
         self._worker.send([(number, name, arguments)])
         return number, call
 
-    def _take(self, batch: Batch) -> None:
+    def _deliver(self, batch: Batch) -> None:
         """Hands each loop its answers. Runs in the reader's thread."""
         for number, kind, value in batch:
             if (call := self._calls.get(number)) is not None:
@@ -258,7 +258,7 @@ class WorkerEngine(Engine):
             self._lost = why
             numbers = list(self._calls)
         error = in_words(closed if self._is_closed else EngineDownError(why))
-        self._take([(number, "error", error) for number in numbers])
+        self._deliver([(number, "error", error) for number in numbers])
 
 
 def _error(kind: str, text: str) -> LockstepError:

@@ -52,10 +52,10 @@ class _Host:
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        self._line.listen(partial(loop.call_soon_threadsafe, self._take), end_now)
+        self._line.listen(partial(loop.call_soon_threadsafe, self._receive), end_now)
         await self._closed.wait()
 
-    def _take(self, batch: Batch) -> None:
+    def _receive(self, batch: Batch) -> None:
         for number, name, arguments in batch:
             if name != "cancel":
                 task = asyncio.get_running_loop().create_task(self._answer(number, name, arguments))
@@ -67,13 +67,13 @@ class _Host:
         try:
             if name == "generate":
                 async for delta in self._engine.generate(**arguments):
-                    self._say(number, "delta", delta)
-                self._say(number, "end", None)
+                    self._reply(number, "delta", delta)
+                self._reply(number, "end", None)
             else:
                 method = getattr(self, f"_{name}", None) or getattr(self._engine, name)
-                self._say(number, "result", await method(**arguments))
+                self._reply(number, "result", await method(**arguments))
         except asyncio.CancelledError:
-            self._say(number, "end", None)
+            self._reply(number, "end", None)
         except TornWeightsError:
             traceback.print_exc()
             sys.stderr.flush()
@@ -81,7 +81,7 @@ class _Host:
         except Exception as error:
             if not isinstance(error, LockstepError):
                 traceback.print_exc()
-            self._say(number, "error", in_words(error))
+            self._reply(number, "error", in_words(error))
         finally:
             del self._running[number]
 
@@ -95,5 +95,5 @@ class _Host:
         await self._engine.close()
         self._closed.set()
 
-    def _say(self, number: int, kind: str, value: Any) -> None:
+    def _reply(self, number: int, kind: str, value: Any) -> None:
         self._line.send([(number, kind, value)])

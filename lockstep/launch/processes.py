@@ -93,7 +93,7 @@ class _Follower:
         self._output, theirs = context.Pipe(duplex=False)
         self._printed: deque[str] = deque(maxlen=NUM_LINES)
         self._rank = place.rank
-        self.process = context.Process(target=_follow, args=(place, call, theirs), daemon=True)
+        self.process = context.Process(target=_rank_main, args=(place, call, theirs), daemon=True)
         self.process.start()
         theirs.close()
         self._reader = threading.Thread(target=self._pass_on, daemon=True)
@@ -155,7 +155,7 @@ def _heard_at_once(end_others: Callable[[], object]) -> Generator[None]:
         os.close(reading)
 
 
-def _follow(place: Place, call: Callable[..., Any], output: Connection) -> None:
+def _rank_main(place: Place, call: Callable[..., Any], output: Connection) -> None:
     """The main function of ranks 1 and up. Silent: rank 0 says why a run has stopped."""
     os.environ |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank)}
     for number in (1, 2):
@@ -208,7 +208,7 @@ def _call(
         timeout_seconds=parallel.timeout_seconds,
         join_seconds=JOIN_SECONDS if is_local else None,
     )
-    ranks = _beside(join, why_lost)
+    ranks = _in_thread(join, why_lost)
     ranks.use_device()
     try:
         with ranks.taking_interrupts():
@@ -225,7 +225,7 @@ def _call(
     return result
 
 
-def _beside(work: Callable[[], T], why_lost: Callable[[float], str]) -> T:
+def _in_thread(work: Callable[[], T], why_lost: Callable[[float], str]) -> T:
     """`work()`, in a thread: this one hears signals meanwhile, and the end of other processes.
     Raises RankError if `why_lost` says so."""
     result: Future[T] = Future()

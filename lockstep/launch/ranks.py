@@ -78,7 +78,7 @@ class Ranks:
             where = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(where)
         try:
-            store = _meet(place, timedelta(seconds=limit))
+            store = _open_store(place, timedelta(seconds=limit))
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
                 store=store,
@@ -222,7 +222,7 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _meet(place: Place, timeout: timedelta) -> Store:
+def _open_store(place: Place, timeout: timedelta) -> Store:
     """The store through which the ranks find each other, once all are there. Raises RuntimeError
     naming the missing ranks."""
     if place.meeting == "env://":

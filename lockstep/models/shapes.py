@@ -48,7 +48,7 @@ class ParameterLayout:
 def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
     """name -> layout of each parameter of `Decoder(config)`, in the order of the forward."""
     c, D = config, config.hidden_size
-    out = {"embedding": _whole(EMBEDDING, c.num_rows, D)}
+    out = {"embedding": _single(EMBEDDING, c.num_rows, D)}
     for i in range(c.num_layers):
         theirs = f"model.layers.{i}"
         mlp = f"{theirs}.mlp"
@@ -63,15 +63,15 @@ def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
             width = c.dense_intermediate_size if c.is_moe else c.intermediate_size
             halves = {f"{mlp}.gate_proj": width, f"{mlp}.up_proj": width}
             layer["mlp.gate_up_proj.weight"] = _rows(halves, "weight", D)
-            layer["mlp.down_proj.weight"] = _whole(f"{mlp}.down_proj.weight", D, width)
+            layer["mlp.down_proj.weight"] = _single(f"{mlp}.down_proj.weight", D, width)
         elif c.architecture == "gpt_oss":
             layer |= _gpt_oss_experts(c, mlp)
         else:
             layer |= _experts_one_by_one(c, mlp)
         out |= {f"layers.{i}.{name}": parameter for name, parameter in layer.items()}
-    out["final_norm"] = _whole("model.norm.weight", D)
+    out["final_norm"] = _single("model.norm.weight", D)
     if not c.tie_embeddings:
-        out["untied_head"] = _whole(HEAD, c.num_rows, D)
+        out["untied_head"] = _single(HEAD, c.num_rows, D)
     if c.has_vision:
         for name, parameter in out.items():
             pieces = (replace(p, name=named(c, p.name)) for p in parameter.pieces)
@@ -91,18 +91,18 @@ def _attention(c: ModelConfig, theirs: str) -> dict[str, ParameterLayout]:
     heads = {f"{theirs}.{x}_proj": n for x, n in zip("qkv", sizes, strict=True)}
     out = {
         "attention.qkv_proj.weight": _rows(heads, "weight", D),
-        "attention.o_proj.weight": _whole(f"{theirs}.o_proj.weight", D, q),
+        "attention.o_proj.weight": _single(f"{theirs}.o_proj.weight", D, q),
     }
     if c.has_attention_bias:
         out["attention.qkv_proj.bias"] = _rows(heads, "bias")
     if c.has_attention_bias and c.has_output_bias:
-        out["attention.o_proj.bias"] = _whole(f"{theirs}.o_proj.bias", D)
+        out["attention.o_proj.bias"] = _single(f"{theirs}.o_proj.bias", D)
     if c.has_qk_norm:
         q_width, k_width = (q, kv) if c.has_wide_qk_norm else (K, K)
-        out["attention.q_norm"] = _whole(f"{theirs}.q_norm.weight", q_width)
-        out["attention.k_norm"] = _whole(f"{theirs}.k_norm.weight", k_width)
+        out["attention.q_norm"] = _single(f"{theirs}.q_norm.weight", q_width)
+        out["attention.k_norm"] = _single(f"{theirs}.k_norm.weight", k_width)
     if c.has_sinks:
-        out["attention.sinks"] = _whole(f"{theirs}.sinks", H)
+        out["attention.sinks"] = _single(f"{theirs}.sinks", H)
     return out
 
 
@@ -116,11 +116,11 @@ def _linear_attention(c: ModelConfig, at: LinearShape, theirs: str) -> dict[str,
     conv = (at.channels, 1, at.conv_width)
     return {
         "attention.in_proj.weight": _rows(parts, "weight", D),
-        "attention.conv_weight": _whole(f"{theirs}.conv1d.weight", *conv),
-        "attention.A_log": _whole(f"{theirs}.A_log", H),
-        "attention.dt_bias": _whole(f"{theirs}.dt_bias", H),
-        "attention.value_norm": _whole(f"{theirs}.norm.weight", at.value_dim),
-        "attention.out_proj.weight": _whole(f"{theirs}.out_proj.weight", D, at.value_width),
+        "attention.conv_weight": _single(f"{theirs}.conv1d.weight", *conv),
+        "attention.A_log": _single(f"{theirs}.A_log", H),
+        "attention.dt_bias": _single(f"{theirs}.dt_bias", H),
+        "attention.value_norm": _single(f"{theirs}.norm.weight", at.value_dim),
+        "attention.out_proj.weight": _single(f"{theirs}.out_proj.weight", D, at.value_width),
     }
 
 
@@ -129,23 +129,23 @@ def _latent_attention(c: ModelConfig, at: LatentShape, theirs: str) -> dict[str,
     unfolded, folded = H * (at.nope_dim + at.value_dim), c.key_dim
     kv_a = f"{theirs}.kv_a_proj_with_mqa"
     out = {
-        "attention.kv_a_proj.weight": _whole(f"{kv_a}.weight", folded, D),
-        "attention.kv_a_norm": _whole(f"{theirs}.kv_a_layernorm.weight", at.kv_rank),
-        "attention.kv_b_proj.weight": _whole(f"{theirs}.kv_b_proj.weight", unfolded, at.kv_rank),
-        "attention.o_proj.weight": _whole(f"{theirs}.o_proj.weight", D, H * at.value_dim),
+        "attention.kv_a_proj.weight": _single(f"{kv_a}.weight", folded, D),
+        "attention.kv_a_norm": _single(f"{theirs}.kv_a_layernorm.weight", at.kv_rank),
+        "attention.kv_b_proj.weight": _single(f"{theirs}.kv_b_proj.weight", unfolded, at.kv_rank),
+        "attention.o_proj.weight": _single(f"{theirs}.o_proj.weight", D, H * at.value_dim),
     }
     q, narrow = H * c.head_dim, at.query_rank
     if narrow:
-        out["attention.q_a_proj.weight"] = _whole(f"{theirs}.q_a_proj.weight", narrow, D)
-        out["attention.q_a_norm"] = _whole(f"{theirs}.q_a_layernorm.weight", narrow)
-        out["attention.q_b_proj.weight"] = _whole(f"{theirs}.q_b_proj.weight", q, narrow)
+        out["attention.q_a_proj.weight"] = _single(f"{theirs}.q_a_proj.weight", narrow, D)
+        out["attention.q_a_norm"] = _single(f"{theirs}.q_a_layernorm.weight", narrow)
+        out["attention.q_b_proj.weight"] = _single(f"{theirs}.q_b_proj.weight", q, narrow)
     else:
-        out["attention.q_proj.weight"] = _whole(f"{theirs}.q_proj.weight", q, D)
+        out["attention.q_proj.weight"] = _single(f"{theirs}.q_proj.weight", q, D)
     if c.has_attention_bias:
-        out["attention.kv_a_proj.bias"] = _whole(f"{kv_a}.bias", folded)
-        out["attention.o_proj.bias"] = _whole(f"{theirs}.o_proj.bias", D)
+        out["attention.kv_a_proj.bias"] = _single(f"{kv_a}.bias", folded)
+        out["attention.o_proj.bias"] = _single(f"{theirs}.o_proj.bias", D)
         if narrow:
-            out["attention.q_a_proj.bias"] = _whole(f"{theirs}.q_a_proj.bias", narrow)
+            out["attention.q_a_proj.bias"] = _single(f"{theirs}.q_a_proj.bias", narrow)
     return out
 
 
@@ -160,7 +160,7 @@ def _norms(c: ModelConfig, layer: str) -> dict[str, ParameterLayout]:
         "post_attention_norm": "pre_feedforward",
     }
     return {
-        ours: _whole(f"{layer}.{theirs}_layernorm.weight", c.hidden_size)
+        ours: _single(f"{layer}.{theirs}_layernorm.weight", c.hidden_size)
         for ours, theirs in names[c.norms].items()
     }
 
@@ -185,7 +185,7 @@ def misfits(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[
     ]
 
 
-def _whole(name: str, *shape: int) -> ParameterLayout:
+def _single(name: str, *shape: int) -> ParameterLayout:
     return ParameterLayout(shape, (Piece(name, shape, lambda parameter: parameter),))
 
 
@@ -213,8 +213,8 @@ def _gpt_oss_experts(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
         return ParameterLayout(shape, (Piece(f"{experts}.{name}", theirs, view),))
 
     return {
-        "mlp.router.weight": _whole(f"{mlp}.router.weight", E, D),
-        "mlp.router.bias": _whole(f"{mlp}.router.bias", E),
+        "mlp.router.weight": _single(f"{mlp}.router.weight", E, D),
+        "mlp.router.bias": _single(f"{mlp}.router.bias", E),
         "mlp.gate_up_proj": one(
             "gate_up_proj",
             (E, 2 * F, D),
@@ -230,7 +230,7 @@ def _gpt_oss_experts(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
         "mlp.down_proj": one(
             "down_proj", (E, D, F), (E, F, D), lambda parameter: parameter.transpose(1, 2)
         ),
-        "mlp.down_bias": _whole(f"{experts}.down_proj_bias", E, D),
+        "mlp.down_bias": _single(f"{experts}.down_proj_bias", E, D),
     }
 
 
@@ -246,9 +246,9 @@ def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
 
     halves = (("gate", 0), ("up", F))
     gate_up = (piece(e, name, (F, D), first) for e in range(E) for name, first in halves)
-    out = {"mlp.router.weight": _whole(f"{mlp}.gate.weight", E, D)}
+    out = {"mlp.router.weight": _single(f"{mlp}.gate.weight", E, D)}
     if c.has_sigmoid_routes:
-        out["mlp.router.choice_bias"] = _whole(f"{mlp}.gate.{CHOICE_BIAS}", E)
+        out["mlp.router.choice_bias"] = _single(f"{mlp}.gate.{CHOICE_BIAS}", E)
     out |= {
         "mlp.gate_up_proj": ParameterLayout((E, 2 * F, D), tuple(gate_up)),
         "mlp.down_proj": ParameterLayout(
@@ -259,8 +259,8 @@ def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
         shared = f"{mlp}.shared_expert" if c.has_shared_gate else f"{mlp}.shared_experts"
         rows = {f"{shared}.{name}_proj": c.shared_width for name in ("gate", "up")}
         out["mlp.shared.gate_up_proj.weight"] = _rows(rows, "weight", D)
-        down = _whole(f"{shared}.down_proj.weight", D, c.shared_width)
+        down = _single(f"{shared}.down_proj.weight", D, c.shared_width)
         out["mlp.shared.down_proj.weight"] = down
         if c.has_shared_gate:
-            out["mlp.shared_gate.weight"] = _whole(f"{shared}_gate.weight", 1, D)
+            out["mlp.shared_gate.weight"] = _single(f"{shared}_gate.weight", 1, D)
     return out

@@ -36,7 +36,7 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     ignored = {parameter for parameter in model.parameters() if parameter.dtype != dtype}
     for block in model.get_submodule("layers").children():
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-    # The head is read after the forward that gathers it: kept until backward, or `let_go`.
+    # The head is read after the forward that gathers it: kept until backward, or `reshard`.
     fully_shard(
         model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored
     )
@@ -47,10 +47,10 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def let_go(model: torch.nn.Module) -> None:
+def reshard(model: torch.nn.Module) -> None:
     """Frees the parameters that a forward without a backward has left gathered."""
-    if callable(reshard := getattr(model, "reshard", None)):
-        reshard()
+    if callable(call := getattr(model, "reshard", None)):
+        call()
 
 
 def is_sharded(x: Tensor) -> TypeGuard[DTensor]:

@@ -123,7 +123,7 @@ async def _steps(run: TrainingRun) -> Status:
 
 async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     """sample, score, align, measure, correct, update, record, sync. None if no task is left."""
-    config, step, beside = run.config, run.step, run.buffer.beside
+    config, step, in_thread = run.config, run.step, run.buffer.beside
     began = time.perf_counter()
     seed_globals(config.seed, "step", step)
     torch.manual_seed(derive_seed(config.seed, "torch", step))
@@ -144,12 +144,12 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     signal = signal_metrics(run, batch)
     try:
         await run.leave_engine()
-        rows, sampled_rows, metrics = await beside(partial(align, run, groups, run.parts))
+        rows, sampled_rows, metrics = await in_thread(partial(align, run, groups, run.parts))
         if (teachers := run.parts.teachers) is not None:
-            metrics |= await teachers.score(rows, groups, run.parts.trainer, beside)
-        metrics |= await beside(partial(update, run, rows, sampled_rows, run.parts))
+            metrics |= await teachers.score(rows, groups, run.parts.trainer, in_thread)
+        metrics |= await in_thread(partial(update, run, rows, sampled_rows, run.parts))
         for seat in run.parts.own:
-            own_rows, figures = await beside(partial(train_own, run, seat, groups))
+            own_rows, figures = await in_thread(partial(train_own, run, seat, groups))
             sampled_rows = [*sampled_rows, *own_rows]
             metrics |= figures
         with uninterrupted():  # a step is kept with its episodes and its row, or made again
@@ -158,7 +158,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             row |= health_row(run, groups)
             row["tokens/sampled"] += signal.get("tokens/replaced", 0)
             try:
-                row |= await beside(partial(run.watch, step, rows, groups, version=version))
+                row |= await in_thread(partial(run.watch, step, rows, groups, version=version))
             except Exception:  # says nothing about the update, which is whole
                 run.advance(row)
                 raise

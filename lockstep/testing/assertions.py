@@ -103,7 +103,7 @@ def assert_aligned(
     has = frozenset({"rollout_logprobs", "trainer_logprobs"})
     found = examine(lambda: [rows], Setting(), has=has, only=_VALUES).findings
     if wrong := [finding for finding in found if finding.verdict == "differs"]:
-        raise AssertionError("\n".join(_said(finding, rows) for finding in wrong) + f"\n{NEXT}")
+        raise AssertionError("\n".join(_text_of(finding, rows) for finding in wrong) + f"\n{NEXT}")
     gap = np.abs(rows.gap)
     if np.isnan(gap).all():
         raise AssertionError(
@@ -112,7 +112,7 @@ def assert_aligned(
         )
     mean = float(np.nanmean(gap))
     if mean > max_mean_diff:
-        if told := _moved(rows):
+        if told := _shift(rows):
             raise AssertionError(f"{told}\n{NEXT}")
         raise AssertionError(
             f"the two sides are {mean:.3g} nats apart in the mean, at most {max_mean_diff:g} were "
@@ -120,7 +120,7 @@ def assert_aligned(
         )
 
 
-def _moved(rows: Rows) -> str:
+def _shift(rows: Rows) -> str:
     """The offset of log-probs, if a shift explains most of the gap; empty otherwise."""
     view = View(rows=rows, setting=Setting())
     shift = HYPOTHESES["hypotheses/shifted"]
@@ -289,7 +289,7 @@ def _worst(rows: Rows) -> str:
     )
 
 
-def _said(finding: Finding, rows: Rows) -> str:
+def _text_of(finding: Finding, rows: Rows) -> str:
     """The finding, its proof and its remedy."""
     cause = CAUSES[finding.cause]
     lines = [f"{cause.title} {finding.measured}."]

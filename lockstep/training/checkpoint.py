@@ -62,21 +62,21 @@ class CheckpointStore(Checkpoints):
         one writes.
         """
         target = self.root / f"step-{step:06d}"
-        beside = self.root / f".{target.name}.partial"
-        with storage_errors(target, partial=beside):
+        unfinished = self.root / f".{target.name}.partial"
+        with storage_errors(target, partial=unfinished):
             if trainer.is_writer:
                 self.root.mkdir(parents=True, exist_ok=True)
                 for leftover in {*self.root.glob(".step-*")} - {*self.named().values()}:
                     shutil.rmtree(leftover, ignore_errors=True)  # of a write that was killed
-            trainer.save(beside)
+            trainer.save(unfinished)
             if critic is not None:
-                critic.save(beside / CRITIC)
+                critic.save(unfinished / CRITIC)
             for seat, of_seat in seats.items():
-                of_seat.save(beside / SEATS / seat)
+                of_seat.save(unfinished / SEATS / seat)
             if not trainer.is_writer:
                 return target
             try:
-                write_json(beside / STATE, dict(state))
+                write_json(unfinished / STATE, dict(state))
             except (TypeError, ValueError) as error:
                 raise CheckpointError(
                     f"the state of step {step} cannot be written as JSON ({error}); expected "
@@ -84,11 +84,11 @@ class CheckpointStore(Checkpoints):
                 ) from error
             metric = metric if metric is not None and math.isfinite(metric) else None
             manifest = {"format_version": FORMAT_VERSION, "step": step, "metric": metric}
-            files = {name: list(entry) for name, entry in _digest_files(beside).items()}
-            write_json(beside / MANIFEST, {**manifest, "files": files})
-            sync_tree(beside)
-            replace_directory(beside, target, aside=self.root / f".{target.name}.replaced")
-            self._let_go()
+            files = {name: list(entry) for name, entry in _digest_files(unfinished).items()}
+            write_json(unfinished / MANIFEST, {**manifest, "files": files})
+            sync_tree(unfinished)
+            replace_directory(unfinished, target, aside=self.root / f".{target.name}.replaced")
+            self._delete_old()
         return target
 
     def load(
@@ -114,7 +114,7 @@ class CheckpointStore(Checkpoints):
         trainer.load(checkpoint, weights_only=weights_only)
         return json.loads((checkpoint / STATE).read_text("utf-8"))
 
-    def _let_go(self) -> None:
+    def _delete_old(self) -> None:
         keep = set(self.steps()[-self.keep_last :])
         best = self.best() if self.keep_best else None
         for path, manifest in self.whole():

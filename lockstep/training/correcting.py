@@ -41,7 +41,7 @@ def keep_tokens(
     correction: Correction | None,
     *,
     version: int,
-    beside: Mapping[str, Tensor] = {},
+    extra: Mapping[str, Tensor] = {},
 ) -> tuple[TokenBatch, Corrected | None]:
     """The trained tokens of a micro-batch, as a loss sees them. Also the correction's report, if it
     weighed or judged them by this forward; only then this waits for the GPU.
@@ -49,7 +49,7 @@ def keep_tokens(
     logprobs, entropy: [N] float32 of this forward, with gradient. correction: None keeps every
     token; a correction that changes no token keeps all tokens with a recorded log-prob. Rows with
     the column `importance_weights` were weighed over their whole batch before. version: of the
-    policy, for the age of tokens. beside: more fields of the batch, [N, ...].
+    policy, for the age of tokens. extra: more fields of the batch, [N, ...].
 
     A correction that rejects token 1 of three gives a batch of two, `kept=[0, 2]`; its `spread`
     puts their losses back at places 0 and 2, and 0.0 at place 1.
@@ -90,7 +90,7 @@ def keep_tokens(
         kept=kept,
         num_all=len(logprobs),
         sizes=sizes,
-        **{name: at_kept(values) for name, values in beside.items()},
+        **{name: at_kept(values) for name, values in extra.items()},
     )
     return tokens, weighed
 

@@ -25,7 +25,7 @@ from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, CheckpointError
 from lockstep.models import sequence_parallel
 from lockstep.models.critic import ValueModel, load_value_weights, save_value_model
-from lockstep.models.sharding import let_go
+from lockstep.models.sharding import reshard
 from lockstep.objectives.losses import explained_variance, value_loss
 from lockstep.training.config import CriticConfig, TrainerConfig
 from lockstep.training.learner import Learner, Metrics, check_same_shapes
@@ -136,7 +136,7 @@ class Critic(Learner):
         with torch.no_grad():
             batches = self._pack(samples, num_unread=num_unread)
             parts = [(batch, self._values(batch)) for batch in batches]
-        let_go(self.decoder)
+        reshard(self.decoder)
         return unpack_rows(samples, parts, ranks=self.ranks)
 
     def _values(self, batch: PackedBatch) -> Tensor:

@@ -75,7 +75,7 @@ class PackedSquare:
         return cls._of_roots(x.sqrt(), torch.zeros_like(x))
 
     @classmethod
-    def beside(
+    def bounded_by(
         cls, first: PackedMoment, second: Tensor, *, betas: tuple[float, float], step: Tensor
     ) -> PackedSquare:
         """AdamW's second moment, rounded at random, and at least what the first one implies: their

@@ -218,7 +218,7 @@ class Optimizer:
             for name, state in zip(names, states, strict=True):
                 first = PackedMoment.of(state["exp_avg"])
                 told = {"betas": self._betas, "step": state["step"]}
-                second = PackedSquare.beside(first, state["exp_avg_sq"], **told)
+                second = PackedSquare.bounded_by(first, state["exp_avg_sq"], **told)
                 self._state[name] |= {"exp_avg": first, "exp_avg_sq": second}
 
     def read_parameters(self) -> None:
@@ -239,7 +239,7 @@ class Optimizer:
             parts = {"master": master} if self._has_stored_master(name) else {}
             parts |= {key: state[key] for key in _MOMENTS if key in state}
             for key, part in parts.items():
-                whole = partial(_whole, part, parameter)
+                whole = partial(_gathered, part, parameter)
                 shape = tuple(parameter.shape)
                 out.append(Outgoing(f"{key}/{name}", shape, torch.float32, whole))
             if "step" in state:
@@ -308,7 +308,7 @@ def _numbers(tensor: Tensor | StoredTensor | PackedMoment | PackedSquare) -> Ten
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor.detach()
 
 
-def _whole(part: Tensor | PackedMoment | PackedSquare, parameter: torch.nn.Parameter) -> Tensor:
+def _gathered(part: Tensor | PackedMoment | PackedSquare, parameter: torch.nn.Parameter) -> Tensor:
     return whole_like(_numbers(part), parameter)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_IN_FLIGHT = 64  # rows that a server scores at the same time
 
-Beside = Callable[[Callable[[], Any]], Awaitable[Any]]
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a function of the trainer, beside the event loop where others go on."""
 
 
@@ -39,7 +39,7 @@ class Teachers:
         return [*self.models.values()] if self.config.signal == "full" else []
 
     async def score(
-        self, rows: Sequence[Sample], groups: Sequence[Group], trainer: Trainer, beside: Beside
+        self, rows: Sequence[Sample], groups: Sequence[Group], trainer: Trainer, in_thread: InThread
     ) -> Metrics:
         """Fills the columns that the trainer reads, `teacher_logprobs` or other signals' columns,
         and adds the teachers' part to `advantages`. Returns `distill/...`.
@@ -63,8 +63,8 @@ class Teachers:
                     row.set("teacher", np.full(len(row), number, np.int32))
                 continue
             if config.signal == "top_k":
-                await beside(partial(trainer.list_likely, own, model, top_k=config.top_k))
-            await beside(partial(trainer.forward, own, column="teacher_logprobs", model=model))
+                await in_thread(partial(trainer.list_likely, own, model, top_k=config.top_k))
+            await in_thread(partial(trainer.forward, own, column="teacher_logprobs", model=model))
         for row in rows:
             row.set("advantages", row.columns["advantages"] * np.float32(config.reward_coef))
         if config.signal == "full":

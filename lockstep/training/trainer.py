@@ -30,7 +30,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.lora import adapter_parameters, adapter_replaced, adapter_scaled
 from lockstep.models.moe import Routing
 from lockstep.models.peft_io import check_policy, load_policy, save_policy
-from lockstep.models.sharding import let_go, local_part
+from lockstep.models.sharding import local_part, reshard
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
 from lockstep.objectives.distillation import vocabulary_kl
 from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss, make_loss, with_teacher
@@ -165,13 +165,13 @@ class Trainer(Learner):
                 parts.append((batch, self._log_probs(batch, routing, model=model)[0]))
                 if routing is not None and is_capturing:
                     keep_routes(samples, batch, routing, column=OLD_ROUTES)
-        let_go(model or self.model)
+        reshard(model or self.model)
         if is_capturing and self.ranks is not None:
             self._share_routes(samples, [batch for batch, _ in parts])
         self.num_recomputed += sum(sample.num_trained for sample in samples)
         out = self._by_row(samples, parts)
         if column is not None:
-            _keep(samples, out, column)
+            _store_column(samples, out, column)
         return out
 
     def list_likely(self, samples: Sequence[Sample], model: Decoder, *, top_k: int) -> None:
@@ -212,7 +212,7 @@ class Trainer(Learner):
                 (batch, self._log_probs(batch, routing_of(batch))[0])
                 for batch in self._pack(samples, routes=self._routes(samples))
             ]
-        let_go(self.model)
+        reshard(self.model)
         if is_checking:
             self._check_contract(samples, parts)
         report = MismatchReport.empty()
@@ -220,7 +220,7 @@ class Trainer(Learner):
             if not batch.is_filler:
                 report = report.merge(measure_batch(batch, logprobs, self.version))
         if column is not None:
-            _keep(samples, self._by_row(samples, parts), column)
+            _store_column(samples, self._by_row(samples, parts), column)
         return report if self.ranks is None else report.all_reduced(self.ranks.data_group)
 
     def forward_backward(
@@ -283,10 +283,10 @@ class Trainer(Learner):
                 )
                 totals.reports = merge_reports(totals.reports, found)
         if column is not None:
-            _keep(samples, self._by_row(samples, logprobs), column)
+            _store_column(samples, self._by_row(samples, logprobs), column)
         if correction is not None and correction.changes_tokens and not is_weighed:
             weights = [(part.batch, part.weights) for part in trained]
-            _keep(samples, self._by_row(samples, weights, fill=0.0), WEIGHTS)
+            _store_column(samples, self._by_row(samples, weights, fill=0.0), WEIGHTS)
         if self.ranks is not None:
             totals = reduce(Totals.merge, self.ranks.gather_data(totals.on_host()))
         self._num_kept += totals.counts["kept"]
@@ -324,7 +324,7 @@ class Trainer(Learner):
         if scored_by == "forward":
             self._score(samples)
         elif scored_by == "sampler":
-            _keep(samples, [s.columns["rollout_logprobs"] for s in samples], "old_logprobs")
+            _store_column(samples, [s.columns["rollout_logprobs"] for s in samples], "old_logprobs")
         rows, weighed = list(samples), {}
         if scored_by != "training":
             rows, weighed = weigh_samples(samples, correction, version=self.version)
@@ -416,7 +416,7 @@ class Trainer(Learner):
             recorded = np.where(sample.loss_mask, sample.columns["rollout_logprobs"], np.nan)
             sample.set("old_logprobs", recorded.astype(np.float32))
         self.forward(others)
-        _keep(samples, [s.columns["old_logprobs"] for s in samples], "logprobs")
+        _store_column(samples, [s.columns["old_logprobs"] for s in samples], "logprobs")
 
     def _step(
         self,
@@ -433,7 +433,7 @@ class Trainer(Learner):
         """
         num_updates = self.config.updates_per_batch
         if not is_scored and num_updates > 1:
-            _keep(rows, [np.full(len(s), np.nan, np.float32) for s in rows], "logprobs")
+            _store_column(rows, [np.full(len(s), np.nan, np.float32) for s in rows], "logprobs")
         # A loss without a ratio, or with a ratio of 1 by definition, is linear in log-probs.
         loss_fn = make_loss(objective)
         if self.distill is not None and self.distill.signal != "sampled":
@@ -469,9 +469,9 @@ class Trainer(Learner):
             routing = Routing()  # keeps the chosen experts, for `moe/...`
         if routing is not None and aux_coef:
             routing.weight_T = count_rows(batch)
-        logprobs, entropy, beside = self._score_trained(batch, routing)
+        logprobs, entropy, extra = self._score_trained(batch, routing)
         tokens, weighed = keep_tokens(
-            batch, logprobs, entropy, correction, version=self.version, beside=beside
+            batch, logprobs, entropy, correction, version=self.version, extra=extra
         )
         weight_N = weights_of(batch)
         loss_N, total, out, aux = torch.zeros_like(logprobs.detach()), None, None, None
@@ -658,7 +658,7 @@ def _weighed(out: TokenLoss, tokens: TokenBatch) -> Tensor:
     return loss if out.regularizer is None else loss + out.regularizer
 
 
-def _keep(
+def _store_column(
     samples: Sequence[Sample], values: Sequence[npt.NDArray[np.float32]], column: str
 ) -> None:
     for sample, of_row in zip(samples, values, strict=True):

@@ -343,7 +343,7 @@ class EmbeddedEngine(Engine):
         self._ledger.check_open()
         if not self._ledger.is_asleep:
             self._drop_cache()
-            self._give_back()
+            self._free_memory()
             self._ledger.is_asleep = True
 
     async def wake(self) -> None:
@@ -360,7 +360,7 @@ class EmbeddedEngine(Engine):
         self._fail_all(EngineError("the engine was closed while the request was in flight."))
         self._ledger.is_closed = True
         if not self._ledger.is_asleep:
-            self._give_back()
+            self._free_memory()
 
     # -- arrival ------------------------------------------------------------------------------
 
@@ -714,15 +714,15 @@ class EmbeddedEngine(Engine):
     def _end(self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None) -> None:
         """Sends the last delta and removes the request."""
         self._send(sequence, reason, stop)
-        self._leave(sequence)
+        self._remove(sequence)
 
-    def _leave(self, sequence: Sequence, *, keep: bool = True) -> None:
+    def _remove(self, sequence: Sequence, *, keep: bool = True) -> None:
         self._scheduler.remove(sequence, keep=keep)
         self._watched.pop(sequence, None)
         self._has_finished = True
 
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
-        self._leave(sequence, keep=False)
+        self._remove(sequence, keep=False)
         if sequence.scoring is None:
             self._ledger.fail(sequence, error)
         elif not sequence.scoring.future.done():
@@ -769,7 +769,7 @@ class EmbeddedEngine(Engine):
             self._ahead.wait()
             self._ahead = None
 
-    def _give_back(self) -> None:
+    def _free_memory(self) -> None:
         """Frees the memory that is not the model's."""
         self._drop_ahead()
         self._cache.deallocate()

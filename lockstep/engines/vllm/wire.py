@@ -28,8 +28,8 @@ from lockstep.engines.config import DecoderChoice, VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.http_wire import (
     HttpWire,
+    check_echoed_ids,
     check_same_config,
-    check_told,
     connect,
     is_adapter,
     labels_of,
@@ -117,7 +117,7 @@ def sampling_settings(request: Request, *, is_ours: bool) -> dict[str, Any]:
     return settings
 
 
-def _asked(
+def _answer_of(
     client: HttpClient, path: str, needed: str, *, body: Mapping[str, Any] | None = None
 ) -> Any:
     """The answer of a route. needed: how a server that has the route is started."""
@@ -150,8 +150,8 @@ class VllmWire(HttpWire):
         help, if it lacks what a run needs or serves another model."""
         super().__init__(client, context)
         self.server, self._is_asleep = server, False
-        _asked(client, "/version", "vLLM")
-        info = _asked(
+        _answer_of(client, "/version", "vLLM")
+        info = _answer_of(
             client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
         )
         settings = info["vllm_config"]
@@ -177,7 +177,7 @@ class VllmWire(HttpWire):
         check_same_config("vllm", client.url, context, shape, SHAPE_FIELDS)
         asked = {"max_tokens": 1, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": [0], "return_token_ids": True, "sampling_params": asked}
-        probe = _asked(client, GENERATE, "--enable-scale-out", body=body)
+        probe = _answer_of(client, GENERATE, "--enable-scale-out", body=body)
         details = (probe.get("usage") or {}).get("prompt_tokens_details")
         has_adapters = settings.get("lora_config") is not None
         if self._why_not_in_place and not has_adapters and server is None:
@@ -299,7 +299,7 @@ class VllmWire(HttpWire):
     def _chunk(self, answer: Any, choice: Any, *, has_ended: bool) -> Chunk:
         ids = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
-        check_told([entry["token_id"] for entry in content], ids, self.url)
+        check_echoed_ids([entry["token_id"] for entry in content], ids, self.url)
         routes = choice.get("routed_experts")
         return Chunk(
             token_ids=ids,

@@ -111,7 +111,7 @@ def test_a_second_moment_follows_gradients_that_become_smaller(beta):
             beta * second,
         )
         packed = PackedMoment.of(first)
-        second = PackedSquare.beside(packed, second, betas=(0.9, beta), step=step).unpacked()
+        second = PackedSquare.bounded_by(packed, second, betas=(0.9, beta), step=step).unpacked()
         first = packed.unpacked()
         expected = beta * expected
         assert torch.equal(PackedSquare.of(second).unpacked(), second)
