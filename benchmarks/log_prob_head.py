@@ -62,7 +62,7 @@ def load_trl(directory: str) -> Callable[..., Tensor]:
 
 
 def load_verl() -> Callable[..., Tensor]:
-    """LookupError says why not. The file is loaded alone: the package brings Ray with it."""
+    """LookupError gives the reason. The file is loaded alone: the package brings Ray with it."""
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
         raise LookupError("verl is not installed (pip install --no-deps verl)")

@@ -3,7 +3,7 @@
 16 query and 2 key heads of width 64, float32, one thread. Over 2k tokens in full, the peer is
 torch's flash attention (scaled_dot_product_attention, causal); with a window of 128 over 8k tokens,
 as one row and packed, it is the same call with a [T, T] mask of window and rows: what a trainer
-falls back to, since flash has no window on a CPU. The peer knows no sinks anywhere; ours has them,
+falls back to, since flash has no window on a CPU. The peer has no sinks anywhere; ours has them,
 in the plain and in the invariant backend.
 
 A measurement is a process of its own, after a small call that loads the libraries. Seconds are

@@ -1,4 +1,4 @@
-"""An engine of your own: a bigram table in numpy, behind the protocol that every engine speaks.
+"""An engine of your own: a bigram table in numpy, behind the protocol of every engine.
 
 `python my_engine.py` proves it with `check_engine`. A real one differs in `_logprobs` alone: there
 it asks a server or a GPU. An engine knows ids only: no text, no messages, no template. Registered

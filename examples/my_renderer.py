@@ -27,7 +27,7 @@ CONTROL_TOKENS = ("<|system|>", "<|user|>", "<|tool|>", "<|assistant|>", "<|call
 
 
 class PlainRenderer:
-    """Messages to tokens and back. Text goes through `encode`, which knows no control token."""
+    """Messages to tokens and back. `encode` never makes a control token from text."""
 
     name = "plain"
     thinking_opening: tuple[int, ...] = ()  # this format has no thinking

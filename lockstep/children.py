@@ -1,6 +1,6 @@
 """Child processes that answer requests.
 
-Foreign code that may hang, eat memory or crash (a chat template, a verifier, an environment of
+Foreign code that may hang, fill the memory or crash (a chat template, a verifier, an environment of
 another package) runs in a child. The parent holds a `Child`; the child's program calls `serve`, or
 follows the same protocol where Lockstep is not installed.
 

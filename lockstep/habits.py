@@ -1,4 +1,4 @@
-"""The setting that somebody means who writes it as another library does, or not quite right."""
+"""Finds the setting behind a misspelt name, or behind another library's name."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ LEAST_EXPERT_CHUNK = 1024  # models.experts.LEAST_CHUNK
 PROCESS = "process"
 KV_CACHE = "KV cache"
 STEP_PARTS = ("gradients", "activations", "log-prob head", "one block at work")
-"""Parts that are there while an update is computed, and not while the engine samples."""
+"""Parts that are in memory during an update, and not while the engine samples."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

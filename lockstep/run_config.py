@@ -48,7 +48,7 @@ DEFAULT_DTYPES: dict[Device, ComputeDtype] = {"cpu": "float32", "cuda": "bfloat1
 """A GPU multiplies bfloat16 many times faster than float32; most CPUs do not."""
 
 MAX_STEPS, MAX_EPISODES = 10**8, 10**6
-"""More would be a slip of the hand, and years."""
+"""Larger numbers are typing mistakes: such a run would take years."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +89,9 @@ class DoctorConfig:
     """stop: end the run with a checkpoint as soon as a step has a cause or max(|k1|, k2, k3) above
     0.1. note: report it and continue."""
     health: bool = True
-    """Say at each step what silently eats the learning: cut or failed episodes, tools that always
-    fail or that nobody calls, groups without a signal, a learning rate far from the usual. The same
-    lines are in `health/*`, the report and the end of a run."""
+    """Report silent obstacles to learning at each step: cut or failed episodes, tools that always
+    fail or are never called, groups without a signal, an unusual learning rate. The same lines are
+    in `health/*`, in the report and at the end of a run."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "doctor.", "rows", least=0)
@@ -205,11 +205,12 @@ class Config(ModelChoice):
     """Episodes per task: what a group baseline compares."""
     max_failed_share: float = 0.5
     """Share of a step's episodes that may fail (a tool crashes the environment, an engine answers
-    nonsense). Above it the run stops and says why; below it the other episodes are trained on."""
+    nonsense). Above it the run stops with the reason; below it the other episodes are trained
+    on."""
     max_staleness: int = 0
-    """Steps that the weights may be behind which sample a batch. 0 samples and trains in turn.
-    Above 0 up to this many later batches are under way, their episodes take new weights in the
-    middle of a reply, and an engine in a process of its own samples while the trainer trains."""
+    """Number of steps that the sampling weights may be behind. 0 samples and trains in turn. Above
+    0, up to this many later batches are sampled ahead. Their episodes get new weights in the middle
+    of a reply, and an engine in another process samples while the trainer trains."""
     over_stale: Literal["correct", "drop"] = "correct"
     """Treatment of a row with a token older than max_staleness (a replica lagged behind): train on
     it with its correction like any other, or drop it. It is counted either way."""
@@ -238,7 +239,7 @@ class Config(ModelChoice):
     placement: PlacementConfig = field(default_factory=LocalPlacement)
     """Machines that run the processes of the run."""
     sync: SyncConfig = field(default_factory=SyncConfig)
-    """How the engine gets the trainer's weights, and how that it did is verified."""
+    """Way of the trainer's weights to the engine, and its verification."""
     advantage: AdvantageConfig = field(default_factory=GRPO)
     """How rewards become advantages."""
     credit: CreditConfig = field(default_factory=CreditConfig)
@@ -513,9 +514,9 @@ class ServeConfig(ModelChoice):
     turn_seconds: float = 600.0
     """Seconds until a reply is cut off; the tokens sampled so far are returned."""
     idle_seconds: float = 3600.0
-    """A session without a request for so long has failed: its agent is gone. 0 waits for ever."""
+    """A session without a request for this time has failed: its agent is gone. 0: no limit."""
     max_sessions: int = 4096
-    """At the same time. Those that are finished can be read until their place is needed."""
+    """Sessions at the same time. Finished sessions can be read until their place is needed."""
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)

@@ -72,7 +72,7 @@ def bounded_memory(num_bytes: int) -> Iterator[None]:
 
 
 def max_open_files() -> int | None:
-    """The number of files that this process may have open; None where nobody knows."""
+    """Limit of open files of this process; None if unknown."""
     return None if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -34,7 +34,7 @@ whole models need the rest (a guess until measured)."""
 
 
 def base_names(config: ServeConfig) -> dict[str, str]:
-    """Name that clients use -> model, as the settings tell."""
+    """Name that clients use -> model, from the settings."""
     if config.tinker.models:
         return dict(entry.split("=", 1) for entry in config.tinker.models)
     return {config.model.rstrip("/").rpartition("/")[2]: config.model}

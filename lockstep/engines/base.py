@@ -1,6 +1,6 @@
 """The protocol of an inference engine: token ids in, sampled ids and their log-probs out.
 
-An engine knows nothing of messages, templates or text. It is handed the exact ids of a path and
+An engine never sees messages, templates or text. It is handed the exact ids of a path and
 returns the ids that it sampled, with the log-prob of each under a stated distribution.
 """
 

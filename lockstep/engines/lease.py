@@ -41,7 +41,7 @@ class Lease:
     held: int | None = None
     """Version of the weights that this process has loaded into the server."""
     violation: LeaseError | None = None
-    """The first proof that somebody else used the server."""
+    """The first proof that another run used the server."""
 
     @property
     def is_ours(self) -> bool:

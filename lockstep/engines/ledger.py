@@ -215,7 +215,7 @@ class Ledger(Generic[E]):
     def fail(self, entry: E, error: Exception, *, doing: str = "") -> None:
         """Ends a request with an error, which its readers get. A repeated id is sampled anew.
 
-        doing: begins the message of an error that nobody foresaw.
+        doing: begins the message of an unexpected error.
         """
         if entry.is_done:
             return
@@ -229,7 +229,7 @@ class Ledger(Generic[E]):
         _wake(entry.waiters)
 
     def forget(self, entry: E) -> None:
-        """Drops a request that nobody reads, so that a repeated id is sampled anew."""
+        """Drops a request without readers, so that a repeated id is sampled anew."""
         self._close(entry, is_forgotten=True)
 
     def _close(self, entry: E, *, is_forgotten: bool) -> None:

@@ -476,7 +476,7 @@ class Pool(Engine):
         answer another request. Raises an error that every replica would raise."""
         if isinstance(error, _OF_THE_REQUEST):
             raise error
-        if replica.state != "ready":  # it is known to be out, or its load will tell
+        if replica.state != "ready":  # it is known to be out, or its load will fail
             return
         if isinstance(error, TimeoutError):  # an OSError too
             self._ledger.stats["lost_replies"] += 1

@@ -94,7 +94,7 @@ class SGLangWire(HttpWire):
             has_routed_experts=bool(info.get("enable_return_routed_experts") and is_moe),
             has_adapters=has_adapters,
             has_score=True,
-            scored_distributions=("model",),  # a prompt's log-probs know no temperature
+            scored_distributions=("model",),  # a prompt's log-probs ignore the temperature
             has_sleep=bool(info.get("enable_memory_saver")),
             weight_sources=("directory", "adapter") if has_adapters else ("directory",),
         )

@@ -46,7 +46,7 @@ GPU_BUCKET = 256 << 20
 HOST_BUCKET = 32 << 20
 """The same without a GPU: half of what containers have as memory files by default."""
 LOOK_SECONDS = 0.002
-"""Time between two looks at what the other side has said."""
+"""Interval of polling for the other side's announcements."""
 CONNECT_SECONDS = 30.0
 """Longest that a worker tries to reach the trainer."""
 WAIT_SECONDS = 600.0
@@ -235,7 +235,7 @@ def _address_towards(host: str) -> str:
 
 
 def _wait(store: dist.TCPStore, key: str, has_failed: Callable[[], bool]) -> bytes:
-    """The value of `key`, once it is there."""
+    """Waits for `key` and returns its value."""
     deadline = time.monotonic() + WAIT_SECONDS
     try:
         while not store.check([key]):
@@ -253,7 +253,7 @@ def _wait(store: dist.TCPStore, key: str, has_failed: Callable[[], bool]) -> byt
 
 
 def _group(store: dist.TCPStore, rank: int, num_workers: int, backend: str) -> Any:
-    """A process group of the trainer, which is rank 0, and the workers; no other group knows it."""
+    """A process group of the trainer (rank 0) and the workers, separate from all others."""
     limit, of_group = timedelta(seconds=WAIT_SECONDS), dist.PrefixStore("group", store)
     if backend == "gloo":
         return dist.ProcessGroupGloo(of_group, rank, num_workers + 1, limit)

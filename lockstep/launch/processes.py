@@ -33,7 +33,7 @@ T = TypeVar("T")
 JOIN_SECONDS = 300.0
 """Time that processes of one machine have to import torch and meet."""
 POLL_SECONDS = 0.1
-"""Time between two looks at whether a process that should join has ended."""
+"""Interval of checks whether a process that should join has ended."""
 
 
 def on_all_ranks(
@@ -156,7 +156,7 @@ def _heard_at_once(end_others: Callable[[], object]) -> Generator[None]:
 
 
 def _rank_main(place: Place, call: Callable[..., Any], output: Connection) -> None:
-    """The main function of ranks 1 and up. Silent: rank 0 says why a run has stopped."""
+    """The main function of ranks 1 and up. It prints nothing: rank 0 explains why a run stopped."""
     os.environ |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank)}
     for number in (1, 2):
         os.dup2(output.fileno(), number)
@@ -226,8 +226,8 @@ def _call(
 
 
 def _in_thread(work: Callable[[], T], why_lost: Callable[[float], str]) -> T:
-    """`work()`, in a thread: this one hears signals meanwhile, and the end of other processes.
-    Raises RankError if `why_lost` says so."""
+    """Runs `work()` in a thread, so that this thread handles signals and ends of other processes.
+    Raises RankError if `why_lost` returns a text."""
     result: Future[T] = Future()
 
     def run() -> None:

@@ -28,7 +28,7 @@ async def in_thread(work: Callable[[], T], *, device: torch.device) -> T:
     current = asyncio.current_task()
     assert current is not None, "a coroutine runs in a task"
     for _ in range(num_interrupts):
-        current.uncancel()  # its count tells Ctrl-C from other ends: see asyncio.Runner.run
+        current.uncancel()  # its count separates Ctrl-C from other ends: see asyncio.Runner.run
     if num_interrupts:
         current.cancel()
     return ended.result()

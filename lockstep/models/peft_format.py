@@ -33,8 +33,8 @@ CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "bas
 PREFIX = "base_model.model."
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-"""Samples of each weight file: a few reads tell two trainings of one model, whose every weight
-differs."""
+"""Samples of each weight file. A few reads suffice: two trainings of one model differ in all
+weights."""
 
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Keys of config.json that change when a model is saved again."""

@@ -16,7 +16,7 @@ from lockstep.ops.head import chunk_rows
 
 Tensor = torch.Tensor
 
-# 1 - p of a probability that has rounded to 1, the least that float32 can tell. Without it one such
+# 1 - p of a probability that has rounded to 1, the smallest step of float32. Without it one such
 # token would be infinitely far from another that is as sure.
 SMALLEST_COMPLEMENT = torch.finfo(torch.float32).eps / 2
 

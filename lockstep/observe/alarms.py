@@ -1,7 +1,7 @@
 """Judges the metrics of a run: the mismatch of sampler and trainer, and the health of its learning.
 
-`TRIGGERS` is the one definition of what silently eats the learning. The console, metrics.jsonl, the
-trackers, the report and the end of a run all show what `judge` and `spells` find with it.
+`TRIGGERS` is the only definition of the silent obstacles to learning. The console, metrics.jsonl,
+the trackers, the report and the end of a run all show what `judge` and `spells` find with it.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Health:
     settings: Mapping[str, Any]
     """The run's settings, by dotted key."""
     reasons: dict[str, str] = field(default_factory=dict[str, str])
-    """Trigger -> an example that no number tells, such as the text of an error."""
+    """Trigger -> an example in words, such as the text of an error."""
     alarms: list[Alarm] = field(default_factory=list[Alarm])
     """Current alarms."""
     _window: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW))

@@ -27,7 +27,7 @@ class RunHeader:
     """Facts that stay the same during a run."""
 
     num_steps: int | None
-    """Number of steps, those before a resume included; None if nobody knows it."""
+    """Number of steps, including steps before a resume; None if unknown."""
     architecture: Architecture = "dense"
     is_one_process: bool = False
     """True if sampler and trainer share the process and the ops; see `mismatch_alarm`."""

@@ -52,7 +52,7 @@ class NotebookPanel:
         self._draw()
 
     def line(self, text: str) -> None:
-        """A line as a terminal shows it. One that no row tells is kept in sight."""
+        """A line as a terminal shows it. A line that repeats no row stays visible."""
         self._lines.append(text)
         if text not in self._start and not text.startswith(("step ", "eval ")):
             self._notes.append(text)

@@ -94,7 +94,7 @@ class Fingerprint:
         unknown = sorted(set(given) - set(known))
         if unknown or not {"ops", "dtype", "device"} <= set(given):
             raise ContractError(
-                f"{text!r} is not a fingerprint of the numerics that this version knows"
+                f"{text!r} is not a fingerprint of the numerics of this version"
                 + (f": unknown {', '.join(unknown)}." if unknown else ".")
             )
         numbers = {"key_block", "row_quantum", "head_quantum", "tensor_parallel"}

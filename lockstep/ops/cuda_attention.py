@@ -306,7 +306,7 @@ def _attention_kernel(
 class Vectors(NamedTuple):
     """Heads of width D in memory: head h at place n is vector h * head_step + n * place_step.
 
-    Steps are in units of D, so the kernel knows a vector's alignment without knowing the steps.
+    Steps are in units of D, so a vector's alignment does not depend on the steps.
     """
 
     storage: Tensor

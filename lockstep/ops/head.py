@@ -66,7 +66,7 @@ class LogProbs(torch.autograd.Function):
                 logp = ops.log_softmax(logits[block], temperature=temperature, kept=mask)
                 at = ids[here].view(len(logp), -1)
                 logprobs[here] = logp.gather(1, at).view(logprobs[here].shape)
-                # Any id that could be drawn tells the log-sum: its logit less its log-prob.
+                # The log-sum follows from any id that could be drawn: its logit less its log-prob.
                 seen = at[:, :1] if mask is None else mask.byte().argmax(1, keepdim=True)
                 seen_logits = logits[block].gather(1, seen).float() / temperature
                 log_sums[here] = (seen_logits - logp.gather(1, seen))[:, 0]

@@ -31,8 +31,8 @@ from lockstep.training.distill_config import DistillConfig, TeacherConfig
 STEPS_INSTRUCTIONS = "Work it out."
 TOOL_INSTRUCTIONS = "Use python."
 HEAD_INSTRUCTIONS = "Answer at once."
-"""Developer messages that tiny-math knows: for word problems, for chains with the tool, for chains
-without it."""
+"""Developer messages that tiny-math was trained on: for word problems, for chains with the tool,
+for chains without it."""
 
 
 def _tiny(**settings: Any) -> Config:

@@ -87,7 +87,7 @@ class ReportServer(ThreadingHTTPServer):
         self._paths, self._tokenizer_of, self._recipe_of = paths, tokenizer_of, recipe_of
         self._rows: dict[Path, tuple[str, dict[str, Any]]] = {}
         self._connections: dict[socket.socket, float] = {}
-        """Open ones -> when they began; inf once the request is there."""
+        """Open connections -> their start; inf once the request has arrived."""
         self._key = key.encode()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         check_key(key, host=host, where=f"--host {host}")

@@ -268,8 +268,8 @@ def build(
 def engine_context(
     config: ModelChoice, model_files: ModelFiles, model: Any, **more: Any
 ) -> EngineContext:
-    """All that an engine is made from. more: what the settings of a model do not tell, such as
-    `run` and `scratch`, or another directory."""
+    """All inputs of an engine. more: facts that are not among a model's settings, such as `run` and
+    `scratch`, or another directory."""
     from lockstep.engines.base import EngineContext
 
     tokenizer = model_files.renderer.tokenizer

@@ -646,7 +646,7 @@ async def _first_asked(config: Config, model_files: ModelFiles, task: Any) -> in
 
 
 def why_no_contract(config: Config) -> str:
-    """Why the contract cannot be kept, as far as the settings tell; empty if it may be."""
+    """The reason why these settings cannot keep the contract; empty if they may."""
     if config.fallback:
         return "fallback=true: transformers computes the model, and not ops"
     if config.agent.is_truncated and not config.agent.record_support:

@@ -62,9 +62,9 @@ def find_seats(config: Config) -> dict[str, Served]:
 def open_seats(
     config: Config, *, scratch: Path | None, on_wait: Callable[[str], None] = lambda text: None
 ) -> dict[str, SeatPolicy]:
-    """Opens an engine for each frozen seat. They draw as in training in every evaluation too, so
-    that the policy meets the same opponent. Under a contract they compute by ops whose result does
-    not depend on the batch: a resumed run meets the same replies."""
+    """Opens an engine for each frozen seat. In evaluations too they draw as in training, so that
+    the policy has the same opponent. Under a contract their ops do not depend on the batch, so a
+    resumed run gets the same replies."""
     out: dict[str, SeatPolicy] = {}
     for name, served in find_seats(config).items():
         place = None if scratch is None else scratch / f"seat-{name}"

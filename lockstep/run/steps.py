@@ -217,7 +217,7 @@ def is_multiple(step: int, every: int) -> bool:
 
 
 def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
-    """How many groups were replaced, and at what price; takes note of the tasks' difficulty."""
+    """Number and cost of replaced groups. Also records the tasks' difficulty."""
     found: dict[str, float] = {}
     if run.config.signal.max_extra_tasks:
         num_missing = sum(not group.has_signal for group in batch.groups)
@@ -234,7 +234,7 @@ def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
 
 
 def health_row(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
-    """The figures that the health line needs; takes note of the reasons that no figure tells."""
+    """The figures of the health line. Also records examples in words."""
     config, model = run.config, run.model_files.model
     teaches = config.distill is None or config.distill.reward_coef > 0
     found, reasons = health_metrics(

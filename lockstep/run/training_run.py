@@ -80,7 +80,7 @@ class TrainingRun:
     slots: EpisodeSlots = field(init=False)
     """Limits the episodes that run at the same time."""
     health: Health = field(init=False)
-    """Finds what silently eats the learning, over the last steps; see `doctor.health`."""
+    """Finds silent obstacles to learning in the last steps; see `doctor.health`."""
     difficulty: DifficultySource | None = None
     """The tasks of `buffer`, where they are drawn by their expected signal."""
     buffer: Buffer = field(init=False)
@@ -226,7 +226,7 @@ class TrainingRun:
     def watch(
         self, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
     ) -> dict[str, float]:
-        """`doctor/...` of a step's rows after the update: one process looks, all know."""
+        """`doctor/...` of a step's rows after the update: one process checks them for all."""
         found: dict[str, float] = {}
         if self.monitor is not None and rows:
             found = self.monitor(step, rows, groups, version=version)
@@ -254,8 +254,8 @@ class TrainingRun:
         return {f"engine/{name}": value for name, value in total.items()}
 
     def expect_alike(self, seconds: float) -> None:
-        """Ranks wait for each other no longer than this step, which took `seconds`, gives reason
-        to: a frozen one is found in time that grows with the work."""
+        """Limits the wait for other ranks by the time of this step, `seconds`. So a frozen rank is
+        found in a time that grows with the work."""
         self.longest_step = max(self.longest_step, seconds)
         if self.ranks is not None:
             limit = FREEZE_FACTOR * self.longest_step + self.config.agent.max_seconds
@@ -404,7 +404,7 @@ class TrainingRun:
         self.warn_of_lost(self.step - bool(self.row))
 
     def warn_of_lost(self, end: int) -> None:
-        """Names the steps before `end` whose row or episodes somebody took away."""
+        """Names the steps before `end` whose row or episodes were deleted."""
         run, keep = load_run(self.path), self.config.record.keep
         rows = {row["step"] for row in run.metrics if is_step_row(row)}
         steps, kept = range(run.first_step, end), range(run.first_step, self.step)

@@ -50,7 +50,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def durably(path: Path, attempt: Callable[[], object], *, partial: Path | None = None) -> None:
     """Makes one attempt to write `path`, and a few more if the disk fails. Each begins from
-    nothing: after a failed fsync nobody knows what the disk has. partial: see `storage_errors`."""
+    nothing: after a failed fsync the disk's contents are unknown. partial: see `storage_errors`."""
     for seconds in RETRY_SECONDS:
         try:
             attempt()

@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 class JsonlLogger:
     """Appends rows to a file; each is on disk when `log` returns, so a kill loses at most one.
 
-    A torn last line, left by a kill within a write, is cut off when the file is opened. A file that
-    somebody deletes meanwhile is written anew, with all its rows.
+    A torn last line, left by a kill within a write, is cut off when the file is opened. If the file
+    is deleted meanwhile, it is written again with all its rows.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -119,7 +119,7 @@ def default_run_path(name: str, *, root: str | os.PathLike[str] = "runs") -> Pat
 def describe_environment(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The facts that decide a run besides its config: versions, host, processor, threads, command.
 
-    facts: JSON values that only the caller knows (fingerprint, architecture).
+    facts: JSON values of the caller (fingerprint, architecture).
     """
     versions: dict[str, str] = {}
     for name in _NOTED:

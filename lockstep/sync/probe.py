@@ -64,7 +64,7 @@ class Probe:
 
         Raises EngineError for scores of another version than was loaded, or that are not finite.
         """
-        # At temperature 1, which every engine knows: it tells weights as well as another.
+        # Temperature 1, which every engine supports; the comparison of weights needs no other.
         score = partial(self.engine.score_by_each, distribution="model", temperature=1.0)
         by_each = await asyncio.gather(*map(score, self.texts))
         names = [name for name in by_each[0] if all(name in of_text for of_text in by_each)]

@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 Level = Literal["shared", "none", "version", "qualified", "correlated"]
 """How well it is verified that the engine runs the trainer's weights (docs/engines.md). shared:
-they are the same memory. none: nothing was loaded yet. version: the engine says so. qualified: it
-ran a large change of every group of tensors. correlated: it has followed the trainer since."""
+they are the same memory. none: nothing was loaded yet. version: the engine reports it. qualified:
+it ran a large change of every group of tensors. correlated: it has followed the trainer since."""
 _ORDER: tuple[Form, ...] = ("shared", "adapter", "tensors", "directory")
 _NUMBER: dict[Level, float] = {"none": 0.0, "version": 1.0, "qualified": 2.0, "correlated": 3.0}
 

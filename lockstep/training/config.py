@@ -98,7 +98,7 @@ class TrainerConfig(LearnerConfig):
     """AdamW's addition to the denominator."""
     max_skipped_steps: int = 10
     """Steps in a row whose update is skipped, for a loss or gradient that is not finite, until the
-    run saves and ends with exit code 3; 0 goes on for ever."""
+    run saves and ends with exit code 3; 0: no limit."""
     max_tokens_per_microbatch: int = 16384
     """Tokens of one forward and backward. Rows are packed without padding and never split, so the
     longest row must fit. Less memory, same result."""

@@ -98,7 +98,7 @@ def segment_advantages(
 
 
 def credit_metrics(groups: Sequence[Group], credit: CreditConfig) -> dict[str, float]:
-    """How many turns there were for the settings to tell apart; nothing by default."""
+    """Number of turns that the settings compare; nothing by default."""
     paths = _paths(scored_trajectories(groups))
     found: dict[str, float] = {}
     if paths and credit.compare != "episode":

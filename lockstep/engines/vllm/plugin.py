@@ -44,7 +44,7 @@ SETTINGS: dict[str, str] = {
 OTHER_CACHES = {"deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Architectures whose latents or states vLLM caches in another layout than Lockstep."""
 FLAGS = ("enforce-eager", "no-async-scheduling")
-"""No compiler, which would order sums anew; and a step's draws know the tokens of the last one."""
+"""No compiler, which would reorder sums. A step's draws need the last step's tokens."""
 
 OPS = "lockstep_ops"
 """Key of vLLM's additional configuration: the trainer's ops, pickled, in base64."""

@@ -151,7 +151,7 @@ bn=BENGALI gu=GUJARATI he=HEBREW ko=HANGUL ja=HIRAGANA+KATAKANA+CJK kn=KANNADA m
 pa=GURMUKHI ta=TAMIL te=TELUGU th=THAI zh=CJK
 """
 SCRIPTS = {k: tuple(v.split("+")) for k, v in (p.split("=") for p in _SCRIPTS.split())}
-"""Languages that the script alone tells from all others of LANGUAGES."""
+"""Languages with a script of their own among LANGUAGES."""
 
 MAX_LETTERS = 4000  # enough to see the script; a later change is not seen
 

@@ -44,8 +44,8 @@ class InstructionsConfig(FileTasks):
     eval_share: float = 0.1
     """Share of `path` that is held out, chosen by key. 1: all of it, for evaluation alone."""
     world: WorldName = "full"
-    """World of generated prompts. full: for a model that knows English. small: nine kinds and 28
-    words, for a tiny model."""
+    """World of generated prompts. full: for a model that understands English. small: nine kinds and
+    28 words, for a tiny model."""
     num_instructions: tuple[int, int] = (1, 3)
     """Least and most instructions in the first turn of a generated prompt."""
     num_turns: int = 1
