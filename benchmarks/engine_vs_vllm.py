@@ -213,7 +213,7 @@ def measure(side: str, directory: Path, dtype: str, rounds: int) -> dict[str, fl
 def in_process_of_its_own(
     side: str, directory: Path, dtype: str, rounds: int
 ) -> dict[str, float] | str:
-    """What `measure` found, or why it could not."""
+    """The result of `measure`, or the reason for its failure."""
     command = [sys.executable, __file__, "--measure", side, str(directory), dtype, str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()

@@ -136,7 +136,7 @@ def measure_here(case: str, side: str) -> dict[str, float]:
 
 
 def measure(script: str, *arguments: str) -> dict[str, float]:
-    """What `measure_here` of a script finds in a process of its own."""
+    """Runs `measure_here` of a script in a process of its own."""
     done = subprocess.run(
         [sys.executable, script, "--here", *arguments], stdout=subprocess.PIPE, text=True
     )

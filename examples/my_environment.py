@@ -24,7 +24,7 @@ from lockstep.training.config import TrainerConfig
 from lockstep.types import Message, Task
 
 FAILURES = ("tool/errors", "tool/timeouts", "tool/invalid_arguments", "tool/unknown")
-"""What `ToolEnvironment` counts of calls that did not work."""
+"""Counters of failed calls in `ToolEnvironment`."""
 
 PRICES = {"bolt": 2, "hinge": 5, "lamp": 19, "rope": 7, "saw": 23, "tile": 3}
 

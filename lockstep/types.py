@@ -169,7 +169,7 @@ class Ragged:
 MAX_JSON = 16_000_000
 """Largest size of a payload or schema: its characters, and 16 for each value."""
 MAX_DEPTH = 100
-"""Deepest nesting of a payload or schema. What contains itself is deeper."""
+"""Deepest nesting of a payload or schema. A value that contains itself exceeds it."""
 MAX_BITS = 13_000
 """Largest whole number, about 4000 digits. Python refuses to write one of more than 4300."""
 
@@ -319,7 +319,7 @@ class Message:
             raise DataError("a tool message needs `name`: the function that answers.")
 
     def lines(self) -> list[str]:
-        """The turn as a person reads it: thinking, text and calls, each after who says it.
+        """The turn as a person reads it: thinking, text and calls, each after its speaker.
 
         >>> Message(role="tool", name="add", content="5").lines()
         ['tool add: 5']

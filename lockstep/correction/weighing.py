@@ -54,8 +54,8 @@ class Corrected:
     """Report of these tokens; after `finish`, of the whole batch."""
     correction: Correction
     penalty: Tensor | None = None
-    """float32: to be added to the advantages; None in a piece, and where the correction has no
-    penalty, or that in the loss: `kl.pull`."""
+    """float32, to add to the advantages. None in a piece, without a penalty, and if the penalty is
+    in the loss (`kl.pull`)."""
     logprobs: Tensor = field(repr=False, kw_only=True)
     rollout_logprobs: Tensor = field(repr=False, kw_only=True)
     layout: Layout = field(repr=False, kw_only=True)

@@ -228,7 +228,7 @@ class Engine(Protocol):
         did not load."""
 
     def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
-        """Whether `load_weights` of these tensors would not read them again, so that the trainer
+        """True if `load_weights` of these tensors would not read them again, so that the trainer
         may be changing them."""
         return False
 

@@ -43,7 +43,7 @@ class Entry:
     error: Exception | None = None
     is_done: bool = False
     is_aborted: bool = False
-    """Somebody wants it ended: it is not resumed."""
+    """True once its end was requested: it is not resumed."""
     num_readers: int = 0
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
@@ -123,7 +123,7 @@ class Ledger(Generic[E]):
         await asyncio.wait([waiter], timeout=seconds)
 
     def wake(self) -> None:
-        """Lets everybody who waits for the state look at it again."""
+        """Wakes all coroutines that wait for a change of the state."""
         _wake(self._waiters)
 
     def take_counts(self, *names: str) -> dict[str, float]:

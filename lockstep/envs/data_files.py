@@ -28,7 +28,7 @@ class FileTasks(TaskConfig):
     """Base of task kinds that read a file of tasks."""
 
     is_generating: ClassVar[bool] = False
-    """Whether `_make` generates tasks where no path is given."""
+    """True if `_make` generates tasks where no path is given."""
     may_hold_out_all: ClassVar[bool] = False
 
     path: str = ""

@@ -176,7 +176,7 @@ class Ranks:
         return any(self.gather(self._is_stop_asked))
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether `error` comes from waiting in vain for another rank."""
+        """True if `error` comes from waiting in vain for another rank."""
         is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
         return isinstance(error, dist.DistError) or is_of_gloo
 

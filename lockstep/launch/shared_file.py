@@ -54,7 +54,7 @@ class Newest:
         self._file: SharedFile | None = None
 
     def has(self, source: object, version: int) -> bool:
-        """Whether `written` would write nothing."""
+        """True if `written` would write nothing."""
         return self._file is not None and self._source is source and self._version == version
 
     def written(

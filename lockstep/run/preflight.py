@@ -1,5 +1,5 @@
-"""All checks of a run that need no loaded model, in under two seconds. No torch.
-And the lines that tell a person what the run is going to do.
+"""All checks of a run that need no loaded model, in under two seconds, and the plan that a run
+prints first. No torch.
 """
 
 from __future__ import annotations
@@ -759,14 +759,14 @@ def internals(
 
 
 def _dtype(config: ModelChoice) -> str:
-    """The dtype, and why it is that one."""
+    """The dtype, with the reason if it is the default."""
     device, dtype = config.expected_device, config.compute_dtype
     where = "GPU" if device == "cuda" else "CPU"
     return f"{dtype}, the default on a {where}" if dtype == DEFAULT_DTYPES[device] else dtype
 
 
 def _cache(config: Config) -> str:
-    """The sizes that were found for an engine on a GPU; empty on a CPU, and while they are open."""
+    """The sizes of an engine on a GPU; empty on a CPU, and until they are known."""
     engine = config.engine
     if config.expected_device == "cpu" or not isinstance(engine, EmbeddedConfig):
         return ""

@@ -40,11 +40,10 @@ def train(
 
     out: the run directory; None makes runs/NAME-TIMESTAMP. resume: continue the run in `out` from
     its newest checkpoint, to the same bits as without a stop. start: (run, step) whose weights,
-    optimizer and task stream a new run begins with; what differs in the settings is recorded.
-    monitor: makes what looks at each step's rows (`lockstep.train` gives the doctor's); None looks
-    at nothing. view: the lines that a person reads: live, verbose with the internal facts, or none
-    with json. Raises ConfigError, DataError or CheckpointError before a model is loaded where that
-    can be known.
+    optimizer and task stream a new run begins with; differences of the settings are recorded.
+    monitor: makes the check of each step's rows (`lockstep.train` gives the doctor's); None: no
+    check. view: the printed lines: live, verbose with the internal facts, or none with json. Raises
+    ConfigError, DataError or CheckpointError, if possible before a model is loaded.
     """
     out = Path(out) if out else default_run_path(config.name)
     check_out(out, resume=resume)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, for reading: which exist, whether one is whole, which others read."""
+"""The checkpoints of a run, for reading: their list, a check of their files, and addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADAPTER = "adapter_config.json"
 
 _NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = re.compile(r"\.step-(\d{6,})\.replaced")
-"""A checkpoint that one of the same step was about to replace when the run was killed."""
+"""Name of an old checkpoint if a kill interrupted its replacement by one of the same step."""
 _log = logging.getLogger(__name__)
 
 

@@ -7,7 +7,7 @@ trajectories/       step-000012.parquet, one part per step; step-000012-NAME.par
                     after it, step--00001-NAME.parquet of those before step 0
 checkpoints/        step-000030/ (written by the trainer)
 set-aside/          rows and parts that a resume from an earlier checkpoint replaced
-lock                who writes here
+lock                the process that writes here
 """
 
 from __future__ import annotations
@@ -468,8 +468,7 @@ class Run:
             yield split, [(path, index) for index in found], number
 
     def checkpoints(self) -> dict[int, Path]:
-        """Step -> directory, in order. Whether one is whole is the trainer's to check when it loads
-        it."""
+        """Step -> directory, in order. The trainer checks a checkpoint's files when it loads it."""
         found = (self.path / "checkpoints").glob("*/")
         named = {int(m[1]): path for path in found if (m := _CHECKPOINT.fullmatch(path.name))}
         return dict(sorted(named.items()))
@@ -495,7 +494,7 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is a run directory."""
+    """True if `path` is a run directory."""
     return all((path / name).is_file() for name in ("config.json", "environment.json"))
 
 

@@ -294,7 +294,7 @@ def _sampling_json(sampling: SamplingParams | None) -> str | None:
 
 
 def _text(text: str) -> str:
-    """Half of a surrogate pair, which a broken decoder can leave in an error text, has no UTF-8."""
+    """Escapes halves of surrogate pairs: a broken decoder can leave them in an error text."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -301,7 +301,7 @@ def _split(
 
 
 def _is_read(read: Message, message: Message) -> bool:
-    """Whether `read` equals `message` up to white space at edges and the spelling of arguments."""
+    """True if `read` equals `message` up to white space at edges and the spelling of arguments."""
 
     def calls(of: Message) -> list[tuple[str, Any]]:
         return [(call.name, json.loads(call.arguments)) for call in of.tool_calls]

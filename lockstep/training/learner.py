@@ -164,8 +164,8 @@ class Learner:
         return named | self.loss_scale.to_metrics(self.role)
 
     def _run_backward(self, loss: Tensor | None, outputs: Tensor) -> None:
-        """Backward of a micro-batch's loss. None: it has none, and other ranks wait for its part in
-        their gradients, which is 0."""
+        """Backward of a micro-batch's loss. None: no loss; then its gradients of 0 are still made,
+        since other ranks wait for them."""
         if loss is not None:
             (loss * self.loss_scale.value).backward()
         elif self.ranks is not None:

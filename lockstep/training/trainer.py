@@ -310,12 +310,12 @@ class Trainer(Learner):
         """All `updates_per_batch` updates of one batch: prepare, score, weigh, step.
 
         correction: how the gap between sampler and trainer is corrected; None is
-        `Correction.bypass()`. Where the training forward can itself tell every token's weight,
-        there is one pass over the rows; otherwise the whole batch is scored and weighed first. Both
-        ways give the same bits.
+        `Correction.bypass()`. If the training forward alone determines every token's weight, there
+        is one pass over the rows; otherwise the whole batch is scored and weighed first. Both ways
+        give the same bits.
 
-        The reported mismatch is that before the first update. Other metrics are means over the
-        updates (maxima of `*_max`, sums of counts).
+        The mismatch is reported before the first update. Other metrics are means over the updates
+        (maxima of `*_max`, sums of counts).
         """
         correction = correction or Correction.bypass()
         self._prepare(samples, objective, correction)
@@ -378,8 +378,7 @@ class Trainer(Learner):
             )
 
     def take_reference(self, directory: Path | None = None) -> None:
-        """The reference of the KL is from here on the policy as it is, or as it was saved in
-        `directory`."""
+        """Makes the present policy the reference of the KL, or the policy saved in `directory`."""
         if self.model.lora is not None:
             self.reference_adapter = [p.detach().clone() for p in adapter_parameters(self.model)]
             if directory is not None:
@@ -507,8 +506,8 @@ class Trainer(Learner):
     def _score_trained(
         self, batch: PackedBatch, routing: Routing | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(log-probs [N], entropy [N], what a teacher is compared with, as fields of a
-        `TokenBatch`)."""
+        """(log-probs [N], entropy [N], fields of a `TokenBatch` for the comparison with a
+        teacher)."""
         listed = batch.columns.get(TEACHER_IDS)
         if listed is not None and batch.support is None:
             targets = torch.cat([batch.targets[:, None], listed.long()], 1)

@@ -77,7 +77,7 @@ class FaultConfig(RunHooks):
 
     @property
     def replaces_trained(self) -> bool:
-        """Whether `make_trained` gives another decoder."""
+        """True if `make_trained` gives another decoder."""
         return type(self).make_trained is not RunHooks.make_trained
 
     def describe(self) -> str:
