@@ -74,7 +74,7 @@ function formatSetting(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-// A row of buttons of which one is chosen. Options: [{value, label, title?}].
+// A row of buttons; one is chosen. Options: [{value, label, title?}].
 function choice(label, options, chosen, choose) {
   const row = element("div", { class: "choice", role: "radiogroup", "aria-label": label });
   const buttons = options.map((option) =>

@@ -1,6 +1,6 @@
 // Curves. One group of runs (repeats of one experiment) gets a colour per series; several groups get
 // a colour per group, and each chart shows one series at a time. Repeats are drawn as their mean with
-// a band from the lowest to the highest. One cursor stands in all charts at the same step.
+// a band from the lowest to the highest. All charts show one cursor at the same step.
 
 const view = { smooth: 5, axis: "step", cursor: null, hiddenGroups: new Set(), charts: [] };
 

@@ -41,7 +41,7 @@ function verdictText() {
   const causes = diagnosis.causes;
   if (diagnosis.headline) return `${diagnosis.headline}.`;
   const before = Object.keys(diagnosis.found_while_training);
-  if (!causes.length && before.length) return `While it trained, ${before.join(", ")} ${before.length === 1 ? "was" : "were"} found in the rows as they were trained; these rows are what was sampled.`;
+  if (!causes.length && before.length) return `While it trained, ${before.join(", ")} ${before.length === 1 ? "was" : "were"} found in the rows as they were trained; these rows are the sampled ones.`;
   if (!causes.length) return `${diagnosis.ruled_out.length} facts and hypotheses were tried; nothing was found.`;
   const share = causes.reduce((sum, cause) => sum + cause.share_k2, 0);
   return `${causes.length === 1 ? "One cause" : `${causes.length} causes`} found${share > 0 ? `; without ${causes.length === 1 ? "it" : "them"} ${percent(share)} of k2 is gone` : ""}.`;
@@ -51,7 +51,7 @@ function verdictText() {
 
 function buildCauses(section) {
   if (!diagnosis.causes.length && !diagnosis.gap.compared_tokens) { section.remove(); return; }
-  if (diagnosis.causes.length) section.append(sectionTitle("Causes", element("span", { class: "hint" }, "The one that explains most of the gap first.")));
+  if (diagnosis.causes.length) section.append(sectionTitle("Causes", element("span", { class: "hint" }, "The largest share of the gap first.")));
   section.append(element("div", { class: "causes" }, diagnosis.causes.map((cause, index) => {
     const finding = diagnosis.findings.find((f) => f.check === cause.check && f.cause === cause.cause);
     return element("article", { class: "card cause" },
@@ -250,7 +250,7 @@ class BarChart {
       layer.push(svgElement("line", { class: "grid", x1: margin.left, x2: margin.left + inner.width, y1: y, y2: y }),
         svgElement("text", { class: "tick", x: margin.left - 8, y, dy: "0.32em", "text-anchor": "end" }, tick.label));
     }
-    let free = -Infinity; // where the last label ended: one that would run into it is left out
+    let free = -Infinity; // where the last label ended: a label that would overlap it is left out
     this.spec.groups.forEach((group, index) => {
       const left = margin.left + index * step, wide = Math.min(46, step * 0.78) / group.bars.length;
       group.bars.forEach((bar, number) => {
@@ -279,6 +279,6 @@ buildCauses(document.getElementById("causes"));
 buildPlaces(document.getElementById("curves"));
 buildChecks(document.getElementById("checks"));
 browser.mode = report.trajectories.some((t) => t.maxDifference !== null) ? "difference" : "origin";
-buildBrowser(document.getElementById("trajectories"), { title: "Rows", noun: "rows", shown: "those that prove a cause, the largest gaps, and a sample" });
+buildBrowser(document.getElementById("trajectories"), { title: "Rows", noun: "rows", shown: "proofs of a cause, the largest gaps, and a sample" });
 buildSections(document.getElementById("sections"));
 document.getElementById("foot").textContent = `Written ${formatDate(report.generated_at)}. \`lockstep doctor ${diagnosis.input} --json\` prints the same figures.`;

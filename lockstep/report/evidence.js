@@ -1,4 +1,4 @@
-// What proves a finding: tokens of a row, and what is expected in their place.
+// The proof of a finding: tokens of a row, and the expected ones.
 
 function places(piece) {
   return piece.end - piece.begin > 1 ? `tokens ${piece.begin} to ${piece.end - 1}` : `token ${piece.begin}`;
@@ -24,7 +24,7 @@ function plainToken(id, extra = "") {
     visible(words ? words.texts[id] ?? String(id) : String(id), isControl));
 }
 
-// What is in the row over what is expected there, from before the first id that differs.
+// The row's ids above the expected ids, from before the first difference.
 function sideBySide(tokens, piece, limit = 48) {
   const found = tokens.map((token) => token.id), expected = piece.expected_ids;
   let apart = 0;

@@ -103,4 +103,4 @@ buildSettings(document.getElementById("settings"));
 prepareTrajectories();
 buildBrowser(document.getElementById("trajectories"));
 buildSections(document.getElementById("sections"));
-document.getElementById("foot").textContent = `Written ${formatDate(report.generated_at)}. Every figure of this page stands in the .json file beside it.`;
+document.getElementById("foot").textContent = `Written ${formatDate(report.generated_at)}. The .json file beside it has every figure of this page.`;

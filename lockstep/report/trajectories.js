@@ -146,7 +146,7 @@ function buildBrowser(section, words = REPORT_WORDS) {
   section.append(
     sectionTitle(words.title, element("span", { class: "hint" },
       `${all.length} shown of ${report.num_stored_trajectories.toLocaleString("en-US")} stored: ${words.shown}${left}.`,
-      report.first && !report.live && all.length < report.num_stored_trajectories ? " Search covers what is shown; with lockstep report RUN --serve it covers all." : "")),
+      report.first && !report.live && all.length < report.num_stored_trajectories ? " Search covers the shown ones; lockstep report RUN --serve searches all." : "")),
     ...(report.damaged ?? []).map((problem) => element("p", { class: "hint", role: "alert" }, problem)),
     element("div", { class: "filters" }, controls.text, controls.sort, controls.why,
       statuses.length > 1 ? controls.status : null, rewards.length > 1 ? controls.reward : null,
