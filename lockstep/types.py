@@ -903,9 +903,9 @@ class Trajectory:
         given to the segments that they belong to: this one, and those above it that have none.
 
         Raises RoutingReplayError if they leave a gap in the path's routes. Raises TokenError if the
-        prompt was not the path to `parent`, the log-probs are not one finite non-positive number
-        per id, the stop id is not the last one, or an id is not in its support: the row would not
-        be what the model did.
+        row would differ from the model's actions: the prompt was not the path to `parent`, the
+        log-probs are not one finite non-positive number per id, the stop id is not the last one, or
+        an id is not in its support.
         """
         where = self._next(parent)
         ids = frozen_ids(token_ids, where=where)

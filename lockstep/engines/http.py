@@ -1,9 +1,9 @@
-"""JSON over HTTP to one server, with errors that say whether to wait, ask another or give up.
+"""JSON over HTTP to one server, with errors that show whether to wait, ask another or give up.
 
-Three kinds of failure are kept apart, because each asks for something else: the server cannot be
-reached (another replica may answer), it took the request and is silent (another may answer, but
-this one may still be busy with it), or it refused (the request or a setting is wrong, and every
-replica would refuse).
+There are three kinds of failure, since each needs another reaction. The server cannot be reached:
+another replica may answer. It took the request and is silent: another replica may answer, but this
+one may still be busy with it. It refused: the request or a setting is wrong, and every replica
+would refuse.
 """
 
 from __future__ import annotations

@@ -99,9 +99,9 @@ class CustomConfig(TaskConfig):
     calls), plain or async. It returns a number, {name: number} whose sum is the reward, or a Score.
     It is called once before the run, with an empty answer."""
     path: str = ""
-    """Tasks: a .jsonl, .json, .csv, .tsv, .parquet or .arrow file, plain or with .gz or .zst, a
-    folder of them, ORGANISATION/NAME of the Hugging Face hub, or a list or function of a file, as
-    mytasks.py:tasks. A row without an "id" is named by a hash of its content; equal rows are one
+    """Tasks: a .jsonl, .json, .csv, .tsv, .parquet or .arrow file, plain or with .gz or .zst; a
+    folder of them; ORGANISATION/NAME of the Hugging Face hub; or a list or function of a file, such
+    as mytasks.py:tasks. A row without an "id" is named by a hash of its content; equal rows are one
     task. A column that is no JSON in some row (times, bytes, NaN) is left out of all."""
     question: str = "question"
     """Column of the first user message: text, or a list of messages that the model is to answer.

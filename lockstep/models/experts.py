@@ -1,9 +1,9 @@
 """The experts' MLPs on the tokens that chose them, in memory for one chunk of tokens.
 
-Pairs of token and expert are sorted by expert and run chunk by chunk of the tokens, so what lives
-at a time is bounded, whatever the number of tokens and however unevenly they choose. For backward,
-the layer's input and the routes are kept; the rest is computed again, chunk by chunk, and the
-experts' gradients are summed in place. A token's numbers are the same with and without a gradient.
+Pairs of token and expert are sorted by expert and run chunk by chunk of the tokens. So memory is
+bounded, whatever the number of tokens and however unevenly they choose. For backward, the layer's
+input and the routes are kept; the rest is computed again, chunk by chunk, and the experts'
+gradients are summed in place. A token's numbers are the same with and without a gradient.
 
 # T tokens  C tokens of a chunk  D model width  E experts  A active experts  F expert width
 # P = T * A token-expert pairs  R = C * A pairs of a chunk  K inner width  N outputs

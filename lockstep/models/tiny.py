@@ -1,8 +1,8 @@
 """Makes the tiny models that are shipped: a tokenizer for the task, and random weights.
 
 The tokenizer is byte-level BPE trained on demonstrations. Protocol strings (the call header, the
-opening of the arguments) are single tokens and can be spelt in many longer ways, so that decoding a
-sampled turn and encoding it again gives other ids, as for large models whose vocabulary holds
+opening of the arguments) are single tokens and can be spelt in many longer ways. So decoding a
+sampled turn and encoding it again gives other ids, as in large models whose vocabulary has
 `<think>` whole and in pieces. Each digit is a token, as in Qwen.
 """
 

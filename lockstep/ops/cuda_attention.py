@@ -57,8 +57,8 @@ class Tile(NamedTuple):
     thousands. It has 64 rows, the fewest of wgmma.
 
     The sums of a split and of all splits before it stay in registers, so a program takes at most
-    128 columns of the values, and in float32, whose products hold both factors in registers, less.
-    Guard: tests/gpu_host
+    128 columns of the values. In float32 it takes fewer, since products hold both factors in
+    registers.   Guard: tests/gpu_host
     """
 
     keys: int

@@ -10,11 +10,10 @@ Within a chunk, with c the running sum of g and S the state before the chunk, to
     A_ij = beta_i exp(c_i - c_j) k_i.k_j
 
 This triangular system is solved block by block: first the sums over earlier blocks, then the block
-by its inverse, whose row i needs rows before i alone. So a token is computed by the same products
-whether its chunk is there at once (training, prefill) or comes token by token (decode, which keeps
-keys, w, and the block's inverse), and under invariant ops the rows of a product do not depend on
-each other. Decode reads the state per token and writes it per chunk, where the recurrent form does
-both per token.
+by its inverse, whose row i needs only rows before i. So the same products compute a token, whether
+its chunk is complete (training, prefill) or comes token by token (decode, which keeps keys, w, and
+the block's inverse). Under invariant ops the rows of a product do not depend on each other. Decode
+reads the state per token and writes it per chunk; the recurrent form does both per token.
 
 Source: Gated DeltaNet (arXiv 2412.06464), equation 10, and the chunked form of section 3.3.
 Guard: tests/cpu/ops/test_delta.py

@@ -1,10 +1,10 @@
 """Tests at start whether this machine keeps the contract for a model, on the model's own shapes.
 
-A short forward of the model is recorded. Then each op gets the same rows in other batches (alone,
-few, many, at other places, on one thread, in inference mode as the engine runs), and attention the
+A short forward of the model is recorded. Then each op gets the same rows in other batches: alone,
+few, many, at other places, on one thread, in inference mode as in the engine. Attention gets the
 same positions through a paged cache. Any bit that changes is a failure, reported with the op and
-the shape. What the ops compute at once is compared with its parts. On a CPU the row quantum is
-raised until nothing changes; on a GPU all products take one tile where two do not agree.
+the shape. Composed ops are compared with their parts. On a CPU the row quantum is raised until
+nothing changes; on a GPU all products take one tile if two tiles do not agree.
 
 Cost: a forward over some 300 tokens (1100 on a GPU) and a few more calls of each op; a second for
 small models.

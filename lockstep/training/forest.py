@@ -1,8 +1,7 @@
-"""Rows as a forest of common beginnings: which of them a micro-batch computes together.
+"""Rows as a forest of common beginnings, and the plan of micro-batches that keeps them together.
 
-Attention is causal, so the beginning that rows have in common (the prompt of a group, the turns
-before a branch) is the same in each of them, and a micro-batch computes it once. Here is what rows
-share, and the plan that keeps together what shares.
+Attention is causal, so a common beginning (the prompt of a group, the turns before a branch) is the
+same in each row. A micro-batch computes it once.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ gives the same block: a checkpoint holds float32, and a resumed run has the same
 Source: block-wise quantised optimizers (arXiv 2110.02861); the first moment has the format of
 torchao's AdamWFp8.
 
-The second moment has no sign. Its root is kept, with a bit more, and never rounded to 0 (the
-zero-point problem of arXiv 2309.01507): 0 under a first moment that is not would divide by `eps`
-alone, and move a weight by thousands of learning rates. It is rounded up or down at random, with
-the right mean: rounded to the nearest, a slow average stays where it is (arXiv 2505.00347).
+The second moment has no sign. Its root is kept, with an additional bit, and never rounded to 0 (the
+zero-point problem of arXiv 2309.01507). With 0, a first moment above 0 would be divided by `eps`
+alone and move a weight by thousands of learning rates. It is rounded up or down at random, with the
+right mean: with rounding to the nearest, a slow average would never move (arXiv 2505.00347).
 """
 
 from __future__ import annotations

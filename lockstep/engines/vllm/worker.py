@@ -29,9 +29,9 @@ class LockstepWorker:
     device: torch.device
 
     def lockstep_facts(self) -> dict[str, Any]:
-        """The model's config.json, the reason why its weights cannot be replaced while it runs
-        (empty if they can), the numerics of its log-probs (empty for vLLM's own models), and the
-        version of this package here."""
+        """The model's config.json, and three facts: the reason why its weights cannot be replaced
+        while it runs (empty if they can), the numerics of its log-probs (empty for vLLM's own
+        models), and the version of this package here."""
         config = self.vllm_config.model_config.hf_config.to_dict()
         plain = {
             name: value
