@@ -422,7 +422,7 @@ class Config(ModelChoice):
         if self.contract == "true-on-policy" and self.sync.kv == "keep":
             raise ConfigError(
                 "contract=true-on-policy with sync.kv=keep: new weights would sample over keys of "
-                "old ones, which is no policy that the trainer has. Set sync.kv=drop, or "
+                "old ones, a mixture that the trainer cannot compute. Set sync.kv=drop, or "
                 "contract=auto."
             )
         if self.engine.share_device:

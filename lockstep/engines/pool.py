@@ -389,7 +389,7 @@ class Pool(Engine):
     def _deliver(self, reply: _Entry, delta: Delta, base: int) -> None:
         """Hands a delta to the readers. base: tokens that came before this replica was asked."""
         if delta.finish_reason == "abort" and not (reply.is_aborted or reply.is_done):
-            raise EngineDownError(f"request {reply.request.id} was aborted, by nobody here")
+            raise EngineDownError(f"request {reply.request.id} was aborted, but not by this run")
         if delta.first is not None and base:
             delta = replace(delta, first=base + delta.first)
         self._ledger.deliver(reply, delta)
@@ -398,8 +398,8 @@ class Pool(Engine):
         if version not in replica.versions:
             self._ledger.stats["wrong_versions"] += 1
             raise EngineDownError(
-                f"it samples with weights that it calls version {version}, which this run has not "
-                "given it. Another trainer on it, or a server that was started again?"
+                f"it samples with weights of version {version}, which this run has not sent. "
+                "Another trainer on it, or a server that was started again?"
             )
 
     def _end(self, reply: _Entry, reason: FinishReason, stop: int | None = None) -> None:
@@ -630,7 +630,7 @@ class Pool(Engine):
             for name in list(self._adapters) if was_out else ():
                 await self._load_adapter(replica, name)
             if engine.version != version:
-                raise EngineDownError(f"it was given version {version} and runs {engine.version}")
+                raise EngineDownError(f"it was sent version {version} but runs {engine.version}")
         except _OF_THE_REQUEST:
             replica.state = "out" if was_out else "ready"
             raise

@@ -589,8 +589,8 @@ class ServedEngine(Engine):
         elif reason == "length":
             raise self._fault(
                 reply.where,
-                f"ended after {len(ids)} of {limit_of(reply.request, self.capabilities)} tokens "
-                "for want of room",
+                f"ended after {len(ids)} of {limit_of(reply.request, self.capabilities)} tokens, "
+                "without room for more",
             )
         elif reason not in ("abort", "stop"):
             raise self._fault(reply.where, f"ended with {reason!r}, not stop, length or abort")

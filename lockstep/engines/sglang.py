@@ -119,8 +119,8 @@ class SGLangWire(HttpWire):
         cool_ids, cool = sample(temperature=0.5, top_k=1)
         if not greedy_ids == plain_ids == cool_ids:
             raise CapabilityError(
-                f"engine sglang at {self.url} does not choose the likeliest token with top_k=1: "
-                "whose log-probs it records cannot be told. A custom sampler or logits processor?"
+                f"engine sglang at {self.url} does not choose the likeliest token with top_k=1, "
+                "so the kind of its log-probs is unknown. A custom sampler or logits processor?"
             )
         at_1, at_half = np.array(plain), np.array(cool)
         if max(np.abs(at_1).max(), np.abs(at_half).max()) < LEAST_DOUBT:

@@ -121,7 +121,7 @@ class CustomConfig(TaskConfig):
     def __post_init__(self) -> None:
         check_numbers(self, "task.", "workers", least=0)
         if self.workers and (live := [r for r in (*self.tools, self.reward) if r.startswith(LIVE)]):
-            raise ConfigError(f"task.workers: {live[0]} is no function of a file, which they find.")
+            raise ConfigError(f"task.workers: {live[0]} must be a function of a file.")
         require(self, "task.", eval_share=(0 < self.eval_share < 1, "in (0, 1)"))
 
     def check(self) -> None:

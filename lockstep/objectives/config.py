@@ -325,13 +325,13 @@ class CreditConfig:
             value, kind = getattr(self, weight), getattr(self, chosen)
             if kind != default and not value:
                 raise ConfigError(
-                    f"{chosen}={kind} with {weight}=0: nothing would come of it. "
+                    f"{chosen}={kind} with {weight}=0: it would have no effect. "
                     "Leave one of them out."
                 )
             if kind == default and value != 1 and weight != "process_weight":
                 raise ConfigError(
-                    f"{weight}={value:g} with {chosen}={kind}: it would weigh "
-                    f"nothing. Set credit.{chosen} too, or leave it out."
+                    f"{weight}={value:g} with {chosen}={kind}: it would have "
+                    f"no effect. Set credit.{chosen} too, or leave it out."
                 )
         if self.gamma < 1 and self.compare == "episode" and self.process != "group":
             raise ConfigError(

@@ -397,8 +397,8 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
     model = kind.from_directory(directory)
     if isinstance(model, ModelConfig) and model.has_vision and config.vision == "refuse":
         raise ConfigError(
-            f"model={config.model} reads images, and a run here reads text alone. vision=keep "
-            "trains its language model; what reads images stays in its checkpoints as it is."
+            f"model={config.model} reads images, but a run here reads text alone. vision=keep "
+            "trains its language model and keeps its image tower unchanged in checkpoints."
         )
     if config.max_tokens > model.max_positions:
         raise ConfigError(

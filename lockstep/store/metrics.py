@@ -90,8 +90,8 @@ class JsonlLogger:
             return
         if not is_same or held.st_size != self._size:
             raise StorageError(
-                f"{self.path} was replaced or cut during the run: nothing is appended to what "
-                "somebody else wrote. Restore the file and go on with resume=true."
+                f"{self.path} was replaced or cut during the run by another program, so nothing is "
+                "appended. Restore the file and go on with resume=true."
             )
 
     def close(self) -> None:

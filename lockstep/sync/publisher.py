@@ -289,7 +289,7 @@ class Publisher:
         others = [form for form in sources if form not in (self.form, "shared")]
         advice = f"Try sync.form={others[0]}, or another" if others else "Use another"
         raise EngineError(
-            f"sync: engine {name} does not run the weights that it is sent ({self.form}): "
+            f"sync: engine {name} does not run the sent weights ({self.form}): "
             f"{found.describe()}. Nothing was sampled. {advice} version of the engine, or "
             "engine=embedded. sync.qualify=off goes on regardless, with a sampler that is not the "
             "policy in training."

@@ -75,7 +75,7 @@ class DistillConfig:
             if self.signal != "sampled":
                 raise ConfigError(
                     f"distill.signal={self.signal} with {setting}.engine="
-                    f"{tag(type(teacher.engine))}: a server scores given ids, and tells no others. "
+                    f"{tag(type(teacher.engine))}: a server scores given ids only. "
                     f"Set distill.signal=sampled, or leave {setting}.engine out."
                 )
             if not teacher.engine.urls:

@@ -36,9 +36,9 @@ def check_readable(directory: Path, *, fills_head: bool) -> None:
         )
     if config.get("tie_word_embeddings") and not fills_head:
         raise CapabilityError(
-            f"vLLM's gpt-oss has a head of its own, which {directory} has not: it is its embedding "
-            "(tie_word_embeddings), and vLLM would leave the head as the memory was. Take "
-            "engine.in_process=true, which fills it, or engine=embedded."
+            f"vLLM's gpt-oss has a separate head, but {directory} uses its embedding as the head "
+            "(tie_word_embeddings), so vLLM would never fill it. Take engine.in_process=true, "
+            "which fills it, or engine=embedded."
         )
 
 

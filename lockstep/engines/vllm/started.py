@@ -53,7 +53,7 @@ def engine_arguments(
     if config.deterministic and not has_gpu:
         raise CapabilityError(
             "engine.deterministic=true: vLLM's batch-invariant kernels are for GPUs, and there is "
-            "none here. Leave it out: what the batch changes is measured at every step."
+            "none here. Leave it out: the effect of the batch is measured at every step."
         )
     cache_gib = config.kv_cache_gib or (0.0 if has_gpu else CPU_CACHE_GIB)
     settings: dict[str, Any] = {

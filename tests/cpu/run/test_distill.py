@@ -85,7 +85,7 @@ BAD = {
     "top_k=0": r"distill\.top_k=0",
     "coef=0": r"distill\.coef=0",
     "reward_coef=-1": r"distill\.reward_coef=-1",
-    "signal=top_k teacher.engine=sglang teacher.engine.urls=http://127.0.0.1:1": "tells no others",
+    "signal=top_k teacher.engine=sglang teacher.engine.urls=http://127.0.0.1:1": "given ids only",
     "teacher.model=": "distill has no teacher",
     "by_source.math.model=tiny-gpt-oss": "distill.by_source.math is a teacher of no task",
     "teacher.model=tiny-qwen3": r"has another tokenizer than model=tiny-gpt-oss: id \d+ is b",

@@ -161,7 +161,7 @@ def test_an_engine_that_runs_other_weights_is_refused_and_they_are_named(fault):
     trainer = make_trainer("tiny-gpt-oss")
     engine = Taking(deepcopy(trainer.model).to(torch.bfloat16), take)
     before, publisher = bits(trainer.model), publisher_of(trainer, engine)
-    with pytest.raises(EngineError, match="does not run the weights that it is sent") as error:
+    with pytest.raises(EngineError, match="does not run the sent weights") as error:
         publish(publisher, 0)
     assert named in str(error.value)
     assert "Nothing was sampled" in str(error.value)
@@ -172,7 +172,7 @@ def test_an_engine_that_runs_other_weights_is_refused_and_they_are_named(fault):
 def test_a_single_norm_that_is_ignored_is_found_in_float32():
     trainer = make_trainer("tiny-qwen3")
     engine = Taking(trainer.model, ignoring("layers.1.self_attn.q_norm"))
-    with pytest.raises(EngineError, match="does not run the weights that it is sent"):
+    with pytest.raises(EngineError, match="does not run the sent weights"):
         publish(publisher_of(trainer, engine), 0)
 
 

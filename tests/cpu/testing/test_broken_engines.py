@@ -133,7 +133,9 @@ def test_weights_that_were_not_taken_show_in_the_mismatch(fault, tmp_path):
 def test_one_replica_without_the_weights_is_found_by_the_verification(fault, tmp_path):
     """Each replica is looked at: in a median over all, one of many would not show."""
     words = [f"--fault={fault},replica=1", "sync.qualify=on", "sync.on_alarm=warn"]
-    with pytest.raises(EngineError, match=r"does not run the weights.*: replica 1: ") as caught:
+    with pytest.raises(
+        EngineError, match=r"does not run the sent weights.*: replica 1: "
+    ) as caught:
         play(tmp_path / "at-start", f"--fault={fault},replica=1,at=0", "sync.qualify=on")
     assert "Nothing was sampled" in str(caught.value)
     run = play(tmp_path / "later", *words)
