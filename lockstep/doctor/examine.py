@@ -1,4 +1,4 @@
-"""From rows to findings: facts over all of them, then hypotheses over a sample."""
+"""Rows become findings: facts over all rows, then hypotheses over a sample."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.doctor.rows import Rows
 from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND, WARNING_LIMIT
 
 ROOMS = ("facts.engine", "facts.masks", "facts.structure", "facts.text", "facts.values")
-"""Facts in the order in which they take their tokens' gap: other ids explain the numbers there."""
+"""Facts in the order that they take their tokens' gap: other ids explain the numbers there."""
 for _name in (*ROOMS, *(f"hypotheses.{m.name}" for m in pkgutil.iter_modules(hypotheses.__path__))):
     importlib.import_module(f"lockstep.doctor.{_name}")
 
@@ -42,8 +42,8 @@ neighbours."""
 HALF = 0.5
 """Share of the gap that must be explained for a record that was learnt from the rows to count."""
 NOISE_FACTOR = 4.0
-"""Ratio to the mean square gap of bfloat16 up to which a gap is numeric: another engine's kernels
-round twice as far."""
+"""Largest ratio of a numeric gap to the mean square gap of bfloat16: another engine's kernels round
+twice as far."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Examination:
 
     @property
     def is_numeric(self) -> bool:
-        """Whether what is left is within what numerics can make."""
+        """True if numerics can make the gap that is left."""
         left = self.after.total
         return left.k2 <= within(self.limit, left.tokens) * left.tokens
 
@@ -133,7 +133,7 @@ def limit_of(setting: Setting, rows: Rows | None) -> float:
 
 
 def within(limit: float, num_tokens: int) -> float:
-    """The limit of a mean over so many tokens: of few, a mean of squares is unsure."""
+    """The limit of a mean over so many tokens: the mean of few squares is unsure."""
     return limit * (1 + Z * float(np.sqrt(2 / max(num_tokens, 1))))
 
 
@@ -159,7 +159,7 @@ def examine(
     sides = {"rollout_logprobs", "trainer_logprobs"}
     model = setting.model
     sample = Sample(SAMPLE_TOKENS if model is None else model.max_tokens)
-    after: Split | None = None  # from the first chunk on in which a fact changes anything
+    after: Split | None = None  # since the first chunk that a fact changes
     for rows in chunks():
         out.num_rows += len(rows)
         out.num_tokens += rows.num_tokens

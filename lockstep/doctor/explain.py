@@ -375,8 +375,12 @@ def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> li
         if any(name not in known for name in one.needs):
             continue
         timed = replace(view, deadline=min(view.deadline, time.process_time() + SECONDS))
+        predictions: list[Prediction] = []
         try:
-            predictions = list(one.predict(timed))
+            for prediction in one.predict(timed):
+                predictions.append(prediction)
+                if timed.is_late:
+                    break
         except Exception as error:  # a plugin's bug, a template that refuses: the others go on
             out.errors[one.name] = f"failed with {type(error).__name__}: {error}"
             continue

@@ -32,8 +32,8 @@ MAX_PAGE_BYTES = 30_000_000
 MAX_ROW_TOKENS = 10_000
 """Tokens shown of a longer row, around its evidence: a browser lays out as many in a second."""
 DIVERGENCE = 0.1
-"""|d| in nats from which a token counts as the first divergence of its row: 10 % more or less
-likely, which no pair of precisions causes at an ordinary token."""
+"""Smallest |d| in nats that counts as the first divergence of a row: 10 % more or less likely. No
+pair of precisions causes it at an ordinary token."""
 
 
 NUM_ROWS, NUM_TOKENS = 200, 300_000

@@ -45,8 +45,8 @@ from lockstep.types import Group, Sample, Task, Trajectory
 NUM_EPISODES = 32
 """Episodes per rung: some hundred sampled tokens, enough to show a gap that matters."""
 JUMP = 3.0
-"""Ratio of a rung's gap to that of the rung below it, above which the rung is responsible: the gap
-of kernels, which is on every rung, is not the template's doing."""
+"""Largest ratio of a rung's gap to the gap of the rung below it that leaves the rung without blame:
+the gap of kernels is on every rung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Rung:
     causes: tuple[str, ...] = ()
     """Causes in its rows, the largest share first."""
     is_what_if: bool = False
-    """Whether it shows another program's result, not this one's."""
+    """True if it shows another program's result, not the result of this program."""
 
     @property
     def is_high(self) -> bool:

@@ -65,7 +65,7 @@ class Row:
         self._finish, self._version = finish_reason, version
 
     def say(self, *messages: Any) -> None:
-        """Further messages: the reply as it was parsed, then those of tools and users."""
+        """Further messages: the reply as it was parsed, then messages of tools and users."""
         self._messages += messages
 
     def train(self, token_ids: Any, loss_mask: Any, trainer_logprobs: Any, **columns: Any) -> None:

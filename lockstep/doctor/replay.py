@@ -27,7 +27,7 @@ from lockstep.types import Float32Array, Segment
 NUM_NAMES = 2000
 """Ids that are compared with an unknown one, to suggest the nearest."""
 NUM_TOKENS = 12
-"""Tokens listed per turn, those with the largest difference; --tokens lists all."""
+"""Tokens listed per turn, the largest differences; --tokens lists all."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -168,7 +168,7 @@ def _show_tokens(
     console: Console,
     has_all_tokens: bool,
 ) -> None:
-    """All tokens in their colours; of a sampled segment, a table of those that differ most."""
+    """All tokens in their colours; of a sampled segment, a table of the tokens that differ most."""
     rollout = segment.logprobs
     gap = np.full(len(segment), np.nan, np.float32)
     if rollout is not None and trainer is not None:

@@ -81,7 +81,7 @@ class Rows:
     """[R] ids that the engine returned, by turn."""
     engine_prompt_ids: tuple[tuple[Int32Array, ...] | None, ...] | None = None
     """[R] ids that the engine was sent before each of these turns, from the beginning of the row;
-    those of the first turn alone are enough."""
+    the first turn's alone are enough."""
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = len(self.row_ids), len(self.token_ids)

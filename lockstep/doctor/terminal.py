@@ -21,7 +21,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Float32Array, Int32Array
 
 MIN_RANGE = 0.1
-"""Width from which the interval of a share is told."""
+"""Smallest width of an interval that is shown beside a share."""
 NUM_SHOWN = 2
 """Causes that are shown with their tokens; each other cause gets a line."""
 NUM_TOKENS = 6

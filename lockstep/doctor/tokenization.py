@@ -43,15 +43,15 @@ _FILES = (
 )
 """Files that are fetched from the hub for a model: a few MB, no weights."""
 MAX_UNKNOWN_IDS = 0.01
-"""Share of ids beyond the tokenizer from which it is another model's. A model may draw a few from
-the padding of its vocabulary."""
+"""Largest share of ids that may be beyond the tokenizer: a model may draw a few from the padding of
+its vocabulary. Above it the tokenizer is another model's."""
 _RUN, _NUM_RUNS, _MIN_SPELT = 8, 64, 0.5
 """Characters of a run of recorded text, runs of a text that are looked for, and the share of them
 that the ids of its row must spell: eight characters are more than most tokens, so that other tokens
 seldom spell them by chance."""
 _MAX_UNLIKE = 0.9
-"""Share of the rows without any text that their ids spell, from which the tokenizer is not theirs:
-defects of programs change a part of a text."""
+"""Largest share of rows whose ids may spell no recorded text: a program's defect changes a part of
+a text. Above it the tokenizer is not theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Tokenization:
     pad_id: int | None = None
     """Padding id of the tokenizer's own settings."""
     eos_ids: frozenset[int] = frozenset()
-    """Ids at which engines stop by the model's generation_config.json or config.json."""
+    """Ids that stop an engine, by the model's generation_config.json or config.json."""
     generation_defaults: Mapping[str, float] | None = None
     """Sampling settings of the model's generation_config.json; None without one."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -193,8 +193,8 @@ def generation_defaults(*directories: Path) -> Mapping[str, float] | None:
 
 
 def settings_beside(directory: Path, name: str) -> Mapping[str, Any] | None:
-    """A file of settings of a model, such as its generation_config.json; None without one, and for
-    one that holds no JSON object, on which an engine would not start either."""
+    """A file of settings of a model, such as its generation_config.json; None without one, or
+    if it holds no JSON object: an engine would not start on it either."""
     try:
         found: Any = json.loads((directory / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -226,7 +226,7 @@ def control_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
 
 
-# -- whether it is that of the rows ----------------------------------------------------------------
+# -- is it the rows' tokenizer? -------------------------------------------------------------------
 
 
 def why_beyond(tokenizer: Tokenizer, rows: Rows) -> str:
@@ -243,7 +243,7 @@ def why_beyond(tokenizer: Tokenizer, rows: Rows) -> str:
 
 
 def why_unlike(tokenizer: Tokenizer, rows: Rows) -> str:
-    """Reason why the tokenizer is not that of the rows if, by it, nearly all spell none of the
+    """Reason why the tokenizer is not theirs if, by it, nearly all rows spell none of the
     texts and messages recorded with them; empty otherwise."""
     unlike, num_told = list[str](), 0
     for r, tokens in enumerate(rows.slices):

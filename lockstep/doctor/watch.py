@@ -17,8 +17,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -29,16 +30,20 @@ from lockstep.doctor.diagnose import diagnose, make_setting, tokenization_of
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.examine import Examination, examine
 from lockstep.doctor.html_page import write_page
-from lockstep.doctor.inputs import prime_rl, slime, tinker, trl, verl
-from lockstep.doctor.inputs.assemble import Row, array_of, in_chunks
+from lockstep.doctor.inputs.assemble import in_chunks
 from lockstep.doctor.inputs.base import HOW_TO_GET, Facts
-from lockstep.doctor.inputs.lines import RowDump, numbers_in
+from lockstep.doctor.inputs.lines import LiveDump, numbers_in
 from lockstep.doctor.inputs.native import RowsDump, write_rows
-from lockstep.doctor.inputs.schema import BY_NAME, REQUIRED
-from lockstep.doctor.inputs.schema import rows_of as rows_of_columns
+from lockstep.doctor.inputs.trainers import (
+    PrimeRlDump,
+    SlimeDump,
+    TinkerDump,
+    TrlDump,
+    VerlDump,
+)
 from lockstep.doctor.rows import Rows
 from lockstep.doctor.tokenization import Tokenization, why_beyond
-from lockstep.errors import ConfigError, DataError, LockstepError, MismatchError, named
+from lockstep.errors import ConfigError, LockstepError, MismatchError, named
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.files import write_atomically
@@ -51,7 +56,7 @@ PAGE, VOCABULARY = "doctor.html", "tokenizer.json"
 
 OnCause = Literal["warn", "raise"] | Callable[[MismatchError], object]
 MakeRows = Callable[[int], Rows | None]
-"""At most so many rows of a step; None if it has none."""
+"""Limit -> rows of a step, at most so many; None if it has no rows."""
 _log = logging.getLogger(__name__)
 
 
@@ -150,7 +155,7 @@ class Watch:
             warn(f"doctor: checks of text are not made: {why}")
         self._clock = clock
         self._ended: float | None = None
-        """Time at which the last look ended."""
+        """Time of the end of the last look."""
         self._spent = 0.0
         """Seconds of the last look."""
         self._limit, self._num_batches = rows, 0
@@ -171,45 +176,25 @@ class Watch:
         """Looks at the value of a GRPOTrainer's `_generate_and_score_completions`.
 
         group_size: rows of one prompt, one after the other; 0 if it is unknown."""
-
-        def rows(limit: int) -> Rows | None:
-            size = range(len(batch.get("completion_ids", ".")))
-            index = choose([i // (group_size or 1) for i in size], limit, step=step)
-            made = trl.live_rows(batch, index, group_size, step=step)
-            return self._joined(trl.TrlDump, made, step)
-
-        return self.look(step, rows)
+        return self._look_at(TrlDump, step, batch, group_size=group_size)
 
     def verl(
         self, batch: Any, *, step: int, tags: Any = None, keys: Any = None
     ) -> dict[str, float]:
         """Looks at a `DataProto` that has all its columns, or at the TensorDict of the v1 trainer's
-        queue: tags and keys are then those of its batch."""
-
-        def rows(limit: int) -> Rows | None:
-            found = verl.live_batch(batch, tags=tags, keys=keys)
-            tensors, columns, meta = found
-            size = len(tensors.get("responses", ()))
-            index = choose(columns.get("uid") or range(size), limit, step=step)
-            self.learn(**verl.facts_of(meta))
-            made = verl.live_rows(found, index, {}, step=step)
-            return self._joined(verl.VerlDump, made, step)
-
-        return self.look(step, rows)
+        queue: tags and keys are then of its batch."""
+        return self._look_at(VerlDump, step, batch, tags=tags, keys=keys)
 
     def slime(self, batch: Any, *, step: int) -> dict[str, float]:
         """Looks at the `rollout_data` of a rank (with the trainer's log-probs), or at a list of
         samples (without)."""
+        return self._look_at(SlimeDump, step, batch, rank=_rank())
 
-        def rows(limit: int) -> Rows | None:
-            is_shard = isinstance(batch, Mapping)
-            size = range(len(batch.get("tokens", ())) if is_shard else len(batch))
-            groups = [None if is_shard else getattr(batch[i], "group_index", None) for i in size]
-            index = choose(size if None in groups else groups, limit, step=step)
-            made = slime.live_rows(batch, index, step=step, rank=_rank())
-            return self._joined(slime.SlimeDump, made, step)
-
-        return self.look(step, rows)
+    def tinker(
+        self, datums: Sequence[Any], training_logprobs: Sequence[Any] | None = None, *, step: int
+    ) -> dict[str, float]:
+        """Looks at the datums of a step, and the log-probs of its forward pass, one tensor each."""
+        return self._look_at(TinkerDump, step, datums, training_logprobs)
 
     def prime_rl(
         self, micro_batch: Mapping[str, Any], output: Any, lengths: Sequence[int], *, step: int
@@ -226,7 +211,7 @@ class Watch:
         began, taken = self._clock(), self._sequences
         try:
             if taken.wants(len(lengths)):
-                made = prime_rl.live_lines(micro_batch, output["logprobs"], lengths, step=step)
+                made = PrimeRlDump.exported(micro_batch, output["logprobs"], lengths, step=step)
                 taken.lines += islice(made, taken.limit - len(taken.lines))
         except Exception as error:
             self._end(step, error)
@@ -238,38 +223,38 @@ class Watch:
         taken, self._sequences.lines = replace(self._sequences), []
         if not taken.lines or self._is_off:
             return {}
-        made = prime_rl.live_rows(taken.lines, step=taken.step)
-        rows = lambda _: self._joined(prime_rl.PrimeRlDump, made, taken.step)  # noqa: E731
+        rows = partial(self._rows_of, PrimeRlDump, taken.step, (taken.lines,), {})
         return self._look(taken.step, rows, taken.limit, seconds_before=taken.seconds)
-
-    def tinker(
-        self, datums: Sequence[Any], training_logprobs: Sequence[Any] | None = None, *, step: int
-    ) -> dict[str, float]:
-        """Looks at the datums of a step, and the log-probs of its forward pass, one tensor each."""
-
-        def rows(limit: int) -> Rows | None:
-            index = choose(range(len(datums)), limit, step=step)
-            made = tinker.live_rows(datums, training_logprobs, index, step=step)
-            return self._joined(tinker.TinkerDump, made, step)
-
-        return self.look(step, rows)
 
     def rows(self, rows: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, float]:
         """Looks at rows of your own: mappings with `token_ids`, `loss_mask` and any other columns
         of docs/doctor-dumps.md, as lists, arrays or tensors."""
+        return self._look_at(RowsDump, step, rows)
 
-        def made(limit: int) -> Rows | None:
-            names = [name for name in BY_NAME if any(row.get(name) is not None for row in rows)]
-            if missing := [name for name in REQUIRED if name not in names]:
-                raise DataError(f"the rows of step {step} have no {missing[0]}.")
-            groups = [row.get("group") for row in rows]
-            index = choose(range(len(rows)) if None in groups else groups, limit, step=step)
-            columns = {name: [_listed(rows[i].get(name)) for i in index] for name in names}
-            row_ids = [f"{step}/{i}" for i in index]
-            where = lambda at: f"row {index[at]} of step {step}"  # noqa: E731
-            return rows_of_columns(columns, row_ids=row_ids, where=where) if index else None
+    def _look_at(self, kind: type[LiveDump], step: int, *batch: Any, **more: Any):
+        return self.look(step, partial(self._rows_of, kind, step, batch, more))
 
-        return self.look(step, made)
+    def _rows_of(
+        self, kind: type[LiveDump], step: int, batch: Any, more: Any, limit: int
+    ) -> Rows | None:
+        """Rows as the dumps of a trainer give them. batch, more: arguments of `LiveDump.live`."""
+        groups, rows_at, facts = kind.live(*batch, step=step, **more)
+        made = list(rows_at(choose(groups, limit, step=step)))
+        if not made:
+            return None
+        found = frozenset({"row_ids", "token_ids", "loss_mask"}).union(*(r.columns for r in made))
+        self.learn(**facts | kind.facts_in(found))
+        if not self._columns:
+            sides = {"rollout_logprobs": "sampler", "trainer_logprobs": "trainer"}
+            for name in sides.keys() - found:
+                self.warn(
+                    f"step {step}: doctor: the rows have no log-probs of the {sides[name]}, so "
+                    "checks that compare the two sides are not made. To get them: "
+                    f"{kind.why.get(name) or HOW_TO_GET[name]}"
+                )
+            self._columns = found
+        [joined] = in_chunks(made, found | self._columns, max_tokens=sys.maxsize)
+        return joined
 
     # -- a look -------------------------------------------------------------------------------
 
@@ -327,27 +312,6 @@ class Watch:
         self._is_waiting = False
         return self._limit
 
-    def _joined(self, kind: type[RowDump], rows: Iterable[Row], step: int) -> Rows | None:
-        """Rows as the dumps of a trainer give them."""
-        made = list(rows)
-        if not made:
-            return None
-        found = frozenset({"row_ids", "token_ids", "loss_mask"}).union(*(r.columns for r in made))
-        is_moe = True if "routed_experts" in found else None
-        self.learn(trainer=kind.format, is_moe=is_moe)
-        if not self._columns:
-            sides = {"rollout_logprobs": "sampler", "trainer_logprobs": "trainer"}
-            for name, side in sides.items():
-                if name not in found:
-                    self.warn(
-                        f"step {step}: doctor: the rows have no log-probs of the {side}, so checks "
-                        f"that compare the two sides are not made. To get them: "
-                        f"{kind.why.get(name) or HOW_TO_GET[name]}"
-                    )
-            self._columns = found
-        [joined] = in_chunks(made, found | self._columns, max_tokens=sys.maxsize)
-        return joined
-
     def learn(self, **known: Any) -> None:
         """Takes facts that are unknown so far from a batch."""
         no = Facts()
@@ -363,7 +327,7 @@ class Watch:
         if rank:
             rows = rows.with_(row_ids=tuple(f"rank{rank}/{name}" for name in rows.row_ids))
         if words.tokenizer is not None and (why := why_beyond(words.tokenizer, rows)):
-            why += " Give that of the model that trains: tokenizer=..."
+            why += " Give the tokenizer of the model that trains: tokenizer=..."
             self.warn(f"step {step}: doctor: {why} Checks of text are not made.")
             self._words = Tokenization(lacks={"tokenizer": why, "renderer": why})
             self._setting = make_setting(self.facts, self._words)
@@ -374,7 +338,7 @@ class Watch:
     def _keep(
         self, step: int, rows: Rows, examined: Examination, causes: Sequence[str]
     ) -> list[MismatchError]:
-        """Writes rows that show too few kept causes, and returns those that are new."""
+        """Writes rows that show a cause of too few kept rows, and returns the new causes."""
         assert self._kept is not None, "set before the rows are examined"
         num_kept = Counter(cause for known in self._kept.values() for cause in known)
         if all(num_kept[cause] >= MAX_KEPT and cause in self._told for cause in causes):
@@ -596,8 +560,3 @@ def _rank() -> int:
     """Rank of this process under torch.distributed, else 0. It does not import torch."""
     known: Any = sys.modules.get("torch.distributed")
     return known.get_rank() if known is not None and known.is_initialized() else 0
-
-
-def _listed(value: Any) -> Any:
-    value = array_of(value)
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.tinker import TinkerDump
+from lockstep.doctor.inputs.trainers import TinkerDump
 
 if any(importlib.util.find_spec(name) is None for name in ("tinker", "tinker_cookbook")):
     pytest.skip("pip install tinker-cookbook", allow_module_level=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.trl import TrlDump
+from lockstep.doctor.inputs.trainers import TrlDump
 
 TESTS = Path(__file__).resolve().parents[1]
 PAD, EOS = 0, 1

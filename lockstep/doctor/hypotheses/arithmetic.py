@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.doctor.explain import Prediction, View, hypothesis
 from lockstep.doctor.rows import Float64Array
-from lockstep.doctor.scoring.layouts import Lines, arrangements, laid_out, turn_positions
+from lockstep.doctor.scoring.layouts import layouts
 from lockstep.doctor.scoring.model import Variant
 from lockstep.types import Int64Array
 
@@ -143,23 +143,16 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
 )
 def layout(view: View) -> Iterator[Prediction]:
     model, rows = view.model, view.rows
-    trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
-    prompts = np.minimum(rows.firsts(trained, rows.position[trained]), rows.sizes)
-    ids = np.split(rows.token_ids, rows.offsets[1:-1])
-    lines = Lines(
-        prompts=prompts,
-        longest_prompt=int(prompts.max(initial=0)),
-        longest=int(rows.sizes.max(initial=0)),
-        preceding=[tuple(ids[max(r - 3, 0) : r][::-1]) for r in range(len(rows))],
-        turns=turn_positions(rows),
-        pad_id=model.pad_id if view.setting.pad_id is None else view.setting.pad_id,
-        max_positions=model.weights.config.max_positions,
-    )
+    pad_id = model.pad_id if view.setting.pad_id is None else view.setting.pad_id
+    max_positions = model.weights.config.max_positions
 
-    def score(arrangement: Any, chosen: Int64Array) -> Float64Array:
-        return model.score_laid(rows, laid_out(arrangement, rows, chosen.tolist(), lines))
+    def score(lay: Any, chosen: Int64Array) -> Float64Array:
+        return model.score_laid(rows, lay(chosen))
 
     yield from model.tried(
         view,
-        [Variant(cause=a.cause, text=a.text, score=partial(score, a)) for a in arrangements(lines)],
+        [
+            Variant(cause=cause, text=text, score=partial(score, lay))
+            for cause, text, lay in layouts(rows, pad_id=pad_id, max_positions=max_positions)
+        ],
     )

@@ -20,7 +20,7 @@ from lockstep.doctor.facts.structure import MIN_PROMPT
 from lockstep.doctor.rows import Float64Array
 from lockstep.doctor.scoring.layouts import Laid, Layout
 from lockstep.doctor.scoring.model import Variant
-from lockstep.doctor.scoring.prompts import Ids, Parts, Prompt, Prompts, with_prompt
+from lockstep.doctor.scoring.prompts import Ids, Parts, Prompts, with_prompt
 from lockstep.errors import LockstepError
 from lockstep.renderers.base import Renderer
 from lockstep.types import Int64Array, Message, ToolSchema
@@ -34,8 +34,7 @@ def variants_of(
     stops = frozenset(view.setting.stop_ids)
 
     def score(write: Callable[[Parts], Parts | None], chosen: Int64Array) -> Float64Array:
-        prompt = Prompt(text="", write=write)
-        return model.score_laid(rows, with_prompt(prompt, rows, chosen.tolist(), stops))
+        return model.score_laid(rows, with_prompt(write, rows, chosen.tolist(), stops))
 
     return [
         Variant(
@@ -115,7 +114,9 @@ def prompt(view: View) -> Iterator[Prediction]:
     model, setting = view.setting.model, view.setting
     assert model is not None and setting.tokenizer is not None, "needed"
     prompts = Prompts(setting.tokenizer, setting.renderer)
-    written = [("wrong_template", f"read the prompt {p.text}", p.write) for p in prompts.all()]
+    written = [
+        ("wrong_template", f"read the prompt {text}", write) for text, write in prompts.all()
+    ]
     yield from model.tried(view, variants_of(view, written))
 
 

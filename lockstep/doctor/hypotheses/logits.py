@@ -66,10 +66,9 @@ def processing(view: View) -> Iterator[Prediction]:
             return model.score(rows, chosen, distribution=kind)
         key = chosen.tobytes()
         if key not in on_probes:
-            scored = model.scorer.score(
+            on_probes[key] = model.scorer.score(
                 model.loaded(rows), rows, chosen, distributions=[d for _, d in chosen_kinds]
             )
-            on_probes[key] = {d: v.astype(np.float64) for d, v in scored.logprobs.items()}
         return on_probes[key][kind]
 
     variants = [

@@ -53,6 +53,8 @@ class Row:
     """[T] true where the token is trained."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """Other fields of `Rows`: an array [T, ...], or the one value of the row."""
+    is_exact: bool = False
+    """True if every value is as its writer means it: nothing is dropped."""
 
     @classmethod
     def of(cls, *, row_id: str, token_ids: Int32Array, loss_mask: BoolArray, **columns: Any) -> Row:
@@ -61,13 +63,13 @@ class Row:
 
     def __post_init__(self) -> None:
         columns = self.columns
-        for name in ("steps", "groups", "trainer_version"):
-            columns[name] = whole(columns.get(name))
-        columns["rewards"] = real(columns.get("rewards"))
+        if not self.is_exact:
+            for name in ("steps", "groups", "trainer_version"):
+                columns[name] = whole(columns.get(name))
+            columns["rewards"] = real(columns.get("rewards"))
+            if (rollout := columns.get("rollout_logprobs")) is not None:
+                rollout[~self.loss_mask & (rollout == 0.0)] = np.nan
         self.columns = {name: value for name, value in columns.items() if value is not None}
-        rollout = self.columns.get("rollout_logprobs")
-        if rollout is not None:
-            rollout[~self.loss_mask & (rollout == 0.0)] = np.nan
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -151,44 +153,36 @@ def _join(rows: Sequence[Row], has: frozenset[str]) -> Rows:
 # -- values of a file ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Values:
-    """Numbers per token of one row of a file, under the names of the file.
+def per_token(
+    source: Mapping[str, Any],
+    names: Sequence[str],
+    where: str,
+    *,
+    size: int,
+    kept: BoolArray | None = None,
+) -> Array | None:
+    """[size] float32 under the first of `names` that a row of a file has; None if it has none.
+
+    size: tokens of the row. kept: true at each place of a response that is no padding; the numbers
+    then are of the response alone, and NaN comes before it. None: they are of the whole row. Raises
+    DataError for anything but a number per place. Of more numbers than the row has tokens the last
+    are kept: the prompt length of the row is then negative, which the check of the boundary
+    reports.
 
     >>> response = np.array([True, True, False])  # its third place is padding
-    >>> values = Values(source={"lp": [-0.5, -0.25, 0.0]}, where="row 0", size=4, kept=response)
-    >>> values.floats("lp").tolist(), values.floats("old_lp")
-    ([nan, nan, -0.5, -0.25], None)
+    >>> source = {"lp": [-0.5, -0.25, 0.0]}
+    >>> per_token(source, ["old_lp", "lp"], "row 0", size=4, kept=response).tolist()
+    [nan, nan, -0.5, -0.25]
     """
-
-    source: Mapping[str, Any]
-    where: str
-    """Begins an error."""
-    size: int
-    """Tokens of the row."""
-    kept: BoolArray | None = None
-    """True at each place of a response that is no padding; None if values are of the whole row.
-
-    Of more values than the row has tokens the last are kept: the prompt length of the row is then
-    negative, which the check of the boundary reports."""
-
-    def floats(self, *names: str) -> Array | None:
-        """[size] float32 under the first of these names, NaN before a response; None if the file
-        has none of them. Raises DataError for anything but a number per place."""
-        name = next((name for name in names if self.source.get(name) is not None), None)
-        if name is None:
-            return None
-        where = f"{self.where}: {name}"
-        if self.kept is None:
-            return floats_of(self.source[name], self.size, where)
-        response = floats_of(self.source[name], len(self.kept), where)[self.kept]
-        before = np.full(max(self.size - len(response), 0), np.nan, np.float32)
-        return np.concatenate([before, response[max(len(response) - self.size, 0) :]])
-
-    def mask(self, *names: str) -> BoolArray | None:
-        """[size] true where the number (a mask, or a weight) is above 0."""
-        found = self.floats(*names)
-        return None if found is None else found > 0
+    name = next((name for name in names if source.get(name) is not None), None)
+    if name is None:
+        return None
+    where = f"{where}: {name}"
+    if kept is None:
+        return floats_of(source[name], size, where)
+    response = floats_of(source[name], len(kept), where)[kept]
+    before = np.full(max(size - len(response), 0), np.nan, np.float32)
+    return np.concatenate([before, response[max(len(response) - size, 0) :]])
 
 
 def row_of(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -234,15 +228,17 @@ def picked(batch: Mapping[str, Any], index: Sequence[int]) -> dict[str, Any]:
 
 
 def numbers(value: Any) -> Array | None:
-    """A list of numbers (null is NaN), a tensor or an array as an array; None for anything else."""
+    """Numbers in a list, or in lists of equal length, as an array (null is NaN); a tensor or an
+    array as an array; None for anything else."""
     if isinstance(value, list | tuple):
         kinds = set(map(type, value))
-        if not kinds <= {int, float, bool, type(None)}:
+        if not kinds <= {int, float, bool, type(None), list}:
             return None
         dtype = np.float64 if type(None) in kinds else None if kinds else np.int64
         try:
             value = np.array(value, dtype)
-        except OverflowError:
+            value = value.astype(np.float64) if value.dtype == object else value
+        except (OverflowError, ValueError, TypeError):
             return None
     elif not isinstance(value, np.ndarray):
         value = getattr(value, "values", None)  # an array inside of a pickle
@@ -253,7 +249,8 @@ def ids_of(values: Any, where: str) -> Int32Array:
     """Token ids as int32. Raises DataError for anything but whole numbers of 32 bits."""
     found = numbers(values)
     if found is None or found.dtype.kind not in "iu" or found.ndim != 1:
-        raise DataError(f"{where}: expected a list of token ids, whole numbers of 32 bits.")
+        told = f"expected a list of token ids, whole numbers of 32 bits; found {shown(values)}"
+        raise DataError(f"{where}: {told}.")
     if len(found) and (found.min() < -(1 << 31) or found.max() >= 1 << 31):
         raise DataError(f"{where}: a token id is beyond 32 bits: {found.min()} to {found.max()}.")
     return found.astype(np.int32)
@@ -264,12 +261,17 @@ def floats_of(values: Any, size: int, where: str) -> Array:
     else."""
     found = numbers(values)
     if found is None or found.shape != (size,):
-        kind = (
-            f"{values!r:.40}" if found is None else f"{' x '.join(map(str, found.shape))} entries"
-        )
+        kind = shown(values if found is None else found)
         raise DataError(f"{where}: expected {size} numbers, one per token; found {kind}.")
     with np.errstate(over="ignore"):  # beyond float32: infinite
         return found.astype(np.float32)
+
+
+def shown(value: Any) -> str:
+    """The value in an error: an array by its shape, anything else by its first characters."""
+    if isinstance(value, np.ndarray):
+        return f"{' x '.join(map(str, value.shape))} entries of {value.dtype}"
+    return f"{value!r:.40}"
 
 
 def whole(value: Any) -> int | None:

@@ -24,11 +24,11 @@ _WORDS_BYTES = 16
 """Approximate bytes per token of the text in messages."""
 
 
-HOW_TO_GET_OF: Mapping[str, Mapping[str, str]] = tomllib.loads(
-    Path(__file__).with_name("how_to_get.toml").read_text("utf-8")
+DECLARED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("formats.toml").read_text("utf-8")
 )
-"""Format of a dump, or "any" -> data that it may lack -> how its writer gets it."""
-HOW_TO_GET = HOW_TO_GET_OF["any"]
+"""Format of a dump -> its declaration: attributes of its class."""
+HOW_TO_GET: Mapping[str, str] = DECLARED["any"]["why"]
 """Data that a check lacks -> how the writer of the input gets it, if the format does not say."""
 
 
@@ -51,7 +51,8 @@ class Dump(ABC):
 
     Each subclass with a `format` is one format, known from its definition on: a file of your own
     that defines one is loaded with `lockstep doctor PATH --plugin FILE.py`. Most formats need only
-    `FileDump` or `LineDump` (inputs/lines.py). Opening a dump reads its head only. A defect of the
+    `FileDump` or `LineDump` (inputs/lines.py). formats.toml declares the package's own: names of
+    files and columns. Opening a dump reads its head only. A defect of the
     file raises a DataError of one paragraph: path, what was expected, what was found, what to do.
     Nothing in a dump is ever executed.
     """
@@ -70,16 +71,17 @@ class Dump(ABC):
     notes: Sequence[str] = ()
     """Sentences for the reader of the verdict: the rows are a sample, the run still goes on."""
     found_before: Mapping[str, int] = {}
-    """Cause -> number of steps in which it was found during training; the rows that are stored may
-    no longer show it."""
+    """Cause -> number of training steps that showed it; the stored rows may no longer show it."""
     resumes: Sequence[int] = ()
     """Steps that a resume of the run began with, where they are known."""
     _kept: list[Rows] | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.__dict__.get("format"):
+        if name := cls.__dict__.get("format"):
             Dump.formats.append(cls)
+            for attribute, value in DECLARED.get(name, {}).items():
+                setattr(cls, attribute, tuple(value) if isinstance(value, list) else value)
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,7 +89,7 @@ class Dump(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, path: Path) -> bool:
-        """Whether the file or directory looks like this format, by its name and first bytes."""
+        """Says if the file or directory looks like this format, by its name and first bytes."""
 
     @abstractmethod
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:

@@ -20,7 +20,6 @@ import numpy as np
 
 from lockstep.dialogues import read_messages
 from lockstep.doctor.inputs.assemble import Array, Row, floats_of, ids_of
-from lockstep.doctor.inputs.base import HOW_TO_GET_OF
 from lockstep.doctor.inputs.lines import LineDump
 from lockstep.errors import DataError
 from lockstep.types import MESSAGE_KEYS, TEXT_ONLY, Int32Array, Message
@@ -35,9 +34,6 @@ class ChatDump(LineDump):
 
     format: ClassVar[str] = "chat"
     trainer: ClassVar[str] = ""
-    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json")
-    keys: ClassVar[frozenset[str]] = frozenset()
-    why: ClassVar[Mapping[str, str]] = HOW_TO_GET_OF["chat"]
 
     @classmethod
     def is_own_line(cls, line: Mapping[str, Any]) -> bool:
@@ -82,7 +78,7 @@ def _row(
     line: Mapping[str, Any],
     dialogue: tuple[Message, ...] | None,
 ) -> Row:
-    """Replies, each of which continues the one before."""
+    """The row of replies. Each reply continues the one before."""
     last = chain[-1]
     ids = np.concatenate([last.prompt, last.ids])
     turn = np.full(len(ids), -1, np.int32)

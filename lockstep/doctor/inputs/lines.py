@@ -8,16 +8,19 @@ import re
 import sys
 import zipfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.doctor.inputs.assemble import Row, in_chunks
+import numpy as np
+
+from lockstep.doctor.inputs.assemble import Array, Row, in_chunks, per_token
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.places import BYTE_ORDER_MARK, PARQUET_MAGIC, judged
-from lockstep.doctor.rows import Rows
+from lockstep.doctor.rows import BoolArray, Rows
 from lockstep.errors import DataError
+from lockstep.types import Int32Array
 
 MAX_LINE_BYTES = 64 << 20
 """Longest line of a JSONL file: a million tokens with both log-probs."""
@@ -34,6 +37,8 @@ class RowDump(Dump):
     """Reason for a dump without rows, or where to read on."""
     why: ClassVar[Mapping[str, str]] = {}
     """Field of `Rows` -> why a dump may lack it, and how to get it."""
+    columns: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Field of `Rows` with a number per token -> its names in a file, the first that is there."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -42,10 +47,14 @@ class RowDump(Dump):
             raise DataError(f"{path} has no row of the format {self.format}: {self.no_row}")
         always = frozenset({"row_ids", "token_ids", "loss_mask"})
         self.has = always.union(*(row.columns for row in head))
-        has_routes = "routed_experts" in self.has
-        trainer = self.format if self.trainer is None else self.trainer
-        self.facts = Facts(trainer=trainer, is_moe=True if has_routes else None)
+        self.facts = Facts(**self.facts_in(self.has))
         self.lacks = {name: reason for name, reason in self.why.items() if name not in self.has}
+
+    @classmethod
+    def facts_in(cls, has: frozenset[str]) -> dict[str, Any]:
+        """Facts that the format and the columns of a dump tell."""
+        trainer = cls.format if cls.trainer is None else cls.trainer
+        return {"trainer": trainer, "is_moe": True if "routed_experts" in has else None}
 
     @abstractmethod
     def rows(self) -> Iterator[Row]:
@@ -53,6 +62,36 @@ class RowDump(Dump):
 
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
         return in_chunks(self.rows(), self.has, max_tokens=max_tokens)
+
+    @classmethod
+    def row(
+        cls,
+        source: Mapping[str, Any],
+        where: str,
+        ids: Int32Array,
+        *,
+        row_id: str,
+        kept: BoolArray | None = None,
+        **known: Any,
+    ) -> Row:
+        """A row whose numbers per token are in `columns`. source: one row of a file, by its names.
+
+        ids: [T] the row without padding. kept: as for `per_token`; the response is trained where
+        no loss mask is given. known: further fields, in place of those of `columns`.
+        """
+        size = len(ids)
+        found: dict[str, Array | None] = {
+            field: per_token(source, names, where, size=size, kept=kept)
+            for field, names in cls.columns.items()
+        }
+        if kept is not None:
+            known = {"prompt_lengths": size - int(kept.sum())} | known
+        mask = found.pop("loss_mask", None)
+        if mask is not None:
+            known = {"loss_mask": mask > 0} | known
+        elif kept is not None:
+            known = {"loss_mask": np.arange(size) >= size - int(kept.sum())} | known
+        return Row.of(row_id=row_id, token_ids=ids, **{**found, **known})
 
 
 class FileDump(RowDump):
@@ -76,7 +115,11 @@ class FileDump(RowDump):
         if path.is_file():
             return [path] if path.name.endswith(cls.suffixes) else []
         found = {file for pattern in cls.patterns for file in path.glob(pattern) if file.is_file()}
-        return sorted(found, key=lambda file: (numbers_in(str(file)), str(file)))
+        return cls.in_order(found)
+
+    @staticmethod
+    def in_order(files: Iterable[Path]) -> list[Path]:
+        return sorted(files, key=lambda file: (numbers_in(str(file)), str(file)))
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
@@ -86,7 +129,7 @@ class FileDump(RowDump):
     @classmethod
     @abstractmethod
     def is_own(cls, path: Path) -> bool:
-        """Whether a file is of this format, by its first bytes."""
+        """Says if a file is of this format, by its first bytes."""
 
     @abstractmethod
     def rows_in(self, path: Path) -> Iterator[Row]:
@@ -97,10 +140,22 @@ class FileDump(RowDump):
             yield from self.rows_in(path)
 
 
+Live = tuple[Sequence[Hashable], Callable[[Sequence[int]], Iterable[Row]], dict[str, Any]]
+"""A batch in memory: the group of each row, the rows with some indices, and facts about the run.
+Only the rows that are asked for leave the device."""
+
+
+class LiveDump(FileDump):
+    """A format whose batches `lockstep.watch` is given while they are in memory."""
+
+    live: ClassVar[Callable[..., Live]]
+    """(the batch, as the method of `Watch` takes it, step=)"""
+
+
 class LineDump(FileDump):
     """A format with one row, or several, on each line of JSONL files."""
 
-    keys: ClassVar[frozenset[str]]
+    keys: ClassVar[Collection[str]] = ()
     """Keys of every line."""
 
     @classmethod
@@ -113,13 +168,13 @@ class LineDump(FileDump):
 
     @classmethod
     def is_own_line(cls, line: Mapping[str, Any]) -> bool:
-        return line.keys() >= cls.keys
+        return line.keys() >= {*cls.keys}
 
     def rows_in(self, path: Path) -> Iterator[Row]:
         for number, text in lines_of(path, self.ends[path]):
             where = f"{path}:{number}"
             line = json_line(text, where)
-            if missing := sorted(self.keys - line.keys()):
+            if missing := sorted({*self.keys} - line.keys()):
                 raise DataError(f"{where}: {', '.join(missing)} is missing.")
             yield from self.rows_of(line, path, number, where)
 
@@ -148,7 +203,7 @@ _RANK = re.compile(r"((?<=\d)_|rank[_-]?)\d+(?=\.\w+$)")
 
 
 def whole_files(files: Sequence[Path]) -> tuple[dict[Path, int], list[str]]:
-    """(file -> bytes to read of it, a sentence for each file of which less is read than it has).
+    """(file -> bytes to read of it, a sentence for each file that is not read to its end).
 
     A trainer that runs may be writing the files of the newest step, the last of `files`: JSON lines
     are read up to the last whole one, and a file of another kind without its end is left out,
@@ -196,7 +251,7 @@ def _sizes(path: Path) -> tuple[int, int]:
 
 def lines_of(path: Path, end: int = sys.maxsize) -> Iterator[tuple[int, bytes]]:
     """(number from 1, text) of each line of the first `end` bytes that is not blank; DataError for
-    one that is too long."""
+    a line that is too long."""
     number = 0
     with open(path, "rb") as file:
         # A line without end is refused before all of it is in memory.

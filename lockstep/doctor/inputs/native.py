@@ -1,4 +1,4 @@
-"""Rows in the doctor's own columns (`schema.COLUMNS`): Parquet, JSON lines, or a directory of them.
+"""Rows in the doctor's own columns (columns.toml): Parquet, JSON lines, or a directory of them.
 
 The form for a trainer without a format of its own. `Facts` of a Parquet file are in its metadata
 under the key `lockstep.doctor`, as JSON; in a JSONL file they are a first line
@@ -8,8 +8,9 @@ under the key `lockstep.doctor`, as JSON; in a JSONL file they are a first line
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -19,21 +20,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.doctor.inputs.assemble import grouped
-from lockstep.doctor.inputs.base import CHUNK_TOKENS, HOW_TO_GET, Dump, Facts
-from lockstep.doctor.inputs.lines import json_line, lines_of, numbers_in, parse_json, whole_files
-from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, judged, why_no_rows
+from lockstep.dialogues import read_messages
+from lockstep.doctor.inputs.assemble import Array, Row, array_of, numbers, shown
+from lockstep.doctor.inputs.base import HOW_TO_GET, Facts
+from lockstep.doctor.inputs.lines import (
+    Live,
+    LiveDump,
+    json_line,
+    lines_of,
+    parse_json,
+    whole_files,
+)
+from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, why_no_rows
 from lockstep.doctor.inputs.schema import (
     BY_NAME,
     COLUMNS,
     HEAD,
-    OFTEN_CALLED,
     REQUIRED,
-    Values,
-    Where,
+    Column,
     facts_from_dict,
     facts_to_dict,
-    rows_of,
 )
 from lockstep.doctor.rows import Rows
 from lockstep.errors import AlignmentError, DataError
@@ -42,104 +48,163 @@ from lockstep.system import bounded_memory
 
 HEAD_BYTES = 1 << 20
 """Part of a JSONL file that is read to find out which columns it has."""
-_MAX_BATCH_ROWS, _BATCH_MEMORY = 4096, 4 << 30
+_BATCH_TOKENS, _MAX_BATCH_ROWS, _BATCH_MEMORY = 1 << 18, 4096, 4 << 30
 _BYTES_PER_TOKEN = 8
 """Approximate size of a token in a Parquet file before compression: how many rows to ask for."""
 
 # -- reading ---------------------------------------------------------------------------------------
 
-_Blocks = Iterator[tuple[Mapping[str, Values], Where]]
-"""Rows of a file as columns, in blocks of at most so many tokens, or of one row."""
 
+class RowsDump(LiveDump):
+    """Files in the doctor's own columns."""
 
-class RowsDump(Dump):
-    """Files in the doctor's own columns.
-
-    A directory is read as its `*.parquet` files, or as its `*.jsonl` files if it has none, in the
-    order of the numbers in their names; all must have the same columns.
-    """
-
+    # A directory is read as its *.parquet files, or as its *.jsonl files if it has none. All must
+    # have the same columns.
     format: ClassVar[str] = "rows"
+    trainer: ClassVar[str] = ""
 
     def __init__(self, path: Path) -> None:
-        files = _part_paths(path)
-        super().__init__(judged(path, files))
-        ends, self.notes = whole_files(files)
-        self._parts = [_open_part(*file) for file in ends.items()]
-        first = self._parts[0]
-        for part in self._parts:
-            if differs := part.columns ^ first.columns:
-                name = min(differs)
-                has, lacks = (part, first) if name in part.columns else (first, part)
-                raise DataError(
-                    f"{has.path} has the column {name} and {lacks.path} does not; expected the "
-                    "same columns in all parts of a directory (null where a value is not known)."
-                )
-        _check_columns(first)
-        self.facts = first.facts
-        names = first.columns
+        self._heads: dict[Path, tuple[frozenset[str], Facts]] = {}
+        super().__init__(path)
+        names, self.facts = self._head(self.files[0])
         known = {column.field for column in COLUMNS if column.name in names}
-        self.has = frozenset(known | ({"is_sampled"} if "turn" in names else set()))
+        self.has = frozenset({"row_ids"} | known | ({"is_sampled"} if "turn" in names else set()))
         self.lacks = {
             column.field: f"there is no column {column.name}: "
-            f"{HOW_TO_GET.get(column.field, 'log it')}.{_hint(column.name, names)}"
+            f"{HOW_TO_GET.get(column.field, 'log it')}.{_hint(column, names)}"
             for column in COLUMNS
-            if column.field not in self.has and column.name != "id"
+            if column.field not in self.has
         }
 
     @classmethod
-    def recognises(cls, path: Path) -> bool:
+    def files_of(cls, path: Path) -> list[Path]:
+        for suffix in (".parquet", ".jsonl") if path.is_dir() else ():
+            if files := [file for file in path.glob(f"*{suffix}") if file.name[0] not in "._"]:
+                return cls.in_order(files)
+        return [path]
+
+    @classmethod
+    def is_own(cls, path: Path) -> bool:
         try:
-            ends, _ = whole_files(_part_paths(path))
-            return "token_ids" in _open_part(*next(iter(ends.items()))).columns
+            return "token_ids" in _head_of(path, whole_files([path])[0][path])[0]
         except DataError:
             return False
 
-    def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        for part in self._parts:
-            prefix = f"{part.path.stem}:" if len(self._parts) > 1 else ""
-            number = 0
-            for columns, where in part.blocks(max_tokens):
-                row_ids = [f"{prefix}{number + i}" for i in range(len(columns["token_ids"]))]
-                number += len(row_ids)
-                yield rows_of(columns, row_ids=row_ids, where=where)
+    def rows(self) -> Iterator[Row]:
+        first, _ = self._head(self.files[0])
+        for path in self.files:
+            columns, _ = self._head(path)
+            if differs := columns ^ first:
+                name = min(differs)
+                has, lacks = (path, self.files[0])[:: 1 if name in columns else -1]
+                raise DataError(
+                    f"{has} has the column {name} and {lacks} does not; expected the same columns "
+                    "in all parts of a directory (null where a value is not known)."
+                )
+        return super().rows()
+
+    def rows_in(self, path: Path) -> Iterator[Row]:
+        columns, _ = self._head(path)
+        prefix = f"{path.stem}:" if len(self.files) > 1 else ""
+        names = [name for name in BY_NAME if name in columns]
+        is_parquet = head_of(path, 4) == PARQUET_MAGIC
+        found = _parquet_rows(path, names) if is_parquet else _json_rows(path, self.ends[path])
+        for number, (where, source) in enumerate(found):
+            for name in source.keys() - columns:
+                if name in BY_NAME and source[name] is not None:
+                    raise DataError(
+                        f"{where}: the first row with {name}. Write it into the first row of the "
+                        "file too, or leave it out of all."
+                    )
+            yield read_row(source, names, where, row_id=f"{prefix}{number}")
+
+    @classmethod
+    def live(cls, rows: Sequence[Mapping[str, Any]], *, step: int) -> Live:
+        """Mappings with columns as lists, arrays or tensors."""
+        names = [name for name in BY_NAME if any(row.get(name) is not None for row in rows)]
+        if missing := [name for name in REQUIRED if name not in names]:
+            raise DataError(f"the rows of step {step} have no {missing[0]}.")
+
+        def made(index: Sequence[int]) -> Iterator[Row]:
+            for i in index:
+                source = {name: array_of(rows[i].get(name)) for name in names}
+                for name, value in source.items():
+                    is_number = isinstance(value, np.generic | np.ndarray) and not value.ndim
+                    source[name] = value.item() if is_number else value
+                yield read_row(source, names, f"row {i} of step {step}", row_id=f"{step}/{i}")
+
+        groups = [row.get("group") for row in rows]
+        return range(len(rows)) if None in groups else groups, made, {}
+
+    def _head(self, path: Path) -> tuple[frozenset[str], Facts]:
+        """(names of all columns, facts) of a file."""
+        if path not in self._heads:
+            columns, _ = self._heads[path] = _head_of(path, self.ends[path])
+            for name in (name for name in REQUIRED if name not in columns):
+                if {"segments", "task_payload_json"} <= columns:
+                    raise DataError(
+                        f"{path} is a part of a run of Lockstep; give the run's directory."
+                    )
+                raise DataError(
+                    f"{path} has no column {name}; every row must have {' and '.join(REQUIRED)} "
+                    "(documentation: Doctor: dumps). It has: "
+                    f"{', '.join(sorted(columns)[:12]) or 'none'}.{_hint(BY_NAME[name], columns)}"
+                )
+        return self._heads[path]
 
 
-def _hint(name: str, names: Iterable[str]) -> str:
-    meant = sorted(OFTEN_CALLED.get(name, frozenset()) & set(names))
+def _hint(column: Column, names: Iterable[str]) -> str:
+    """A question about a column of another name that may be meant."""
+    others = sorted(set(names) - BY_NAME.keys())
+    meant = [name for name in others if name in column.often_called]
+    meant += get_close_matches(column.name, others, n=1, cutoff=0.8)
     return f" The file has {meant[0]}: if that is it, rename it." if meant else ""
 
 
-def _check_columns(part: _Part) -> None:
-    for name in (name for name in REQUIRED if name not in part.columns):
-        if {"segments", "task_payload_json"} <= part.columns:
-            raise DataError(
-                f"{part.path} is a part of a run of Lockstep; give the run's directory."
-            )
-        raise DataError(
-            f"{part.path} has no column {name}; every row must have {' and '.join(REQUIRED)} "
-            "(documentation: Doctor: dumps). It has: "
-            f"{', '.join(sorted(part.columns)[:12]) or 'none'}."
-            f"{_hint(name, part.columns)}"
-        )
-
-
-def _part_paths(path: Path) -> list[Path]:
-    for suffix in (".parquet", ".jsonl") if path.is_dir() else ():
-        files = [f for f in path.iterdir() if f.suffix == suffix and f.name[0] not in "._"]
-        if files:
-            return sorted(files, key=lambda f: (numbers_in(f.name), f.name))
-    return [path]
-
-
-def _open_part(path: Path, end: int) -> _Part:
+def _head_of(path: Path, end: int) -> tuple[frozenset[str], Facts]:
     check_place(path)
     if why := why_no_rows(path):
         raise DataError(f"{path} {why}.")
-    return _ParquetFile(path) if head_of(path, 4) == PARQUET_MAGIC else _JsonLines(path, end)
+    facts, columns, num_bytes = Facts(), set[str](), 0
+    if head_of(path, 4) == PARQUET_MAGIC:
+        with _parquet(path) as file:
+            schema, num_rows = file.schema_arrow, file.metadata.num_rows
+        if not num_rows:
+            raise DataError(
+                f"{path} has no rows: a Parquet file of 0 rows with the columns "
+                f"{', '.join(sorted(schema.names)) or '(none)'}. Was it written before the first "
+                "step?"
+            )
+        if source := (schema.metadata or {}).get(HEAD.encode()):
+            where = f"{path}: metadata {HEAD}"
+            facts = facts_from_dict(parse_json(source, where), where)
+        return frozenset(schema.names), facts
+    for line, text in lines_of(path, end):
+        row = json_line(text, f"{path}:{line}")
+        if HEAD in row:
+            facts = facts_from_dict(row[HEAD], f"{path}:{line}: {HEAD}")
+            continue
+        columns |= {name for name, value in row.items() if value is not None}
+        num_bytes += len(text)
+        if num_bytes >= HEAD_BYTES:
+            break
+    if not num_bytes:
+        raise DataError(f"{path} has no rows; expected one JSON object per line and row.")
+    return frozenset(columns), facts
 
 
-# -- Parquet
+_Sources = Iterator[tuple[str, Mapping[str, Any]]]
+"""(place, values by column) of each row."""
+
+
+def _json_rows(path: Path, end: int) -> _Sources:
+    for place, (line, text) in enumerate(lines_of(path, end)):
+        where = f"{path}:{line}"
+        row = json_line(text, where)
+        if HEAD not in row:
+            yield where, row
+        elif place:
+            raise DataError(f"{where}: {HEAD} again; expected it in the first line alone.")
 
 
 @contextmanager
@@ -158,126 +223,146 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
         ) from None
 
 
-class _ParquetFile:
-    """One Parquet file: its columns, known ones and others, its facts, and its rows."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with _parquet(path) as file:
-            schema, metadata = file.schema_arrow, file.metadata
-            # Sizes of row groups and not of columns: pyarrow ends the process over statistics that
-            # a flipped bit has damaged (26.0), where reading the column raises an error.
-            groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
-            sizes = [group.total_byte_size / max(group.num_rows, 1) for group in groups]
-            self._row_bytes = max([1.0, *sizes])
-            num_rows = metadata.num_rows
-            source = (schema.metadata or {}).get(HEAD.encode())
-        self.columns = frozenset(schema.names)
-        if not num_rows:
-            raise DataError(
-                f"{path} has no rows: a Parquet file of 0 rows with the columns "
-                f"{', '.join(sorted(self.columns)) or '(none)'}. Was it written before the first "
-                "step?"
-            )
-        where, self.facts = f"{path}: metadata {HEAD}", Facts()
-        if source is not None:
-            self.facts = facts_from_dict(parse_json(source, where), where)
-
-    def blocks(self, max_tokens: int) -> _Blocks:
+def _parquet_rows(path: Path, names: list[str]) -> _Sources:
+    with _parquet(path) as file:
+        # Sizes of row groups and not of columns: pyarrow ends the process over statistics that a
+        # flipped bit has damaged (26.0), where reading the column raises an error.
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        row_bytes = max(
+            [1.0, *(group.total_byte_size / max(group.num_rows, 1) for group in groups)]
+        )
+        batch_rows = min(max(int(_BYTES_PER_TOKEN * _BATCH_TOKENS / row_bytes), 1), _MAX_BATCH_ROWS)
+        batches = file.iter_batches(batch_rows, columns=names, use_threads=False)
         first = 0
-        for batches in grouped(self._slices(max_tokens), max_tokens):
-            table = pa.Table.from_batches(batches)
-            rows = f"rows {first} to {first + len(table) - 1}"
-            found: dict[str, Values] = {}
-            for name in table.column_names:
-                column = table.column(name)
+        while True:
+            with bounded_memory(_BATCH_MEMORY):
+                if (batch := next(batches, None)) is None:
+                    return
+            found: dict[str, Any] = {}
+            for name in names:
                 try:
-                    is_text = BY_NAME[name].shape in ("text", "messages")
-                    found[name] = column.to_pylist() if is_text else pa.concat_arrays(column.chunks)
+                    column = batch.column(name)
+                    is_nested = _is_list(column.type) and BY_NAME[name].dtype
+                    found[name] = _arrays(column) if is_nested else column.to_pylist()
                 except UnicodeDecodeError as error:
-                    reason = f"not UTF-8 ({error.reason})"
-                    raise DataError(f"{self.path}: {name}, {rows}: {reason}.") from None
-            yield found, lambda i, first=first: f"{self.path}: row {first + i}"
-            first += len(table)
-
-    def _slices(self, max_tokens: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """(tokens, rows) of runs of rows of at most `max_tokens`, or of one row."""
-        names = [name for name in BY_NAME if name in self.columns]
-        batch_rows = int(_BYTES_PER_TOKEN * max_tokens / self._row_bytes)
-        batch_rows = min(max(batch_rows, 1), _MAX_BATCH_ROWS)
-        with _parquet(self.path) as file:
-            batches = file.iter_batches(batch_rows, columns=names, use_threads=False)
-            while True:
-                with bounded_memory(_BATCH_MEMORY):
-                    if (batch := next(batches, None)) is None:
-                        return
-                sizes = _sizes(batch.column("token_ids"))
-                for run in grouped(((n, i) for i, n in enumerate(sizes)), max_tokens):
-                    yield sum(sizes[run[0] : run[-1] + 1]), batch.slice(run[0], len(run))
-
-
-def _sizes(column: pa.Array) -> list[int]:
-    """Tokens of each row; 1 for anything but a list, which is refused where it is read."""
-    try:
-        return pc.fill_null(pc.call_function("list_value_length", [column]), 0).to_pylist()
-    except (pa.ArrowException, NotImplementedError):
-        return [1] * len(column)
-
-
-# -- JSON lines
-
-
-class _JsonLines:
-    """One JSONL file: the columns of its first rows, its facts, and its rows."""
-
-    def __init__(self, path: Path, end: int) -> None:
-        self.path, self._end, self.facts = path, end, Facts()
-        columns: set[str] = set()
-        num_bytes = 0
-        for line, row, size in self._rows():
-            if HEAD in row:
-                self.facts = facts_from_dict(row[HEAD], f"{path}:{line}: {HEAD}")
-                continue
-            columns |= {name for name, value in row.items() if value is not None}
-            num_bytes += size
-            if num_bytes >= HEAD_BYTES:
-                break
-        if not num_bytes:
-            raise DataError(f"{path} has no rows; expected one JSON object per line and row.")
-        self.columns = frozenset(columns)
-
-    def blocks(self, max_tokens: int) -> _Blocks:
-        for rows in grouped(self._checked(), max_tokens):
-            lines = [line for line, _ in rows]
-            names = [name for name in BY_NAME if name in self.columns]
-            found = {name: [row.get(name) for _, row in rows] for name in names}
-            yield found, lambda i, lines=lines: f"{self.path}:{lines[i]}"
-
-    def _rows(self) -> Iterator[tuple[int, dict[str, Any], int]]:
-        """(line, object, bytes) of each line: the facts of the file, if it has any, and rows."""
-        for place, (line, text) in enumerate(lines_of(self.path, self._end)):
-            where = f"{self.path}:{line}"
-            row = json_line(text, where)
-            if place and HEAD in row:
-                raise DataError(f"{where}: {HEAD} again; expected it in the first line alone.")
-            yield line, row, len(text)
-
-    def _checked(self) -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:
-        """(tokens, (line, row)) of each row."""
-        for line, row, _ in self._rows():
-            if HEAD in row:
-                continue
-            for name in row.keys() - self.columns:
-                if name in BY_NAME and row[name] is not None:
+                    rows = f"rows {first} to {first + len(batch) - 1}"
                     raise DataError(
-                        f"{self.path}:{line}: the first row with {name}. Write it into the first "
-                        "row of the file too, or leave it out of all."
-                    )
-            ids = row.get("token_ids")
-            yield len(ids) if isinstance(ids, list) else 1, (line, row)
+                        f"{path}: {name}, {rows}: not UTF-8 ({error.reason})."
+                    ) from None
+            for i in range(len(batch)):
+                yield f"{path}: row {first + i}", {name: found[name][i] for name in names}
+            first += len(batch)
 
 
-_Part = _ParquetFile | _JsonLines
+def _arrays(column: pa.Array) -> Any:
+    """The lists of a column as arrays, nested lists as lists of arrays, and lists of equal length
+    as one array."""
+    if not _is_list(column.type):
+        is_number = pa.types.is_primitive(column.type)
+        return column.to_numpy(zero_copy_only=False) if is_number else column.to_pylist()
+    sizes = pc.call_function("list_value_length", [column])
+    is_null, sizes = sizes.is_null().to_pylist(), sizes.fill_null(0).to_numpy()
+    inner = _arrays(column.flatten())
+    if isinstance(inner, np.ndarray) and len(sizes) and (sizes == sizes[0]).all() and sizes[0]:
+        return inner.reshape(len(sizes), sizes[0], *inner.shape[1:])
+    ends = np.cumsum(sizes)
+    slices = map(slice, (ends - sizes).tolist(), ends.tolist())
+    return [None if null else inner[at] for null, at in zip(is_null, slices, strict=True)]
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+# -- one row ---------------------------------------------------------------------------------------
+
+
+def read_row(source: Mapping[str, Any], names: Iterable[str], where: str, *, row_id: str) -> Row:
+    """A row of the doctor's own columns.
+
+    source: its values, as arrays or as JSON holds them. names: the columns of the file. row_id:
+    used if it has no id. Raises DataError, which begins with `where`, for values that cannot be a
+    row; strange values of log-probs are left to the checks.
+
+    >>> source = {"token_ids": [5, 6], "loss_mask": [0, 1], "rollout_logprobs": [None, -0.5]}
+    >>> row = read_row(source, source, "rows.jsonl:1", row_id="0")
+    >>> row.loss_mask.tolist(), row.columns["rollout_logprobs"].tolist()
+    ([False, True], [nan, -0.5])
+    """
+    ids = source.get("token_ids")
+    size = len(ids) if isinstance(ids, list | np.ndarray) else 0  # anything else is refused
+    found = {BY_NAME[n].field: _value(BY_NAME[n], source.get(n), size, where) for n in names}
+    if found.get("turn") is not None:
+        found.setdefault("is_sampled", found["turn"] >= 0)
+    # One value of a row applies to the tokens that it can be about.
+    for name, over in (
+        ("policy_version", found.get("is_sampled", found["loss_mask"])),
+        ("advantages", found["loss_mask"]),
+    ):
+        if (value := found.get(name)) is not None and not value.ndim:
+            found[name] = np.where(over, value, value.dtype.type(BY_NAME[name].fill))
+    name = found.pop("row_ids", None)
+    return Row(
+        row_id=row_id if name is None else name,
+        token_ids=found.pop("token_ids"),
+        loss_mask=found.pop("loss_mask"),
+        columns=found,
+        is_exact=True,
+    )
+
+
+def _value(column: Column, value: Any, size: int, where: str) -> Any:
+    """The value as a field of `Rows`. size: tokens of the row."""
+    shape, at = column.shape, f"{where}: {column.name}"
+    if value is None and (column.fill is not None or shape in ("messages", "text", "turn")):
+        return None
+    if shape == "messages":
+        return read_messages(value, where=at)
+    if shape == "text":
+        value = str(value) if column.name == "id" and type(value) is int else value
+        if not isinstance(value, str):
+            raise DataError(f"{at} must be text, found {value!r:.40}.")
+        return value
+    if value is None:
+        raise DataError(f"{at} is null or missing; expected {column.expected}.")
+    is_listed = isinstance(value, list | tuple | np.ndarray)
+    if shape == "turn":
+        return tuple(_cast(column, ids, at) for ids in (value if is_listed else [value]))
+    if shape == "row" or (shape == "token or row" and not is_listed):
+        return _cast(column, [value], at)[0]
+    if shape == "route" and not size:
+        return None
+    out = _cast(column, value, at)
+    if len(out) != size:
+        raise DataError(
+            f"{at} has {len(out)} entries and token_ids {size}; expected one per token, null (in a "
+            "mask: false) where a token has none."
+        )
+    return out
+
+
+def _cast(column: Column, value: Any, where: str) -> Array:
+    """A list of numbers in the dtype of the column."""
+    found, kind = numbers(value), np.dtype(column.dtype).kind
+    is_cast = found is not None and (found.dtype.kind != "b" or kind == "b")
+    if not is_cast or found.ndim != (3 if column.shape == "route" else 1):
+        raise DataError(f"{where} must be {column.expected}, found {shown(value)}.")
+    if kind != "f" and found.dtype.kind == "f":
+        is_null = np.isnan(found)
+        if is_null.any() and column.fill is None:
+            raise DataError(f"{where} is null; expected {column.expected}.")
+        found = np.where(is_null, column.fill, found) if is_null.any() else found
+    if kind == "i" and found.size:
+        low, high = np.iinfo(column.dtype).min, np.iinfo(column.dtype).max
+        low = 0 if column.name.endswith("_ids") else low
+        is_odd = (found < low) | (found > high) | (found != np.floor(found))
+        if is_odd.any():
+            expected = f"{column.expected}, from {low} to {high}"
+            raise DataError(f"{where} must be {expected}, found {found[is_odd][0]}.")
+    with np.errstate(over="ignore"):  # beyond float32: infinite
+        return found.astype(column.dtype)
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -332,7 +417,7 @@ def _names(rows: Rows) -> list[str]:
 def _arrow(rows: Rows, name: str, kind: pa.DataType) -> pa.Array:
     shape, value = BY_NAME[name].shape, getattr(rows, BY_NAME[name].field)
     if shape in ("token", "token or row", "route"):
-        # NaN stays NaN: a log-prob that is missing, or one that came out so.
+        # NaN stays NaN: a log-prob is missing, or the program computed NaN.
         sizes = [rows.offsets]
         for width in value.shape[1:]:
             sizes.append(np.arange(0, (sizes[-1][-1]) * width + 1, width))

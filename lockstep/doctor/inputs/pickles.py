@@ -57,17 +57,17 @@ MAX_RANGE = 1 << 20
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether the first bytes are those of a zip archive, or of torch's older format."""
+    """Says if the file begins as a zip archive, or as torch's older format."""
     return head_of(path).startswith((_ZIP, _OLD_TORCH))
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether the first bytes are those of a binary pickle."""
+    """Says if the file begins as a binary pickle."""
     return bool(re.match(rb"\x80[\x02-\x05]", head_of(path)))
 
 
 def mentions(path: Path, words: Iterable[str]) -> bool:
-    """Whether a torch file names all of these words, without loading it."""
+    """Says if a torch file names all of these words, without loading it."""
     try:
         with zipfile.ZipFile(path) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))

@@ -40,9 +40,8 @@ def check_place(path: Path) -> None:
 
 
 def judged(path: Path, files: Sequence[Path]) -> Path:
-    """The file that a directory stands for if it is the only one, else the directory, of whose own
-    files the names differ in their numbers alone: parts of one dump. Raises DataError for others.
-    """
+    """The only file of a directory, else the directory, if its own files are parts of one dump:
+    their names differ in their numbers alone. Raises DataError otherwise."""
     own = sorted(file.name for file in files if file.parent == path)
     if len({re.sub(r"\d+", "", name) for name in own}) > 1:
         raise DataError(

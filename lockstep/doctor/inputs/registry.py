@@ -8,14 +8,16 @@ from lockstep.config import did_you_mean
 from lockstep.doctor.inputs.base import Dump
 from lockstep.doctor.inputs.chat import ChatDump
 from lockstep.doctor.inputs.native import RowsDump
-from lockstep.doctor.inputs.nemo_rl import NemoRlDump
 from lockstep.doctor.inputs.places import check_place, why_no_rows
-from lockstep.doctor.inputs.prime_rl import PrimeRlDump
 from lockstep.doctor.inputs.run_dump import RunDump
-from lockstep.doctor.inputs.slime import SlimeDump
-from lockstep.doctor.inputs.tinker import TinkerDump
-from lockstep.doctor.inputs.trl import TrlDump
-from lockstep.doctor.inputs.verl import VerlDump
+from lockstep.doctor.inputs.trainers import (
+    NemoRlDump,
+    PrimeRlDump,
+    SlimeDump,
+    TinkerDump,
+    TrlDump,
+    VerlDump,
+)
 from lockstep.errors import DataError
 
 FORMATS: tuple[type[Dump], ...] = (
@@ -29,7 +31,7 @@ FORMATS: tuple[type[Dump], ...] = (
     ChatDump,
     SlimeDump,
 )
-"""The formats of the package, in the order in which they are tried: the most specific first."""
+"""The formats of the package. They are tried in this order: the most specific first."""
 
 EXAMPLE = Path(__file__).parents[1] / "example.parquet"
 """A dump with two defects, written by docs/proof/example.py: `lockstep doctor example`."""

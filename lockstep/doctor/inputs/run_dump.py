@@ -22,8 +22,8 @@ from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Int32Array, Sample, Trajectory
 
 MONITOR, TRAINED = "doctor", "trained"
-"""Directories of a run for the rows that showed a cause while it trained, and for those that were
-trained otherwise than they were sampled."""
+"""Directories of a run: rows that showed a cause while it trained, and rows that were trained
+otherwise than they were sampled."""
 
 
 class RunDump(RowDump):
@@ -69,7 +69,7 @@ class RunDump(RowDump):
                     yield replace_columns(row, trained[sample.id]) if sample.id in trained else row
 
     def _trained(self, step: int) -> dict[str, Rows]:
-        """Id -> the row as it was trained, of those that differ from what was sampled."""
+        """Id -> the row as it was trained, for rows that differ from the sampled ones."""
         path = self.path / TRAINED / f"step-{step:06d}.parquet"
         if not path.is_file():
             return {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,25 +18,30 @@ from lockstep.doctor.rows import BoolArray, Rows
 from lockstep.types import Int32Array, Int64Array
 
 MAX_BEFORE = 3
-"""Rows in front of one that attention leaks into: more change what it sees but little."""
+"""Largest number of rows that attention leaks from: further rows change little."""
 MAX_PADDING_SHARE = 4
-"""Ratio of padding to a row's own tokens from which on a layout is not tried: it costs a forward of
-that many more tokens."""
+"""Largest ratio of padding to a row's own tokens: padding costs a forward as the row does."""
+
+Laid = tuple[Sequence[int] | Int32Array, Int64Array, Int64Array]
+"""One row of a layout: its ids, their positions, and the places of its tokens in the real rows."""
+_Way = Callable[[int], tuple[Int32Array, int, Int64Array] | None]
+"""Row -> (ids in front, number of its first tokens that are left out, positions of both); None if
+this row is as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Other rows that stand for some of the real ones."""
+    """Other rows in place of some real ones."""
 
     rows: Rows
     positions: Int64Array
-    """[M] position that the model is told."""
+    """[M] position that the model gets."""
     place: Int64Array
     """[M] index of the token among the N; -1 for one of no row or of another."""
 
     @classmethod
     def of(cls, found: Sequence[Laid], rows: Rows) -> Layout | None:
-        """The layout of these rows, which stand for some of `rows`; None if there are none."""
+        """The layout of these rows in place of some of `rows`; None if there are none."""
         if not found:
             return None
         ids, positions, places = (
@@ -54,138 +60,109 @@ class Layout:
         )
 
 
-Laid = tuple[Sequence[int] | Int32Array, Int64Array, Int64Array]
-"""One row of a layout: its ids, their positions, and the places of its tokens in the real rows."""
+def layouts(
+    rows: Rows, *, pad_id: int | None, max_positions: int
+) -> Iterator[tuple[str, str, Callable[[Int64Array], Layout | None]]]:
+    """(cause, defect in words, indices of rows -> their layout) of every wrong layout that the rows
+    allow. The order is that of the trials."""
+    trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
+    prompts = np.minimum(rows.firsts(trained, rows.position[trained]), rows.sizes)
+    ids = np.split(rows.token_ids, rows.offsets[1:-1])
+    padding = {
+        "the longest prompt": prompts.max(initial=0) - prompts,
+        "the longest row": rows.sizes.max(initial=0) - rows.sizes,
+    }
 
+    def laid(way: _Way, chosen: Int64Array) -> Layout | None:
+        out: list[Laid] = []
+        for row in chosen.tolist():
+            if (found := way(row)) is None:
+                continue
+            front, left_out, told = found
+            is_valid = told.min(initial=0) >= 0 and told.max(initial=0) < max_positions
+            if is_valid and len(front) <= MAX_PADDING_SHARE * len(ids[row]):
+                own = np.arange(rows.offsets[row] + left_out, rows.offsets[row + 1])
+                place = np.concatenate([np.full(len(front), -1), own])
+                out.append((np.concatenate([front, rows.token_ids[own]]), told, place))
+        return Layout.of(out, rows)
 
-@dataclass(frozen=True, kw_only=True)
-class Lines:
-    """Facts about the batches in which rows were computed."""
+    def leaked(row: int, before: int, is_restarted: bool):
+        if row < before:
+            return None
+        parts = [np.arange(len(part)) for part in ids[row - before : row + 1]]
+        front = np.concatenate(ids[row - before : row])
+        told = np.concatenate(parts) if is_restarted else np.arange(len(front) + len(ids[row]))
+        return front, 0, told
 
-    prompts: Int64Array
-    """[R] tokens before the first that is trained."""
-    longest_prompt: int
-    """Tokens of the longest prompt in the whole dump."""
-    longest: int
-    preceding: Sequence[tuple[Int32Array, ...]]
-    """[R] ids of the rows before this one in the dump, the nearest first."""
-    turns: Mapping[str, Sequence[Int64Array]]
-    """Where positions begin again, in words -> [R] positions of each row's tokens."""
-    pad_id: int | None
-    max_positions: int
+    def attended(row: int, counts: Int64Array):
+        count = int(counts[row])
+        front = np.full(max(count, 0), pad_id, np.int32)
+        return (front, 0, np.arange(count + len(ids[row]))) if count > 0 else None
 
+    def cut(row: int, counts: Int64Array):
+        """Padding on the right, and a mask that says it is on the left: the first n tokens of the
+        row are not seen."""
+        count, size = int(counts[row]), len(ids[row])
+        return (_NONE, count, np.arange(count, size)) if 0 < count < size - 1 else None
 
-@dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """One way to lay out rows wrongly."""
+    def at_positions(row: int, told: Callable[[int], Int64Array | None]):
+        return None if (positions := told(row)) is None else (_NONE, 0, positions)
 
-    cause: str
-    text: str
-    family: str = ""
-    """Arrangements of one family are one defect, of which each row has another size."""
-    of_row: Callable[[int, Int32Array, Lines], tuple[Int32Array, int, Int64Array] | None]
-    """(row, its ids, the batches) -> (ids in front, its first tokens that are left out, positions
-    of both); None if this row is as it was."""
-
-
-def laid_out(
-    arrangement: Arrangement, rows: Rows, chosen: Sequence[int], lines: Lines
-) -> Layout | None:
-    """The chosen rows under this arrangement, without those that it does not change."""
-    out: list[Laid] = []
-    for row in chosen:
-        begin, end = int(rows.offsets[row]), int(rows.offsets[row + 1])
-        found = arrangement.of_row(row, rows.token_ids[begin:end], lines)
-        if found is None:
-            continue
-        front, left_out, told = found
-        if told.max(initial=0) >= lines.max_positions or told.min(initial=0) < 0:
-            continue
-        if len(front) > MAX_PADDING_SHARE * (end - begin):
-            continue
-        own = np.arange(begin + left_out, end)
-        place = np.concatenate([np.full(len(front), -1), own])
-        out.append((np.concatenate([front, rows.token_ids[own]]), told, place))
-    return Layout.of(out, rows)
-
-
-NONE = np.empty(0, np.int32)
-
-
-def arrangements(lines: Lines) -> Iterator[Arrangement]:
-    """Every arrangement that the dump allows, in the order in which it is tried."""
-    yield from _positions(lines)
+    for text, told in _positions(rows, prompts, padding).items():
+        yield "wrong_positions", f"with {text}", partial(laid, partial(at_positions, told=told))
     for before in range(1, MAX_BEFORE + 1):
         for is_restarted in (True, False):
-            yield _leak(before, is_restarted)
-    if lines.pad_id is not None:
-        for to, size in _TO.items():
-            yield _attended(to, size, lines.pad_id)
-    for to, size in _TO.items():
-        yield _cut(to, size)
+            which = "the row" if before == 1 else f"the {before} rows"
+            how = "positions that begin again" if is_restarted else "positions that go on"
+            way = partial(leaked, before=before, is_restarted=is_restarted)
+            yield "packing_leak", f"after {which} before it, with {how},", partial(laid, way)
+    for to, counts in padding.items() if pad_id is not None else ():
+        text = f"after left padding to {to} that attention sees"
+        yield "padding_attended", text, partial(laid, partial(attended, counts=counts))
+    for to, counts in padding.items():
+        text = f"without its first tokens, as many as right padding to {to} has"
+        yield "padding_attended", text, partial(laid, partial(cut, counts=counts))
 
 
-_Size = Callable[[int, int, Lines], int]
+_NONE = np.empty(0, np.int32)
 
 
-_TO: dict[str, _Size] = {
-    "the longest prompt": lambda row, size, lines: lines.longest_prompt - int(lines.prompts[row]),
-    "the longest row": lambda row, size, lines: lines.longest - size,
-}
-"""Length to which rows are padded -> tokens of padding."""
+def _positions(
+    rows: Rows, prompts: Int64Array, padding: Mapping[str, Int64Array]
+) -> dict[str, Callable[[int], Int64Array | None]]:
+    """Defect of positions in words -> (row -> positions of its tokens; None if it has none)."""
+    sizes, turns = rows.sizes, turn_positions(rows)
 
+    def of(row: int) -> Int64Array:
+        return np.arange(sizes[row])
 
-# -- positions ------------------------------------------------------------------------------------
+    def is_reply(row: int) -> Int64Array:
+        return (of(row) >= prompts[row]).astype(np.int64)
 
-
-def _positions(lines: Lines) -> Iterator[Arrangement]:
-    def told(text: str, of: Callable[[int, int, int, Lines], Int64Array | None]) -> Arrangement:
-        def of_row(row: int, ids: Int32Array, lines: Lines):
-            positions = of(row, len(ids), int(lines.prompts[row]), lines)
-            return None if positions is None else (NONE, 0, positions)
-
-        return Arrangement(cause="wrong_positions", text=text, of_row=of_row)
-
-    def moved(by: int) -> Callable[[int, int, int, Lines], Int64Array | None]:
-        def of(row: int, size: int, prompt: int, lines: Lines) -> Int64Array | None:
-            positions = np.arange(size)
-            return np.maximum(positions + np.where(positions >= prompt, by, 0), 0)
-
-        return of
-
-    yield told("with positions of the reply one too high", moved(1))
-    yield told("with positions of the reply one too low", moved(-1))
-    for where in lines.turns:
-        yield told(
-            f"with positions that begin again at {where}",
-            lambda row, size, prompt, lines, where=where: lines.turns[where][row],
-        )
-    for to, size_of in _TO.items():
-        yield told(
-            f"with positions that count left padding to {to}",
-            lambda row, size, prompt, lines, size_of=size_of: (
-                np.arange(size) + size_of(row, size, lines)
-            ),
-        )
-    yield told(
-        "with positions of a reply that begins at the longest prompt",
-        lambda row, size, prompt, lines: (
-            np.arange(size) + np.where(np.arange(size) >= prompt, lines.longest_prompt - prompt, 0)
+    to_prompt = padding["the longest prompt"]
+    return {
+        "positions of the reply one too high": lambda row: of(row) + is_reply(row),
+        "positions of the reply one too low": lambda row: np.maximum(of(row) - is_reply(row), 0),
+        **{f"positions that begin again at {w}": told.__getitem__ for w, told in turns.items()},
+        **{
+            f"positions that count left padding to {to}": lambda row, by=by: of(row) + by[row]
+            for to, by in padding.items()
+        },
+        "positions of a reply that begins at the longest prompt": lambda row: (
+            of(row) + is_reply(row) * to_prompt[row]
         ),
-    )
-    for by in (1, 2):
-        yield told(f"with positions from {by}", lambda row, size, *_, by=by: np.arange(size) + by)
-    yield told(
-        "with positions that go on after the row before it",
-        lambda row, size, prompt, lines: (
-            np.arange(size) + len(lines.preceding[row][0]) if lines.preceding[row] else None
+        "positions from 1": lambda row: of(row) + 1,
+        "positions from 2": lambda row: of(row) + 2,
+        "positions that go on after the row before it": lambda row: (
+            of(row) + sizes[row - 1] if row else None
         ),
-    )
-    yield told("with every token at position 0", lambda row, size, *_: np.zeros(size, np.int64))
+        "every token at position 0": lambda row: 0 * of(row),
+    }
 
 
 def turn_positions(rows: Rows) -> dict[str, list[Int64Array]]:
-    """`Lines.turns`: a turn is a reply of the model, with what comes before it."""
+    """Where positions begin again, in words -> [R] positions of each row's tokens. A turn is a
+    reply of the model, with the tokens before it."""
     flips = np.diff(rows.loss_mask.astype(np.int8), prepend=0)
 
     def restarted(is_first: BoolArray) -> list[Int64Array]:
@@ -195,60 +172,3 @@ def turn_positions(rows: Rows) -> dict[str, list[Int64Array]]:
         return np.split(told, rows.offsets[1:-1])
 
     return {"each message": restarted(flips != 0), "each turn": restarted(flips < 0)}
-
-
-# -- what attention sees --------------------------------------------------------------------------
-
-
-def _leak(before: int, is_restarted: bool) -> Arrangement:
-    def of_row(row: int, ids: Int32Array, lines: Lines):
-        seen = lines.preceding[row]
-        if len(seen) < before:
-            return None
-        front = np.concatenate(seen[before - 1 :: -1] if before > 1 else seen[:1])
-        if is_restarted:
-            parts = [*seen[:before][::-1], ids]
-            told = np.concatenate([np.arange(len(part)) for part in parts])
-        else:
-            told = np.arange(len(front) + len(ids))
-        return front, 0, told
-
-    rows = "the row" if before == 1 else f"the {before} rows"
-    how = "positions that begin again" if is_restarted else "positions that go on"
-    return Arrangement(
-        cause="packing_leak",
-        text=f"after {rows} before it, with {how},",
-        family=f"leak {is_restarted}",
-        of_row=of_row,
-    )
-
-
-def _attended(to: str, size_of: _Size, pad_id: int) -> Arrangement:
-    def of_row(row: int, ids: Int32Array, lines: Lines):
-        count = size_of(row, len(ids), lines)
-        if count <= 0:
-            return None
-        return np.full(count, pad_id, np.int32), 0, np.arange(count + len(ids))
-
-    return Arrangement(
-        cause="padding_attended",
-        text=f"after left padding to {to} that attention sees",
-        of_row=of_row,
-    )
-
-
-def _cut(to: str, size_of: _Size) -> Arrangement:
-    """Padding on the right, and a mask that says it is on the left: the first n tokens of the row
-    are not seen."""
-
-    def of_row(row: int, ids: Int32Array, lines: Lines):
-        count = size_of(row, len(ids), lines)
-        if not 0 < count < len(ids) - 1:
-            return None
-        return NONE, count, np.arange(count, len(ids))
-
-    return Arrangement(
-        cause="padding_attended",
-        text=f"without its first tokens, as many as right padding to {to} has",
-        of_row=of_row,
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.doctor.explain import Prediction, View
+from lockstep.doctor.explain import Prediction, View, residual
 from lockstep.doctor.findings import Basis
 from lockstep.doctor.inputs.base import Dump, Facts
-from lockstep.doctor.rows import Float32Array, Float64Array, Rows
+from lockstep.doctor.rows import Float64Array, Rows
 from lockstep.doctor.scoring.weights import WeightsAtHand, weights_at_hand
 from lockstep.doctor.tokenization import settings_beside
 from lockstep.errors import CheckpointError
@@ -45,7 +45,7 @@ with 94 % probability."""
 PROBED = 8
 """Part of the sample's tokens that the probes may have: a hundred variants are tried on them."""
 MIN_PROBED = 0.15
-"""Share of the probes' gap from which on a variant is scored on all rows (explain.MIN_SHARE, and
+"""Smallest share of the probes' gap for a variant to be scored on all rows (explain.MIN_SHARE, and
 the error of eight rows)."""
 NUM_PROMOTED, NEAR = 3, 0.2
 """Variants that are scored on all rows in a round, and the share within which they must be of the
@@ -67,22 +67,9 @@ class Distribution:
     already."""
 
     def describe(self) -> str:
-        parts = [f"temperature={self.temperature:g}"]
-        parts += [f"top_p={self.top_p:g}"] if self.top_p < 1 else []
-        parts += [f"top_k={self.top_k}"] if self.top_k else []
-        parts += [f"min_p={self.min_p:g}"] if self.min_p else []
-        if self.repetition_penalty != 1:
-            parts += [f"repetition_penalty={self.repetition_penalty:g}"]
-        return " ".join(parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """[N] values of some rows under one model; NaN for tokens that were not asked for."""
-
-    logprobs: dict[Distribution, Float32Array]
-    spread: Float64Array
-    """Variance of the log-prob under unit noise on every logit: (1 - p)^2 plus all other p^2."""
+        named, plain = asdict(self), asdict(Distribution())
+        kept = {n: value for n, value in named.items() if n == "temperature" or value != plain[n]}
+        return " ".join(f"{name}={value:g}" for name, value in kept.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +81,6 @@ class Variant:
     score: Callable[[Int64Array], Float64Array]
     """Rows -> [N] log-probs with the defect; NaN where it changes nothing."""
     sides: Sequence[str] = ("sampler", "trainer")
-    is_whole: bool = True
-    """Whether tokens that it does not score are as they would be without it."""
     basis: Basis = "fit"
     is_of_rows: bool = True
 
@@ -107,7 +92,7 @@ class Model:
     weights: WeightsAtHand
     facts: Facts = field(default_factory=Facts)
     max_tokens: int = 0
-    """Size of the sample; 0: as many tokens as take seconds."""
+    """Size of the sample; 0: the tokens that take a few seconds."""
     _known: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def __post_init__(self) -> None:
@@ -117,7 +102,7 @@ class Model:
             return
         elements = num_elements(decoder_shapes(config))
         found = available_bytes()
-        # In float32, and while a copy is cast to bfloat16 or a file is read, some of it twice.
+        # The model is in float32; some of it is there twice while it is read or cast to bfloat16.
         needed = int(4 * elements * 1.5)
         if found is not None and found[0] < needed:
             raise CheckpointError(
@@ -162,7 +147,7 @@ class Model:
         return max(set(known), key=known.count) if known else 0
 
     def has_own(self, rows: Rows) -> bool:
-        """Whether the weights of these rows are at hand."""
+        """True if the weights of these rows are at hand."""
         return rows.steps is None or any(
             self.weights.of_step(step) is not None for step in rows.steps.tolist()
         )
@@ -173,16 +158,12 @@ class Model:
             self._known[key] = make()
         return self._known[key]
 
-    def processed(self, rows: Rows, kinds: Sequence[Distribution]) -> dict[Distribution, Any]:
-        """[N] float64 of each processing of the logits, in one forward for all that are new."""
+    def processed(self, rows: Rows, kinds: Sequence[Distribution]) -> dict[Any, Float64Array]:
+        """[N] of each processing of the logits, in one forward for all that are new."""
         found = self.once(rows, "processed", dict)
-        new = [d for d in kinds if d not in found]
-        if new:
-            every = np.arange(len(rows))
-            model = self.loaded(rows)
-            scored = self.scorer.score(model, rows, every, distributions=new, has_spread=True)
-            found |= {d: v.astype(np.float64) for d, v in scored.logprobs.items()}
-            found["spread"] = scored.spread
+        if new := [d for d in kinds if d not in found]:
+            model, every = self.loaded(rows), np.arange(len(rows))
+            found |= self.scorer.score(model, rows, every, distributions=new, has_spread=True)
         return found
 
     def plain(self, rows: Rows) -> Float64Array:
@@ -190,8 +171,8 @@ class Model:
         return self.processed(rows, [self.processing(rows)])[self.processing(rows)]
 
     def spread(self, rows: Rows) -> Float64Array:
-        self.plain(rows)
-        return self.processed(rows, [])["spread"]  # pyright: ignore[reportArgumentType]
+        """[N] variance of the log-prob under unit noise on every logit."""
+        return self.processed(rows, [self.processing(rows)])["spread"]
 
     def processing(self, rows: Rows) -> Distribution:
         """Temperature of the recorded log-probs: 1, or the run's, whichever is nearer."""
@@ -220,14 +201,8 @@ class Model:
         """[N] the model computed in bfloat16."""
 
         def make() -> Float64Array:
-            every, kind = np.arange(len(rows)), self.processing(rows)
-            plain = self.loaded(rows)
-            model = self.scorer.copied_in_bfloat16(plain)
-            return (
-                self.scorer.score(model, rows, every, distributions=[kind])
-                .logprobs[kind]
-                .astype(np.float64)
-            )
+            copied = self.scorer.copied_in_bfloat16(self.loaded(rows))
+            return self.score(rows, np.arange(len(rows)), of=copied)
 
         return self.once(rows, "bfloat16", make)
 
@@ -243,24 +218,18 @@ class Model:
         `Scorer.score`; of: another model."""
         kind = options.pop("distribution", None) or self.processing(rows)
         of = options.pop("of", None) or self.loaded(rows)
-        scored = self.scorer.score(of, rows, chosen, distributions=[kind], **options)
-        return scored.logprobs[kind].astype(np.float64)
+        return self.scorer.score(of, rows, chosen, distributions=[kind], **options)[kind]
 
     def score_laid(self, rows: Rows, layout: Layout | None) -> Float64Array:
-        """[N] log-probs of the tokens that a layout of these rows stands for."""
+        """[N] log-probs of the tokens that are in a layout of these rows."""
         out = np.full(rows.num_tokens, np.nan)
         if layout is None or not layout.rows.loss_mask.any():
             return out
-        other, kind = layout.rows, self.processing(rows)
-        scored = self.scorer.score(
-            self.loaded(rows),
-            other,
-            np.arange(len(other)),
-            distributions=[kind],
-            positions=layout.positions,
-        )
+        options = {"positions": layout.positions, "distribution": self.processing(rows)}
+        every = np.arange(len(layout.rows))
+        values = self.score(layout.rows, every, of=self.loaded(rows), **options)
         is_own = layout.place >= 0
-        out[layout.place[is_own]] = scored.logprobs[kind][is_own]
+        out[layout.place[is_own]] = values[is_own]
         return out
 
     # -- variants -----------------------------------------------------------------------------
@@ -308,12 +277,9 @@ class Model:
     def prediction(
         self, view: View, variant: Variant, values: Float64Array, side: str
     ) -> Prediction:
-        plain = self.plain(view.rows)
-        change = values - plain
-        repaired = getattr(view, side) - change
         return Prediction.of_side(
             side,
-            repaired,
+            getattr(view, side) - (values - self.plain(view.rows)),
             f"the {side} {variant.text}",
             cause=variant.cause,
             basis=variant.basis,
@@ -323,17 +289,11 @@ class Model:
     def _share(
         self, view: View, variant: Variant, values: Float64Array, side: str, where: Any
     ) -> float:
-        prediction = self.prediction(view, variant, values, side)
-        repaired = getattr(prediction, side)
-        gap = view.rows.gap
-        left = (view.trainer if side == "sampler" else repaired) - (
-            repaired if side == "sampler" else view.sampler
-        )
-        left = np.where(np.isfinite(left), left, gap)
+        """Share of the gap of the tokens `where` that the variant explains, row by row."""
+        left, gap = residual(view, self.prediction(view, variant, values, side)), view.rows.gap
         at = np.flatnonzero(where & np.isfinite(gap))
         d2, e2 = view.loss(gap[at]), view.loss(left[at])
-        gain = np.bincount(view.rows.row_of[at], d2 - e2, len(view.rows))
-        return float(np.maximum(gain, 0).sum() / max(d2.sum(), 1e-12))
+        return float(np.maximum(view.rows.row_sums(at, d2 - e2), 0).sum() / max(d2.sum(), 1e-12))
 
 
 def _probes(rows: Rows, max_tokens: int) -> Int64Array:

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ _Edit = Callable[[Ids, bool], Ids | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A published chat format: what it writes around each role's words."""
+    """A published chat format: the text that it writes around each role's words."""
 
     before: Mapping[str, str]
     """Role -> text before its words."""
@@ -45,7 +45,7 @@ class Family:
     first: str = ""
     """Text at the beginning of a dialogue."""
     opening: str = ""
-    """Text before the model's words; empty for that of the assistant."""
+    """Text before the model's words; empty: the text before an assistant's."""
 
     def close(self, role: str) -> str:
         return self.after.get(role, self.after.get("", ""))
@@ -95,7 +95,7 @@ DEFAULT_SYSTEMS = (
 NO_THINKING = ("<think>\n\n</think>\n\n", "<think>\n", "<think>\n\n</think>\n")
 """Texts after the opening that switch thinking off, or on."""
 MAX_HEADER = 24
-"""Characters around a message's words by which it is found where no control token is."""
+"""Characters around a message's words that mark it where there is no control token."""
 _MARK = "Qz7"
 """Words that no template writes."""
 _TOOL = ToolSchema(name="qz", description="q", parameters={"type": "object", "properties": {}})
@@ -103,7 +103,7 @@ _TOOL = ToolSchema(name="qz", description="q", parameters={"type": "object", "pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A row as what was observed and what was sampled, in turn."""
+    """A row as observed and sampled ids, in turn."""
 
     observed: list[Ids]
     """The prompt, and what stands before each further reply."""
@@ -133,57 +133,19 @@ class Parts:
         return None if observed == self.observed else replace(self, observed=observed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """The text around the words of a message, and all text before that."""
-
-    head: str
-    before: str
-    after: str
-
-    def removed(self, text: str) -> str | None:
-        """The text without the message; None if it has none."""
-        begin = len(self.head) + len(self.before)
-        if not text.startswith(self.head + self.before) or not self.after:
-            return None
-        end = text.find(self.after, begin)
-        return None if end < 0 else self.head + text[end + len(self.after) :]
-
-    def inserted(self, text: str, words: str) -> str | None:
-        """The text with the message; None if it may have one already."""
-        if not text.startswith(self.head):
-            return None
-        rest = text[len(self.head) :]
-        if self.before and rest.startswith(self.before):
-            return None
-        return self.head + self.before + words + self.after + rest
-
-    def stripped(self, text: str) -> str | None:
-        """The text with the white space around each message's words removed; None without any."""
-        form = f"({re.escape(self.before)})(.*?)({re.escape(self.after)})"
-        out = re.sub(form, lambda m: m[1] + m[2].strip() + m[3], text, flags=re.DOTALL)
-        return None if out == text else out
+Write = Callable[[Parts], Parts | None]
+"""A row's parts with another prompt; None where it changes nothing or cannot be written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """Another way to write the prompt of any row."""
-
-    text: str
-    """The prompt in words, after "after the prompt ": "without its first token"."""
-    write: Callable[[Parts], Parts | None]
-    """The row's parts with that prompt; None where it changes nothing or cannot be written."""
-
-
-def _edited(edit: _Edit, parts: Parts) -> Parts | None:
-    changed = [edit(ids, not at) for at, ids in enumerate(parts.observed)]
-    pairs = zip(changed, parts.observed, strict=True)
-    return parts.with_observed([old if new is None else new for new, old in pairs])
-
-
-def _first_written(ways: Sequence[Callable[[Parts], Parts | None]], parts: Parts) -> Parts | None:
-    """The parts by the first way that changes them."""
-    return next((other for way in ways if (other := way(parts)) is not None), None)
+def _edited(ways: Sequence[_Edit], parts: Parts) -> Parts | None:
+    """The parts by the first edit that changes them."""
+    for edit in ways:
+        changed = [edit(ids, not at) for at, ids in enumerate(parts.observed)]
+        pairs = zip(changed, parts.observed, strict=True)
+        other = parts.with_observed([old if new is None else new for new, old in pairs])
+        if other is not None:
+            return other
+    return None
 
 
 class Prompts:
@@ -193,21 +155,21 @@ class Prompts:
         self.tokenizer, self.renderer = tokenizer, renderer
         self._spelling = control_spelling(tokenizer)
 
-    def all(self) -> Iterator[Prompt]:
-        """Every prompt, the likely mistakes first. Each text occurs once."""
-        edits: dict[str, list[Callable[[Parts], Parts | None]]] = {}
+    def all(self) -> Iterator[tuple[str, Write]]:
+        """(prompt in words, after "the prompt": "without its first token"; how it is written) of
+        every other prompt, the likely mistakes first. Each text occurs once."""
+        edits: dict[str, list[_Edit]] = {}
         for text, edit in (*self._edits(), *self._text_edits()):
-            edits.setdefault(text, []).append(partial(_edited, edit))
+            edits.setdefault(text, []).append(edit)
         for text, ways in edits.items():
-            yield Prompt(text=text, write=partial(_first_written, ways))
+            yield text, partial(_edited, ways)
         if self.renderer is not None:
             for text, change in _CHANGES.items():
                 told = f"as the model's own template writes it{text}"
-                yield Prompt(text=told, write=partial(self._by_renderer, self.renderer, change))
+                yield told, partial(self._by_renderer, self.renderer, change)
         for name, family in FAMILIES.items():
             for text, change in islice(_CHANGES.items(), 2):
-                told = f"in the format of {name}{text}"
-                yield Prompt(text=told, write=partial(self._by_family, family, change))
+                yield f"in the format of {name}{text}", partial(self._by_family, family, change)
 
     # -- edits of the ids ---------------------------------------------------------------------
 
@@ -220,10 +182,12 @@ class Prompts:
 
         yield "without its first token", at_begin(lambda ids: ids[1:])
         yield "with its first token twice", at_begin(lambda ids: [ids[0], *ids])
-        for id_ in self._beginnings:
+        for id_ in self._beginnings():
             name = self.tokenizer.control_name(id_)
             yield f"with {name} before it", at_begin(lambda ids, id_=id_: [id_, *ids])
-        opening = list(self._opening)
+        opening: Ids = []
+        with suppress(RendererError):
+            opening = [] if self.renderer is None else [*opening_of(self.renderer)]
         if opening:
             yield "without the opening of the reply", without(opening)
             yield (
@@ -239,78 +203,70 @@ class Prompts:
         """Edits of the text around the words of a system's or user's message, by the renderer's
         own way to write one. All else of the prompt, such as its tools, stays as it is."""
 
-        def of_text(edit: Callable[[str], str | None], *, is_first: bool = True) -> _Edit:
-            def changed(ids: Ids, is_prompt: bool) -> Ids | None:
+        def replaced(form: str, new: Any, *, is_first: bool = True) -> _Edit:
+            def edit(ids: Ids, is_prompt: bool) -> Ids | None:
                 if is_first and not is_prompt:
                     return None
-                text = edit(self.tokenizer.decode(ids))
-                return None if text is None else self.encode(text)
+                text = self.tokenizer.decode(ids)
+                other = re.sub(form, new, text, count=int(is_first), flags=re.DOTALL)
+                return None if other == text else self.encode(other)
 
-            return changed
+            return edit
 
-        for frame in self._system_frames:
-            yield "without its system message", of_text(frame.removed)
+        for head, before, after in self._system_frames():
+            first, begin, end = map(re.escape, (head, before, after))
+            if after:
+                form = f"\\A({first}){begin}.*?{end}"
+                yield "without its system message", replaced(form, r"\1")
+            form = f"\\A{first}" + (f"(?!{begin})" if before else "")  # it may have one already
             for words in DEFAULT_SYSTEMS:
+                text = head + before + words + after
                 told = f"with the system message {words!r}"
-                yield told, of_text(lambda text, f=frame, w=words: f.inserted(text, w))
+                yield told, replaced(form, lambda _, text=text: text)
         for family in FAMILIES.values():
-            if family.before.get("system", "").strip():
-                told = "without its last system message"
-                yield told, of_text(partial(_without_last_system, family=family))
-        if (user := self._user_frame) is not None:
-            told = "with the white space around the user's words stripped"
-            yield told, of_text(user.stripped, is_first=False)
+            if (system := family.before.get("system", "")).strip():
+                openers = "|".join(map(re.escape, family.openers))
+                form = f"\\A(.*){re.escape(system)}.*?(?={openers})"
+                yield "without its last system message", replaced(form, r"\1")
+        if (user := self._user_frame()) is not None:
+            form = "({})(.*?)({})".format(*map(re.escape, user))
+            edit = replaced(form, lambda m: m[1] + m[2].strip() + m[3], is_first=False)
+            yield "with the white space around the user's words stripped", edit
 
-    @cached_property
-    def _system_frames(self) -> list[Frame]:
-        """Where the renderer writes a system message, without tools and beside them."""
-        out: list[Frame] = []
+    def _system_frames(self) -> list[tuple[str, str, str]]:
+        """(all text before a system message, the text directly before and after its words) as the
+        renderer writes them without tools and beside them."""
+        out: list[tuple[str, str, str]] = []
         user, system = Message(role="user", content="a"), Message(role="system", content=_MARK)
         for tools in ((), (_TOOL,)):
             plain, more = self._text([user], tools), self._text([system, user], tools)
-            if plain is None or more is None or more.count(_MARK) != 1:
-                continue
-            head = first_difference(plain, more)
-            tail = first_difference(plain[head:][::-1], more[head:][::-1])
-            before, _, after = more[head : len(more) - tail].partition(_MARK)
-            if before or after:
-                out.append(Frame(head=plain[:head], before=before, after=after))
+            if more.count(_MARK) == 1:
+                head = first_difference(plain, more)
+                tail = first_difference(plain[head:][::-1], more[head:][::-1])
+                before, _, after = more[head : len(more) - tail].partition(_MARK)
+                out += [(plain[:head], before, after)] if before or after else []
         return list(dict.fromkeys(out))
 
-    @cached_property
-    def _user_frame(self) -> Frame | None:
+    def _user_frame(self) -> tuple[str, str] | None:
         """The text that the renderer writes directly around the words of a user."""
-        text = self._text([Message(role="user", content=_MARK)], ())
-        if text is None or text.count(_MARK) != 1:
-            return None
-        before, _, after = text.partition(_MARK)
+        before, _, after = self._text([Message(role="user", content=_MARK)], ()).partition(_MARK)
         begins = [found.start() for found in self._spelling.finditer(before)]
         ends = [found.end() for found in self._spelling.finditer(after)]
         before = before[begins[-1] :] if begins else before[-MAX_HEADER:]
         after = after[: ends[0]] if ends else after[:MAX_HEADER]
-        return Frame(head="", before=before, after=after) if before and after else None
+        return (before, after) if before and after and _MARK not in after else None
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
-        if self.renderer is None:
-            return None
-        try:
-            return self.tokenizer.decode(self.renderer.render(messages, tools))
-        except RendererError:
-            return None
+    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+        """The text that the renderer writes; empty if it refuses, and without a renderer."""
+        with suppress(RendererError):
+            if self.renderer is not None:
+                return self.tokenizer.decode(self.renderer.render(messages, tools))
+        return ""
 
-    @cached_property
-    def _opening(self) -> tuple[int, ...]:
-        try:
-            return () if self.renderer is None else opening_of(self.renderer)
-        except RendererError:
-            return ()
-
-    @cached_property
     def _beginnings(self) -> list[int]:
         tokenizer = self.tokenizer
-        names = {id_: tokenizer.control_name(id_) for id_ in sorted(tokenizer.control_ids)}
         known = BEGINNINGS | _ENDS | {family.first for family in FAMILIES.values()}
-        found = {id_ for id_, name in names.items() if name in known}
+        found = {id_ for id_ in tokenizer.control_ids if tokenizer.control_name(id_) in known}
         with suppress(RendererError):
             if self.renderer is not None:
                 found.update(self.renderer.render([Message(role="user", content="a")])[:1])
@@ -387,7 +343,7 @@ class Prompts:
         return None
 
     def encode(self, text: str) -> Ids:
-        """Text in which names of control tokens are these tokens, as a template's text is read."""
+        """The ids of a text. Names of control tokens become these tokens, as in a template."""
         pieces: list[str | int] = []
         at = 0
         for found in self._spelling.finditer(text):
@@ -480,17 +436,6 @@ def read_messages_of(text: str, family: Family) -> list[Message] | None:
     return out
 
 
-def _without_last_system(text: str, *, family: Family) -> str | None:
-    """The text without the last system message of a format, tools before it kept."""
-    before = family.before["system"]
-    begin = text.rfind(before)
-    if begin < 0:
-        return None
-    inside = begin + len(before)
-    ends = [at for role in family.openers if (at := text.find(role, inside)) >= 0]
-    return text[:begin] + text[min(ends) :] if ends else None
-
-
 def laid(parts: Parts, other: Parts, at: int, stops: frozenset[int]) -> Laid:
     """The ids of `other` as a layout of the row that begins at `at`. A reply's log-probs were laid
     onto the row's ids in order; the end of a reply kept its own."""
@@ -513,13 +458,13 @@ def laid(parts: Parts, other: Parts, at: int, stops: frozenset[int]) -> Laid:
 
 
 def with_prompt(
-    prompt: Prompt, rows: Rows, chosen: Sequence[int], stops: frozenset[int] = frozenset()
+    write: Write, rows: Rows, chosen: Sequence[int], stops: frozenset[int] = frozenset()
 ) -> Layout | None:
     """The chosen rows as a prompt writes them; None if it can be written for none of them."""
     out: list[Laid] = []
     for row in chosen:
         parts = Parts.of(rows, row)
-        other = None if parts is None else prompt.write(parts)
+        other = None if parts is None else write(parts)
         if parts is not None and other is not None:
             out.append(laid(parts, other, int(rows.offsets[row]), stops))
     return Layout.of(out, rows)

@@ -15,19 +15,18 @@ import torch
 
 from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.rows import Float64Array, Rows
-from lockstep.doctor.scoring.model import Distribution, Scored
+from lockstep.doctor.scoring.model import Distribution
 from lockstep.doctor.scoring.weights import Weights
 from lockstep.models.changes import Change, changes
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import load_fallback
 from lockstep.models.hf_io import copy_decoder, load_checkpoint
 from lockstep.models.lora import adapter_scaled, add_adapter
-from lockstep.models.moe import Routing
 from lockstep.models.peft_format import read_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.models.variants import with_perturbed_routers
 from lockstep.ops.context import PackedContext
-from lockstep.types import UNKNOWN_EXPERT, Int64Array
+from lockstep.types import Int64Array
 
 Tensor = torch.Tensor
 
@@ -51,7 +50,7 @@ class Scorer:
         self._loaded: tuple[Weights, Any] | None = None
 
     def load(self, weights: Weights) -> Any:
-        """The model. The one that was loaded before is released."""
+        """The model. The model before it is released."""
         if self._loaded is not None and self._loaded[0] == weights:
             return self._loaded[1]
         self._loaded = None
@@ -97,14 +96,14 @@ class Scorer:
         none for a dense model."""
         if not getattr(model.config, "is_moe", False) or not isinstance(model, Decoder):
             return []
-        plain = self.score(model, rows, chosen).logprobs[Distribution()]
+        [plain] = self.score(model, rows, chosen).values()
 
         def variance(std: float) -> Float64Array:
             total = np.zeros(rows.num_tokens)
             for number in range(NUM_PASSES):
                 noisy = with_perturbed_routers(model, std, seed=number)
-                scored = self.score(noisy, rows, chosen).logprobs[Distribution()]
-                total += (scored - plain) ** 2.0
+                [scored] = self.score(noisy, rows, chosen).values()
+                total += (scored - plain) ** 2
             return total / NUM_PASSES
 
         return [variance(std) for std in ROUTER_STDS]
@@ -119,22 +118,20 @@ class Scorer:
         chosen: Sequence[int] | Int64Array,
         *,
         distributions: Sequence[Distribution] = (Distribution(),),
-        is_replaying: bool = False,
         has_spread: bool = False,
         positions: Int64Array | None = None,
         head: torch.dtype | None = None,
-    ) -> Scored:
-        """Log-probs of the trained tokens of the rows at these places, without a row's first token.
+    ) -> dict[Any, Float64Array]:
+        """[N] log-probs of the trained tokens of the rows at these places by each distribution; NaN
+        elsewhere, and at a row's first token.
 
-        has_spread: fills `spread` too. is_replaying: takes the sampler's recorded experts where
-        they are known. positions: [N] the model is told; default: from 0 in each row. head: dtype
-        of the output projection and its inputs; default: the model's.
+        has_spread: also gives "spread", the variance of each log-prob under unit noise on every
+        logit: (1 - p)^2 plus all other p^2. positions: [N] the model is told; default: from 0 in
+        each row. head: dtype of the output projection and its inputs; default: the model's.
         """
         N, device = rows.num_tokens, self.device
-        out = Scored(
-            logprobs={d: np.full(N, np.nan, np.float32) for d in distributions},
-            spread=np.full(N, np.nan),
-        )
+        names = [*distributions, *(["spread"] if has_spread else [])]
+        out: dict[Any, Float64Array] = {name: np.full(N, np.nan) for name in names}
         told = rows.position if positions is None else positions
         chosen = np.asarray(chosen, np.int64)
         longest_first = chosen[np.argsort(-rows.sizes[chosen], kind="stable")].tolist()
@@ -151,33 +148,25 @@ class Scorer:
             predictors_P = torch.from_numpy(targets - 1).to(device)
             targets_P = ids_T[torch.from_numpy(targets).to(device)]
             context, place = PackedContext.of(sizes.tolist(), device=device), at[targets]
-            routing = self._routing(rows, at) if is_replaying else None
-            logits_of = _logits(model, ids_T, positions_T, context, predictors_P, routing, head)
+            logits_of = _logits(model, ids_T, positions_T, context, predictors_P, head)
             step = max(1, LOGIT_BYTES // (4 * len(model.embedding)))
             for i in range(0, len(place), step):
                 part = slice(i, i + step)
                 logits = logits_of(part).float()
-                for distribution, values in out.logprobs.items():
-                    penalised = _penalised(logits, distribution, rows, place[part])
-                    logp = _logprobs(penalised, distribution)
-                    values[place[part]] = logp.gather(1, targets_P[part, None])[:, 0].cpu().numpy()
+                for kind in distributions:
+                    logp = _logprobs(_penalised(logits, kind, rows, place[part]), kind)
+                    chosen_P = logp.gather(1, targets_P[part, None])[:, 0]
+                    out[kind][place[part]] = chosen_P.cpu().numpy()
                 if has_spread:
                     p = logits.softmax(-1)
                     own = p.gather(1, targets_P[part, None])[:, 0].double()
                     square = p.double().square().sum(-1)
-                    out.spread[place[part]] = (1 - 2 * own + square).clamp_min(0).cpu().numpy()
+                    out["spread"][place[part]] = (1 - 2 * own + square).clamp_min(0).cpu().numpy()
         return out
-
-    def _routing(self, rows: Rows, at: Int64Array) -> Routing | None:
-        if rows.routed_experts is None:
-            return None
-        routes = torch.from_numpy(rows.routed_experts[at].astype(np.int64)).to(self.device)
-        is_known = (routes != UNKNOWN_EXPERT).all(-1).all(-1)
-        return Routing(replay_TLA=routes.clamp_min(0), is_known_T=is_known)
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether the logits are hidden states times a matrix."""
+    """True if the logits are hidden states times a matrix."""
     return isinstance(model, Decoder) or model.has_plain_head
 
 
@@ -194,20 +183,17 @@ def _logits(
     positions_T: Tensor,
     context: PackedContext,
     predictors_P: Tensor,
-    routing: Routing | None,
     head: torch.dtype | None,
 ) -> Callable[[slice], Tensor]:
     """Gives the logits [n, V] at a slice of the predictors."""
-    is_decoder = isinstance(model, Decoder)
-    if not is_decoder and not model.has_plain_head:
+    if not has_plain_head(model):
         return model.logits(ids_T, positions_T, context, predictors_P)
-    hidden_TD = model(ids_T, positions_T, context, *([routing] if is_decoder else []))
-    hidden_PD = hidden_TD.index_select(0, predictors_P)
+    hidden_PD = model(ids_T, positions_T, context).index_select(0, predictors_P)
     if head is not None:
         weight_VD = model.head[: model.config.vocab_size].to(head)
         hidden_PD = hidden_PD.to(head)
         return lambda part: model.ops.linear(hidden_PD[part], weight_VD)
-    if is_decoder:
+    if isinstance(model, Decoder):
         return lambda part: model.logits(hidden_PD[part])
     return lambda part: model.ops.linear(hidden_PD[part], model.head)
 

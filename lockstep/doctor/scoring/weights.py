@@ -43,7 +43,7 @@ class Weights:
     vocab_size: int | None = None
     """As for `ModelConfig.with_vocabulary`."""
     is_fallback: bool = False
-    """Whether transformers computes it: an architecture that the decoder lacks."""
+    """True if transformers computes it: an architecture that the decoder lacks."""
 
     @property
     def model_directory(self) -> Path:
@@ -91,8 +91,8 @@ class WeightsAtHand:
 
     def _refusal(self, dump: Dump, found: str, has: str) -> DataError:
         return DataError(
-            f"{dump.path}: {found}, and {self.all[0].name} has {has}: it is another model than "
-            "that of the rows. Give theirs (--model DIR), or leave --model out."
+            f"{dump.path}: {found}, and {self.all[0].name} has {has}: the rows are of another "
+            "model. Give theirs (--model DIR), or leave --model out."
         )
 
 
@@ -105,7 +105,7 @@ def _told(config: ModelConfig | FallbackConfig) -> str:
 def weights_at_hand(
     dump: Dump, model: str | Path, *, adapter: str | Path = "", against: Sequence[str | Path] = ()
 ) -> WeightsAtHand:
-    """The weights to score by. model: a directory, a shipped name, or OWN for those of a run.
+    """The weights to score by. model: a directory, a shipped name, or OWN for a run's.
     adapter: a directory in PEFT's form, for that model. against: other sets that may explain a
     difference.
 

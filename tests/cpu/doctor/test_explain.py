@@ -193,3 +193,17 @@ def test_the_hypothesis_of_the_page_in_a_file_of_its_own_names_its_cause(tmp_pat
     assert done.returncode == 1, done.stderr
     (found, *_) = json.loads(done.stdout)["causes"]
     assert found["cause"] == "constant_offset" and found["share_k2"] > 0.9
+
+
+def test_a_hypothesis_that_never_ends_is_cut_off_and_said(monkeypatch):
+    def endless(view):
+        while True:
+            np.sort(np.random.default_rng(0).random(1 << 18))
+            yield Prediction(text="the same again", sampler=view.sampler)
+
+    one = Hypothesis(name="hypotheses/endless", cause="shifted", claim="ends", predict=endless)
+    monkeypatch.setitem(HYPOTHESES, one.name, one)
+    monkeypatch.setattr("lockstep.doctor.explain.SECONDS", 0.1)
+    named, found = causes(make_rows(40, shifted=range(12)))
+    (finding,) = [f for f in found.examination.findings if f.check == one.name]
+    assert "not all was tried in time" in finding.measured and named == ["shifted"]

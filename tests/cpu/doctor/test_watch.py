@@ -289,7 +289,7 @@ def test_a_tokenizer_of_another_vocabulary_is_named_and_left_out(tmp_path):
     watching(1, foreign)
     [said] = watching.said
     assert "100% of the rows' ids, up to 2001" in said and "which has 550" in said
-    assert "Give that of the model that trains" in said and "text are not made." in said
+    assert "Give the tokenizer of the model that trains" in said and "text are not made." in said
 
 
 def test_a_few_ids_of_a_padded_vocabulary_do_not_make_a_tokenizer_foreign(tmp_path):

@@ -14,7 +14,7 @@ from lockstep.cli import main
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import RowsDump, write_rows
 from lockstep.doctor.inputs.registry import EXAMPLE, open_dump
-from lockstep.doctor.inputs.schema import BY_NAME, COLUMNS, OFTEN_CALLED, facts_to_dict
+from lockstep.doctor.inputs.schema import BY_NAME, COLUMNS, facts_to_dict
 from lockstep.doctor.rows import Rows
 from lockstep.errors import AlignmentError, DataError
 from lockstep.types import Message, ToolCall
@@ -178,7 +178,7 @@ def test_rows_without_ids_are_called_by_their_number_and_their_file(tmp_path: Pa
     jsonl(tmp_path / "sub" / "x2.jsonl", row(2))
 
     assert next(open_dump(tmp_path / "b.jsonl").chunks()).row_ids == ("0", "7")
-    assert [c.row_ids for c in open_dump(tmp_path / "sub").chunks()] == [("x1:0",), ("x2:0",)]
+    assert next(open_dump(tmp_path / "sub").chunks()).row_ids == ("x1:0", "x2:0")
 
 
 def test_one_number_for_a_row_stands_for_the_tokens_that_it_can_be_of(tmp_path: Path):
@@ -238,8 +238,13 @@ def test_a_column_of_another_name_is_asked_about_and_not_taken(tmp_path: Path):
 
     assert "trainer_logprobs" not in dump.has
     assert "The file has old_log_probs" in dump.lacks["trainer_logprobs"]
-    assert set(OFTEN_CALLED) <= set(BY_NAME)
-    assert not frozenset().union(*OFTEN_CALLED.values()) & set(BY_NAME)
+    assert not {name for column in COLUMNS for name in column.often_called} & set(BY_NAME)
+
+
+def test_a_column_that_is_misspelt_is_asked_about(tmp_path: Path):
+    dump = open_dump(jsonl(tmp_path / "rows.jsonl", row(1, rollout_logprob=[-1.0])))
+    assert "The file has rollout_logprob: if that is it" in dump.lacks["rollout_logprobs"]
+    assert "The file has" not in dump.lacks["trainer_logprobs"]
 
 
 def test_the_first_line_says_what_the_file_knows_of_itself(tmp_path: Path):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.doctor.inputs.nemo_rl import NemoRlDump
 from lockstep.doctor.inputs.registry import open_dump
+from lockstep.doctor.inputs.trainers import NemoRlDump
 from lockstep.errors import DataError
 
 nan = np.nan

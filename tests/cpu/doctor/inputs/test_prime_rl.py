@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.doctor.inputs.prime_rl import PrimeRlDump
 from lockstep.doctor.inputs.registry import open_dump
+from lockstep.doctor.inputs.trainers import PrimeRlDump
 from lockstep.errors import DataError
 
 nan = np.nan

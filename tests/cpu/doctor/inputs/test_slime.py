@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.slime import SlimeDump
+from lockstep.doctor.inputs.trainers import SlimeDump
 from lockstep.errors import DataError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.tinker import TinkerDump
+from lockstep.doctor.inputs.trainers import TinkerDump
 from lockstep.errors import DataError
 
 nan = np.nan

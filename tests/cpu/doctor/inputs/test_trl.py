@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.trl import TrlDump
+from lockstep.doctor.inputs.trainers import TrlDump
 from lockstep.errors import DataError
 
 nan = np.nan

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.inputs.verl import VerlDump
+from lockstep.doctor.inputs.trainers import VerlDump
 from lockstep.errors import DataError
 
 nan = np.nan
