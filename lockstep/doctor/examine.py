@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +24,8 @@ from lockstep.doctor.explain import (
     repaired,
 )
 from lockstep.doctor.facts.base import FACTS, Tally
-from lockstep.doctor.findings import MAX_EVIDENCE, Finding, Setting
-from lockstep.doctor.gap import Gap, Split, gap_of
+from lockstep.doctor.findings import MAX_EVIDENCE, Finding, Setting, Verdict
+from lockstep.doctor.gap import Gap, Split
 from lockstep.doctor.hypotheses.unlike import rest_of
 from lockstep.doctor.rows import Rows
 from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND, WARNING_LIMIT
@@ -48,14 +49,12 @@ twice as far."""
 
 @dataclass(slots=True, kw_only=True)
 class Share:
-    """Share of the gap that a cause explains, with its interval, and the gap around its repair."""
+    """Share of the gap that a cause explains, with its interval."""
 
     cause: str
     k2: float
     least: float = 0.0
     most: float = 0.0
-    before: Gap = field(default_factory=Gap)
-    after: Gap = field(default_factory=Gap)
 
 
 @dataclass(kw_only=True)
@@ -186,7 +185,7 @@ def examine(
         _explain(out, View(rows=rows, setting=setting), is_live=is_live)
     else:
         out.limit = limit_of(setting, None)
-        out.findings += [_lacking(h, tuple(sides - known)) for h in HYPOTHESES.values()]
+        out.findings += [_lacking(h, sides - known) for h in HYPOTHESES.values()]
     if out.unexplained_k2 > HALF and not out.is_numeric:
         # A record that was learnt from rows whose gap nothing explains proves nothing.
         learnt = {
@@ -209,7 +208,7 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
     setting = view.setting
     limit = out.limit = limit_of(setting, view.rows)
     view = replace(view, scale=float(np.sqrt(2 * max(limit, DENSE_BAND[0]))))
-    left = max(1.0 - sum(share.k2 for share in out.shares), 0.0)
+    left = out.unexplained_k2
 
     def is_enough(view: View) -> bool:
         d = view.rows.gap[view.rows.compared]
@@ -223,96 +222,59 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
         if lacks := tuple(n for n in one.needs if n not in known):
             out.findings.append(_lacking(one, lacks))
         elif one.name in found.errors:
-            out.findings.append(replace(_lacking(one, ()), measured=found.errors[one.name]))
+            out.findings.append(_finding(one, "not_checkable", found.errors[one.name]))
         elif one.name not in named:
             out.findings.append(_not_found(one, found))
     before = view
     for judged, share, half in found.causes:
         share *= left
         out.findings.append(_named(before, judged, share))
-        after = replace(before, rows=repaired(before, judged))
-        out.shares.append(
-            Share(
-                cause=judged.cause,
-                k2=share,
-                least=max(share - half, 0.0),
-                most=min(share + half, 1.0),
-                before=_gap(before),
-                after=_gap(after),
-            )
-        )
-        before = after
+        least, most = max(share - half, 0.0), min(share + half, 1.0)
+        out.shares.append(Share(cause=judged.cause, k2=share, least=least, most=most))
+        before = replace(before, rows=repaired(before, judged))
     out.rivals = found.rivals
-    if setting.model is not None and not is_enough(before):
-        _add_rest(out, before, left)
+    if setting.model is not None and not is_enough(before) and (told := rest_of(before)):
+        cause, words = told
+        rest, share = HYPOTHESES["hypotheses/rest"], out.unexplained_k2
+        out.findings = [f for f in out.findings if f.check != rest.name]
+        out.findings.append(_finding(rest, "differs", words, cause=cause))
+        out.shares.append(Share(cause=cause, k2=share, most=share))
     if found.causes:
         out.after = Split(tokenizer=setting.tokenizer)
         out.after.add(before.rows)
 
 
-def _add_rest(out: Examination, view: View, left: float) -> None:
-    told = rest_of(view)
-    if told is None:
-        return
-    share = max(left - sum(s.k2 for s in out.shares if s.before.tokens), 0.0)
-    cause, words = told
-    out.findings = [f for f in out.findings if f.check != "hypotheses/rest"]
-    out.findings.append(
-        Finding(
-            check="hypotheses/rest",
-            claim=HYPOTHESES["hypotheses/rest"].claim,
-            verdict="differs",
-            measured=words,
-            cause=cause,
-            basis="fit",
-        )
-    )
-    out.shares.append(Share(cause=cause, k2=share, least=0.0, most=share, before=_gap(view)))
+def _finding(one: Hypothesis, verdict: Verdict, measured: str, **more: Any) -> Finding:
+    return Finding(check=one.name, claim=one.claim, verdict=verdict, measured=measured, **more)
 
 
-def _gap(view: View) -> Gap:
-    return gap_of(view.rows.gap)
+def _lacking(one: Hypothesis, lacks: Iterable[str]) -> Finding:
+    return _finding(one, "not_checkable", f"needs {', '.join(lacks)}", lacks=tuple(lacks))
 
 
 def _named(view: View, judged: Judged, share: float) -> Finding:
-    one = judged.hypothesis
+    one, told = judged.hypothesis, judged.prediction
     num, rows = int(judged.hit.sum()), len(view.rows)
-    figures: dict[str, float] = {"share": judged.share, "error": judged.error, "hit_rows": num}
-    return Finding(
-        check=one.name,
-        claim=one.claim,
-        verdict="differs",
-        measured=f"{judged.prediction.text}: explains {judged.share:.1%} (+- "
-        f"{2 * judged.error:.1%}) of the gap in rows that it was not fitted on, in {num} of {rows} "
-        "rows",
+    return _finding(
+        one,
+        "differs",
+        f"{told.text}: explains {judged.share:.1%} (+- {2 * judged.error:.1%}) of the gap in rows "
+        f"that it was not fitted on, in {num} of {rows} rows",
         cause=judged.cause,
-        basis=judged.prediction.basis or one.basis,
-        figures=figures,
+        basis=told.basis or one.basis,
+        figures={"share": judged.share, "error": judged.error, "hit_rows": num},
         evidence=evidence_of(view, judged, MAX_EVIDENCE),
     )
 
 
 def _not_found(one: Hypothesis, found: Explanation) -> Finding:
-    judged = found.tried.get(one.name)
+    judged, figures = found.tried.get(one.name), dict[str, float]()
     told = "nothing in the rows that it would change"
     if judged is not None:
         told = f"explains {judged.share:.1%} of the gap: {judged.prediction.text}"
-    if one.name in found.late:
-        told += "; not all was tried in time"
-    figures = {} if judged is None else {"share": judged.share, "error": judged.error}
-    return Finding(
-        check=one.name, claim=one.claim, verdict="consistent", measured=told, figures=figures
-    )
-
-
-def _lacking(one: Hypothesis, lacks: Sequence[str]) -> Finding:
-    return Finding(
-        check=one.name,
-        claim=one.claim,
-        verdict="not_checkable",
-        lacks=tuple(lacks),
-        measured=f"needs {', '.join(lacks)}",
-    )
+        figures = {"share": judged.share, "error": judged.error}
+    told += "; not all was tried in time" if one.name in found.late else ""
+    return _finding(one, "consistent", told, figures=figures)
 
 
 def names() -> list[str]:

@@ -116,9 +116,8 @@ class Ladder:
             "culprits": [rung.name for rung in self.culprits],
             "ruled_out": self.ruled_out,
             "rungs": [
-                asdict(rung)
-                | {"gap": rung.gap.means(), "match": None if np.isnan(rung.match) else rung.match}
-                for rung in self.rungs
+                asdict(r) | {"gap": r.gap.means(), "match": None if np.isnan(r.match) else r.match}
+                for r in self.rungs
             ],
         }
 
@@ -149,15 +148,13 @@ def climb(
     tasks = config.task.tasks(split="train", seed=config.seed).take(num_episodes)
     if not tasks:
         raise DataError("the task source has no task to play.")
-    if config.task.SEATS:
+    of_task = "from several seats, and the ladder plays one dialogue" if config.task.SEATS else ""
+    if not of_task and isinstance(config.task.environment(tasks[0], config.agent), Harness):
+        of_task = "by an agent that asks over HTTP, and the ladder plays environments"
+    if of_task:
         raise ConfigError(
-            f"task={tag(type(config.task))} is played from several seats, and the ladder plays one "
-            "dialogue. Climb with another task, or look at a run of it."
-        )
-    if isinstance(config.task.environment(tasks[0], config.agent), Harness):
-        raise ConfigError(
-            f"task={tag(type(config.task))} is played by an agent that asks over HTTP, and the "
-            "ladder plays environments. Climb with another task, or look at a run of it."
+            f"task={tag(type(config.task))} is played {of_task}. Climb with another task, or look "
+            "at a run of it."
         )
     config = replace(config, parallel=ParallelConfig())  # both sides in this process
     model_files = preflight(config, is_training=False)
@@ -233,13 +230,8 @@ class _Climber:
 
     async def _play(self, split: str, budget: Budget) -> list[Trajectory]:
         """One episode per task."""
-        options = {
-            "group_size": 1,
-            "budget": budget,
-            "split": split,
-            "group_scorer": lambda _: None,
-        }
-        groups = await play_tasks(self.config, self.parts, self.tasks, **options)
+        more = {"group_size": 1, "budget": budget, "split": split, "group_scorer": lambda _: None}
+        groups = await play_tasks(self.config, self.parts, self.tasks, **more)
         return [t for group in groups for t in group.trajectories]
 
     # -- measured -------------------------------------------------------------------------------

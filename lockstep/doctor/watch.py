@@ -32,7 +32,7 @@ from lockstep.doctor.examine import Examination, examine
 from lockstep.doctor.html_page import write_page
 from lockstep.doctor.inputs.assemble import in_chunks
 from lockstep.doctor.inputs.base import HOW_TO_GET, Facts
-from lockstep.doctor.inputs.lines import LiveDump, numbers_in
+from lockstep.doctor.inputs.lines import RowDump, numbers_in
 from lockstep.doctor.inputs.native import RowsDump, write_rows
 from lockstep.doctor.inputs.trainers import (
     PrimeRlDump,
@@ -231,13 +231,15 @@ class Watch:
         of docs/doctor-dumps.md, as lists, arrays or tensors."""
         return self._look_at(RowsDump, step, rows)
 
-    def _look_at(self, kind: type[LiveDump], step: int, *batch: Any, **more: Any):
+    def _look_at(
+        self, kind: type[RowDump], step: int, *batch: Any, **more: Any
+    ) -> dict[str, float]:
         return self.look(step, partial(self._rows_of, kind, step, batch, more))
 
     def _rows_of(
-        self, kind: type[LiveDump], step: int, batch: Any, more: Any, limit: int
+        self, kind: type[RowDump], step: int, batch: Any, more: Any, limit: int
     ) -> Rows | None:
-        """Rows as the dumps of a trainer give them. batch, more: arguments of `LiveDump.live`."""
+        """Rows as the dumps of a trainer give them. batch, more: arguments of `RowDump.live`."""
         groups, rows_at, facts = kind.live(*batch, step=step, **more)
         made = list(rows_at(choose(groups, limit, step=step)))
         if not made:
@@ -246,7 +248,7 @@ class Watch:
         self.learn(**facts | kind.facts_in(found))
         if not self._columns:
             sides = {"rollout_logprobs": "sampler", "trainer_logprobs": "trainer"}
-            for name in sides.keys() - found:
+            for name in (name for name in sides if name not in found):
                 self.warn(
                     f"step {step}: doctor: the rows have no log-probs of the {sides[name]}, so "
                     "checks that compare the two sides are not made. To get them: "

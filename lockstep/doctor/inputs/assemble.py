@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -228,17 +229,15 @@ def picked(batch: Mapping[str, Any], index: Sequence[int]) -> dict[str, Any]:
 
 
 def numbers(value: Any) -> Array | None:
-    """Numbers in a list, or in lists of equal length, as an array (null is NaN); a tensor or an
-    array as an array; None for anything else."""
+    """A list of numbers (null is NaN), a tensor or an array as an array; None for anything else."""
     if isinstance(value, list | tuple):
         kinds = set(map(type, value))
-        if not kinds <= {int, float, bool, type(None), list}:
-            return None
+        if not kinds <= {int, float, bool, type(None)}:
+            return None  # lists of lists may be shared, and expand
         dtype = np.float64 if type(None) in kinds else None if kinds else np.int64
         try:
             value = np.array(value, dtype)
-            value = value.astype(np.float64) if value.dtype == object else value
-        except (OverflowError, ValueError, TypeError):
+        except OverflowError:
             return None
     elif not isinstance(value, np.ndarray):
         value = getattr(value, "values", None)  # an array inside of a pickle
@@ -271,7 +270,7 @@ def shown(value: Any) -> str:
     """The value in an error: an array by its shape, anything else by its first characters."""
     if isinstance(value, np.ndarray):
         return f"{' x '.join(map(str, value.shape))} entries of {value.dtype}"
-    return f"{value!r:.40}"
+    return reprlib.repr(value)[:40]  # a pickle's lists may be shared, and expand
 
 
 def whole(value: Any) -> int | None:

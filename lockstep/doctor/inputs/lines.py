@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.inputs.assemble import Array, Row, in_chunks, per_token
+from lockstep.doctor.inputs.assemble import Row, in_chunks, per_token
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.places import BYTE_ORDER_MARK, PARQUET_MAGIC, judged
 from lockstep.doctor.rows import BoolArray, Rows
@@ -26,6 +26,11 @@ MAX_LINE_BYTES = 64 << 20
 """Longest line of a JSONL file: a million tokens with both log-probs."""
 HEAD_ROWS = 64
 """Rows that are read on opening, to find out which columns a dump has."""
+
+
+Live = tuple[Sequence[Hashable], Callable[[Sequence[int]], Iterable[Row]], dict[str, Any]]
+"""A batch in memory: the group of each row, the rows with some indices, and facts about the run.
+Only the rows that are asked for leave the device."""
 
 
 class RowDump(Dump):
@@ -39,6 +44,8 @@ class RowDump(Dump):
     """Field of `Rows` -> why a dump may lack it, and how to get it."""
     columns: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Field of `Rows` with a number per token -> its names in a file, the first that is there."""
+    live: ClassVar[Callable[..., Live]]
+    """The batch as the method of `lockstep.watch` takes it, and its step -> the rows."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -80,18 +87,15 @@ class RowDump(Dump):
         no loss mask is given. known: further fields, in place of those of `columns`.
         """
         size = len(ids)
-        found: dict[str, Array | None] = {
+        prompt = 0 if kept is None else size - int(kept.sum())
+        found: dict[str, Any] = {
             field: per_token(source, names, where, size=size, kept=kept)
             for field, names in cls.columns.items()
         }
-        if kept is not None:
-            known = {"prompt_lengths": size - int(kept.sum())} | known
         mask = found.pop("loss_mask", None)
-        if mask is not None:
-            known = {"loss_mask": mask > 0} | known
-        elif kept is not None:
-            known = {"loss_mask": np.arange(size) >= size - int(kept.sum())} | known
-        return Row.of(row_id=row_id, token_ids=ids, **{**found, **known})
+        found["loss_mask"] = np.arange(size) >= prompt if mask is None else mask > 0
+        found["prompt_lengths"] = None if kept is None else prompt
+        return Row.of(row_id=row_id, token_ids=ids, **found | known)
 
 
 class FileDump(RowDump):
@@ -138,18 +142,6 @@ class FileDump(RowDump):
     def rows(self) -> Iterator[Row]:
         for path in self.files:
             yield from self.rows_in(path)
-
-
-Live = tuple[Sequence[Hashable], Callable[[Sequence[int]], Iterable[Row]], dict[str, Any]]
-"""A batch in memory: the group of each row, the rows with some indices, and facts about the run.
-Only the rows that are asked for leave the device."""
-
-
-class LiveDump(FileDump):
-    """A format whose batches `lockstep.watch` is given while they are in memory."""
-
-    live: ClassVar[Callable[..., Live]]
-    """(the batch, as the method of `Watch` takes it, step=)"""
 
 
 class LineDump(FileDump):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -24,8 +24,8 @@ from lockstep.dialogues import read_messages
 from lockstep.doctor.inputs.assemble import Array, Row, array_of, numbers, shown
 from lockstep.doctor.inputs.base import HOW_TO_GET, Facts
 from lockstep.doctor.inputs.lines import (
+    FileDump,
     Live,
-    LiveDump,
     json_line,
     lines_of,
     parse_json,
@@ -55,7 +55,7 @@ _BYTES_PER_TOKEN = 8
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class RowsDump(LiveDump):
+class RowsDump(FileDump):
     """Files in the doctor's own columns."""
 
     # A directory is read as its *.parquet files, or as its *.jsonl files if it has none. All must
@@ -345,7 +345,11 @@ def _value(column: Column, value: Any, size: int, where: str) -> Any:
 
 def _cast(column: Column, value: Any, where: str) -> Array:
     """A list of numbers in the dtype of the column."""
-    found, kind = numbers(value), np.dtype(column.dtype).kind
+    kind = np.dtype(column.dtype).kind
+    if column.shape == "route" and isinstance(value, list):
+        with suppress(TypeError, ValueError):  # no lists, or of other lengths
+            value = np.array([[numbers(experts) for experts in layers] for layers in value])
+    found = numbers(value)
     is_cast = found is not None and (found.dtype.kind != "b" or kind == "b")
     if not is_cast or found.ndim != (3 if column.shape == "route" else 1):
         raise DataError(f"{where} must be {column.expected}, found {shown(value)}.")

@@ -32,7 +32,7 @@ from lockstep.doctor.inputs.assemble import (
     row_of,
     whole,
 )
-from lockstep.doctor.inputs.lines import LineDump, Live, LiveDump, step_in
+from lockstep.doctor.inputs.lines import FileDump, LineDump, Live, step_in
 from lockstep.doctor.inputs.pickles import (
     Record,
     is_pickle,
@@ -49,7 +49,7 @@ from lockstep.errors import DataError
 # -- JSON lines -----------------------------------------------------------------------------------
 
 
-class PrimeRlDump(LineDump, LiveDump):
+class PrimeRlDump(LineDump):
     """A file of the token export, a directory of steps, or the output directory of a run."""
 
     # trainer.enable_token_export = true    OUTPUT/token_exports/step_STEP/rank_RANK.jsonl
@@ -174,7 +174,7 @@ class NemoRlDump(LineDump):
         yield row
 
 
-class TinkerDump(LineDump, LiveDump):
+class TinkerDump(LineDump):
     """Datums, one per line: the input ids, and for each the target with the sampler's log-prob."""
 
     # One line in the cookbook's loop saves them (docs/doctor-dumps.md). `training_logprobs`, from
@@ -224,7 +224,7 @@ class TinkerDump(LineDump, LiveDump):
 # -- batches of tensors ---------------------------------------------------------------------------
 
 
-class BatchDump(LiveDump):
+class BatchDump(FileDump):
     """A format of batches: each column is a tensor [B, ...], or a list of B tensors."""
 
     no_batch: ClassVar[str]
@@ -438,7 +438,7 @@ def _verl_routes(values: Array | None, kept: BoolArray, where: str) -> Array | N
     return routes
 
 
-class SlimeDump(LiveDump):
+class SlimeDump(FileDump):
     """A `.pt` file of slime or miles, or a directory of them."""
 
     # --save-debug-rollout-data DIR/{rollout_id}.pt    sampled rows

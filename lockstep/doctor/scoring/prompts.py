@@ -405,31 +405,27 @@ def read_messages_of(text: str, family: Family) -> list[Message] | None:
     if family.reply_opening.strip():
         text = text.rstrip("\n ").removesuffix(family.reply_opening.strip())
     longest = sorted(openers, key=len, reverse=True)
-    found = list(re.finditer("|".join(map(re.escape, longest)), text))
-    if not found:
-        return None
+    head, *rest = re.split(f"({'|'.join(map(re.escape, longest))})", text)
     out: list[Message] = []
-    head = text[: found[0].start()].replace(family.first, "").strip()
+    head = head.replace(family.first, "").strip()
     closes = {"", *(family.close(role).strip() for role in openers.values())}
+    if not rest or (head not in closes and family.before.get("system", "").strip()):
+        return None
     if head not in closes:
-        if "system" in family.before and family.before["system"].strip():
-            return None
         out.append(Message(role="system", content=head))
-    for at, match in enumerate(found):
-        role = openers[match[0]]
-        end = found[at + 1].start() if at + 1 < len(found) else len(text)
-        words = text[match.end() : end]
-        is_last = at + 1 == len(found)
+    pairs = list(zip(rest[::2], rest[1::2], strict=True))
+    for at, (opener, words) in enumerate(pairs):
+        role, is_last = openers[opener], at + 1 == len(pairs)
+        if role == "assistant" and is_last:
+            break
         if role == "assistant":
-            if is_last:
-                break
-            return None  # a reply among what nobody sampled
+            return None  # a reply that nobody sampled
         close = family.close(role).strip()
         words, closed, _ = words.partition(close) if close else (words, "", "")
         if close and not closed and not is_last:
             return None
         words = words.rstrip("\n ") if close != family.close(role) else words
-        words = words.removeprefix(family.before[role][len(match[0]) :])
+        words = words.removeprefix(family.before[role][len(opener) :])
         if role == "user" and "<tool_response>" in words:
             role, words = "tool", re.sub(r"\n?</?tool_response>\n?", "", words)
         out.append(Message(role=role, name="tool" if role == "tool" else "", content=words))  # pyright: ignore[reportArgumentType]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.doctor.inputs.assemble import numbers
+from lockstep.doctor.inputs.assemble import floats_of, ids_of, numbers
 from lockstep.doctor.inputs.pickles import (
     MEMORY_BYTES,
     Record,
@@ -220,7 +220,12 @@ def test_lists_within_lists_without_end_are_read_and_never_laid_out(tmp_path):
         wide = [wide, wide]  # 2^40 entries if it were laid out
     path = tmp_path / "a.pkl"
     path.write_bytes(pickle.dumps(wide))
-    assert numbers(read_pickle(path)) is None
+    read = read_pickle(path)
+    assert numbers(read) is None
+    with pytest.raises(DataError, match=r"expected a list of token ids.* found \[\[\["):
+        ids_of(read, "tokens")
+    with pytest.raises(DataError, match=r"expected 2 numbers, one per token; found \[\[\["):
+        floats_of(read, 2, "mask")
 
 
 def test_a_file_in_memory_reads_as_one_on_disk():
