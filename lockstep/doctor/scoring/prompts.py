@@ -75,25 +75,9 @@ class Family:
         return text + (self.reply_opening if has_opening else "")
 
 
-FAMILIES: Mapping[str, Family] = {
-    name: Family(**told)
-    for name, told in tomllib.loads(
-        Path(__file__).with_name("families.toml").read_text("utf-8")
-    ).items()
-}
-"""Formats that a program may take by mistake, by the names of their models."""
-
-DEFAULT_SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-    "You are a helpful assistant",
-    "You are a helpful AI assistant.",
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-    "You are ChatGPT, a large language model trained by OpenAI.",
-)
-"""System messages that templates write where a dialogue has none."""
-NO_THINKING = ("<think>\n\n</think>\n\n", "<think>\n", "<think>\n\n</think>\n")
-"""Texts after the opening that switch thinking off, or on."""
+_TEXTS = tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8"))
+FAMILIES = {name: Family(**told) for name, told in _TEXTS["formats"].items()}
+DEFAULT_SYSTEMS: list[str] = _TEXTS["default_systems"]
 MAX_HEADER = 24
 """Characters around a message's words that mark it where there is no control token."""
 _MARK = "Qz7"
@@ -194,7 +178,7 @@ class Prompts:
                 "with the opening of the reply",
                 lambda ids, _: None if ids[-len(opening) :] == opening else [*ids, *opening],
             )
-        for text in (*NO_THINKING, "\n", "\n\n", " "):
+        for text in (*_TEXTS["thinking"], "\n", "\n\n", " "):
             added = self.encode(text)
             yield f"with {text!r} before the reply", lambda ids, _, more=added: [*ids, *more]
             yield f"without {text!r} before the reply", without(added)
@@ -265,7 +249,7 @@ class Prompts:
 
     def _beginnings(self) -> list[int]:
         tokenizer = self.tokenizer
-        known = BEGINNINGS | _ENDS | {family.first for family in FAMILIES.values()}
+        known = {*_TEXTS["beginnings"], *(family.first for family in FAMILIES.values())}
         found = {id_ for id_ in tokenizer.control_ids if tokenizer.control_name(id_) in known}
         with suppress(RendererError):
             if self.renderer is not None:
@@ -355,8 +339,6 @@ class Prompts:
 _Asked = tuple[list[list[Message]], tuple[ToolSchema, ...]]
 """(the messages before each reply, the tools that the prompt declares)."""
 _Change = Callable[[Sequence[Message]], list[Message] | None]
-_ENDS = frozenset({"</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>"})
-"""Names of end tokens, which some programs put in front."""
 
 
 def _with_system(words: str) -> _Change:
@@ -464,10 +446,6 @@ def with_prompt(
         if parts is not None and other is not None:
             out.append(laid(parts, other, int(rows.offsets[row]), stops))
     return Layout.of(out, rows)
-
-
-BEGINNINGS = frozenset({"<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>"})
-"""Names of tokens that a text begins with once, where no template says it."""
 
 
 def opening_of(renderer: Renderer) -> tuple[int, ...]:
