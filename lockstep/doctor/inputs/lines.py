@@ -9,7 +9,7 @@ import sys
 import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,6 +44,8 @@ class RowDump(Dump):
     """Field of `Rows` -> why a dump may lack it, and how to get it."""
     columns: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Field of `Rows` with a number per token -> its names in a file, the first that is there."""
+    keys: ClassVar[Collection[str]] = ()
+    """Names that every line has, or every batch."""
     live: ClassVar[Callable[..., Live]]
     """The batch as the method of `lockstep.watch` takes it, and its step -> the rows."""
 
@@ -147,14 +149,10 @@ class FileDump(RowDump):
 class LineDump(FileDump):
     """A format with one row, or several, on each line of JSONL files."""
 
-    keys: ClassVar[Collection[str]] = ()
-    """Keys of every line."""
-
     @classmethod
     def is_own(cls, path: Path) -> bool:
         try:
-            number, text = next(lines_of(path))
-            return cls.is_own_line(json_line(text, f"{path}:{number}"))
+            return cls.is_own_line(next(json_lines(path))[2])
         except (DataError, StopIteration):
             return False
 
@@ -163,9 +161,7 @@ class LineDump(FileDump):
         return line.keys() >= {*cls.keys}
 
     def rows_in(self, path: Path) -> Iterator[Row]:
-        for number, text in lines_of(path, self.ends[path]):
-            where = f"{path}:{number}"
-            line = json_line(text, where)
+        for number, where, line in json_lines(path, self.ends[path]):
             if missing := sorted({*self.keys} - line.keys()):
                 raise DataError(f"{where}: {', '.join(missing)} is missing.")
             yield from self.rows_of(line, path, number, where)
@@ -241,15 +237,16 @@ def _sizes(path: Path) -> tuple[int, int]:
 # -- JSON lines ------------------------------------------------------------------------------------
 
 
-def lines_of(path: Path, end: int = sys.maxsize) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, text) of each line of the first `end` bytes that is not blank; DataError for
-    a line that is too long."""
-    number = 0
+def json_lines(path: Path, end: int = sys.maxsize) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(number from 1, place in words, object) of each line of the first `end` bytes that is not
+    blank. Raises DataError for any other line."""
     with open(path, "rb") as file:
-        # A line without end is refused before all of it is in memory.
-        while text := file.readline(min(MAX_LINE_BYTES + 1, end - file.tell())):
-            number += 1
+        for number in count(1):
             where = f"{path}:{number}"
+            # A line without end is refused before all of it is in memory.
+            text = file.readline(min(MAX_LINE_BYTES + 1, end - file.tell()))
+            if not text:
+                return
             if b"\0" in text:
                 raise DataError(
                     f"{where}: zero bytes in place of text. Write or copy the file again."
@@ -259,18 +256,13 @@ def lines_of(path: Path, end: int = sys.maxsize) -> Iterator[tuple[int, bytes]]:
                     f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB; expected one "
                     "row per line. Write rows that large as Parquet."
                 )
-            if number == 1:
-                text = text.removeprefix(BYTE_ORDER_MARK)
-            if not text.isspace() and text:
-                yield number, text
-
-
-def json_line(text: bytes, where: str) -> dict[str, Any]:
-    """The object on a line. Raises DataError, which begins with `where`."""
-    row = parse_json(text, where)
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, one row; found a {type(row).__name__}.")
-    return row
+            text = text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
+            if text and not text.isspace():
+                row = parse_json(text, where)
+                if not isinstance(row, dict):
+                    found = f"found a {type(row).__name__}"
+                    raise DataError(f"{where}: expected a JSON object, one row; {found}.")
+                yield number, where, row
 
 
 def parse_json(text: bytes, where: str) -> Any:

@@ -23,14 +23,7 @@ import pyarrow.parquet as pq
 from lockstep.dialogues import read_messages
 from lockstep.doctor.inputs.assemble import Array, Row, array_of, numbers, shown
 from lockstep.doctor.inputs.base import HOW_TO_GET, Facts
-from lockstep.doctor.inputs.lines import (
-    FileDump,
-    Live,
-    json_line,
-    lines_of,
-    parse_json,
-    whole_files,
-)
+from lockstep.doctor.inputs.lines import FileDump, Live, json_lines, parse_json, whole_files
 from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, why_no_rows
 from lockstep.doctor.inputs.schema import (
     BY_NAME,
@@ -46,8 +39,8 @@ from lockstep.errors import AlignmentError, DataError
 from lockstep.store.files import write_atomically
 from lockstep.system import bounded_memory
 
-HEAD_BYTES = 1 << 20
-"""Part of a JSONL file that is read to find out which columns it has."""
+HEAD_TOKENS = 1 << 15
+"""Tokens of a JSONL file that are read to find out which columns it has: about 1 MB."""
 _BATCH_TOKENS, _MAX_BATCH_ROWS, _BATCH_MEMORY = 1 << 18, 4096, 4 << 30
 _BYTES_PER_TOKEN = 8
 """Approximate size of a token in a Parquet file before compression: how many rows to ask for."""
@@ -165,7 +158,6 @@ def _head_of(path: Path, end: int) -> tuple[frozenset[str], Facts]:
     check_place(path)
     if why := why_no_rows(path):
         raise DataError(f"{path} {why}.")
-    facts, columns, num_bytes = Facts(), set[str](), 0
     if head_of(path, 4) == PARQUET_MAGIC:
         with _parquet(path) as file:
             schema, num_rows = file.schema_arrow, file.metadata.num_rows
@@ -175,20 +167,20 @@ def _head_of(path: Path, end: int) -> tuple[frozenset[str], Facts]:
                 f"{', '.join(sorted(schema.names)) or '(none)'}. Was it written before the first "
                 "step?"
             )
-        if source := (schema.metadata or {}).get(HEAD.encode()):
-            where = f"{path}: metadata {HEAD}"
-            facts = facts_from_dict(parse_json(source, where), where)
+        source, where = (schema.metadata or {}).get(HEAD.encode()), f"{path}: metadata {HEAD}"
+        facts = facts_from_dict(parse_json(source, where), where) if source else Facts()
         return frozenset(schema.names), facts
-    for line, text in lines_of(path, end):
-        row = json_line(text, f"{path}:{line}")
+    facts, columns, num_tokens = Facts(), set[str](), 0
+    for _, where, row in json_lines(path, end):
         if HEAD in row:
-            facts = facts_from_dict(row[HEAD], f"{path}:{line}: {HEAD}")
+            facts = facts_from_dict(row[HEAD], f"{where}: {HEAD}")
             continue
         columns |= {name for name, value in row.items() if value is not None}
-        num_bytes += len(text)
-        if num_bytes >= HEAD_BYTES:
+        ids = row.get("token_ids")
+        num_tokens += max(len(ids), 1) if isinstance(ids, list) else 1
+        if num_tokens >= HEAD_TOKENS:
             break
-    if not num_bytes:
+    if not num_tokens:
         raise DataError(f"{path} has no rows; expected one JSON object per line and row.")
     return frozenset(columns), facts
 
@@ -198,9 +190,7 @@ _Sources = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _json_rows(path: Path, end: int) -> _Sources:
-    for place, (line, text) in enumerate(lines_of(path, end)):
-        where = f"{path}:{line}"
-        row = json_line(text, where)
+    for place, (_, where, row) in enumerate(json_lines(path, end)):
         if HEAD not in row:
             yield where, row
         elif place:
@@ -350,14 +340,14 @@ def _cast(column: Column, value: Any, where: str) -> Array:
         with suppress(TypeError, ValueError):  # no lists, or of other lengths
             value = np.array([[numbers(experts) for experts in layers] for layers in value])
     found = numbers(value)
-    is_cast = found is not None and (found.dtype.kind != "b" or kind == "b")
-    if not is_cast or found.ndim != (3 if column.shape == "route" else 1):
+    ndim = 3 if column.shape == "route" else 1
+    if found is None or found.ndim != ndim or (found.dtype.kind == "b" != kind):
         raise DataError(f"{where} must be {column.expected}, found {shown(value)}.")
     if kind != "f" and found.dtype.kind == "f":
         is_null = np.isnan(found)
         if is_null.any() and column.fill is None:
             raise DataError(f"{where} is null; expected {column.expected}.")
-        found = np.where(is_null, column.fill, found) if is_null.any() else found
+        found = np.where(is_null, column.fill or 0, found)
     if kind == "i" and found.size:
         low, high = np.iinfo(column.dtype).min, np.iinfo(column.dtype).max
         low = 0 if column.name.endswith("_ids") else low

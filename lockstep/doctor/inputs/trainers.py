@@ -244,7 +244,7 @@ class BatchDump(FileDump):
         cls, batch: Any, where: object, *, step: int | None, index: Sequence[int] = (), **more: Any
     ) -> Iterator[Row]:
         """The rows of a batch. index: their numbers in a larger one. more: for `row_of`."""
-        last = cls._checked(batch, where)[cls.keys[-1]]
+        last = cls._checked(batch, where)[[*cls.keys][-1]]
         for i, number in enumerate(index or range(len(last))):
             source = row_of(batch, i) | {"is_padded": not isinstance(last, list)}
             known = {"row_id": row_name(step, number), "steps": step}
@@ -270,7 +270,7 @@ class TrlDump(BatchDump):
     def live(cls, batch: Mapping[str, Any], *, step: int, group_size: int = 0) -> Live:
         """group_size: rows of one prompt, one after the other; 0 if it is unknown."""
         where = f"the batch of step {step}"
-        num = len(cls._checked(batch, where)[cls.keys[-1]])
+        num = len(cls._checked(batch, where)[[*cls.keys][-1]])
 
         def rows(index: Sequence[int]) -> Iterator[Row]:
             more = {"step": step, "index": index, "group_size": group_size}

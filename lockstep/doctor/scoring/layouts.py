@@ -81,7 +81,8 @@ def layouts(
             front, left_out, told = found
             is_valid = told.min(initial=0) >= 0 and told.max(initial=0) < max_positions
             if is_valid and len(front) <= MAX_PADDING_SHARE * len(ids[row]):
-                own = np.arange(rows.offsets[row] + left_out, rows.offsets[row + 1])
+                begin, end = rows.offsets[row : row + 2].tolist()
+                own = np.arange(begin + left_out, end)
                 place = np.concatenate([np.full(len(front), -1), own])
                 out.append((np.concatenate([front, rows.token_ids[own]]), told, place))
         return Layout.of(out, rows)

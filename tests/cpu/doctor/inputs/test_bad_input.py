@@ -324,7 +324,7 @@ def test_parts_with_other_columns_are_refused(tmp_path: Path):
 
 
 def test_a_column_that_comes_late_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lockstep.doctor.inputs.native.HEAD_BYTES", 1)
+    monkeypatch.setattr("lockstep.doctor.inputs.native.HEAD_TOKENS", 1)
     path = lines(tmp_path / "rows.jsonl", GOOD, {**GOOD, "turn": [-1, 0]})
 
     assert "rows.jsonl:2: the first row with turn" in complaint(path)
