@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -172,7 +171,8 @@ def extract_answer(text: str, rule: AnswerRule) -> str | None:
     '4'
     """
     if rule == "tag":
-        found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.S)
+        closed = text.split("</answer>")[:-1]
+        found = [part.partition("<answer>")[2] for part in closed if "<answer>" in part]
         text = found[-1] if found else ""
     elif rule == "last_line":
         text = text.strip().rpartition("\n")[2]

@@ -1,15 +1,27 @@
 """All readers of sampled turns: linear time, and the exact text back."""
 
 import re
-import time
+from functools import partial
 from itertools import product
+from typing import get_args
 
 import pytest
 from full_counts import PROOF
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from linear_time import grows_linearly
 from made_up_templates import NEXT_ROLE, NEXT_ROLE_TOKENS, THINKS_AT_ONCE, template
 
+from lockstep.agent.judge import grade_in
+from lockstep.agent.tools import parse_arguments
+from lockstep.envs.math.grading import Form, find_answer
+from lockstep.envs.reasoning_gym.config import extract_answer
+from lockstep.renderers.calls import (
+    read_call,
+    read_call_array,
+    read_call_list,
+    read_whole_call,
+)
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig, JinjaConfig
 from lockstep.renderers.harmony import HarmonyRenderer
@@ -18,7 +30,9 @@ from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.llama3 import LLAMA3_TOKENS, Llama3Renderer
 from lockstep.renderers.mistral import MISTRAL_TOKENS, V7_TOKENS, MistralRenderer
 from lockstep.renderers.pieces import cut_front
+from lockstep.renderers.xml_calls import DIALECTS, read_xml_call, text_parameters
 from lockstep.testing.tokenizers import byte_tokenizer
+from lockstep.types import ToolSchema
 
 TOKENIZER = byte_tokenizer()
 LLAMA = byte_tokenizer(control_tokens=LLAMA3_TOKENS)
@@ -26,6 +40,7 @@ MISTRAL = byte_tokenizer(control_tokens=(*MISTRAL_TOKENS, *V7_TOKENS))
 QWEN = "<function=f>\n<parameter=q>\nBern\n</parameter>\n</function>"
 MINIMAX = '<invoke name="f">\n<parameter name="q">Bern</parameter>\n</invoke>'
 GLM = "f\n<arg_key>q</arg_key>\n<arg_value>Bern</arg_value>\n"
+TOOL = ToolSchema(name="f", description="", parameters={"properties": {"q": {}}})
 JSON = '{"name": "f", "arguments": {"q": "Bern"}}'
 BLOCK = {"open": "<tool_call>", "close": "</tool_call>"}
 FORMATS = {
@@ -74,13 +89,13 @@ READERS = {
 
 
 def ids_of(tokenizer, text):
-    names = sorted(map(tokenizer.control_name, tokenizer.control_ids))
-    pattern = f"({'|'.join(map(re.escape, names))})"
-    return [
-        id_
-        for piece in re.split(pattern, text)
-        for id_ in ([tokenizer.control_id(piece)] if piece in names else tokenizer.encode(piece))
-    ]
+    """Control tokens that `text` spells by their ids, and the rest as bytes, which are the ids of a
+    byte tokenizer."""
+    names = {tokenizer.control_name(id_): id_ for id_ in tokenizer.control_ids}
+    ids = []
+    for piece in re.split(f"({'|'.join(map(re.escape, sorted(names)))})", text):
+        ids += [names[piece]] if piece in names else piece.encode()
+    return ids
 
 
 def is_part(part, whole):
@@ -118,40 +133,89 @@ FRAGMENTS = sorted(
     {piece for _, call in FORMATS.values() for piece in re.split(r"(<[^<>]*>|\W)", call) if piece}
     | {" ", "\n", "\\", '"a": ', "<parameter=a", "</think>", "[TOOL_CALLS]", "<think>", "\ue000"}
 )
-SIZE = 120_000
-SECONDS = 3.0
-"""Processor time for SIZE characters. A reader of quadratic time takes minutes."""
+NUMBER = "#"
+"""In the repeated part of a text: the number of the repetition, so that keys differ."""
+MANY_KEYS = f"<parameter=k{NUMBER}>"
 
 
-def is_in_time(read):
-    begun = time.process_time()
-    read()
-    return time.process_time() - begun < SECONDS
+def spelled(parts, size):
+    """(head, repeated part, tail) as a text of about `size` characters."""
+    head, unit, tail = ("".join(part) for part in parts)
+    count = size // len(unit) if unit else 0
+    middle = "".join(unit.replace(NUMBER, str(at)) for at in range(count))
+    return f"{head}{middle}{tail}"
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_time_of_a_reader_grows_with_the_length_alone(name):
-    format_, call = FORMATS[name]
-    cuts = [call[:at] for at in range(1, len(call), 1 if PROOF else 5)]
-    units = [*FRAGMENTS, *cuts] if PROOF else [*FRAGMENTS[::4], *cuts]
-    texts = [unit * (SIZE // len(unit)) for unit in units] + [
-        f"{call[:at]}{unit * (SIZE // len(unit))}{behind}"
-        for at, unit, behind in product((12, 20, len(call) // 2), (" ", "\n", "<"), ("", "x"))
-    ]
-    texts.append("<tool_call><function=f>" + "".join(f"<parameter=k{n}>" for n in range(9000)))
-    for text in texts:
-        assert is_in_time(lambda text=text: read_calls(text, format_, {}, "")), text[:80]
+def arguments_or_reason(text):
+    try:
+        return parse_arguments(text, TOOL)
+    except ValueError as error:
+        return error
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_the_time_of_parse_grows_with_the_length_alone(name):
-    renderer, turn = READERS[name]
-    for at in range(1, len(turn), 1 if PROOF else 9):
-        ids = ids_of(renderer.tokenizer, turn[:at])
-        many = ids * (SIZE // 4 // len(ids))
-        for sampled in (many, [*many, renderer.stop_ids[0]]):
-            assert is_in_time(lambda sampled=sampled: renderer.parse(sampled)), turn[:at]
-            assert is_in_time(lambda sampled=sampled: renderer.without_thinking(sampled))
+def readers_of_text():
+    """Name -> a function that reads the text of a reply, or of a call."""
+    types = text_parameters([TOOL])
+    for name, (format_, _) in FORMATS.items():
+        yield f"calls as {name}", partial(read_calls, format=format_, schemas={}, mark="")
+        yield f"typed {name}", partial(read_calls, format=format_, schemas=types, mark="\ue000")
+    for name, dialect in DIALECTS.items():
+        yield f"one call in tags of {name}", partial(read_xml_call, schemas={}, dialect=dialect)
+    yield from ((f.__name__, f) for f in (read_call, read_whole_call, read_call_list))
+    yield from ((f.__name__, f) for f in (read_call_array, grade_in, arguments_or_reason))
+    for rule in ("tag", "last_line"):
+        yield f"answer by {rule}", partial(extract_answer, rule=rule)
+    for form in get_args(Form):
+        yield f"number by {form}", partial(find_answer, form=form, lenient=True)
+
+
+READERS_OF_TEXT = dict(readers_of_text())
+SEEN = {  # texts that took quadratic time, or for ever
+    "a call that is cut after ten characters": (["Let me see", QWEN[:-12]], [], []),
+    "calls that are cut": ([], [QWEN[:20]], []),
+    "parameters that are not closed": (["<tool_call><function=f>"], [MANY_KEYS], []),
+    "answers that are not closed": ([], ["<answer>"], []),
+    "blanks in a call": ([JSON[:12]], [" "], ["x"]),
+}
+
+
+def text_shapes():
+    """(head, repeated part, tail): lists of fragments."""
+    cuts = st.sampled_from([call for _, call in FORMATS.values()]).flatmap(
+        lambda call: st.integers(1, len(call)).map(lambda at: call[:at])
+    )
+    some = st.sampled_from([*FRAGMENTS, "<answer>", "\\boxed{", "####", "1"]) | cuts
+    unit = st.lists(some | st.just(NUMBER) | st.just(MANY_KEYS), min_size=1, max_size=4)
+    return st.tuples(st.lists(some, max_size=4), unit, st.lists(some, max_size=3))
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_no_reader_takes_more_than_linear_time_for_what_was_seen(seen, thinkers):
+    every = {**READERS, **{f"jinja {name}": made for name, made in thinkers.items()}}
+    check_linear(SEEN[seen], READERS_OF_TEXT, every)
+
+
+@settings(max_examples=10_000 if PROOF else 300, deadline=None, phases=[Phase.generate])
+@given(shape=text_shapes(), choice=st.data())
+def test_the_time_of_every_reader_grows_with_the_length_alone(shape, choice, thinkers):
+    every = {**READERS, **{f"jinja {name}": made for name, made in thinkers.items()}}
+    name = choice.draw(st.sampled_from([*READERS_OF_TEXT, *every]))
+    texts = {name: READERS_OF_TEXT[name]} if name in READERS_OF_TEXT else {}
+    check_linear(shape, texts, {} if texts else {name: every[name]})
+
+
+def check_linear(shape, readers_of_text, renderers):
+    for name, read in readers_of_text.items():
+        assert grows_linearly(read, partial(spelled, shape)), name
+    for name, (renderer, _) in renderers.items():
+        for end in ([], [renderer.stop_ids[0]]):
+
+            def ids(size, tokenizer=renderer.tokenizer, end=end):
+                return ids_of(tokenizer, spelled(shape, size)) + end
+
+            assert grows_linearly(renderer.parse, ids), name
+            assert grows_linearly(renderer.without_thinking, ids), name
+        assert grows_linearly(lambda cut, renderer=renderer: renderer.extend(cut, []), ids), name
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -172,8 +236,10 @@ def test_any_turn_is_read_and_nothing_is_added_to_it(name, pieces):
 
 
 def test_a_character_that_is_never_finished_is_cut_in_linear_time():
-    ids = [*b"Hm. \xe4", *b"\xe4" * SIZE]
-    assert is_in_time(lambda: cut_front(TOKENIZER, ids, 4))
+    def made(size):
+        return [*b"Hm. \xe4", *b"\xe4" * size]
+
+    assert grows_linearly(lambda ids: cut_front(TOKENIZER, ids, 4), made)
     merged = byte_tokenizer(merges=[("a", "\u00e4")])  # a letter and half a character in one token
     assert cut_front(merged, [256, 0xB8, 0xAD, 98], 1) == [0xE4, 0xB8, 0xAD, 98]
     assert cut_front(merged, [256, 256, 98], 1) == [256, 256, 98]

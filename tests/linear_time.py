@@ -1,0 +1,67 @@
+"""Whether a reader's time grows with the length of its text alone.
+
+Wall clocks and absolute bounds depend on the machine and on its other work. So the processor time of
+a text is compared with the time of a text that is TIMES as long: a linear reader takes TIMES as much,
+a quadratic one TIMES * TIMES, and the limit is MARGIN * TIMES. Other work on the machine only adds
+time. So the least of several runs counts, and a text fails only if all runs fail.
+
+A reader that never returns is ended by a signal after MOST_SECONDS of processor time.
+"""
+
+import gc
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+CHARS = 4_000
+TIMES = 16
+MARGIN = 3
+RUNS = 5
+SLACK_SECONDS = 2e-3
+"""Added to the limit: below it, clocks and first calls decide."""
+MOST_SECONDS = 5.0
+
+
+class NeverReturns(BaseException):
+    """Not an Exception: a reader may catch those."""
+
+
+def grows_linearly(read: Callable[[T], object], made: Callable[[int], T]) -> bool:
+    """made: makes a text, or its ids, of about so many characters. Raises NeverReturns."""
+    short, long = made(CHARS), made(CHARS * TIMES)
+    least, most = math.inf, math.inf
+    for _ in range(RUNS):
+        least, most = min(least, _seconds(read, short)), min(most, _seconds(read, long))
+        if most <= MARGIN * TIMES * least + SLACK_SECONDS:
+            return True
+    return False
+
+
+def _seconds(read: Callable[[T], object], text: T) -> float:
+    gc.disable()
+    try:
+        with _stopped(MOST_SECONDS):
+            begun = time.thread_time()
+            read(text)
+            return time.thread_time() - begun
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def _stopped(seconds: float) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise NeverReturns(f"no result after {seconds} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
