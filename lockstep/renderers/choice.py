@@ -74,8 +74,7 @@ def choose_renderer(format: RendererConfig | None, tokenizer: Tokenizer) -> Choi
         return _template_choice(tokenizer, f"; the tokenizer lacks the tokens of {name}")
     if not has_own:
         return Choice(config=format, renderer=made)
-    library, token = _SPECIFIED.get(type(format), ("", ""))
-    if library and token in read_template(tokenizer, JinjaConfig())[0]:
+    if library := library_of(format, tokenizer):
         return Choice(config=format, renderer=made, why=f"as {library} writes it")
     try:
         template = JinjaRenderer(tokenizer, JinjaConfig(tools="template"))
@@ -89,13 +88,21 @@ def choose_renderer(format: RendererConfig | None, tokenizer: Tokenizer) -> Choi
         ) from None
     difference = ""
     for variant in _variants(format, template):
-        num_probes, found = _compare(variant, template)
+        drops = {"thinking": "drop"} if hasattr(variant, "thinking") else {}  # as templates do
+        wanted = make_renderer(replace(variant, **drops), tokenizer)
+        num_probes, found = compare(wanted, template, has_tools=has_tools(template))
         if not found:
-            lacks = "" if _has_tools(template) else "; the template has no tools"
+            lacks = "" if has_tools(template) else "; the template has no tools"
             why = f"equals the model's chat template on {num_probes} probes{lacks}"
             return Choice(config=variant, renderer=make_renderer(variant, tokenizer), why=why)
         difference = difference or found
     return _template_choice(tokenizer, f", which differs from {name} in {difference}")
+
+
+def library_of(format: RendererConfig, tokenizer: Tokenizer) -> str:
+    """The library that writes a format for engines, if the model's template is of the format."""
+    library, token = _SPECIFIED.get(type(format), ("", ""))
+    return library if library and token in read_template(tokenizer, JinjaConfig())[0] else ""
 
 
 def _template_choice(tokenizer: Tokenizer, why: str) -> Choice:
@@ -110,22 +117,25 @@ def _variants(format: RendererConfig, template: JinjaRenderer) -> Iterator[Rende
         yield replace(format, has_empty_thinking=False)
 
 
-def _has_tools(template: JinjaRenderer) -> bool:
+def has_tools(template: JinjaRenderer) -> bool:
     """Whether a template writes declared tools or calls in any way."""
     with suppress(RendererError):
         return bool(template.shape.calls or template.render_whole((USER,), (TOOL,)))
     return False
 
 
-def _compare(format: RendererConfig, template: JinjaRenderer) -> tuple[int, str]:
-    """Number of probes that a format and a template write alike, and the first difference; "" if
-    there is none. Left out: probes that the template refuses, and thinking and tools for which it
-    writes nothing."""
-    drops = {"thinking": "drop"} if hasattr(format, "thinking") else {}  # as templates do
-    made = make_renderer(replace(format, **drops), template.tokenizer)
+def compare(
+    made: Renderer, template: JinjaRenderer, *, has_tools: bool, is_declared: bool = True
+) -> tuple[int, str]:
+    """Returns how many probes a renderer and a template write alike, and the first difference, ""
+    if there is none. Probes that the template refuses are left out.
+
+    has_tools: also compares probes with calls. is_declared: these declare their tool.
+    """
     num_same, show = 0, template.tokenizer.decode
     has_thinking = template.shape.thinking is not None
-    for name, probe in _probes(has_thinking=has_thinking, has_tools=_has_tools(template)):
+    tools = (TOOL,) if is_declared else ()
+    for name, probe in _probes(tools, has_thinking=has_thinking, has_tools=has_tools):
         try:
             if isinstance(probe, Message):
                 expected, found = template.reply_ids(probe), made.render_reply(probe)
@@ -146,7 +156,9 @@ def _compare(format: RendererConfig, template: JinjaRenderer) -> tuple[int, str]
 _Prompt = tuple[tuple[Message, ...], tuple[ToolSchema, ...]]
 
 
-def _probes(*, has_thinking: bool, has_tools: bool) -> Iterator[tuple[str, _Prompt | Message]]:
+def _probes(
+    tools: tuple[ToolSchema, ...], *, has_thinking: bool, has_tools: bool
+) -> Iterator[tuple[str, _Prompt | Message]]:
     """Prompts (messages, tools) and replies, with their names."""
     dialogues = {name: messages for name, (_, messages) in DIALOGUES.items()}
     for name, messages in {**dialogues, **WITH_TOOLS, **REPLIES}.items():
@@ -154,5 +166,5 @@ def _probes(*, has_thinking: bool, has_tools: bool) -> Iterator[tuple[str, _Prom
         if (calls and not has_tools) or (any(m.thinking for m in messages) and not has_thinking):
             continue
         is_told = has_tools and (name in WITH_TOOLS or calls)
-        dialogue = f"dialogue {name!r}", (messages, (TOOL,) if is_told else ())
+        dialogue = f"dialogue {name!r}", (messages, tools if is_told else ())
         yield (name, messages[0]) if name in REPLIES else dialogue

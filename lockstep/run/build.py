@@ -8,10 +8,12 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import flatten, from_dict, to_dict
+from lockstep.display import warn
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.gpu import Device, check_gpu
@@ -19,6 +21,7 @@ from lockstep.models import peft_format
 from lockstep.models.locate import locate_model
 from lockstep.ops.contract import TRUE_ON_POLICY, ContractChoice, why_not_same
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.served import write_template
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import RunHooks, current_hooks
 from lockstep.run.preflight import (
@@ -492,8 +495,13 @@ def export_checkpoint(
         others = shutil.ignore_patterns("training", "merged-*")
         shutil.copytree(source, directory, ignore=others, dirs_exist_ok=True)
     if run.config["renderer"] is not None:
-        stored = from_dict(RendererFile, {"renderer": run.config["renderer"]})
-        write_renderer(directory, stored.renderer)
+        used = from_dict(RendererFile, {"renderer": run.config["renderer"]}).renderer
+        is_model = (directory / "config.json").is_file()
+        place = str(directory) if is_model else run.config["model"]
+        reader, line = write_template(directory, used, partial(tokenizer_of, {"model": place}))
+        write_renderer(directory, reader if is_model else used)
+        if line:
+            warn(line)
     return name_of(source)
 
 

@@ -92,7 +92,7 @@ class JinjaRenderer:
 
         place, role: where tools are text (`text_tools.jinja`); empty for the template's own form.
         """
-        self._text_tools = {"text_tools": {"place": place, "role": role}} if place else {}
+        self.text_tools = {"text_tools": {"place": place, "role": role}} if place else {}
         self.proof: Proof | None = None
         self.shape = finder.find()
         self._set_stops(self.shape.stop, self.shape.call_stop)
@@ -229,7 +229,7 @@ class JinjaRenderer:
         stop = shape.call_stop if message.tool_calls else shape.stop
         if not after and all(name != stop for _, name in self._marks.names(text)):
             # GLM-4.5 ends a turn with the token of the next role, Apriel the last one with nothing.
-            has_own_end = message.tool_calls and not self._text_tools
+            has_own_end = message.tool_calls and not self.text_tools
             text += shape.call_stop if has_own_end else shape.words_end
         text = text[: self._end_of(message, text)]
         self._require_words([message], text, mark)
@@ -448,7 +448,7 @@ class JinjaRenderer:
                 "tools": tools or None,
                 "documents": None,
                 "add_generation_prompt": has_opening,
-                **self._text_tools,
+                **self.text_tools,
                 **self._variables,
             }
         )

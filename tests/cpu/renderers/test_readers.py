@@ -173,7 +173,7 @@ READERS_OF_TEXT = dict(readers_of_text())
 SEEN = {  # texts that took quadratic time, or for ever
     "a call that is cut after ten characters": (["Let me see", QWEN[:-12]], [], []),
     "calls that are cut": ([], [QWEN[:20]], []),
-    "parameters that are not closed": (["<tool_call><function=f>"], [MANY_KEYS], []),
+    "parameters that are not closed": (["<tool_call><function=f>"], [MANY_KEYS], ["</function>"]),
     "answers that are not closed": ([], ["<answer>"], []),
     "blanks in a call": ([JSON[:12]], [" "], ["x"]),
 }
