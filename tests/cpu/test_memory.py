@@ -22,7 +22,6 @@ from lockstep.memory import (
     LEAST_EXPERT_CHUNK,
     MIB,
     PlanFacts,
-    available_bytes,
     kept_per_token,
     plan_memory,
     predict_memory,
@@ -52,6 +51,7 @@ from lockstep.run.preflight import (
     sized_engine,
 )
 from lockstep.supervised import check_supervised
+from lockstep.system import available_bytes
 from lockstep.training.config import TrainerConfig
 
 QWEN3 = ModelConfig(

@@ -24,9 +24,10 @@ from lockstep.doctor.rows import Float64Array, Rows
 from lockstep.doctor.scoring.weights import WeightsAtHand, weights_at_hand
 from lockstep.doctor.tokenization import settings_beside
 from lockstep.errors import CheckpointError
-from lockstep.memory import GIB, available_bytes
+from lockstep.memory import GIB
 from lockstep.models.config import ModelConfig
 from lockstep.models.shapes import decoder_shapes, num_elements
+from lockstep.system import available_bytes
 from lockstep.types import Int64Array
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from lockstep.errors import (
     MissingExtraError,
     StorageError,
 )
-from lockstep.models.gguf import PACKAGED, packaged
+from lockstep.models.gguf import PACKAGED, packaged, unpack
 from lockstep.models.hf_io import load_checkpoint, read_tensors
 from lockstep.models.locate import locate_model
 from lockstep.run.preflight import read_model_files
@@ -157,6 +157,21 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
             locate_model(str(path))
         assert f"needs the package '{package}'" in str(caught.value)
         assert "pip install 'lockstep-rl[gguf]'" in str(caught.value)
+
+
+def test_a_file_that_takes_more_memory_than_there_is_is_refused_before_it_is_unpacked(tmp_path):
+    path, name = write_gguf(tmp_path / "tiny.gguf"), b"blk.0.attn_q.weight"
+    whole = bytearray(path.read_bytes())
+    at = whole.index(name) + len(name) + 4 + 8
+    whole[at : at + 8] = (1 << 34).to_bytes(8, "little")  # 64 columns and 2^34 rows
+    path.write_bytes(whole)
+    os.truncate(path, 1 << 41)  # sparse
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf takes 8796\.1 GB of memory") as no:
+        unpack(path, out)
+    assert re.search(r"there are [\d.]+ GB \(.*\)\. End other pro", str(no.value))
+    assert "\n" not in str(no.value) and not any(out.iterdir())
 
 
 def test_a_place_that_cannot_keep_the_model_is_named_first(tmp_path, monkeypatch):
