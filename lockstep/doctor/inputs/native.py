@@ -233,7 +233,7 @@ def _parquet_rows(path: Path, names: list[str]) -> _Sources:
                 try:
                     column = batch.column(name)
                     is_nested = _is_list(column.type) and BY_NAME[name].dtype
-                    found[name] = _arrays(column) if is_nested else column.to_pylist()
+                    found[name] = _arrays(column, name) if is_nested else column.to_pylist()
                 except UnicodeDecodeError as error:
                     rows = f"rows {first} to {first + len(batch) - 1}"
                     raise DataError(
@@ -244,15 +244,19 @@ def _parquet_rows(path: Path, names: list[str]) -> _Sources:
             first += len(batch)
 
 
-def _arrays(column: pa.Array) -> Any:
+def _arrays(column: pa.Array, name: str) -> Any:
     """The lists of a column as arrays, nested lists as lists of arrays, and lists of equal length
     as one array."""
     if not _is_list(column.type):
-        is_number = pa.types.is_primitive(column.type)
-        return column.to_numpy(zero_copy_only=False) if is_number else column.to_pylist()
+        if not pa.types.is_primitive(column.type):
+            return column.to_pylist()
+        values = column.to_numpy(zero_copy_only=False)
+        with suppress(DataError):  # `read_row` names the row
+            values = _cast(BY_NAME[name], values, "", ndim=1)
+        return values
     sizes = pc.call_function("list_value_length", [column])
     is_null, sizes = sizes.is_null().to_pylist(), sizes.fill_null(0).to_numpy()
-    inner = _arrays(column.flatten())
+    inner = _arrays(column.flatten(), name)
     if isinstance(inner, np.ndarray) and len(sizes) and (sizes == sizes[0]).all() and sizes[0]:
         return inner.reshape(len(sizes), sizes[0], *inner.shape[1:])
     ends = np.cumsum(sizes)
@@ -283,7 +287,8 @@ def read_row(source: Mapping[str, Any], names: Iterable[str], where: str, *, row
     """
     ids = source.get("token_ids")
     size = len(ids) if isinstance(ids, list | np.ndarray) else 0  # anything else is refused
-    found = {BY_NAME[n].field: _value(BY_NAME[n], source.get(n), size, where) for n in names}
+    with np.errstate(over="ignore"):  # beyond float32: infinite
+        found = {BY_NAME[n].field: _value(BY_NAME[n], source.get(n), size, where) for n in names}
     if found.get("turn") is not None:
         found.setdefault("is_sampled", found["turn"] >= 0)
     # One value of a row applies to the tokens that it can be about.
@@ -321,7 +326,9 @@ def _value(column: Column, value: Any, size: int, where: str) -> Any:
     if shape == "turn":
         return tuple(_cast(column, ids, at) for ids in (value if is_listed else [value]))
     if shape == "row" or (shape == "token or row" and not is_listed):
-        return _cast(column, [value], at)[0]
+        dtype, low, high = _LIMITS[column.name]
+        is_plain = type(value) is int and dtype.kind == "i" and low <= value <= high
+        return dtype.type(value) if is_plain else _cast(column, [value], at)[0]
     if shape == "route" and not size:
         return None
     out = _cast(column, value, at)
@@ -333,30 +340,40 @@ def _value(column: Column, value: Any, size: int, where: str) -> Any:
     return out
 
 
-def _cast(column: Column, value: Any, where: str) -> Array:
-    """A list of numbers in the dtype of the column."""
-    kind = np.dtype(column.dtype).kind
+def _cast(column: Column, value: Any, where: str, *, ndim: int = 0) -> Array:
+    """A list of numbers in the dtype of the column. ndim: 0 is that of the column."""
     if column.shape == "route" and isinstance(value, list):
         with suppress(TypeError, ValueError):  # no lists, or of other lengths
             value = np.array([[numbers(experts) for experts in layers] for layers in value])
-    found = numbers(value)
-    ndim = 3 if column.shape == "route" else 1
-    if found is None or found.ndim != ndim or (found.dtype.kind == "b" != kind):
+    found, (dtype, low, high) = numbers(value), _LIMITS[column.name]
+    ndim = ndim or (3 if column.shape == "route" else 1)
+    if found is None or found.ndim != ndim or (found.dtype.kind == "b" != dtype.kind):
         raise DataError(f"{where} must be {column.expected}, found {shown(value)}.")
-    if kind != "f" and found.dtype.kind == "f":
+    if dtype.kind == "f" or (found.dtype == dtype and low):
+        return found.astype(dtype, copy=False)
+    is_odd = False
+    if found.dtype.kind == "f":
         is_null = np.isnan(found)
         if is_null.any() and column.fill is None:
             raise DataError(f"{where} is null; expected {column.expected}.")
         found = np.where(is_null, column.fill or 0, found)
-    if kind == "i" and found.size:
-        low, high = np.iinfo(column.dtype).min, np.iinfo(column.dtype).max
-        low = 0 if column.name.endswith("_ids") else low
-        is_odd = (found < low) | (found > high) | (found != np.floor(found))
-        if is_odd.any():
-            expected = f"{column.expected}, from {low} to {high}"
-            raise DataError(f"{where} must be {expected}, found {found[is_odd][0]}.")
-    with np.errstate(over="ignore"):  # beyond float32: infinite
-        return found.astype(column.dtype)
+        is_odd = found != np.floor(found)
+    if dtype.kind == "i" and found.size and (found.min() < low or found.max() > high):
+        is_odd |= (found < low) | (found > high)
+    if dtype.kind == "i" and np.any(is_odd):
+        expected = f"{column.expected}, from {low} to {high}"
+        raise DataError(f"{where} must be {expected}, found {found[is_odd][0]}.")
+    return found.astype(dtype, copy=False)
+
+
+def _limits(column: Column) -> tuple[np.dtype[Any], int, int]:
+    """The dtype of a column, and the least and largest whole number in it."""
+    dtype = np.dtype(column.dtype)
+    info = np.iinfo(dtype) if dtype.kind == "i" else np.iinfo(np.int64)
+    return dtype, 0 if column.name.endswith("_ids") else int(info.min), int(info.max)
+
+
+_LIMITS = {column.name: _limits(column) for column in COLUMNS if column.dtype}
 
 
 # -- writing ---------------------------------------------------------------------------------------
