@@ -300,12 +300,6 @@ class Rows:
         out[indices_of(begin, end)] = True
         return out
 
-    # -- repaired -----------------------------------------------------------------------------
-
-    def untrained(self, where: BoolArray) -> Rows:
-        """These rows without the tokens `where` [N] in the loss."""
-        return self.with_(loss_mask=self.loss_mask & ~where) if where.any() else self
-
 
 def _trainer_logprobs(samples: Sequence[Sample]) -> Float32Array | None:
     """Log-probs by the trainer before its update, NaN in rows that it did not score; None if it

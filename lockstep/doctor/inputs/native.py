@@ -289,8 +289,9 @@ def read_row(source: Mapping[str, Any], names: Iterable[str], where: str, *, row
     size = len(ids) if isinstance(ids, list | np.ndarray) else 0  # anything else is refused
     with np.errstate(over="ignore"):  # beyond float32: infinite
         found = {BY_NAME[n].field: _value(BY_NAME[n], source.get(n), size, where) for n in names}
-    if found.get("turn") is not None:
-        found.setdefault("is_sampled", found["turn"] >= 0)
+    if "turn" in found:
+        turn = np.full(size, -1) if found["turn"] is None else found["turn"]
+        found.setdefault("is_sampled", turn >= 0)
     # One value of a row applies to the tokens that it can be about.
     for name, over in (
         ("policy_version", found.get("is_sampled", found["loss_mask"])),

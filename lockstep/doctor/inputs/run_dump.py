@@ -17,7 +17,7 @@ from lockstep.doctor.inputs.lines import RowDump, whole_files
 from lockstep.doctor.inputs.native import RowsDump
 from lockstep.doctor.rows import Rows
 from lockstep.store.files import is_locked
-from lockstep.store.run import TRAIN, Run, load_run, part_path
+from lockstep.store.run import TRAIN, Run, is_run, load_run, part_path
 from lockstep.store.trajectories import TrajectoryRecord
 from lockstep.types import Float32Array, Int32Array, Sample, Trajectory
 
@@ -58,7 +58,7 @@ class RunDump(RowDump):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        return (path / "config.json").is_file() and (path / "environment.json").is_file()
+        return is_run(path)
 
     def rows(self) -> Iterator[Row]:
         for step in self._steps:
