@@ -311,6 +311,9 @@ def read_row(source: Mapping[str, Any], names: Iterable[str], where: str, *, row
 
 def _value(column: Column, value: Any, size: int, where: str) -> Any:
     """The value as a field of `Rows`. size: tokens of the row."""
+    dtype, low, high = _LIMITS.get(column.name, (None, 0, 0))
+    if isinstance(value, np.ndarray) and value.dtype == dtype and low and value.shape == (size,):
+        return value  # as `_arrays` gives it
     shape, at = column.shape, f"{where}: {column.name}"
     if value is None and (column.fill is not None or shape in ("messages", "text", "turn")):
         return None
@@ -327,9 +330,8 @@ def _value(column: Column, value: Any, size: int, where: str) -> Any:
     if shape == "turn":
         return tuple(_cast(column, ids, at) for ids in (value if is_listed else [value]))
     if shape == "row" or (shape == "token or row" and not is_listed):
-        dtype, low, high = _LIMITS[column.name]
-        is_plain = type(value) is int and dtype.kind == "i" and low <= value <= high
-        return dtype.type(value) if is_plain else _cast(column, [value], at)[0]
+        is_plain = type(value) is int and column.dtype[0] == "i" and low <= value <= high
+        return np.dtype(dtype).type(value) if is_plain else _cast(column, [value], at)[0]
     if shape == "route" and not size:
         return None
     out = _cast(column, value, at)
