@@ -15,6 +15,7 @@ from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import CapabilityError, ConfigError
 from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.run.build import (
+    Numerics,
     choose_numerics,
     engine_context,
     engine_gpus,
@@ -26,7 +27,10 @@ from lockstep.run_config import ServeConfig
 
 if TYPE_CHECKING:
     from lockstep.agent.gateway.listener import Listener
+    from lockstep.engines.base import Engine, EngineContext
+    from lockstep.models.decoder import Decoder
     from lockstep.tinker.embedded import Base
+    from lockstep.tinker.outside import OutsideEngine
 
 CACHE_SHARE = 0.25
 """Share of a GPU's free memory for the cache of an engine in this process: training and samplers of
@@ -76,12 +80,10 @@ async def open_base(
     config: ServeConfig, name: str, model: str, *, place: Path, note: Callable[[str], None]
 ) -> OpenedBase:
     """Loads a base model, and opens its engine. place: for logs of the engine, and weights on their
-    way. note: told what the engine waits for."""
+    way. note: receives lines about what the engine waits for."""
     from lockstep.engines.embedded.engine import EmbeddedEngine, sized
-    from lockstep.engines.registry import check_capabilities, open_engine
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.tinker.embedded import Base
-    from lockstep.tinker.outside import OutsideEngine
     from lockstep.tinker.requests import BaseModel
 
     check_engine(config)
@@ -118,28 +120,10 @@ async def open_base(
             on_wait=note,
             gpus=engine_gpus(config.engine, 0, 1, decoder.embedding.device),
         )
-        engine = await asyncio.to_thread(open_engine, config.engine, context)
-        try:
-            check_capabilities(engine, vocab_size=info.vocab_size, max_tokens=info.max_tokens)
-            if not engine.capabilities.has_adapters:
-                raise CapabilityError(
-                    f"engine {engine.capabilities.name} takes no adapters by name, which is how "
-                    "samplers reach it. Start its server with --enable-lora."
-                )
-            if numerics.is_kept:
-                numerics = with_engine(config.contract, engine, numerics, decoder)
-            outside = OutsideEngine(
-                engine,
-                decoder,
-                model_files.directory,
-                left_out=tokenizer.control_ids,
-                max_tokens=info.max_tokens,
-            )
-            how = await outside.qualify(place / "sent")
-            note(f"{name}: {engine.capabilities.name} samples: {how}")
-        except BaseException:
-            await engine.close()
-            raise
+        engine, outside, numerics, line = await _open_outside(
+            config, context, decoder, model_files, numerics, place=place
+        )
+        note(f"{name}: {line}")
         base = base_of(engine=engine, outside=outside)
     facts = {
         "architecture": model_files.model.architecture,
@@ -151,6 +135,43 @@ async def open_base(
         "processes": 1,
     }
     return OpenedBase(model=model, base=base, model_files=model_files, facts=facts)
+
+
+async def _open_outside(
+    config: ServeConfig,
+    context: EngineContext,
+    decoder: Decoder,
+    model_files: ModelFiles,
+    numerics: Numerics,
+    *,
+    place: Path,
+) -> tuple[Engine, OutsideEngine, Numerics, str]:
+    """An engine with weights of its own, tested with an adapter; the numerics of both sides; and a
+    line for a person."""
+    from lockstep.engines.registry import check_capabilities, open_engine
+    from lockstep.tinker.outside import OutsideEngine
+
+    engine = await asyncio.to_thread(open_engine, config.engine, context)
+    name = engine.capabilities.name
+    try:
+        vocab_size, max_tokens = model_files.model.vocab_size, config.max_tokens
+        check_capabilities(engine, vocab_size=vocab_size, max_tokens=max_tokens)
+        if not engine.capabilities.has_adapters:
+            raise CapabilityError(
+                f"engine {name} takes no adapters by name, which is how samplers reach it. Start "
+                "its server with --enable-lora."
+            )
+        if numerics.is_kept:
+            numerics = with_engine(config.contract, engine, numerics, decoder)
+        left_out = model_files.renderer.tokenizer.control_ids
+        outside = OutsideEngine(
+            engine, decoder, model_files.directory, left_out=left_out, max_tokens=max_tokens
+        )
+        how = await outside.qualify(place / "sent")
+    except BaseException:
+        await engine.close()
+        raise
+    return engine, outside, numerics, f"{name} samples: {how}"
 
 
 async def open_bases(

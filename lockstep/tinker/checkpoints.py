@@ -1,4 +1,4 @@
-"""Saved weights under a directory: those with a path, unnamed samplers, and states of models.
+"""Saved weights under a directory: checkpoints with a path, unnamed samplers, states of models.
 
     checkpoints/MODEL/weights/NAME            tinker://MODEL/weights/NAME
     checkpoints/MODEL/sampler_weights/NAME    tinker://MODEL/sampler_weights/NAME
@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+from lockstep.agent.gateway.reading import Value
 from lockstep.store.files import replace_directory, sync_tree
 from lockstep.tinker.journal import Checkpoint, Journal
 from lockstep.tinker.requests import invalid, not_found
@@ -42,7 +43,7 @@ def path_of(model_id: str, segment: str, name: str) -> str:
 
 
 class CheckpointStore:
-    """The directory, and the records of what has a path in it."""
+    """The directory, and the records of the checkpoints in it."""
 
     def __init__(self, directory: Path, journal: Journal) -> None:
         self.directory, self._journal = directory, journal
@@ -68,8 +69,7 @@ class CheckpointStore:
         return self.directory / "checkpoints" / path.removeprefix(SCHEME)
 
     async def write(self, place: Path, write: Callable[[Path], Awaitable[None]]) -> None:
-        """Makes the directory `place` of what `write` puts into an empty one, and replaces what was
-        there."""
+        """Makes or replaces the directory `place`, which `write` fills."""
         partial, replaced = (place.with_name(place.name + end) for end in (PARTIAL, REPLACED))
         for left in (partial, replaced):
             shutil.rmtree(left, ignore_errors=True)
@@ -91,7 +91,7 @@ class CheckpointStore:
         await self.write(place, write)
 
     def remove(self, place: Path) -> None:
-        """Deletes a directory; one that is not there is none."""
+        """Deletes a directory, if it exists."""
         shutil.rmtree(place, ignore_errors=True)
 
     # -- paths ------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class CheckpointStore:
         return path in self._known
 
     def find(self, path: str) -> Checkpoint:
-        """Raises TinkerError (404), (422) for what is no path."""
+        """Raises TinkerError: 404 for an unknown path, 422 for another text."""
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SEGMENTS:
             raise invalid(
@@ -115,7 +115,7 @@ class CheckpointStore:
         if found is None or found.is_over:
             raise not_found(
                 f"{path[:200]} is not here: it was never saved on this server, was deleted, or its "
-                "time (ttl_seconds) is over. List what is here with `tinker checkpoint list`."
+                "time (ttl_seconds) is over. `tinker checkpoint list` lists the others."
             )
         return found
 
@@ -137,9 +137,14 @@ class CheckpointStore:
         self._journal.put(checkpoint)
 
     def expire(self) -> None:
-        """Deletes those whose time is over."""
+        """Deletes expired checkpoints."""
         for checkpoint in [each for each in self._known.values() if each.is_over]:
             self.delete(checkpoint)
+
+
+def check_ttl(seconds: Value) -> int | None:
+    """A lifetime in seconds; None has no end. Raises Refusal."""
+    return seconds.integer(MIN_TTL_SECONDS, MAX_TTL_SECONDS)
 
 
 def expiry(seconds: int | None) -> float | None:

@@ -32,7 +32,7 @@ from lockstep.models.peft_io import load_adapter
 from lockstep.ops.context import PackedContext
 from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.learner import TinkerLearner, adapter_config
-from lockstep.tinker.outside import OutsideEngine, Whole
+from lockstep.tinker.outside import FullWeights, OutsideEngine
 from lockstep.tinker.requests import (
     BaseModel,
     CustomLoss,
@@ -64,7 +64,7 @@ class Base:
     make_engine: Callable[[Decoder], Engine] | None = None
     """Makes an engine with weights of its own, for another decoder of the same shapes."""
     outside: OutsideEngine | None = None
-    """In place of it, for an engine outside of this process."""
+    """An engine in another process, which has no `make_engine`."""
 
     def load(self, directory: Path) -> Decoder:
         """Another decoder of the same dtype, device and ops."""
@@ -86,7 +86,7 @@ class _Sampler:
     """Decoder of the engine, without the adapter."""
     adapter: Path | None = None
     """Directory of the adapter, which the engine knows by the sampler's id; None for none."""
-    whole: Whole | None = None
+    full: FullWeights | None = None
     """Weights that an engine outside takes in place of the base's."""
 
     def holding(self) -> AbstractAsyncContextManager[None]:
@@ -94,7 +94,7 @@ class _Sampler:
         outside = self.base.outside
         if outside is None:
             return nullcontext()
-        return outside.holding(self.whole or outside.base)
+        return outside.holding(self.full or outside.base)
 
     def adapted(self) -> Decoder:
         """The decoder with the sampler's adapter."""
@@ -198,8 +198,8 @@ class EmbeddedBackend:
         elif directory is not None and base.outside is not None:
             sampler.decoder = await self._train(base.load, directory)
             expected = await self._train(base.outside.scores, sampler.decoder)
-            sampler.whole = Whole(sampler_id, directory, version, expected)
-            await base.outside.replace(sampler.whole)
+            sampler.full = FullWeights(sampler_id, directory, version, expected)
+            await base.outside.replace(sampler.full)
         elif directory is not None and (known := self._samplers.get(sampler_id)) is not None:
             await known.engine.load_weights(str(directory), version=version)
             return
@@ -225,7 +225,7 @@ class EmbeddedBackend:
                     await engine.drop_adapter(sampler_id)
                     raise
         except EngineError as error:
-            raise TinkerError(str(error), category="server") from error
+            raise TinkerError(str(error), status=502) from error
 
     async def close_sampler(self, sampler_id: str) -> None:
         """Frees its memory; running requests fail. An unknown id is ignored."""
@@ -246,7 +246,7 @@ class EmbeddedBackend:
         sequence_ids: Sequence[str],
     ) -> SamplingResult:
         """Draws a reply for each seed. The same request, weights and seeds give the same bits.
-        sequence_ids: names of the replies, by which spans of a datum refer to them."""
+        sequence_ids: names of the replies; spans of a datum refer to them."""
         sampler = self._samplers[sampler_id]
         adapter = "" if sampler.adapter is None else sampler_id
         params = _params_of(request, sampler.base.info)
@@ -273,8 +273,8 @@ class EmbeddedBackend:
                     )
                     prompt_logprobs = scores.logprobs
         except (EngineError, TokenError, ConfigError) as error:
-            is_gone = isinstance(error, EngineDownError)
-            raise TinkerError(str(error), category="server" if is_gone else "user") from error
+            status = 502 if isinstance(error, EngineDownError) else 400
+            raise TinkerError(str(error), status=status) from error
         result = SamplingResult(
             sequences=tuple(reply for reply, _ in replies),
             prompt_logprobs=prompt_logprobs,
@@ -292,8 +292,8 @@ class EmbeddedBackend:
     def _distributions(
         self, sampler: _Sampler, request: Sampling, result: SamplingResult, seeds: Sequence[int]
     ) -> SamplingResult:
-        """Adds what takes the whole distribution at each place of the prompt or of the replies: one
-        more forward of them, without a cache."""
+        """Adds the values that need the whole distribution at each place of the prompt or the
+        replies: a second forward, without a cache."""
         decoder = sampler.adapted()
         prompt, num_topk = request.prompt_ids, request.topk_prompt_logprobs
         topk = targets = alternatives = None
@@ -301,7 +301,7 @@ class EmbeddedBackend:
             logits = _logits(decoder, prompt)[:-1]
             logprobs = decoder.ops.log_softmax(logits)
             if num_topk:
-                topk = _shown(_topk(logprobs, num_topk), len(prompt), request.last_n)
+                topk = _at_all_places(_topk(logprobs, num_topk), len(prompt), request.last_n)
             if request.target_ids is not None:
                 ids = torch.from_numpy(request.target_ids).to(logits.device)
                 found = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
@@ -380,7 +380,7 @@ def _topk(logprobs: Tensor, num: int) -> TopK:
     return TopK(ids=found.indices.int().cpu().numpy(), logprobs=found.values.cpu().numpy())
 
 
-def _shown(topk: TopK, num_places: int, last_n: int | None) -> TopK:
+def _at_all_places(topk: TopK, num_places: int, last_n: int | None) -> TopK:
     """For all places: nothing at the first, and before the last `last_n`."""
     k = topk.ids.shape[1]
     ids = np.zeros((num_places, k), np.int32)

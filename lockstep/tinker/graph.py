@@ -25,9 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch.fx.node import map_aggregate
 
 from lockstep.tinker.losses import wrong_input
-from lockstep.tinker.requests import Datum, TinkerError, invalid
+from lockstep.tinker.requests import TARGETS, Datum, TinkerError, invalid
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -86,7 +87,7 @@ ATTRIBUTES: dict[str, Function] = {
 }
 """Attributes of a tensor that a graph may read; torch.fx records them as calls of getattr."""
 DTYPES = {name: getattr(torch, name) for name in _NAMES["dtypes"]}
-# Results that may be larger than what all arguments broadcast to.
+# Results that may be larger than their broadcast arguments.
 _SIZED = {*_NAMES["gathering"], *_NAMES["creating"], "new_full", "new_ones", "new_zeros", "pad"}
 _METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -110,7 +111,7 @@ class _Node:
 
     @property
     def is_sized(self) -> bool:
-        """Whether its result may be larger than what all arguments broadcast to."""
+        """True if its result may be larger than its broadcast arguments."""
         return self.target.rpartition(".")[2] in _SIZED
 
 
@@ -145,9 +146,10 @@ class GraphLoss:
         self._nodes: list[_Node] = []
         self._read_nodes(nodes)
 
-    def check(self, index: int, datum: Datum, num_dims: int) -> None:
-        """Raises TinkerError unless the datum has each input with its declared rank. num_dims: of
-        its target_tokens, as of the log-probs."""
+    def check(self, index: int, datum: Datum) -> None:
+        """Raises TinkerError unless the datum has each input with its declared rank. The log-probs
+        have the rank of its target_tokens."""
+        num_dims = datum.inputs[TARGETS].ndim
         if self.ranks[LOGPROBS] != num_dims:
             raise wrong_input(
                 index,
@@ -344,7 +346,7 @@ class GraphLoss:
 
 
 def _call(node: _Node, values: Mapping[str, Any]) -> Any:
-    """The result of a node. Raises ValueError for one that is too large, before memory is taken."""
+    """The result of a node. Raises ValueError before it takes too much memory."""
     args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
     tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
     is_index = node.function is operator.getitem
@@ -400,27 +402,15 @@ def _broadcast(shapes: Sequence[torch.Size]) -> Sequence[int]:
 
 def _filled(arg: Any, values: Mapping[str, Any]) -> Any:
     """The argument with its references replaced."""
-    return _mapped(arg, lambda x: values[x.name] if isinstance(x, _Ref) else x)
+    return map_aggregate(arg, lambda x: values[str(x.name)] if isinstance(x, _Ref) else x)
 
 
 def _on_meta(arg: Any) -> Any:
-    """With tensors of the same shape, without memory."""
-    return _mapped(arg, lambda x: x.to("meta") if isinstance(x, Tensor) else x)
-
-
-def _mapped(arg: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(arg, list):
-        return [_mapped(inner, change) for inner in arg]
-    if isinstance(arg, tuple):
-        return tuple(_mapped(inner, change) for inner in arg)
-    if isinstance(arg, dict):
-        return {key: _mapped(inner, change) for key, inner in arg.items()}
-    if isinstance(arg, slice):
-        return slice(*(_mapped(x, change) for x in (arg.start, arg.stop, arg.step)))
-    return change(arg)
+    """Replaces tensors by tensors of the same shape that take no memory."""
+    return map_aggregate(arg, lambda x: x.to("meta") if isinstance(x, Tensor) else x)
 
 
 def _leaves(arg: Any) -> list[Any]:
     found: list[Any] = []
-    _mapped(arg, found.append)
+    map_aggregate(arg, found.append)
     return found

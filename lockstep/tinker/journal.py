@@ -1,6 +1,6 @@
 """The journal: every accepted request, its result, and what exists, in one sqlite file.
 
-A request is written before it is answered, and its result before it is told, in a write-ahead log:
+A request is written before it is answered, and its result before it is sent, in a write-ahead log:
 a process that is killed at any moment loses neither. (After a power cut the last moments may be
 gone, but never a part of one.) One process has the file at a time.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 from lockstep.errors import RunError
 from lockstep.tinker.provenance import Drawn
-from lockstep.tinker.requests import Category
+from lockstep.tinker.requests import SampledSequence
 from lockstep.types import Int32Array
 
 State = Literal["waiting", "done", "failed", "refused", "expired"]
@@ -30,8 +30,8 @@ CLONE = 1_000_000_000
 """Seq_ids of one unpickled sampling client: its number times this, and up."""
 
 _SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
-# Each index costs every request some pages: what is looked up once at the start, or for a session
-# that is over (whose targets begin with its id), has none.
+# Each index costs every request some pages. Values that are looked up once at the start, or when a
+# session is over (its targets begin with its id), have none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Model:
     is_made: bool = False
     num_updates: int = 0
     state_seq_id: int = -1
-    """Seq_id of the request after which the state was saved; -1 if none was."""
+    """Seq_id of the last request in the saved state; -1 without one."""
     has_optimizer: bool = True
     """The saved state has an optimizer's."""
     ended: str = ""
@@ -108,8 +108,8 @@ class Sampler:
     KIND: ClassVar[str] = "sampler"
     id: str
     session: str
-    base_model: str
-    directory: str | None
+    base_model: str = ""
+    directory: str | None = None
     """Its weights, relative to the store; None samples the base model."""
     model_path: str | None = None
     """Path of the checkpoint, if it has a name."""
@@ -138,7 +138,7 @@ class Checkpoint:
 
     @property
     def is_over(self) -> bool:
-        """Whether its time has passed: it is as if it were deleted."""
+        """True if its time has passed: it counts as deleted."""
         return self.expires is not None and self.expires <= time.time()
 
 
@@ -255,7 +255,7 @@ class Journal:
         """Stores a result. keeps_body: a restart must repeat the request."""
         self._end(request, "done", result, None, keeps_body)
 
-    def fail(self, request: Request, text: str, category: Category = "server") -> None:
+    def fail(self, request: Request, text: str, category: str = "server") -> None:
         self._end(request, "failed", text.encode("utf-8", "replace"), category, False)
 
     def _end(
@@ -319,8 +319,8 @@ class Journal:
         return [Request(**dict(zip(names, row, strict=True))) for row in rows]
 
     def progress(self, target: str) -> tuple[int, list[int]]:
-        """The first seq_id of a model that has not been executed or refused, and the later ones
-        that were refused."""
+        """The first seq_id of a model that was neither executed nor refused, and the refused ones
+        after it."""
         rows = self._db.execute(
             "SELECT seq_id FROM requests WHERE target = ? AND seq_id >= 0 AND state != 'waiting' "
             "ORDER BY seq_id",
@@ -340,17 +340,19 @@ class Journal:
             (target, after, clone * CLONE, (clone + 1) * CLONE),
         ).fetchall()
 
-    # -- what was drawn ---------------------------------------------------------------------------
+    # -- drawn replies ----------------------------------------------------------------------------
 
-    def add_drawn(self, request: Request, replies: Sequence[Drawn]) -> None:
-        """replies: one for each sample, all to the same prompt; `drawn` finds them by the request's
-        id, a dot, and their number."""
+    def add_drawn(
+        self, request: Request, prompt_ids: Int32Array, replies: Sequence[SampledSequence]
+    ) -> None:
+        """replies: all to one prompt. `drawn` finds a reply by the id of the request, a dot and its
+        number."""
         whole = (
             np.concatenate([getattr(reply, name) for reply in replies]).astype(dtype)
             for name, dtype in _ARRAYS.items()
         )
         lengths = np.array([len(reply.token_ids) for reply in replies], "<i4")
-        arrays = (replies[0].prompt_ids.astype("<i4"), lengths, *whole)
+        arrays = (prompt_ids.astype("<i4"), lengths, *whole)
         self._db.execute(
             "INSERT OR REPLACE INTO drawn VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (request.target, request.seq_id, time.time(), *(a.tobytes() for a in arrays)),
@@ -388,8 +390,7 @@ class Journal:
     def expire(
         self, *, fetched_before: float, drawn_before: float, sessions: Iterable[str]
     ) -> None:
-        """Deletes results that were fetched before a time, what was drawn before another, and all
-        that belongs to some sessions."""
+        """Deletes old results, old replies, and everything of some sessions."""
         over = [name for name, fetched in self._fetched.items() if fetched < fetched_before]
         self._db.executemany(
             "UPDATE requests SET result = NULL, state = 'expired' "

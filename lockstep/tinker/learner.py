@@ -1,9 +1,9 @@
 """One model in training, as a client of Tinker's API drives it.
 
 A call adds the gradient of a loss to those before it, and `optim_step` applies them. A target may
-be any id, or several ids for one position, so rows are packed here by their own targets; the
-forward is that of `training/trainer.py`. Under the ops of a contract, the log-prob of a sampled
-token equals the one that the embedded engine recorded, bit for bit.
+be any id, or several ids for one position, so rows are packed here by their own targets;
+`training/trainer.py` has the same forward. Under the ops of a contract, log-probs of sampled tokens
+equal the log-probs that the embedded engine recorded, bit for bit.
 
 # T distinct tokens of a micro-batch  D model width  P positions of its datums, shared or not
 # K most targets of a position  M targets that count, in the order of the datums
@@ -37,9 +37,8 @@ from lockstep.tinker.losses import (
     Loss,
     Totals,
     check_datum,
-    check_loss,
-    check_targets,
     has_gradient,
+    loss_of,
     sum_loss,
 )
 from lockstep.tinker.requests import (
@@ -248,13 +247,13 @@ class TinkerLearner:
     # -- mechanism --------------------------------------------------------------------------------
 
     def _check(self, request: ForwardBackward, custom: GraphLoss | None) -> Loss | None:
-        """The loss; None if it is the custom one. Raises TinkerError for what is wrong."""
-        loss = None if custom is not None else check_loss(request.loss, request.config)
+        """The loss; None for a custom one. Raises TinkerError for a mistake in the request."""
+        loss = None if custom is not None else loss_of(request.loss, request.config)
         for index, datum in enumerate(request.data):
             if loss is not None:
                 check_datum(index, datum, loss, request.loss)
             elif custom is not None:
-                custom.check(index, datum, check_targets(index, datum).ndim)
+                custom.check(index, datum)
         return loss
 
     def _pack(self, data: Sequence[Datum], rows: list[int], loss: Loss | None) -> _Batch:

@@ -19,10 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from lockstep.correction import kl
@@ -35,16 +32,15 @@ Tensor = torch.Tensor
 Config = Mapping[str, float | str]
 Compute = Callable[[TokenBatch, Mapping[str, float]], TokenLoss]
 
-CUSTOM = "custom"
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """One loss of the API: what it reads, and how it is computed."""
+    """One loss of the API: its inputs and its formula."""
 
     compute: Compute
-    """From the batch, whose columns are the datums' inputs, and the settings."""
+    """(batch with the datums' inputs as columns, settings) -> loss."""
     inputs: tuple[str, ...]
     """Inputs that each datum must have, besides target_tokens."""
     optional_inputs: tuple[str, ...] = ()
@@ -81,7 +77,7 @@ def _between_bounds(loss: Callable[..., TokenLoss]) -> Compute:
 
 
 def _clipped(compute: Compute, bounds: tuple[float, float], *inputs: str) -> Loss:
-    """A loss of ratios between two bounds. inputs: those that it reads beside `_POLICY`."""
+    """A loss of ratios between two bounds. inputs: in addition to `_POLICY`."""
     return Loss(
         compute=compute,
         inputs=(*_POLICY, *inputs),
@@ -111,26 +107,25 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def check_loss(name: str, config: Config) -> Loss:
-    """The loss of this name with these settings. Raises TinkerError for one that is not offered,
-    and for settings that it does not have."""
-    if (loss := LOSSES.get(name)) is None:
-        raise invalid(f"there is no loss {name!r}; there are {', '.join(LOSSES)} and {CUSTOM}.")
+def loss_of(name: str, config: Config) -> Loss:
+    """The loss of this name with these settings. Raises TinkerError for a setting that it does not
+    have."""
+    loss = LOSSES[name]
     for key, value in config.items():
         if key not in loss.config:
             known = ", ".join(loss.config) or "none"
             raise invalid(f"the loss {name} has no setting {key!r}; its settings are: {known}.")
-        if isinstance(value, str) or not np.isfinite(value):
-            raise invalid(
-                f"the setting {key} of the loss {name} is {value!r}; expected a finite number."
-            )
+        if isinstance(value, str):
+            raise invalid(f"the setting {key} of the loss {name} is {value!r}; expected a number.")
     return replace(loss, config={**loss.config, **config})
 
 
 def check_datum(index: int, datum: Datum, loss: Loss, name: str) -> None:
-    """Raises TinkerError naming the datum and the field that is missing, unknown, of another shape
-    than target_tokens, or not finite."""
-    targets = check_targets(index, datum, num_dims=loss.num_dims)
+    """Raises TinkerError naming the datum and the field that the loss lacks or does not read."""
+    targets = datum.inputs[TARGETS]
+    if targets.ndim > loss.num_dims:
+        text = f"its shape is {list(targets.shape)}, and the loss {name} has one target a token"
+        raise wrong_input(index, TARGETS, text)
     known = {TARGETS, *loss.inputs, *loss.optional_inputs}
     if unknown := sorted(set(datum.inputs) - known):
         raise wrong_input(
@@ -139,39 +134,8 @@ def check_datum(index: int, datum: Datum, loss: Loss, name: str) -> None:
             f"the loss {name} does not read it, so it would change nothing. Leave it out; the loss "
             f"reads {', '.join(sorted(known))}",
         )
-    for key in (*loss.inputs, *loss.optional_inputs):
-        if (values := datum.inputs.get(key)) is None:
-            if key in loss.inputs:
-                raise wrong_input(index, key, f"it is missing, and the loss {name} reads it")
-            continue
-        if values.shape != targets.shape:
-            raise wrong_input(
-                index,
-                key,
-                f"its shape is {list(values.shape)} and that of {TARGETS} {list(targets.shape)}: "
-                "both have one entry per target",
-            )
-        if (is_bad := ~np.isfinite(values)).any():
-            at = np.argwhere(is_bad)[0].tolist()
-            raise wrong_input(index, key, f"entry {at} is {values[tuple(at)]}, and must be finite")
-
-
-def check_targets(index: int, datum: Datum, *, num_dims: int = 2) -> npt.NDArray[Any]:
-    """The datum's target_tokens. Raises TinkerError unless they are [N], or [N, K] with num_dims
-    2."""
-    targets = datum.inputs.get(TARGETS)
-    if targets is None:
-        raise wrong_input(index, TARGETS, "it is missing")
-    shapes = f"[{len(datum)}]" + (f" or [{len(datum)}, K]" if num_dims == 2 else "")
-    is_fitting = 1 <= targets.ndim <= num_dims and targets.size > 0
-    if not is_fitting or len(targets) != len(datum):
-        raise wrong_input(
-            index,
-            TARGETS,
-            f"its shape is {list(targets.shape)}, and the model's input has {len(datum)} tokens: "
-            f"expected {shapes}, with what each token is to predict",
-        )
-    return targets
+    if missing := [key for key in loss.inputs if key not in datum.inputs]:
+        raise wrong_input(index, missing[0], f"it is missing, and the loss {name} reads it")
 
 
 def sum_loss(loss: Loss, tokens: TokenBatch, totals: Totals) -> Tensor:
@@ -240,7 +204,8 @@ def _policy(tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _clip(tokens: TokenBatch, config: Mapping[str, float]) -> Clip:
-    """The bounds as distances from 1: a datum's own for each token, else those of the settings."""
+    """The bounds as distances from 1: a datum's own bounds for each token, else the bounds of the
+    settings."""
     low, high = (tokens.columns.get(key, config[key]) for key in BOUNDS)
     return 1.0 - low, high - 1.0
 

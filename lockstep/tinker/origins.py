@@ -1,4 +1,4 @@
-"""Memory of what this server drew, and the check that datums to be trained on are that."""
+"""Remembers the replies of this server, and compares datums with them before they are trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from lockstep.tinker.journal import Journal, Request
-from lockstep.tinker.provenance import Drawn, DrawnIndex, Provenance, trace_datum
+from lockstep.tinker.provenance import DrawnIndex, Provenance, trace_datum
 from lockstep.tinker.requests import Datum, ForwardBackward, Sampling, SamplingResult, invalid
 from lockstep.tinker_config import TinkerConfig
 
@@ -28,22 +28,14 @@ class Origins:
         """Remembers the replies to a request, within the transaction that writes its result."""
         if self._config.provenance == "off":
             return
-        drawn = [
-            Drawn(
-                prompt_ids=asked.prompt_ids,
-                token_ids=reply.token_ids,
-                logprobs=reply.logprobs,
-                versions=reply.versions,
-            )
-            for reply in result.sequences
-        ]
-        self._journal.add_drawn(request, drawn)
-        for at in range(len(drawn)):
+        self._journal.add_drawn(request, asked.prompt_ids, result.sequences)
+        for at in range(len(result.sequences)):
             self._index.add(f"{request.id}.{at}", asked.prompt_ids)
 
     def check(self, asked: ForwardBackward, *, is_new: bool) -> ForwardBackward:
-        """Returns the request with the versions that drew its targets. is_new: False for one that
-        was let in before. Raises TinkerError (422) for a datum that the settings do not let in."""
+        """Returns the request with the versions that drew its targets. is_new: False for a request
+        that was accepted before. Raises TinkerError (422) for a datum that the settings do not let
+        in."""
         if self._config.provenance == "off":
             return asked
         counts, data = Counter[str](), list[Datum]()
@@ -57,7 +49,7 @@ class Origins:
         return replace(asked, data=tuple(data), origins=counts)
 
     def _judge(self, found: Provenance, loss: str) -> None:
-        """Raises TinkerError for what is not to be trained."""
+        """Raises TinkerError for a datum that the settings refuse."""
         config = self._config
         if found.status not in ("differs", "foreign"):
             return

@@ -35,7 +35,7 @@ QUALIFICATION = LoraConfig(rank=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Whole:
+class FullWeights:
     """Weights of a whole model, for a sampler."""
 
     sampler_id: str
@@ -72,14 +72,14 @@ class OutsideEngine:
         """The sampler whose whole weights the engine runs; "" is the base, None not known."""
         self._door, self._empty, self._num_inside = asyncio.Lock(), asyncio.Event(), 0
         self._empty.set()
-        self.base = Whole("", directory, engine.version, self.scores(decoder))
+        self.base = FullWeights("", directory, engine.version, self.scores(decoder))
 
     def _probe(self, engine: Engine) -> Probe:
         return Probe(SyncConfig(), engine, self._trainer, **self._of_probe)
 
     async def qualify(self, place: Path) -> str:
         """Pushes an adapter in `place` with a large change, and one without. Returns a line for a
-        person; raises EngineError if the engine does not run what it was sent."""
+        person; raises EngineError if the engine does not run the weights that it was sent."""
         view = AdapterEngine(self._engine, "qualification")
         publisher = Publisher(
             view, self._trainer, self._trainer.model, place=place, **self._of_probe
@@ -115,9 +115,9 @@ class OutsideEngine:
                 )
 
     @asynccontextmanager
-    async def holding(self, weights: Whole) -> AsyncIterator[None]:
-        """The engine has these weights inside the block. Others wait, in the order in which they
-        come, until nobody needs those that it has."""
+    async def holding(self, weights: FullWeights) -> AsyncIterator[None]:
+        """The engine has these weights inside the block. Others wait, first come first served,
+        until nobody needs the current weights."""
         async with self._door:
             if self._holder != weights.sampler_id:
                 await self._empty.wait()
@@ -131,13 +131,13 @@ class OutsideEngine:
             if not self._num_inside:
                 self._empty.set()
 
-    async def replace(self, weights: Whole) -> None:
+    async def replace(self, weights: FullWeights) -> None:
         """Gives running requests of a sampler its new weights, if the engine has its old ones."""
         async with self._door:
             if self._holder == weights.sampler_id:
                 await self._load(weights)
 
-    async def _load(self, weights: Whole) -> None:
+    async def _load(self, weights: FullWeights) -> None:
         self._holder = None
         await self._engine.load_weights(str(weights.directory), version=weights.version)
         await self.check("", weights.expected, version=weights.version)

@@ -1,10 +1,10 @@
-"""Whether the tokens of a datum are what was drawn: the ids, their order, their place in the
+"""Compares the tokens of a datum with the drawn sequences: the ids, their order, their place in the
 context, and the log-probs, bit for bit.
 
-The server knows what each sequence drew. A client says by spans which sequence a token comes from;
-without spans the sequence is found by its content. A difference gets the name that the doctor has
-for its cause. Only tokens that a policy loss trains must have been drawn, those with an advantage:
-other losses may have any context, as in distillation, and only the ids of their spans are compared.
+The server remembers each sequence. Spans of a client say which sequence a token comes from; without
+spans the sequence is found by its content. A difference gets the name that the doctor has for its
+cause. A token must have been drawn only if a policy loss trains it, with an advantage: other losses
+may have any context, as in distillation, and only the ids of their spans are compared.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lockstep.doctor.causes import CAUSES
 from lockstep.tinker.requests import TARGETS, Datum, Span
 from lockstep.types import Float32Array, Int32Array
 
-MAX_SHIFT = 4  # positions by which tokens or log-probs are tried to have moved
+MAX_SHIFT = 4  # longest shift of tokens or log-probs that is tried
 NO_POLICY_LOSSES = ("cross_entropy", "custom")
 MAX_CANDIDATES = 256  # latest replies to one prompt that a datum without spans is compared with
 MIN_LINKS = 3  # equal log-probs that tell one reply to a prompt from all others
 FORCED = -0.01  # log-probs above it are of tokens that every model draws, with few values
-DECIMALS = (2, 3, 4, 5, 6)  # to which programs round log-probs
+DECIMALS = (2, 3, 4, 5, 6)  # decimals that programs round log-probs to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +42,7 @@ class Drawn:
 
 
 Lookup = Callable[[str], Drawn | None]
-"""From a sequence_id; None if it is not known."""
+"""sequence_id -> sequence; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,14 +62,15 @@ class Provenance:
     """The finding in words."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Difference:
-    position: int
-    cause: str
-    text: str
+class _Difference(Exception):
+    """The first place where a datum differs from the drawn sequence."""
+
+    def __init__(self, position: int, cause: str, text: str) -> None:
+        super().__init__(text)
+        self.position, self.cause = position, cause
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Run:
     """Neighbouring targets that come from one sequence."""
 
@@ -88,7 +89,7 @@ class _Run:
 
     @property
     def recorded(self) -> Float32Array:
-        """[length] the log-probs with which they were drawn; fewer if the reply is shorter."""
+        """[length] recorded log-probs; fewer if the reply is shorter."""
         return self.drawn.logprobs[self.offset : self.offset + self.length]
 
 
@@ -144,10 +145,10 @@ def trace_datum(
     loss: str = "importance_sampling",
     index: DrawnIndex | None = None,
 ) -> Provenance:
-    """Compares a datum with what was drawn.
+    """Compares a datum with the drawn sequences.
 
-    number: the datum's, for the text. loss: that trains it. index: finds the sequences of a datum
-    without spans, except one of several that fit equally.
+    number: the datum's, for the text. loss: the loss that trains it. index: finds the sequences of
+    a datum without spans, unless several fit equally.
     """
     targets = datum.inputs[TARGETS]
     versions = np.full(len(targets), -1, np.int32)
@@ -157,67 +158,60 @@ def trace_datum(
     is_trained = datum.inputs.get("advantages", np.ones(len(targets))) != 0
     has_spans = bool(datum.input_spans or datum.loss_spans)
     unknown, runs, others = "", list[_Run](), list[_Run]()
-    found: list[_Difference] = []
-    if has_spans:
-        runs, found, unknown = _read_spans(datum, lookup)
-    elif is_policy and index is not None:
-        for run in _find_runs(datum, lookup, index, is_trained):
-            (runs if _is_of(datum, run, is_trained) else others).append(run)
-    is_known = np.zeros(len(targets), bool)
+    try:
+        if has_spans:
+            unknown = _read_spans(datum, lookup, runs)
+        elif is_policy and index is not None:
+            for run in _find_runs(datum, lookup, index, is_trained):
+                (runs if _has_logprobs_of(datum, run, is_trained) else others).append(run)
+        if is_policy:
+            _compare_runs(datum, runs, is_trained)
+        at = _first_foreign(runs, is_trained & is_policy)
+        if at is not None and has_spans and not unknown:
+            text = "it is trained, and its span says that it was part of a prompt"
+            raise _Difference(at, "observation_trained", text)
+    except _Difference as found:
+        status, at, cause, text = "differs", found.position, found.cause, _sentence(number, found)
+    else:
+        status, cause, text = "drawn", "", ""
+        if at is not None:
+            why = unknown or _why_foreign(datum, at, others)
+            status, text = "foreign", f"datum {number}, target {at}: it is trained, and {why}."
+        elif not is_policy and (unknown or not has_spans):
+            status, text = "unknown", f"datum {number}: {unknown}." if unknown else ""
     for run in runs:
-        is_known[run.here] = True
         of_run = run.drawn.versions[run.offset : run.offset + run.length]
         versions[run.begin : run.begin + len(of_run)] = of_run
-    if is_policy and not found:
-        found = _compare_runs(datum, runs, is_trained)
-    strangers = np.flatnonzero(is_trained & ~is_known & is_policy)
-    if len(strangers) and not found and has_spans and not unknown:
-        text = "it is trained, and its span says that it was part of a prompt"
-        first = int(strangers[0])
-        found = [_Difference(position=first, cause="observation_trained", text=text)]
-    if found:
-        first = min(found, key=lambda difference: difference.position)
-        text, cause, position = _sentence(number, first), first.cause, first.position
-        return Provenance(
-            status="differs", versions=versions, cause=cause, position=position, text=text
-        )
-    if len(strangers):
-        first = int(strangers[0])
-        why = unknown or _why_foreign(datum, first, others)
-        text = f"datum {number}, target {first}: it is trained, and {why}."
-        return Provenance(status="foreign", versions=versions, position=first, text=text)
-    if is_policy or (has_spans and not unknown):
-        return Provenance(status="drawn", versions=versions)
-    text = f"datum {number}: {unknown}." if unknown else ""
-    return Provenance(status="unknown", versions=versions, text=text)
+    position = -1 if at is None else at
+    return Provenance(status=status, versions=versions, cause=cause, position=position, text=text)
 
 
-def _read_spans(datum: Datum, lookup: Lookup) -> tuple[list[_Run], list[_Difference], str]:
-    """(sampled targets, ids that differ from what the spans say, the first unknown sequence)."""
-    runs, found, unknown = list[_Run](), list[_Difference](), ""
-    targets = datum.inputs[TARGETS]
+def _first_foreign(runs: list[_Run], is_trained: npt.NDArray[np.bool_]) -> int | None:
+    """The first trained target that is in no run."""
+    is_foreign = is_trained.copy()
+    for run in runs:
+        is_foreign[run.here] = False
+    return int(np.argmax(is_foreign)) if is_foreign.any() else None
+
+
+def _read_spans(datum: Datum, lookup: Lookup, runs: list[_Run]) -> str:
+    """Adds the sampled targets to `runs`. Returns a text about the first unknown sequence, or "".
+    Raises _Difference for ids that differ from the sequence that a span names."""
+    unknown, targets = "", datum.inputs[TARGETS]
     for ids, spans in ((targets, datum.loss_spans), (datum.token_ids, datum.input_spans)):
         begin = 0
         for span in spans:
             drawn, here = lookup(span.sequence_id), ids[begin : begin + span.length]
+            is_sampled = span.kind == "sampled"
             if drawn is None:
                 unknown = unknown or f"the sequence {span.sequence_id!r} was not drawn here"
-            elif ids is not targets or span.kind == "sampled" or here.any():
+            elif ids is not targets or is_sampled or here.any():
                 # Some programs leave the targets of prompts, which nobody trains, at 0.
-                found += _compare_span(here, begin, span, drawn)
-                if span.kind == "sampled" and ids is targets:
-                    run = _Run(
-                        sequence_id=span.sequence_id,
-                        drawn=drawn,
-                        begin=begin,
-                        offset=span.offset,
-                        length=span.length,
-                    )
-                    runs.append(run)
+                if is_sampled and ids is targets:
+                    runs.append(_Run(span.sequence_id, drawn, begin, span.offset, span.length))
+                _compare_span(here, begin, span, drawn)
             begin += span.length
-        if found:
-            break
-    return runs, found, unknown
+    return unknown
 
 
 def _why_foreign(datum: Datum, at: int, others: list[_Run]) -> str:
@@ -235,57 +229,61 @@ def _why_foreign(datum: Datum, at: int, others: list[_Run]) -> str:
 # -- comparing -------------------------------------------------------------------------------------
 
 
-def _compare_span(ids: npt.NDArray[Any], begin: int, span: Span, drawn: Drawn) -> list[_Difference]:
-    """The ids of one span against the part of the sequence that it names."""
-    source = drawn.prompt_ids if span.kind == "prompt" else drawn.token_ids
+def _compare_span(ids: npt.NDArray[Any], begin: int, span: Span, drawn: Drawn) -> None:
+    """Raises _Difference unless the ids equal the part of the sequence that the span names."""
+    is_sampled = span.kind == "sampled"
+    source = drawn.token_ids if is_sampled else drawn.prompt_ids
     expected = source[span.offset : span.offset + span.length]
     size = min(len(ids), len(expected))
     at = _first_difference(ids[:size], expected[:size])
-    told = f"of the {'prompt' if span.kind == 'prompt' else 'reply'} of {span.sequence_id}"
+    part = f"of the {'reply' if is_sampled else 'prompt'} of {span.sequence_id}"
     if at is not None:
         whole = np.concatenate([drawn.prompt_ids, drawn.token_ids])
-        start = span.offset + (len(drawn.prompt_ids) if span.kind == "sampled" else 0)
+        start = span.offset + (len(drawn.prompt_ids) if is_sampled else 0)
         moved = _shift_of(ids, whole, start)
-        text = f"it is {int(ids[at])}, and token {span.offset + at} {told} is {int(expected[at])}"
+        text = f"it is {int(ids[at])}, and token {span.offset + at} {part} is {int(expected[at])}"
         if moved:
-            text += f"; the ids are those {abs(moved)} {'later' if moved > 0 else 'earlier'}"
-        cause = "boundary" if moved else "reencoded" if span.kind == "sampled" else "rerendered"
-        return [_Difference(position=begin + at, cause=cause, text=text)]
+            text += f"; the ids were taken {abs(moved)} {'later' if moved > 0 else 'earlier'}"
+        cause = "boundary" if moved else "reencoded" if is_sampled else "rerendered"
+        raise _Difference(begin + at, cause, text)
     if len(ids) > len(expected):
-        text = f"its span ends after token {span.offset + span.length - 1} {told}, which has only "
+        text = f"its span ends after token {span.offset + span.length - 1} {part}, which has only "
         text += f"{len(source)} tokens"
-        cause = "after_stop" if span.kind == "sampled" else "boundary"
-        return [_Difference(position=begin + size, cause=cause, text=text)]
-    return []
+        raise _Difference(begin + size, "after_stop" if is_sampled else "boundary", text)
 
 
-def _compare_run(
-    datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]
-) -> Iterator[_Difference]:
-    """The context, the ids and the log-probs of one run of sampled targets."""
-    drawn, here, recorded = run.drawn, run.here, run.recorded
+def _compare_runs(datum: Datum, runs: list[_Run], is_trained: npt.NDArray[np.bool_]) -> None:
+    """Raises _Difference for the first run that differs, or else for a sequence whose last tokens
+    are in no run."""
+    for run in runs:
+        _compare_run(datum, run, is_trained[run.here])
+    last_runs = {run.sequence_id: run for run in runs}.values()
+    for run in sorted(last_runs, key=lambda run: run.begin):
+        missing = len(run.drawn.token_ids) - run.offset - run.length
+        if missing > 0:
+            text = f"{run.sequence_id} drew {missing} more tokens here, which the datum leaves out"
+            at = min(run.begin + run.length, len(is_trained) - 1)
+            raise _Difference(at, "missing_final", text)
+
+
+def _compare_run(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> None:
+    """Compares the context, the ids and the log-probs of one run of sampled targets."""
+    drawn, here, recorded, begin = run.drawn, run.here, run.recorded, run.begin
     context = np.concatenate([drawn.prompt_ids, drawn.token_ids[: run.offset]])
-    given = datum.token_ids[: run.begin + 1]
-    size = min(len(context), len(given))
-    at = _first_difference(given[:size], context[:size])
-    if at is not None or len(context) != len(given):
-        yield _wrong_context(given, context, at, run)
-        return
+    _compare_context(datum.token_ids[: begin + 1], context, run)
     ids = datum.inputs[TARGETS][here]
     expected = drawn.token_ids[run.offset :]
     at = _first_difference(ids[: len(expected)], expected[: len(ids)])
     if at is not None:
         text = f"it is {int(ids[at])}, and {run.sequence_id} drew {int(expected[at])} here"
         cause = "reencoded" if is_trained[at:].any() else "missing_final"
-        yield _Difference(position=run.begin + at, cause=cause, text=text)
-        return
-    # Its inputs are its targets, one place later: this is what the next targets are drawn after.
-    fed = datum.token_ids[run.begin + 1 : run.begin + run.length]
+        raise _Difference(begin + at, cause, text)
+    # Its inputs are its targets, one place later: the next targets are drawn after them.
+    fed = datum.token_ids[begin + 1 : begin + run.length]
     at = _first_difference(fed, ids[: len(fed)])
     if at is not None:
         text = f"it is {int(ids[at])}, and the input after it is {int(fed[at])}"
-        yield _Difference(position=run.begin + at, cause="boundary", text=text)
-        return
+        raise _Difference(begin + at, "boundary", text)
     logprobs = datum.inputs["logprobs"][here]
     is_other = is_trained & (logprobs.view(np.int32) != recorded.view(np.int32))
     if is_other.any():
@@ -295,42 +293,25 @@ def _compare_run(
             f"{run.sequence_id} drew it"
         )
         cause = _cause_of_logprobs(logprobs[is_trained], recorded, is_trained)
-        yield _Difference(position=run.begin + at, cause=cause, text=text)
+        raise _Difference(begin + at, cause, text)
 
 
-def _wrong_context(
-    given: Int32Array, context: npt.NDArray[Any], at: int | None, run: _Run
-) -> _Difference:
-    first = run.begin if at is None else min(at, run.begin)
-    if at is None:
-        text = f"{run.sequence_id} drew this reply after {len(context)} tokens, here it has "
-        text += f"{len(given)} before it"
-        is_repeated = np.array_equal(given, np.tile(context, 2))
-        cause = "duplicated_prompt" if is_repeated else "boundary"
-    else:
+def _compare_context(given: Int32Array, context: npt.NDArray[Any], run: _Run) -> None:
+    """Raises _Difference unless the inputs before a run are the ids that it was drawn after."""
+    size = min(len(context), len(given))
+    at = _first_difference(given[:size], context[:size])
+    if at is not None:
         text = f"input {at} is {int(given[at])}, and {run.sequence_id} was drawn after "
         text += f"{int(context[at])} there"
         is_padded = len(given) > len(context) and len(set(given[: -len(context)].tolist())) == 1
         is_padded = is_padded and np.array_equal(given[-len(context) :], context)
         cause = "padding" if is_padded else "rerendered"
-    return _Difference(position=first, cause=cause, text=text)
-
-
-def _compare_runs(
-    datum: Datum, runs: list[_Run], is_trained: npt.NDArray[np.bool_]
-) -> list[_Difference]:
-    """The first run that differs, or else sequences whose last tokens are in no run."""
-    for run in runs:
-        if found := list(_compare_run(datum, run, is_trained[run.here])):
-            return found
-    found = []
-    for run in {run.sequence_id: run for run in runs}.values():
-        missing = len(run.drawn.token_ids) - run.offset - run.length
-        if missing > 0:
-            text = f"{run.sequence_id} drew {missing} more tokens here, which the datum leaves out"
-            at = min(run.begin + run.length, len(is_trained) - 1)
-            found.append(_Difference(position=at, cause="missing_final", text=text))
-    return found
+        raise _Difference(min(at, run.begin), cause, text)
+    if len(context) != len(given):
+        text = f"{run.sequence_id} drew this reply after {len(context)} tokens, here it has "
+        text += f"{len(given)} before it"
+        is_repeated = np.array_equal(given, np.tile(context, 2))
+        raise _Difference(run.begin, "duplicated_prompt" if is_repeated else "boundary", text)
 
 
 def _cause_of_logprobs(
@@ -360,7 +341,7 @@ def _cause_of_logprobs(
 
 
 def _is_rounded(given: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
-    """Whether all log-probs are the recorded ones in float16 or bfloat16, or to some decimals."""
+    """True if all log-probs are the recorded ones in float16 or bfloat16, or to some decimals."""
     bits = expected.view(np.uint32)  # bfloat16 is the upper half, rounded to even
     halves = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
     kinds = [expected.astype(np.float16).astype(np.float32), halves.view(np.float32)]
@@ -375,7 +356,7 @@ def _find_runs(
     datum: Datum, lookup: Lookup, index: DrawnIndex, is_trained: npt.NDArray[np.bool_]
 ) -> list[_Run]:
     """The sequences that a datum without spans was made of, by their prompts in its own tokens:
-    those that drew every sampled target, or else the likeliest of each prompt."""
+    replies that drew every sampled target, or else the best fit to each prompt."""
     logprobs = datum.inputs["logprobs"]
     # Others are observations, whose log-probs are 0.0 by custom: they would fit a certain token's.
     is_sampled = (logprobs != 0) | (datum.inputs.get("advantages", logprobs) != 0)
@@ -387,7 +368,7 @@ def _find_runs(
     for begin, names in prompts:
         if begin < free:
             continue  # within a reply: a shorter prompt was known, and so is its reply
-        if (run := _likeliest(datum, begin, names, lookup, is_sampled)) is not None:
+        if (run := _best_fit(datum, begin, names, lookup, is_sampled)) is not None:
             runs.append(run)
             free = begin + run.length
     return runs
@@ -401,8 +382,7 @@ def _exact_runs(
 ) -> list[_Run] | None:
     """Whole replies with the datum's ids and log-probs that together drew all trained targets, or
     all sampled ones; None if there are none. A reply to a prompt may begin another reply to it, or
-    a longer prompt: of several, those that drew the most are taken, then the shortest, then the
-    latest.
+    a longer prompt: the replies that drew the most targets win, then the shortest, then the latest.
 
     prompts: (first target after it, sequences), shortest first. places: [2, N] trained, sampled.
     """
@@ -410,7 +390,7 @@ def _exact_runs(
     # [N + 1, 3]: targets from each one on that are trained, that are sampled, and all, negative.
     left = np.vstack([*places, np.full(len(targets), -1)])[:, ::-1].cumsum(1).T[::-1]
     left = np.vstack([left, np.zeros(3, np.int64)])
-    # (first target, what is drawn from there on, by which replies), the last first.
+    # (first target, number of targets drawn from there on, replies that drew them), last first.
     tails: list[tuple[int, tuple[int, ...], list[_Run]]] = [(len(targets), (0, 0, 0), [])]
     for begin, names in reversed(prompts):
         _, drawn_here, runs = tails[-1]
@@ -431,7 +411,7 @@ def _exact_runs(
             _, after, later = next(tail for tail in reversed(tails) if tail[0] >= end)
             found = tuple(map(int, left[begin] - left[end] + after))
             if found > drawn_here:
-                run = _Run(sequence_id=name, drawn=drawn, begin=begin, offset=0, length=end - begin)
+                run = _Run(name, drawn, begin, 0, end - begin)
                 drawn_here, runs = found, [run, *later]
         tails.append((begin, drawn_here, runs))
     _, drawn_here, runs = tails[-1]
@@ -440,7 +420,7 @@ def _exact_runs(
     return runs if is_whole else None
 
 
-def _likeliest(
+def _best_fit(
     datum: Datum,
     begin: int,
     names: list[str],
@@ -460,7 +440,7 @@ def _likeliest(
         size = min(len(drawn.token_ids), len(targets) - begin)
         here = slice(begin, begin + size)
         given, places = logprobs[here], is_sampled[here]
-        run = _Run(sequence_id=name, drawn=drawn, begin=begin, offset=0, length=size)
+        run = _Run(name, drawn, begin, 0, size)
         has_ids = np.array_equal(targets[here], drawn.token_ids[:size])
         is_equal = given == drawn.logprobs[:size] if has_ids else np.isin(given, drawn.logprobs)
         links, most = int((is_equal & places).sum()), int(places.sum())
@@ -476,9 +456,9 @@ def _likeliest(
     return best if is_clear else None
 
 
-def _is_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> bool:
-    """Whether the log-probs of a run that was found by its ids are those of the sequence, as they
-    were or changed in a way that can be told. Another server may have drawn the same ids."""
+def _has_logprobs_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> bool:
+    """True if the log-probs of a run that was found by its ids belong to the sequence, unchanged or
+    with a known defect. Another server may have drawn the same ids."""
     given, places, recorded = datum.inputs["logprobs"][run.here], is_trained[run.here], run.recorded
     telling = given[given < FORCED]
     links = int(np.isin(telling, recorded).sum())
@@ -495,7 +475,7 @@ def _first_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int | N
 
 
 def _shift_of(ids: npt.NDArray[Any], whole: npt.NDArray[Any], start: int) -> int:
-    """By how many places `ids` have moved from whole[start:]; 0 if they have not."""
+    """Number of places that `ids` have moved from whole[start:]; 0 if they have not."""
     for shift in _shifts():
         first, last = max(0, start + shift), start + shift + len(ids)
         there = whole[first:last]
@@ -512,10 +492,10 @@ def _shifts() -> Iterator[int]:
 
 
 def _sentence(number: int, difference: _Difference) -> str:
-    text = f"datum {number}, target {difference.position}: {difference.text}."
+    text = f"datum {number}, target {difference.position}: {difference}."
     if cause := CAUSES.get(difference.cause):
         return f"{text} {cause.title} {cause.remedy} ({difference.cause})"
-    return f"{text} It was changed or computed again; train what was recorded."
+    return f"{text} It was changed or computed again; train the recorded values."
 
 
 def _bytes(ids: Int32Array) -> bytes:

@@ -1,4 +1,4 @@
-"""The traces of a model trained over Tinker's API: a run directory like that of any run.
+"""The traces of a model trained over Tinker's API: a run directory like any other.
 
 `lockstep report`, `lockstep doctor` and `lockstep export` read it. The API knows no rewards: the
 reward of a stored episode is the mean advantage of its sampled tokens.
@@ -83,7 +83,7 @@ class ModelRecord:
     def __init__(
         self, open_directory: Callable[[], RunDirectory], view: View, *, stop_ids: Collection[int]
     ) -> None:
-        """stop_ids: end a reply; one that ends otherwise is stored as cut at its limit."""
+        """stop_ids: end a reply; a reply with another end is stored as cut at its limit."""
         self._open_directory, self._view, self._stop_ids = open_directory, view, stop_ids
         self._directory: RunDirectory | None = None
         self._last_step, self._began = -1, time.monotonic()
@@ -185,7 +185,7 @@ class ModelRecord:
         self._write()
 
     def _write(self) -> None:
-        """Writes what is recorded, also what the disk did not take before."""
+        """Writes the recorded updates, also those that a full disk refused before."""
         while self._unwritten:
             row, groups, samples = self._unwritten[0]
             if groups:

@@ -13,36 +13,31 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import LockstepError
+from lockstep.agent.gateway.exchange import Refusal
 from lockstep.types import Float32Array, Int32Array
 
 TARGETS = "target_tokens"
 """Input of every loss: the ids that are predicted."""
 
-Category = Literal["user", "server", "unknown"]
-"""The side at fault in a failed request, in the words of the wire."""
 
-
-class TinkerError(LockstepError, ValueError):
+class TinkerError(Refusal, ValueError):
     """A request that cannot be done: the client raises the text at once.
 
-    status: HTTP status if it is refused before it is accepted. category: of a request that fails
-    after it was accepted.
+    status: of HTTP, if it is refused before it is accepted. An accepted request that fails with 500
+    or above is the server's fault, otherwise the client's.
     """
 
-    def __init__(self, text: str, *, status: int = 400, category: Category = "user") -> None:
-        super().__init__(text)
-        self.status = status
-        self.category: Category = category
+    def __init__(self, text: str, *, status: int = 400) -> None:
+        super().__init__(status, "refused", text)
 
 
 def invalid(text: str) -> TinkerError:
-    """The refusal of what a request says (422)."""
+    """Refuses a request whose content is wrong (422)."""
     return TinkerError(text, status=422)
 
 
 def not_found(text: str) -> TinkerError:
-    """The refusal of what names nothing here (404)."""
+    """Refuses a request about something that does not exist (404)."""
     return TinkerError(text, status=404)
 
 
@@ -168,10 +163,10 @@ class Sampling:
     prompt_ids: Int32Array
     num_samples: int
     max_tokens: int | None = None
-    """None: as many as the model's context leaves."""
+    """None: the rest of the model's context."""
     seed: int | None = None
     stop_ids: tuple[int, ...] | None = None
-    """Ids that end sampling. None: those of the model's end; () ends at the limit alone."""
+    """Ids that end sampling. None: the model's own stop ids; () ends at the limit alone."""
     stop_strings: tuple[str, ...] = ()
     temperature: float = 1.0
     top_k: int = -1

@@ -1,47 +1,88 @@
-"""Sampling sessions: which weights each one has, and which of them are in memory."""
+"""Sampling sessions: their weights, the samplers in memory, and the requests for samples."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
+from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
-from lockstep.tinker.checkpoints import CheckpointStore
-from lockstep.tinker.journal import Journal, Sampler
-from lockstep.tinker.requests import BaseModel, Sampling, SamplingResult, TinkerError, not_found
-from lockstep.tinker_config import TinkerConfig
+from lockstep.tinker.futures import Done, Futures
+from lockstep.tinker.journal import Request, Sampler, digest_of
+from lockstep.tinker.origins import Origins
+from lockstep.tinker.requests import Sampling, SamplingResult, TinkerError, invalid, not_found
+from lockstep.tinker.sessions import Sessions
+from lockstep.tinker.shared import Shared
+from lockstep.tinker.wire import (
+    MAX_SAMPLE_SEQ_ID,
+    canonical,
+    sampling_of,
+    whole_number,
+    write_sampling,
+)
 
-if TYPE_CHECKING:
-    from lockstep.tinker.embedded import EmbeddedBackend
 
-
-class SamplerPool:
-    """Opens a sampler when it is asked, and closes the one unused for longest for another."""
+class Samplers:
+    """Opens a sampler with its first request. The sampler unused for longest makes room."""
 
     def __init__(
-        self,
-        backend: EmbeddedBackend,
-        *,
-        bases: Mapping[str, BaseModel],
-        journal: Journal,
-        store: CheckpointStore,
-        config: TinkerConfig,
+        self, shared: Shared, *, sessions: Sessions, futures: Futures, origins: Origins
     ) -> None:
-        self._backend, self._bases, self._config = backend, bases, config
-        self._journal, self._store = journal, store
-        self.known = journal.all(Sampler)
+        self._shared, self._config = shared, shared.config
+        self._sessions, self._futures, self._origins = sessions, futures, origins
+        self.known = shared.journal.all(Sampler)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Id of each request in progress -> its task, named by the sampler."""
         self._open: dict[str, None] = {}
-        """Those in memory, the one unused for longest first."""
+        """Samplers in memory, the one unused for longest first."""
         self._users: Counter[str] = Counter()
         self._opening = asyncio.Lock()
         needed = {sampler.directory for sampler in self.known.values()}
-        for place in store.directory.glob("samplers/*"):  # of a process that was killed
+        for place in shared.store.directory.glob("samplers/*"):  # of a process that was killed
             if f"samplers/{place.name}" not in needed:
-                store.remove(place)
+                shared.store.remove(place)
+
+    # -- sampling sessions ------------------------------------------------------------------------
+
+    async def create(self, body: Value) -> dict[str, Any]:
+        session = self._sessions.live(body["session_id"].text())
+        number, store = whole_number(body["sampling_session_seq_id"]), self._shared.store
+        sampler = Sampler(id=f"{session.id}:sample:{number}", session=session.id)
+        checkpoint = None
+        if path := body["model_path"].text(""):
+            checkpoint = store.find(path)
+            sampler.base_model, sampler.model_path = checkpoint.spec["base_model"], path
+            sampler.directory, sampler.version = f"samplers/{sampler.id}", checkpoint.num_updates
+        else:
+            sampler.base_model = self._shared.base(body["base_model"]).name
+        known = self.known.get(sampler.id)
+        if known is None:
+            if checkpoint is not None:  # a copy, as the checkpoint may be deleted or replaced
+                place = store.directory / str(sampler.directory)
+                await store.link(store.place(checkpoint.id), place)
+            self.add(sampler)
+        elif (known.model_path, known.base_model) != (sampler.model_path, sampler.base_model):
+            raise invalid(
+                f"sampling_session_seq_id={number} of session {session.id} was used before for "
+                f"other weights ({known.model_path or known.base_model}). Count by one."
+            )
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+
+    def add(self, sampler: Sampler) -> None:
+        """Notes a sampler. Its weights are loaded with its first request."""
+        self._shared.journal.put(sampler)
+        self.known[sampler.id] = sampler
+
+    def show(self, body: Value, sampler_id: str) -> dict[str, Any]:
+        found = self.find(sampler_id)
+        about = {"sampler_id": found.id, "base_model": found.base_model}
+        return about | ({} if found.model_path is None else {"model_path": found.model_path})
 
     def find(self, sampler_id: str) -> Sampler:
         """Raises TinkerError (404)."""
@@ -54,26 +95,85 @@ class SamplerPool:
             )
         return found
 
-    def base_of(self, sampler: Sampler) -> BaseModel:
-        return self._bases[sampler.base_model]
+    # -- requests for samples ---------------------------------------------------------------------
 
-    def add(self, sampler: Sampler) -> None:
-        """Notes a sampler. Its weights are loaded with its first request."""
-        self._journal.put(sampler)
-        self.known[sampler.id] = sampler
+    def sample(self, body: Value) -> dict[str, Any]:
+        sampler = self.find(body["sampling_session_id"].text())
+        self._sessions.live(sampler.session)
+        seq_id, raw = whole_number(body["seq_id"], 0, MAX_SAMPLE_SEQ_ID), canonical(body)
+        digest, num_samples = digest_of("sample", raw), body["num_samples"].integer(1) or 1
+        request_id = self._futures.earlier(sampler.id, seq_id, digest)
+        if request_id is None:
+            if len(self._tasks) >= self._config.max_pending_samples:
+                raise TinkerError(
+                    f"{len(self._tasks)} requests for samples are waiting "
+                    "(tinker.max_pending_samples); ask again in a second.",
+                    status=429,
+                )
+            asked = self._read(body, sampler)
+            request = Request(sampler.session, sampler.id, seq_id, "sample", raw)
+            self._shared.journal.add(request, digest)
+            self.start(replace(request, value=asked))
+            request_id = request.id
+        names = [f"{request_id}.{at}" for at in range(num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": names}
 
-    async def sample(
-        self, sampler: Sampler, request: Sampling, seq_id: int, name: str
-    ) -> SamplingResult:
-        """name: of the request; the replies are called NAME.0, NAME.1, ..."""
-        count = range(request.num_samples)
+    def _read(self, body: Value, sampler: Sampler) -> Sampling:
+        base = self._shared.bases[sampler.base_model]
+        return sampling_of(body, base, substitute=self._config.substitute)
+
+    def start(self, request: Request) -> None:
+        """Executes a request that the journal has."""
+        task = asyncio.get_running_loop().create_task(self._answer(request), name=request.target)
+        self._tasks[request.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            sampler = self.find(request.target)
+            asked: Sampling = request.value or self._read(Value(json.loads(request.body)), sampler)
+            result = await self._draw(sampler, asked, request)
+            outcome: Done | BaseException = Done(
+                payload=write_sampling(result, asked),
+                write=lambda: self._origins.add(request, asked, result),
+            )
+        except Exception as error:
+            outcome = error
+        await self._futures.settle(request, outcome)
+
+    async def _draw(self, sampler: Sampler, asked: Sampling, request: Request) -> SamplingResult:
+        count = range(asked.num_samples)
         # A client's own seed gives the same replies in every session.
-        key = (sampler.id, seq_id) if request.seed is None else ("seed", request.seed)
+        key = (sampler.id, request.seq_id) if asked.seed is None else ("seed", asked.seed)
         seeds = [derive_seed(*key, at) for at in count]
-        names = [f"{name}.{at}" for at in count]
+        names = [f"{request.id}.{at}" for at in count]
         sampler.last_used = time.time()
         async with self._opened(sampler):
-            return await self._backend.sample(sampler.id, request, seeds=seeds, sequence_ids=names)
+            backend = self._shared.backend
+            return await backend.sample(sampler.id, asked, seeds=seeds, sequence_ids=names)
+
+    async def cancel(self, body: Value) -> dict[str, Any]:
+        """Stops a request for samples; any other one is executed nevertheless."""
+        await self._cancel(body["request_id"].text(), "the client cancelled it.")
+        return {}
+
+    async def _cancel(self, request_id: str, reason: str) -> None:
+        task, journal = self._tasks.get(request_id), self._shared.journal
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        found = journal.outcome(request_id)
+        if found is not None and found[1].state == "waiting":
+            await self._futures.settle(found[0], TinkerError(reason))
+
+    async def retrieve_many(self, body: Value) -> dict[str, Any]:
+        """See `Futures.retrieve_many`."""
+        sampler = self.find(body["target"]["sampling_session_id"].text())
+        self._sessions.live(sampler.session)
+        return await self._futures.retrieve_many(body, sampler.id)
+
+    # -- weights in memory ------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _opened(self, sampler: Sampler) -> AsyncIterator[None]:
@@ -97,19 +197,17 @@ class SamplerPool:
             await self._close(sampler_id)
 
     async def _load(self, sampler: Sampler) -> None:
-        known = sampler.directory
-        place = None if known is None else self._store.directory / known
+        name, backend = sampler.directory, self._shared.backend
+        place = None if name is None else self._shared.store.directory / name
         if place is not None and not place.is_dir():
             raise TinkerError(
                 f"the weights of sampling session {sampler.id} ({sampler.model_path}) were deleted."
             )
-        await self._backend.open_sampler(
-            sampler.id, sampler.base_model, place, version=sampler.version
-        )
+        await backend.open_sampler(sampler.id, sampler.base_model, place, version=sampler.version)
 
     async def _close(self, sampler_id: str) -> None:
         self._open.pop(sampler_id, None)
-        await self._backend.close_sampler(sampler_id)
+        await self._shared.backend.close_sampler(sampler_id)
 
     def followers(self, sampler: Sampler) -> list[Sampler]:
         """The earlier samplers that take over the weights of this one."""
@@ -122,8 +220,8 @@ class SamplerPool:
         ]
 
     async def reload(self, samplers: list[Sampler], replaced: set[str | None]) -> None:
-        """Replaces the weights of those that are in memory, under their running requests. replaced:
-        the directories that they had."""
+        """Replaces the weights of samplers in memory, under their running requests. replaced: the
+        directories that they had."""
         async with self._opening:
             for sampler in samplers:
                 if sampler.id in self._open:
@@ -132,13 +230,21 @@ class SamplerPool:
 
     def _release(self, directories: set[str | None]) -> None:
         """Deletes directories of unnamed weights that no sampler has any longer."""
+        store = self._shared.store
         for directory in directories - {sampler.directory for sampler in self.known.values()}:
             if directory is not None and directory.startswith("samplers/"):
-                self._store.remove(self._store.directory / directory)
+                store.remove(store.directory / directory)
 
-    async def end(self, session: str) -> None:
-        """Forgets the samplers of a session."""
-        await self._forget([each for each in self.known.values() if each.session == session])
+    # -- the end ----------------------------------------------------------------------------------
+
+    async def end(self, session_id: str, reason: str) -> None:
+        """Cancels the requests of a session, and forgets its samplers."""
+        ended = [each for each in self.known.values() if each.session == session_id]
+        names = {sampler.id for sampler in ended}
+        for request_id, task in list(self._tasks.items()):
+            if task.get_name() in names:
+                await self._cancel(request_id, f"its session is over: {reason}.")
+        await self._forget(ended)
 
     async def expire(self) -> None:
         """Forgets unnamed samplers that nobody uses."""
@@ -148,8 +254,15 @@ class SamplerPool:
 
     async def _forget(self, samplers: list[Sampler]) -> None:
         for sampler in samplers:
-            self._journal.remove(sampler)
+            self._shared.journal.remove(sampler)
             del self.known[sampler.id]
             if sampler.id in self._open:
                 await self._close(sampler.id)
         self._release({sampler.directory for sampler in samplers})
+
+    async def stop(self) -> None:
+        """Stops all requests; the journal keeps them."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

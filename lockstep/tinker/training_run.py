@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import named
-from lockstep.tinker.checkpoints import CheckpointStore, expiry, path_of, size_of
-from lockstep.tinker.journal import Checkpoint, Journal, Model, Record, Request, Sampler
+from lockstep.tinker.checkpoints import expiry, path_of, size_of
+from lockstep.tinker.futures import Done, Futures, as_json
+from lockstep.tinker.journal import Checkpoint, Model, Request, Sampler
 from lockstep.tinker.origins import metrics_of
 from lockstep.tinker.requests import (
-    BaseModel,
     ForwardBackward,
     ForwardBackwardResult,
     ModelSpec,
@@ -25,12 +24,11 @@ from lockstep.tinker.requests import (
     TinkerError,
     invalid,
 )
-from lockstep.tinker.samplers import SamplerPool
+from lockstep.tinker.samplers import Samplers
+from lockstep.tinker.shared import Shared
 from lockstep.tinker.wire import write_forward_backward
-from lockstep.tinker_config import TinkerConfig
 
 if TYPE_CHECKING:
-    from lockstep.tinker.embedded import EmbeddedBackend
     from lockstep.tinker.record import ModelRecord
 
 LOGGER = logging.getLogger(__name__)
@@ -39,53 +37,30 @@ MAX_AHEAD = 100_000
 """Requests that may be held because an earlier one has not come."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """Outcome of a request that was executed."""
-
-    payload: bytes
-    records: tuple[Record, ...] = ()
-    """Written together with the result."""
-    keeps_body: bool = False
-    """A restart has to repeat the request, until the state is saved."""
-    write: Callable[[], None] | None = field(default=None, repr=False)
-    """Writes more, together with the result."""
-    then: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
-    """Follows once the client may read the result."""
-
-
-def as_json(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False).encode()
-
-
 class TrainingRun:
     """Executes the requests of one model strictly in order, from `start` until it is ended.
 
-    run_record: writes the run directory; None keeps none. read: reads a journalled body again.
-    settle: writes an outcome and tells those who wait.
+    run_record: writes the run directory; None writes none. read: reads a journalled body again.
     """
 
     def __init__(
         self,
         record: Model,
+        shared: Shared,
         *,
-        base: BaseModel,
-        backend: EmbeddedBackend,
-        journal: Journal,
-        store: CheckpointStore,
-        samplers: SamplerPool,
-        config: TinkerConfig,
+        samplers: Samplers,
+        futures: Futures,
         run_record: ModelRecord | None,
         read: Callable[[Request], Any],
-        settle: Callable[[Request, Done | BaseException], Awaitable[None]],
     ) -> None:
-        self.record, self.base, self.spec = record, base, ModelSpec(**record.spec)
-        self._backend, self._journal, self._store = backend, journal, store
-        self._samplers, self._config, self._run_record = samplers, config, run_record
-        self._read, self._settle = read, settle
-        self.next_seq_id, refused = journal.progress(record.id)
+        self.record, self.spec = record, ModelSpec(**record.spec)
+        self.base = shared.bases[self.spec.base_model]
+        self._backend, self._journal, self._store = shared.backend, shared.journal, shared.store
+        self._config, self._samplers, self._run_record = shared.config, samplers, run_record
+        self._read, self._settle = read, futures.settle
+        self.next_seq_id, refused = self._journal.progress(record.id)
         self._held: dict[int, Request | None] = dict.fromkeys(refused)
-        """Seq_id -> a request, or None for one that was refused."""
+        """Seq_id -> request, None where it was refused."""
         self._arrived = asyncio.Event()
         self._missing_since: tuple[int, float] = (-1, 0.0)
         self._ending = ""
@@ -97,7 +72,7 @@ class TrainingRun:
         self._task = asyncio.get_running_loop().create_task(self._work())
 
     async def stop(self) -> None:
-        """Stops working; the journal keeps what is left."""
+        """Stops working; the journal keeps the waiting requests."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -201,7 +176,7 @@ class TrainingRun:
         if done.then is not None:
             try:
                 await done.then()
-            except Exception:  # the client has its result; what follows is tried again
+            except Exception:  # the client has its result; the next update tries again
                 LOGGER.exception("after %s %d of %s", request.kind, request.seq_id, request.target)
 
     async def _unload_model(self) -> None:

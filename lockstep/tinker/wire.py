@@ -1,21 +1,22 @@
-"""Bodies of Tinker's API: protobuf and JSON in, the values of `requests.py` out, and the answers.
+"""Reads the bodies of Tinker's API, protobuf and JSON, as values of `requests.py`; writes answers.
 
-The messages are built from wire.toml, so there is no generated file to keep; a test compares
-them field by field with the client's own. Everything a client can get wrong is checked here: a
-TinkerError says what was expected, what came, in which datum and field, and what to do.
+A test compares the messages of wire.txtpb with the client's own, field by field. A TinkerError
+names the expected and the found value, the datum and the field, and the next step.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.agent.config import MIN_TEMPERATURE
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import MissingExtraError
 from lockstep.tinker.requests import (
@@ -36,7 +37,7 @@ from lockstep.tinker.requests import (
 
 try:
     import zstandard
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
     from google.protobuf.message import DecodeError, Message
 except ImportError as error:  # pragma: no cover
     raise MissingExtraError.of(
@@ -53,12 +54,12 @@ MAX_TOP_K = 1024
 """Ids with log-probs that a request may ask for at one place."""
 MAX_SEQ_ID = 2**31 - 1
 MAX_METADATA_CHARS = 16_384
+MAX_HEAD_BYTES = 256
+"""Beginning of a message with its first two fields, the model and the seq_id."""
 MAX_SAMPLE_SEQ_ID = 2**63 - 1
 """An unpickled sampling client counts from its random number times 10^9."""
 NO_LOGPROB = -99999.0
 """Log-prob, with the id 0, of an entry of a top-k list that is not there."""
-MIN_TEMPERATURE = 1e-5
-"""Smallest temperature above 0: logits divided by less overflow float32."""
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
 UNPUBLISHED = "stable_reinforce"
@@ -67,61 +68,17 @@ FLOAT_INPUTS = ("weights", "logprobs", "advantages", "clip_low_threshold", "clip
 
 # -- the messages ---------------------------------------------------------------------------------
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-_ENUMS, _MESSAGES = _TABLES["enums"], _TABLES["messages"]
 
-
-def _build_messages() -> dict[str, type[Message]]:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="lockstep/tinker_public.proto", package="tinker_public", syntax="proto3"
-    )
-    for name, values in _ENUMS.items():
-        enum = file.enum_type.add(name=name)
-        for number, value in enumerate(values.split()):
-            enum.value.add(name=value, number=number)
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field in fields.split(", "):
-            _add_field(message, field)
+def _read_messages() -> dict[str, type[Message]]:
+    text = Path(__file__).with_suffix(".txtpb").read_text("utf-8")
+    file = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
     pool = descriptor_pool.DescriptorPool()  # its own: a client in this process has its own, too
     pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tinker_public.{name}"))
-        for name in _MESSAGES
-    }
+    found = message_factory.GetMessageClassesForFiles([file.name], pool)
+    return {name.removeprefix(f"{file.package}."): each for name, each in found.items()}
 
 
-def _add_field(message: Any, text: str) -> None:
-    """Adds a field of the table to a DescriptorProto."""
-    number, name, kind = text.split()
-    kind, _, oneof = kind.partition("|")
-    field = message.field.add(name=name, number=int(number), label=1)
-    if kind.startswith("{"):
-        entry_name = "".join(part.capitalize() for part in name.split("_")) + "Entry"
-        entry = message.nested_type.add(name=entry_name)
-        entry.options.map_entry = True
-        _add_field(entry, "1 key string")
-        _add_field(entry, f"2 value {kind[1:-1]}")
-        kind = f"{message.name}.{entry_name}*"
-    if kind.endswith("*"):
-        field.label = 3
-    elif kind.endswith("?"):
-        oneof, field.proto3_optional = f"_{name}", True
-    kind = kind.rstrip("*?")
-    if oneof:
-        known = [each.name for each in message.oneof_decl]
-        if oneof not in known:
-            message.oneof_decl.add(name=oneof)
-        field.oneof_index = [*known, oneof].index(oneof)
-    scalar = getattr(descriptor_pb2.FieldDescriptorProto, f"TYPE_{kind.upper()}", None)
-    if scalar is not None:
-        field.type = scalar
-    else:
-        field.type = 14 if kind in _ENUMS else 11  # enum, message
-        field.type_name = f".tinker_public.{kind}"
-
-
-MESSAGES = _build_messages()
+MESSAGES = _read_messages()
 
 
 def message(name: str) -> Any:
@@ -159,22 +116,14 @@ def parse_forward_backward(raw: bytes) -> Any:
 
 
 def peek_forward_backward(head: bytes) -> tuple[str, int] | None:
-    """The model and seq_id of a message of which only the beginning is there, if it tells. A client
-    goes on with the next seq_id after a refusal, so a refusal should know which one it was."""
-    try:
-        if head[0] != 0x0A or head[1] >= 0x80:  # field 1, text shorter than 128 bytes
-            return None
-        end = 2 + head[1]
-        model_id, seq_id, shift = head[2:end].decode(), 0, 0
-        if head[end] != 0x10:  # field 2, a varint
-            return None
-        for byte in head[end + 1 : end + 6]:
-            seq_id |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return model_id, seq_id
-    except (IndexError, UnicodeDecodeError):
-        pass
+    """The model and seq_id at the beginning of a message, if both are there. A client goes on with
+    the next seq_id after a refusal, so a refusal should use the right number up."""
+    found = message("ForwardBackwardRequest")
+    for size in range(min(len(head), MAX_HEAD_BYTES) + 1):
+        with contextlib.suppress(DecodeError):  # cut within a field
+            found.ParseFromString(head[:size])
+            if found.model_id and found.seq_id:
+                return found.model_id, found.seq_id
     return None
 
 
@@ -276,7 +225,7 @@ def _datum(found: Any, where: str, base: BaseModel, room: _Room, *, is_custom: b
         raise invalid(f"{where}.loss_fn_inputs has no 'target_tokens': the ids to be predicted.")
     for name in sorted(inputs, key=lambda name: (name != "target_tokens", name)):
         place = f"{where}.loss_fn_inputs[{name!r}]"
-        _check_input(name, inputs[name], inputs, num, place, is_custom)
+        _check_input(name, inputs[name], inputs["target_tokens"], num, place, is_custom)
     _check_ids(inputs["target_tokens"], f"{where}.loss_fn_inputs['target_tokens']", base)
     return Datum(
         token_ids=token_ids,
@@ -289,27 +238,30 @@ def _datum(found: Any, where: str, base: BaseModel, room: _Room, *, is_custom: b
 def _check_input(
     name: str,
     values: npt.NDArray[Any],
-    inputs: Mapping[str, npt.NDArray[Any]],
+    targets: npt.NDArray[Any],
     num: int,
     where: str,
     is_custom: bool,
 ) -> None:
+    """num: tokens of the model's input. A custom loss may have inputs of other shapes than the
+    targets."""
     is_target = name == "target_tokens"
     expected = "i" if is_target else "f" if name in FLOAT_INPUTS else values.dtype.kind
     if values.dtype.kind != expected:
         kind = "int64" if is_target else "float32"
         raise invalid(f"{where} is {values.dtype}; expected {kind}.")
-    if values.ndim > 2 or (values.ndim == 0 and not is_custom):
+    is_empty = is_target and not values.size
+    if values.ndim > 2 or is_empty or (values.ndim == 0 and not is_custom):
         raise invalid(f"{where} has the shape {list(values.shape)}; expected [N] or [N, K].")
     if values.ndim and len(values) != num and (is_target or not is_custom):
         raise invalid(
             f"{where} has {len(values)} entries and the model_input {num} tokens; expected as many:"
             " position i predicts target_tokens[i]."
         )
-    if name in ("weights", "logprobs") and values.shape != inputs["target_tokens"].shape:
+    if (not is_custom or name in ("weights", "logprobs")) and values.shape != targets.shape:
         raise invalid(
-            f"{where} has the shape {list(values.shape)} and target_tokens "
-            f"{list(inputs['target_tokens'].shape)}; expected the same."
+            f"{where} has the shape {list(values.shape)} and target_tokens {list(targets.shape)}; "
+            "expected the same."
         )
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         place = np.argwhere(~np.isfinite(values))[0].tolist()
@@ -392,7 +344,7 @@ def _from_csr(
     *,
     pad: int,
 ) -> npt.NDArray[Any]:
-    """Makes a sparse matrix dense; `pad` fills what it does not list."""
+    """Makes a sparse matrix dense; `pad` fills the cells that it does not list."""
     if len(shape) != 2 or min(shape) < 0:
         raise invalid(f"{where} is sparse with the shape {shape}; expected [N, K].")
     room.take(math.prod(shape), where)
@@ -443,14 +395,19 @@ def _spans(spans: Iterable[Any], num: int, where: str) -> tuple[Span, ...]:
 
 
 def check_known(body: Value, *names: str) -> None:
-    """Raises TinkerError (422) for a field that would change what is computed, if it were obeyed:
-    one that has no name here and is neither null, false, 0 nor empty."""
+    """Raises TinkerError (422) for an unknown field that may change the result: its value is
+    neither null, false, 0 nor empty."""
     for name, value in body.object().items():
         if name not in (*names, "type") and value:
             raise invalid(
                 f"{body.where and body.where + '.'}{name} is not known to this server, so what it "
                 "asks for would not happen. Leave it out."
             )
+
+
+def canonical(body: Value) -> bytes:
+    """One text for a body, in whatever order its fields come."""
+    return json.dumps(body.object(), sort_keys=True).encode()
 
 
 def whole_number(value: Value, least: int = 0, most: int = MAX_SEQ_ID) -> int:
@@ -488,6 +445,14 @@ def model_spec_of(body: Value) -> ModelSpec:
         train_mlp=lora["train_mlp"].truth(True),
         train_attn=lora["train_attn"].truth(True),
     )
+
+
+def custom_loss_of(body: Value) -> CustomLoss:
+    """Reads `create_custom_loss`."""
+    inputs = tuple(
+        (each["name"].text(), whole_number(each["rank"], 0, 2)) for each in body["inputs"].entries()
+    )
+    return CustomLoss(name=body["name"].text(), inputs=inputs, graph=body["graph"].object())
 
 
 def check_optimizer(config: Value) -> None:
@@ -528,7 +493,7 @@ _SAMPLE_FIELDS = (
 
 def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampling:
     """Reads `asample`. substitute: the loss in place of stable_reinforce, which needs no more than
-    the log-probs; empty refuses what is recorded for it.
+    the log-probs; empty refuses its records.
 
     Raises TinkerError (422), or the refusal of a wrong type.
     """
@@ -608,7 +573,7 @@ def _integers(value: Value) -> list[int]:
 
 
 def _stops(value: Value, base: BaseModel) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Stop ids (None: those of the model) and stop strings; the model's end stays in force beside
+    """Stop ids (None: the model's own) and stop strings; the model's end stays in force beside
     strings, and an empty list switches it off."""
     if value.raw is None:
         return None, ()

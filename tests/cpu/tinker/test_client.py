@@ -15,6 +15,8 @@ import torch
 from tinker import types
 from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
+from lockstep.tinker.service import TinkerService
+
 
 def ints(*ids):
     return types.ModelInput.from_ints(list(ids))
@@ -57,7 +59,7 @@ def test_a_program_trains_saves_samples_and_resumes(served, client_of):
 
 
 def test_chunks_that_come_as_2_3_1_are_executed_in_order(serve, client_of, monkeypatch):
-    monkeypatch.setattr("lockstep.tinker.service.TinkerService.client_config", lambda self: SMALL)
+    monkeypatch.setattr(TinkerService, "client_config", lambda self, body: SMALL)
     served = serve()
     train = client_of(served).create_lora_training_client("org/tiny", rank=8).result()
     data = [datum(first=first) for first in (11, 12, 13, 14)]
@@ -150,7 +152,7 @@ def test_a_custom_loss_with_an_operation_that_is_not_allowed_raises(served, clie
 
 def test_a_custom_loss_of_several_chunks_keeps_the_order(serve, client_of, monkeypatch):
     """Its 2n requests come before the update that was asked for meanwhile."""
-    monkeypatch.setattr("lockstep.tinker.service.TinkerService.client_config", lambda self: SMALL)
+    monkeypatch.setattr(TinkerService, "client_config", lambda self, body: SMALL)
     served = serve()
     train = client_of(served).create_lora_training_client("org/tiny", rank=8).result()
 
@@ -443,7 +445,7 @@ def test_slow_results_are_asked_for_again(serve, client_of):
 
 
 def test_large_results_are_announced_before_they_are_sent(serve, client_of, monkeypatch):
-    monkeypatch.setattr("lockstep.tinker.service.MAX_INLINE_BYTES", 10)
+    monkeypatch.setattr("lockstep.tinker.futures.MAX_INLINE_BYTES", 10)
     train = client_of(serve()).create_lora_training_client("org/tiny", rank=8).result()
     assert train.forward_backward([datum()], "cross_entropy").result().metrics
     sampler = train.save_weights_and_get_sampling_client().result()

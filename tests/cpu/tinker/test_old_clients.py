@@ -60,7 +60,7 @@ def test_a_program_of_an_older_client_runs(served, python, scenario):
 @pytest.mark.parametrize("flags", [{}, {"proto_compress_fwdbwd": True}])
 def test_chunks_are_executed_in_order(serve, python, flags, monkeypatch):
     own = TinkerService.client_config
-    monkeypatch.setattr(TinkerService, "client_config", lambda self: own(self) | flags)
+    monkeypatch.setattr(TinkerService, "client_config", lambda self, body: own(self, body) | flags)
     served = serve()
     run(python, served.url, "chunks_come_in_any_order")
     done = [each for each in served.backend.executed if each[0] != "create"]

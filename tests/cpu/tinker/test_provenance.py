@@ -231,7 +231,7 @@ def test_targets_that_were_not_shifted_are_at_the_wrong_place():
     datum.inputs["target_tokens"][:] = datum.token_ids
     found = trace(datum)
     assert (found.status, found.cause, found.position) == ("differs", "boundary", 0)
-    assert "the ids are those 1 earlier" in found.text
+    assert "the ids were taken 1 earlier" in found.text
 
 
 def test_a_prompt_that_is_there_twice_is_named():

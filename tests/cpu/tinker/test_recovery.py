@@ -318,7 +318,7 @@ def test_one_clients_notes_do_not_break_what_others_list(restarted, metadata):
 
     async def store_as_it_once_was():
         service = restarted.served.service
-        service._journal.put(replace(service._models[made["model_id"]], metadata=metadata))
+        service.journal.put(replace(service.models.known[made["model_id"]], metadata=metadata))
 
     restarted.served.wait(store_as_it_once_was())
     restarted.restart(wire)

@@ -149,7 +149,7 @@ def test_an_unknown_future_raises_at_once(wire):
 
 
 def test_a_large_result_is_announced_once(serve, monkeypatch):
-    monkeypatch.setattr("lockstep.tinker.service.MAX_INLINE_BYTES", 10)
+    monkeypatch.setattr("lockstep.tinker.futures.MAX_INLINE_BYTES", 10)
     wire = Wire(serve())
     request_id = wire.backward(wire.model(), 1)[1]["request_id"]
     told = wire.retrieve(request_id, allow_metadata_only=True)[1]
@@ -164,7 +164,7 @@ def test_results_are_deleted_some_time_after_they_were_fetched(serve):
     kept, fetched = wire.backward(model, 1)[1], wire.step(model, 2)[1]
     assert wire.retrieve(fetched["request_id"])[0] == 200
     time.sleep(0.05)
-    served.wait(served.service._expire())
+    served.wait(served.service.expire())
     assert wire.retrieve(kept["request_id"])[0] == 200
     status, found = wire.retrieve(fetched["request_id"])
     assert status == 410 and "tinker.result_seconds" in found["detail"]

@@ -1,0 +1,178 @@
+"""Futures of Tinker's API: results of accepted requests, from the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.agent.gateway.exchange import Refusal
+from lockstep.agent.gateway.reading import Value
+from lockstep.errors import named
+from lockstep.tinker.journal import CLONE, Record, Request
+from lockstep.tinker.requests import TinkerError, invalid, not_found
+from lockstep.tinker.sessions import Sessions
+from lockstep.tinker.shared import Shared
+from lockstep.tinker.wire import MAX_SAMPLE_SEQ_ID, MAX_SEQ_ID, PROTOBUF
+
+LOGGER = logging.getLogger(__name__)
+
+MAX_INLINE_BYTES = 1_000_000
+"""Larger results are announced with their size first, so that a client makes room."""
+PROTOBUF_KINDS = ("forward_backward", "sample")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An answer about a future."""
+
+    status: int = 200
+    body: bytes
+    content_type: str = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Outcome of a request that was executed."""
+
+    payload: bytes
+    records: tuple[Record, ...] = ()
+    """Written together with the result."""
+    keeps_body: bool = False
+    """A restart has to repeat the request, until the state is saved."""
+    write: Callable[[], None] | None = field(default=None, repr=False)
+    """Writes more, together with the result."""
+    then: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
+    """Follows once the client may read the result."""
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False).encode()
+
+
+class Futures:
+    """Writes outcomes, and answers clients that ask for them."""
+
+    def __init__(self, shared: Shared, sessions: Sessions) -> None:
+        self._journal, self._sessions = shared.journal, sessions
+        self._config = shared.config
+        self._settled: dict[str, asyncio.Event] = {}
+        """Request or target -> set when it, or another one of it, is settled."""
+
+    def earlier(self, target: str, seq_id: int, digest: bytes) -> str | None:
+        """The id of the request that came before under this number; None if there is none. Raises
+        TinkerError for another payload, and repeats an earlier refusal."""
+        known = self._journal.find(target, seq_id)
+        if known is None:
+            return None
+        request, outcome = known
+        if outcome.digest != digest:
+            raise invalid(
+                f"seq_id={seq_id} of {target} was used before with another payload"
+                + (f" ({outcome.result.decode()})" if outcome.state == "refused" else "")
+                + ". Count by one for each request; a repeated one must be the same."
+            )
+        if outcome.state == "refused":
+            raise TinkerError(outcome.result.decode(), status=int(outcome.category))
+        return request.id
+
+    async def settle(self, request: Request, outcome: Done | BaseException) -> None:
+        """Writes an outcome, and wakes the clients that wait for it. While the disk is full, it
+        tries again: the request is not executed twice."""
+        if isinstance(outcome, Exception) and not isinstance(outcome, Refusal):
+            LOGGER.error("%s %s failed", request.kind, request.id, exc_info=outcome)
+        while True:
+            try:
+                self.write(request, outcome)
+                break
+            except sqlite3.OperationalError as error:
+                LOGGER.error("the result of %s cannot be written: %s", request.id, error)
+                await asyncio.sleep(1.0)
+        for name in (request.id, request.target):
+            if (event := self._settled.pop(name, None)) is not None:
+                event.set()
+
+    def write(self, request: Request, outcome: Done | BaseException) -> None:
+        """Writes an outcome to the journal, whole or not at all."""
+        with self._journal.transaction():
+            match outcome:
+                case Done():
+                    for record in outcome.records:
+                        self._journal.put(record)
+                    if outcome.write is not None:
+                        outcome.write()
+                    self._journal.finish(request, outcome.payload, keeps_body=outcome.keeps_body)
+                case Refusal():
+                    category = "user" if outcome.status < 500 else "server"
+                    self._journal.fail(request, str(outcome), category)
+                case _:
+                    self._journal.fail(request, named(outcome))
+
+    async def retrieve(self, body: Value) -> Reply:
+        """Waits for a result for a while. It may be fetched any number of times."""
+        request_id = body["request_id"].text()
+        found = self._journal.outcome(request_id)
+        if found is not None and found[1].state == "waiting":
+            await self._wait_for(request_id, self._config.hold_seconds)
+            found = self._journal.outcome(request_id)
+        if found is None:
+            raise not_found(
+                f"request {request_id[:80]!r} is not known to this server: it was never accepted, "
+                "or its session ended long ago. Send the request again."
+            )
+        request, outcome = found
+        self._sessions.note_request(request.session)
+        match outcome.state:
+            case "waiting":
+                state = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+                return Reply(status=408, body=as_json(state))
+            case "expired":
+                raise TinkerError(
+                    f"the result of {request_id} was fetched before, and deleted "
+                    f"{self._config.result_seconds:g} s later (tinker.result_seconds).",
+                    status=410,
+                )
+            case "failed" | "refused":
+                self._journal.mark_fetched(request_id)
+                text, category = outcome.result.decode(), outcome.category
+                return Reply(body=as_json({"error": text, "category": category}))
+        size = len(outcome.result)
+        if body["allow_metadata_only"].truth() and size > MAX_INLINE_BYTES:
+            size_alone = {"status": "complete_metadata", "response_payload_size": size}
+            return Reply(body=as_json(size_alone))
+        self._journal.mark_fetched(request_id)
+        kind = PROTOBUF if request.kind in PROTOBUF_KINDS else "application/json"
+        return Reply(body=outcome.result, content_type=kind)
+
+    async def retrieve_many(self, body: Value, sampler_id: str) -> dict[str, Any]:
+        """Lists the requests of one sampling client with a result, after the `prev_cursor`-th."""
+        clone = body["target"]["cloned_sampler_id"].integer(0, MAX_SAMPLE_SEQ_ID // CLONE - 1) or 0
+        cursor = body["prev_cursor"].integer(0, 2**63 - 1) or 0
+        seconds, most = body["timeout"].number(0, 1e9), self._config.hold_seconds
+        for request_id in body["retrieved_request_ids"].entries(MAX_SEQ_ID):
+            self._journal.mark_fetched(request_id.text())
+        deadline = time.monotonic() + (most if seconds is None else min(most, seconds))
+        while not (found := self._journal.completions(sampler_id, clone, cursor)):
+            if (left := deadline - time.monotonic()) <= 0:
+                return {"completions": [], "cursor": cursor}
+            await self._wait_for(sampler_id, left)
+        completions: list[dict[str, Any]] = []
+        for _, seq_id, state, size in found:
+            entry = {"state": "failed", "request_id": f"{sampler_id}/{seq_id}"}
+            if state == "done":
+                entry |= {"state": "finished", "response_payload_uncompressed_size": size}
+            completions.append(entry)
+        return {"completions": completions, "cursor": found[-1][0]}
+
+    async def _wait_for(self, name: str, seconds: float) -> None:
+        """Waits until the request, or another one of the target, is settled."""
+        event = self._settled.setdefault(name, asyncio.Event())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()
