@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -661,6 +661,18 @@ class Segment:
         return len(self.token_ids)
 
 
+class SampledFacts(TypedDict, total=False):
+    """Fields of a sampled `Segment` that `Trajectory.record` stores as they are."""
+
+    policy_version: int
+    finish_reason: FinishReason
+    stop: int | str | None
+    sampling: SamplingParams | None
+    reason: str
+    fingerprint: str
+    support: Ragged | None
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
     """Layout of a per-token column. Packing, sharding and storage follow it."""
@@ -886,21 +898,16 @@ class Trajectory:
         logprobs: Sequence[float] | npt.NDArray[Any],
         parent: int,
         prompt_ids: Sequence[int] | npt.NDArray[Any],
-        policy_version: int = 0,
-        finish_reason: FinishReason = "stop",
-        stop: int | str | None = None,
-        sampling: SamplingParams | None = None,
         messages: Sequence[Message] = (),
-        reason: str = "",
-        fingerprint: str = "",
         routed_experts: Routes | None = None,
         routes_from: int = 0,
-        support: Ragged | None = None,
+        **facts: Unpack[SampledFacts],
     ) -> int:
         """Adds ids that the model sampled after `prompt_ids`. Returns the index.
 
         routed_experts: routes of the positions from `routes_from` on, as in `Delta`. They are
         given to the segments that they belong to: this one, and those above it that have none.
+        facts: version 0 and the finish reason "stop" unless given.
 
         Raises RoutingReplayError if they leave a gap in the path's routes. Raises TokenError if the
         row would differ from the model's actions: the prompt was not the path to `parent`, the
@@ -920,6 +927,7 @@ class Trajectory:
                 f"{where}: token {at} (id {int(ids[at])}) has the log-prob {values[at]:g}; "
                 f"expected a finite number <= {MAX_LOGPROB:g}. Probabilities, or a shifted row?"
             )
+        stop, support = facts.get("stop"), facts.get("support")
         if isinstance(stop, int):
             early = np.flatnonzero(ids == stop)
             if not early.size or early[0] != len(ids) - 1:
@@ -935,6 +943,7 @@ class Trajectory:
             self.metrics["clamped_logprobs"] = self.metrics.get("clamped_logprobs", 0) + num_above
             np.minimum(values, 0.0, out=values)
         values.setflags(write=False)
+        stored = SampledFacts(policy_version=0, finish_reason="stop") | facts
         own_routes = boundary_routes = None
         if routed_experts is not None and len(ids):
             own_routes, boundary_routes = self._lay_routes(parent, routed_experts, routes_from)
@@ -945,16 +954,10 @@ class Trajectory:
                 is_sampled=True,
                 turn=self._turn_after(parent),
                 logprobs=values,
-                policy_version=policy_version,
-                finish_reason=finish_reason,
-                stop=stop,
-                sampling=sampling,
                 messages=tuple(messages),
-                reason=reason,
-                fingerprint=fingerprint,
                 routed_experts=own_routes,
                 boundary_routes=boundary_routes,
-                support=support,
+                **stored,
             )
         )
 
