@@ -66,6 +66,7 @@ from faulty_dumps import (
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, collect, sampling_of
+from lockstep.agent.turns import Policy
 from lockstep.doctor.causes import is_same_class
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.diagnosis import Diagnosis
@@ -170,12 +171,13 @@ class Player:
             shared = engine.capabilities.shares_weights
             await engine.load_weights(None if shared else dict(hf_tensors(self.model)), version=0)
             return await collect(
-                engine, self.renderer,
+                Policy(engine, self.renderer, sampling),
                 lambda one: task.environment(one, agent),
                 task.tasks(split="train", seed=seed).take(num_tasks),
-                group_size=group_size, sampling=sampling,
-                budget=Budget.of(agent, max_tokens=self.max_tokens), run_seed=seed,
-            )  # fmt: skip
+                group_size=group_size,
+                budget=Budget.of(agent, max_tokens=self.max_tokens),
+                run_seed=seed,
+            )
 
         groups = asyncio.run(episodes())
         samples = rows_for_training(groups, GRPO(), control_ids=self.renderer.tokenizer.control_ids)

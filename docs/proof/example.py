@@ -18,6 +18,7 @@ import numpy as np
 import lockstep.doctor
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.tasks import derive_seed
+from lockstep.agent.turns import Policy
 from lockstep.config import resolve
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
@@ -49,12 +50,14 @@ def make_rows() -> Rows:
     tokenizer = parts.renderer.tokenizer
     groups = asyncio.run(
         collect(
-            parts.engine,
-            parts.renderer,
+            Policy(
+                parts.engine,
+                parts.renderer,
+                training_sampling(config.agent, parts.engine.capabilities),
+            ),
             lambda task: config.task.environment(task, config.agent),
             config.task.tasks(split="train", seed=config.seed).take(NUM_TASKS),
             group_size=GROUP_SIZE,
-            sampling=training_sampling(config.agent, parts.engine.capabilities),
             budget=Budget.of(config.agent, max_tokens=config.max_tokens),
             run_seed=config.seed,
         )

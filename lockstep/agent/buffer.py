@@ -60,7 +60,8 @@ def own_tasks(ranks: Ranks | None, tasks: Sequence[Task]) -> list[Task]:
 
 
 def gather_groups(ranks: Ranks | None, tasks: Sequence[Task], own: Sequence[Group]) -> list[Group]:
-    """The groups of all tasks, in their order, on every rank. own: those of `own_tasks`.
+    """The groups of all tasks, in their order, on every rank. own: the groups that this rank
+    played.
 
     An episode depends on its task, its sample and the weights alone, so under the contract these
     are the groups that one process would have played. Collective.
@@ -90,7 +91,7 @@ class Batch:
     groups: list[Group]
     """Groups of all ranks, in the order of the tasks; empty when the tasks have ended."""
     replaced: list[Group]
-    """Groups without a signal in whose place others are in the batch."""
+    """Groups without a signal that other groups replaced."""
     sample_seconds: float
     """Seconds from the begin of sampling to its end, on this rank."""
     wait_seconds: float
@@ -111,7 +112,7 @@ class _Sampling:
     seconds: float = 0.0
     num_played: int = 0
     job: asyncio.Task[list[Group]] | None = None
-    """None where the tasks have ended."""
+    """None: there are no more tasks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +131,7 @@ class Buffer:
     """Steps of the run; later batches are not begun."""
     max_staleness: int
     max_extra_tasks: int = 0
-    """Tasks that a batch may draw in place of those whose groups have no signal."""
+    """Tasks that a batch may draw to replace groups without a signal."""
     device: torch.device
     """The trainer's."""
     ranks: Ranks | None = None
@@ -139,13 +140,13 @@ class Buffer:
     on_progress: Callable[[int, int], None] = lambda done, total: None
     """Told how many episodes of how many tasks the batch has that is waited for."""
     _begun: dict[int, _Sampling] = field(default_factory=dict, init=False)
-    """By step: complete for the step in training, in progress for later ones."""
+    """Step -> batch: complete for the step in training, in progress for later steps."""
     _saved: dict[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
-    """By step: states of the task stream with which batches begin that a checkpoint found begun."""
+    """Step -> state of the task stream, for batches that had begun when a checkpoint was saved."""
     _next: Mapping[str, Any] | None = field(default=None, init=False)
-    """The state in which the batches after those begin."""
+    """The state of the task stream for the batches after them."""
     _taken: tuple[int, Mapping[str, Any]] = field(default=(-1, {}), init=False)
-    """The batch that was taken last, and the state in which it began to replace groups."""
+    """(the last batch taken, the state of the task stream before it replaced groups)."""
     _awaited: int = field(default=-1, init=False)
     _num_sampling: int = field(default=0, init=False)
     _idle_since: float | None = field(default=None, init=False)
@@ -157,9 +158,8 @@ class Buffer:
 
         An error in a later batch is raised when that batch is taken. After an interrupt,
         `state_before` is the state that gives the same batch. Groups without a signal are replaced,
-        the first ones first, as long as tasks may be drawn; where none may be drawn any more, they
-        stay: a batch has as many groups as it was asked for. A task that the batch has already is
-        passed over.
+        the first ones first, as long as tasks may be drawn; after that they stay, so a batch never
+        has fewer groups than asked for. A task that is in the batch already is skipped.
         """
         asked = time.perf_counter()
         for ahead in range(step, min(step + 1 + self.max_staleness, self.num_steps)):
@@ -172,7 +172,7 @@ class Buffer:
         batch, self._awaited = self._begun[step], step
         self._tell(batch)
         own = [] if batch.job is None else await batch.job
-        groups = await self.beside(partial(gather_groups, self.ranks, batch.tasks, own))
+        groups = await self.in_thread(partial(gather_groups, self.ranks, batch.tasks, own))
         self._taken, replaced = (step, self._state()), list[Group]()
         if self.max_extra_tasks:
             groups, replaced = await self._replace(step, groups, play)
@@ -182,7 +182,7 @@ class Buffer:
     async def _replace(
         self, step: int, groups: list[Group], play: Play
     ) -> tuple[list[Group], list[Group]]:
-        """(groups with others in the place of those that have no signal, the replaced ones)."""
+        """(groups of the batch, groups without a signal that were replaced)."""
         kept = [group for group in groups if group.has_signal]
         silent = [group for group in groups if not group.has_signal]
         num_left, seen = self.max_extra_tasks, {group.task.id for group in groups}
@@ -196,13 +196,13 @@ class Buffer:
             extra = _Sampling(tasks, own_tasks(self.ranks, tasks), {}, time.perf_counter())
             own = await self._sample(step, extra, play)
             self._begun[step].seconds += extra.seconds
-            played = await self.beside(partial(gather_groups, self.ranks, tasks, own))
+            played = await self.in_thread(partial(gather_groups, self.ranks, tasks, own))
             kept += [group for group in played if group.has_signal]
             silent += [group for group in played if not group.has_signal]
         num_silent = len(groups) - len(kept)
         return kept + silent[:num_silent], silent[num_silent:]
 
-    async def beside(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T]) -> T:
         """`work()`, while later batches are sampled, or episodes of others call tools: in a thread
         if there may be any."""
         if self.turn is None:
@@ -211,16 +211,16 @@ class Buffer:
             return await in_thread(work, device=self.device)
 
     def state_before(self, step: int) -> dict[str, Any]:
-        """The state with which batch `step` is sampled again, and all later ones: those that have
-        begun from the same places in the task stream."""
+        """The state that gives batch `step` and all later batches again, from the same places in
+        the task stream."""
         states = self._saved | {at: batch.before for at, batch in self._begun.items()}
         begun = [states[at] for at in sorted(states) if at >= step]
         taken, before_extra = self._taken
         return {"begun": begun, "next": before_extra if step == taken else self._state()}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Goes on before batch `step` with what `state_before` gave; a stream that keeps no figures
-        leaves those of a state out. Raises CheckpointError if it is of another task stream."""
+        """Goes on before batch `step` with what `state_before` gave; a stream without figures
+        ignores the figures of a state. Raises CheckpointError if it is of another task stream."""
         begun, after = state["begun"], state["next"]
         if not isinstance(self.tasks, DifficultySource):
             begun, after = [plain_state(each) for each in begun], plain_state(after)
@@ -255,13 +255,13 @@ class Buffer:
             batch.job = asyncio.create_task(self._sample(step, batch, play))
 
     def _go_on(self) -> None:
-        """Draws, from here on, what had not begun when the state was saved."""
+        """Continues with the batches that had not begun when the state was saved."""
         if self._next is not None:
             self.tasks.load_state_dict(self._next)
             self._next = None
 
     def _state(self) -> Mapping[str, Any]:
-        """The state in which what has not begun is drawn."""
+        """The state of the task stream for the next new batch."""
         return self.tasks.state_dict() if self._next is None else self._next
 
     async def _sample(self, step: int, batch: _Sampling, play: Play) -> list[Group]:

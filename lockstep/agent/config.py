@@ -35,10 +35,10 @@ class AgentConfig:
     top_k: int = 0
     """Draw from this many most probable tokens; 0 is off."""
     record_support: bool = True
-    """With top_p or top_k, record the ids that they kept for every token, so that the trainer
-    renormalises over the same ids. Costs 4 bytes per id: at most 4 * top_k per token, and with
-    top_p alone as many as the model is unsure about. Without the record, or with an engine that
-    cannot make it, the gradient is biased by `mismatch/support_bias`."""
+    """Record the ids that top_p or top_k kept for every token, so that the trainer renormalises
+    over the same ids. Costs 4 bytes per id: at most 4 * top_k per token, and with top_p alone the
+    number of ids that the model is unsure about. Without the record, or with an engine that cannot
+    make it, the gradient is biased by `mismatch/support_bias`."""
     max_in_flight: int = 256
     """Episodes that run at the same time, over all batches; 0 has no limit."""
     tool_timeout_seconds: float = 30.0
@@ -48,7 +48,7 @@ class AgentConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
+        """True if tokens are drawn from a part of the vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class SeatConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySeat(SeatConfig):
-    """The policy in training; what it samples there is trained."""
+    """The policy in training; its samples are trained."""
 
     TAG: ClassVar[str] = "policy"
 

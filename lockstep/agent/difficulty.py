@@ -1,5 +1,5 @@
-"""Tasks by how often their groups teach: what a run saw of each task, and a stream that prefers
-tasks on which episodes differ."""
+"""Tasks by how often their groups teach: a memory of the groups that a run played, and a stream
+that prefers tasks whose episodes differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.agent.tasks import TaskSource, derive_seed
 from lockstep.types import Group, Task
 
 MEMORY = 8
-"""Groups of a task over which its figures are means: the policy changes, and they follow."""
+"""Groups of a task that its figures average: the policy changes, and the figures follow."""
 
 MOST_TASKS = 100_000
 """Tasks whose figures are kept; those played longest ago go. Generated tasks never end."""
@@ -21,7 +21,7 @@ MOST_TASKS = 100_000
 class DifficultySource(TaskSource):
     """Another source's tasks, those first whose groups are expected to have a signal.
 
-    Of `candidates` tasks for each one that is asked for, it takes some by chance, a task with
+    It draws `candidates` tasks for each task asked for and takes some by chance, a task with
     probability in proportion to its expected signal, without replacement, in the stream's order.
     The others come again in the next epoch. Deterministic: a state has the figures of all tasks.
 
@@ -66,7 +66,7 @@ class DifficultySource(TaskSource):
         return (num_groups * share + 1) / (num_groups + 1)
 
     def observe(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Takes note of groups that were played. Returns the metrics of what is known."""
+        """Takes note of groups that were played. Returns metrics."""
         for group in groups:
             if not (rewards := group.rewards):
                 continue

@@ -65,6 +65,7 @@ def first_messages(asked: str | Sequence[Message], *, instructions: str) -> list
 GroupScorer = Callable[[Sequence[Environment]], "Sequence[Score] | Awaitable[Sequence[Score]]"]
 """Scores the episodes of one group against each other, instead of each `Environment.score`.
 
-Called once per group when its last episode has ended, before the environments close, with those
-that did not fail; returns one score for each, in the same order. May be a coroutine function.
+Called once per group when its last episode has ended, before the environments close, with the
+environments that did not fail; returns one score for each, in the same order. May be a coroutine
+function.
 """

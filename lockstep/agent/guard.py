@@ -71,14 +71,13 @@ async def guarded(
 ) -> Any:
     """Returns `check` of the result of `hook()`, which is awaited if it is awaitable.
 
-    seconds: time limit; None is none. setting: name of the setting that raises the limit. seed: of
-    the global generators of Python, numpy and torch, which go on where they were each time the hook
-    goes on: what runs meanwhile does not change its draws. What else it changes of the process
-    (`lockstep.launch.process_state`) is put back.
-    Raises TookTooLong after `seconds`, ForeignExit in place of anything that is no Exception, and
-    otherwise what the hook raised. A late hook is cancelled; if it does not end within
-    CANCEL_SECONDS, its coroutine is closed. A CancelledError comes through only if the task of the
-    caller was cancelled from outside.
+    seconds: time limit; None: no limit. setting: name of the setting that raises the limit. seed:
+    of the global generators of Python, numpy and torch, which go on where they were each time the
+    hook goes on: what runs meanwhile does not change its draws. What else it changes of the process
+    (`lockstep.launch.process_state`) is put back. Raises TookTooLong after `seconds`, ForeignExit
+    in place of anything that is no Exception, and otherwise what the hook raised. A late hook is
+    cancelled; if it does not end within CANCEL_SECONDS, its coroutine is closed. A CancelledError
+    comes through only if the task of the caller was cancelled from outside.
 
     The hook runs in the caller's task, so `close` can leave a cancel scope that `reset` entered.
 
@@ -213,7 +212,7 @@ def described(error: BaseException) -> str:
 
 # -- values of foreign code ------------------------------------------------------------------------
 #
-# What foreign code returns is checked here, once, and copied: a plain value cannot change later, or
+# Values from foreign code are checked here, once, and copied: a plain value cannot change later, or
 # run code when it is read. Each of these raises Refused or DataError.
 
 

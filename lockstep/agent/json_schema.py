@@ -48,7 +48,7 @@ class _TooMuchWork(Exception):
 _LEFT: ContextVar[float] = ContextVar("_LEFT")
 """Steps that the work in progress may still take."""
 _HAS_PATTERNS: ContextVar[bool] = ContextVar("_HAS_PATTERNS", default=False)
-"""Whether regular expressions decide which keys the schema in use names."""
+"""True if the schema in use names keys by regular expressions."""
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def _spend(steps: float) -> None:
 
 
 def _counted(keyword: str, check: Any) -> Any:
-    """The keyword's check, at the price of what it looks at and writes."""
+    """The keyword's check, which spends steps for the values it reads and the errors it writes."""
 
     def counted(validator: Any, expected: Any, value: Any, schema: Any) -> Iterator[Any]:
         _spend(1 + _size(expected) / 8 + _size(value) / 64)
@@ -124,7 +124,7 @@ _Validator.evolve = _evolve
 
 
 def mismatch(value: Any, schema: Any, where: str) -> str:
-    """Describes what is wrong with `value`, or returns "". where: its name.
+    """Describes the mistake in `value`, or returns "". where: its name.
 
     >>> mismatch({"n": "3"}, {"properties": {"n": {"type": "integer"}}}, "size")
     'size.n must be integer, found string'
@@ -177,7 +177,7 @@ def _said(error: ValidationError, where: str, path: Iterable[str | int]) -> str:
 
 
 def schema_problem(schema: Any) -> str:
-    """Describes why `schema` cannot be that of an object of arguments, or returns ""."""
+    """Describes why `schema` cannot describe an object of arguments, or returns ""."""
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         found = schema.get("type") if isinstance(schema, Mapping) else schema
         return f"arguments are an object, and its type is {_short(found)}"
@@ -227,11 +227,11 @@ def resolve(reference: str, root: Any) -> Any:
 
 
 def simplified(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrites a schema with the keywords that prompt formats show: a model cannot keep to what it
-    is not shown. The result accepts exactly the same values.
+    """Rewrites a schema with the keywords that prompt formats show: a model cannot keep to keywords
+    it never sees. The result accepts exactly the same values.
 
-    References are put in place (but for recursive ones), alternatives of different types become a
-    list of types or `oneOf`, and titles that repeat a name are left out. Takes a schema without a
+    References are put in place (recursive ones stay), alternatives of different types become a list
+    of types or `oneOf`, and titles that repeat a name are left out. Takes a schema without a
     `schema_problem`.
 
     >>> simplified({"properties": {"n": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}})
@@ -290,7 +290,7 @@ def _repeats(title: Any, name: str) -> bool:
 
 
 def _are_disjoint(options: Sequence[Any]) -> bool:
-    """Whether no value can be of two of their types."""
+    """True if no value has two of their types."""
     if not all(isinstance(each, Mapping) and "type" in each for each in options):
         return False
     types = [t for each in options for t in _listed(each["type"])]

@@ -14,7 +14,8 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from operator import methodcaller
@@ -43,19 +44,21 @@ from lockstep.agent.turns import (
     Budget,
     Observed,
     OutOfTime,
+    Policy,
+    Prompt,
     Turn,
     TurnSampler,
     count,
     fork_without_thinking,
     offer,
 )
-from lockstep.engines.base import Capabilities, Engine
+from lockstep.engines.base import Capabilities
 from lockstep.errors import ConfigError, DataError
-from lockstep.renderers.base import Renderer
 from lockstep.renderers.large_texts import TextTooLargeError
 from lockstep.types import (
     Group,
     Int32Array,
+    Message,
     SamplingParams,
     Task,
     ToolSchema,
@@ -103,7 +106,7 @@ def truncation_notice(config: AgentConfig, *, has_support: bool) -> str:
         return f"{filters}: the trainer renormalises over the tokens that they kept"
     why = "the engine does not record" if config.record_support else "record_support=false drops"
     return (
-        f"{filters}: {why} what they kept, so the gradient is biased towards making it more "
+        f"{filters}: {why} the ids they kept, so the gradient is biased towards making them more "
         "probable; mismatch/support_bias says by how much"
     )
 
@@ -114,30 +117,25 @@ def truncation_notice(config: AgentConfig, *, has_support: bool) -> str:
 
 
 async def run_episode(
-    engine: Engine,
-    renderer: Renderer,
+    policy: Policy,
     environment: Environment,
     task: Task,
     *,
     trajectory_id: str,
     seed: int,
-    sampling: SamplingParams,
     budget: Budget,
     priority: Callable[[], int] = lambda: 0,
     rescorer: Rescorer | None = None,
 ) -> Trajectory:
     """Plays one episode to its end, scores it and closes the environment.
 
-    seed: turn t draws with `derive_seed(seed, t)`. sampling: a template; the budget lowers its
-    `max_tokens`, and the renderer's `stop_ids` come before its own. priority, rescorer: the
-    `order` and `rescorer` of `collect`, which also waits for the scorings. If the environment, the
-    renderer or the engine raises, `status` is "failed" and `error` says what happened. Cancelling
-    closes the environment and aborts the request.
+    seed: turn t draws with `derive_seed(seed, t)`. priority, rescorer: the `order` and `rescorer`
+    of `RolloutOptions`; `collect` also waits for the scorings. If the environment, the renderer or
+    the engine raises, `status` is "failed" and `error` says what happened. Cancelling closes the
+    environment and aborts the request.
     """
     trajectory = Trajectory(id=trajectory_id, task_id=task.id)
-    sampler = TurnSampler(
-        engine, renderer, trajectory, sampling=sampling, budget=budget, priority=priority
-    )
+    sampler = TurnSampler(policy, trajectory, budget=budget, priority=priority)
     episode = _Episode(sampler, seed=seed, rescorer=rescorer)
     try:
         await episode.play(lambda task: environment, task)
@@ -165,6 +163,12 @@ class _Episode:
     """The operation under way, for the reason of a failure."""
     reason: str = ""
     """Reason of the branch that the next turn begins; see `Segment.reason`."""
+    leaf: int | None = None
+    """The segment that ends the path."""
+    path_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Ids of the path up to `leaf`."""
+    pending: list[Observed] = field(default_factory=list[Observed])
+    """Ids after `leaf`, which are recorded with the next turn."""
     turn_ends: list[int] = field(default_factory=list[int])
     """The segment that ends each turn."""
     has_ended: bool = False
@@ -205,8 +209,34 @@ class _Episode:
         self.has_ended = True
 
     async def _play(self, environment: Environment, started: float) -> None:
-        trajectory, budget, renderer = self.trajectory, self.budget, self.sampler.renderer
-        limit = self.sampler.max_tokens
+        trajectory, deadline = self.trajectory, started + self.budget.max_seconds
+        tools = await self._begin(environment)
+        if trajectory.status == "failed":
+            return
+        for turn in range(self.budget.max_turns):
+            try:
+                reply = await self._sample(turn, deadline, tools)
+            except OutOfTime:
+                if turn == 0:
+                    raise
+                trajectory.status, trajectory.error = "truncated", self._out_of_time
+                return
+            self.stage = "environment.step"
+            step = methodcaller("step", reply.message)
+            observation = await self._call(partial(step, environment), checked_observation)
+            self._count(observation.metrics)
+            if observation.done:
+                trajectory.status = "finished"
+                return
+            trajectory.error = self._exhausted(reply, turn, deadline)
+            trajectory.error = trajectory.error or await self._observe(reply, observation.messages)
+            if trajectory.error:
+                trajectory.status = "truncated"
+                return
+
+    async def _begin(self, environment: Environment) -> Sequence[ToolSchema]:
+        """Records the first prompt. Returns the tools that it declares."""
+        trajectory, renderer = self.trajectory, self.sampler.renderer
         self.stage = "environment.reset"
         messages = await self._call(lambda: environment.reset(), checked_messages)
         self.stage = "environment.tools"
@@ -217,72 +247,45 @@ class _Episode:
             offer(trajectory, tools)
         except TextTooLargeError as error:
             self._fail_for_room(f"at least {error.num_tokens}")
-            return
-        path_ids = np.asarray(ids, np.int32)
-        count(trajectory, "tokens/encoded", len(path_ids))
-        if len(path_ids) >= limit:
-            self._fail_for_room(str(len(path_ids)))
-            return
-        leaf: int | None = trajectory.observe(path_ids, messages=messages)
-        pending: list[Observed] = []
-
-        for turn in range(budget.max_turns):
-            deadline = started + budget.max_seconds
-            try:
-                prompt_ids = np.concatenate([path_ids, *(part.ids for part in pending)])
-                reply = await self._sample(prompt_ids, leaf, pending, turn, deadline, tools)
-            except OutOfTime:
-                if turn == 0:
-                    raise
-                trajectory.status, trajectory.error = "truncated", self._out_of_time
-                return
-            leaf = reply.leaf
-            self.turn_ends.append(leaf)
-            path_ids = np.concatenate([prompt_ids, reply.ids])
-            self._rescore(leaf)
-            count(trajectory, "turns", 1)
-            count(trajectory, "parse_errors", bool(reply.message.parse_error))
-            self.stage = "environment.step"
-            step = methodcaller("step", reply.message)
-            observation = await self._call(partial(step, environment), checked_observation)
-            self._count(observation.metrics)
-            if observation.done:
-                trajectory.status = "finished"
-                return
-            trajectory.error = self._exhausted(reply, len(path_ids), turn, deadline)
-            if not trajectory.error:
-                self.stage = "renderer.extend"
-                turn_ids = reply.ids
-                pending, self.reason = [], ""
-                forgets = renderer.forgets(observation.messages)
-                if forgets and (fork := fork_without_thinking(trajectory, leaf, renderer)):
-                    leaf, pending = fork
-                    path_ids, turn_ids = trajectory.path_ids(leaf), pending[-1].ids
-                    self.reason = "dropped_thinking"
-                    count(trajectory, "branches/dropped_thinking")
-                extend = partial(renderer.extend, turn_ids.tolist(), observation.messages)
-                needed, bound = len(path_ids) + sum(len(part.ids) for part in pending), ""
-                try:
-                    observed_ids = await self.sampler.encoded(extend)
-                    count(trajectory, "tokens/encoded", len(observed_ids))
-                    pending.append(
-                        Observed(np.asarray(observed_ids, np.int32), observation.messages)
-                    )
-                    needed += len(observed_ids)
-                except TextTooLargeError as error:
-                    needed, bound = needed + error.num_tokens, " or later"
-                if needed >= limit:
-                    text = f"the next turn would begin at token {needed}{bound} of {limit}"
-                    trajectory.error = f"max_tokens: {text}"
-            if trajectory.error:
-                trajectory.status = "truncated"
-                return
+            return tools
+        self.path_ids = np.asarray(ids, np.int32)
+        count(trajectory, "tokens/encoded", len(ids))
+        if len(ids) >= self.sampler.max_tokens:
+            self._fail_for_room(str(len(ids)))
+        else:
+            self.leaf = trajectory.observe(self.path_ids, messages=messages)
+        return tools
 
     def _fail_for_room(self, num_tokens: str) -> None:
         self.fail(
             f"the prompt has {num_tokens} tokens and the episode may have "
             f"{self.sampler.max_tokens}: no room for a reply. Raise max_tokens"
         )
+
+    async def _observe(self, reply: Turn, messages: Sequence[Message]) -> str:
+        """Encodes the environment's answer. Returns the budget that it exceeds, or ""."""
+        self.stage = "renderer.extend"
+        trajectory, renderer, turn_ids = self.trajectory, self.sampler.renderer, reply.ids
+        self.pending, self.reason = [], ""
+        if renderer.forgets(messages):
+            fork = fork_without_thinking(trajectory, self.leaf, renderer)
+            if fork is not None:
+                self.leaf, self.pending = fork
+                self.path_ids, turn_ids = trajectory.path_ids(self.leaf), self.pending[-1].ids
+                self.reason = "dropped_thinking"
+                count(trajectory, "branches/dropped_thinking")
+        limit, bound = self.sampler.max_tokens, ""
+        needed = len(self.path_ids) + sum(len(part.ids) for part in self.pending)
+        try:
+            ids = await self.sampler.encoded(partial(renderer.extend, turn_ids.tolist(), messages))
+            count(trajectory, "tokens/encoded", len(ids))
+            self.pending.append(Observed(np.asarray(ids, np.int32), messages))
+            needed += len(ids)
+        except TextTooLargeError as error:
+            needed, bound = needed + error.num_tokens, " or later"
+        if needed < limit:
+            return ""
+        return f"max_tokens: the next turn would begin at token {needed}{bound} of {limit}"
 
     async def _play_over_http(self, harness: Harness, task: Task) -> None:
         trajectory, budget = self.trajectory, self.budget
@@ -368,11 +371,11 @@ class _Episode:
     def _out_of_time(self) -> str:
         return f"max_seconds: {self.budget.max_seconds:g} s are over"
 
-    def _exhausted(self, reply: Turn, num_tokens: int, turn: int, deadline: float) -> str:
+    def _exhausted(self, reply: Turn, turn: int, deadline: float) -> str:
         """Names the budget that ends the episode after `reply`, or returns ""."""
         if reply.finish_reason == "abort" or time.monotonic() >= deadline:
             return self._out_of_time
-        if num_tokens >= self.sampler.max_tokens:
+        if len(self.path_ids) >= self.sampler.max_tokens:
             return f"max_tokens: all {self.sampler.max_tokens} are used"
         if reply.finish_reason == "length" and not self.budget.continue_cut_turns:
             return f"max_turn_tokens: turn {turn} was cut at {len(reply.ids)} tokens"
@@ -380,21 +383,12 @@ class _Episode:
             return f"max_turns: {self.budget.max_turns} turns are over"
         return ""
 
-    async def _sample(
-        self,
-        prompt_ids: Int32Array,
-        leaf: int | None,
-        pending: Sequence[Observed],
-        turn: int,
-        deadline: float,
-        tools: Sequence[ToolSchema],
-    ) -> Turn:
-        record_prompt = partial(self.sampler.observe, leaf, pending, reason=self.reason)
+    async def _sample(self, turn: int, deadline: float, tools: Sequence[ToolSchema]) -> Turn:
+        ids = np.concatenate([self.path_ids, *(part.ids for part in self.pending)])
+        record = partial(self.sampler.observe, self.leaf, self.pending, reason=self.reason)
         try:
-            return await self.sampler.sample(
-                prompt_ids,
-                parent=leaf,
-                record_prompt=lambda: (record_prompt(), ""),
+            reply = await self.sampler.sample(
+                Prompt(ids, self.leaf, lambda: (record(), "")),
                 name=f"{turn}-{self.seed:x}",
                 seed=derive_seed(self.seed, turn),
                 deadline=deadline,
@@ -403,8 +397,14 @@ class _Episode:
             )
         except Exception as error:
             if self.stage == "engine.generate" and not isinstance(error, OutOfTime):
-                record_prompt()  # shows the prompt that the engine failed on
+                record()  # shows the prompt that the engine failed on
             raise
+        self.leaf, self.path_ids = reply.leaf, np.concatenate([ids, reply.ids])
+        self.turn_ends.append(reply.leaf)
+        self._rescore(reply.leaf)
+        count(self.trajectory, "turns")
+        count(self.trajectory, "parse_errors", bool(reply.message.parse_error))
+        return reply
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -514,63 +514,93 @@ class EpisodeSlots(asyncio.Semaphore):
         super().__init__(size or sys.maxsize)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """How `collect` and `collect_matches` play a batch."""
+
+    step: int = 0
+    split: str = "train"
+    slots: EpisodeSlots | None = None
+    """Limits concurrent episodes or matches; None runs all."""
+    order: Callable[[], int] = lambda: 0
+    """Priority of these episodes in the engine, evaluated for each turn; lower comes first."""
+    rescorer: Rescorer | None = None
+    """Scores each finished turn again while others are sampled; awaited and closed at the end."""
+    gateway: OpenGateway | None = None
+    """Opens the gateway for agents that are not environments."""
+    group_scorer: Callable[[Task], GroupScorer | None] = lambda task: None
+    """Returns the scorer of a task's group; None scores each episode alone."""
+    on_progress: Callable[[Trajectory], None] = lambda trajectory: None
+    """Called with each complete trajectory, in order of completion; once for each match."""
+
+    def numbered(
+        self, tasks: Sequence[Task], group_size: int, *, run_seed: int
+    ) -> list[tuple[Task, list[tuple[str, int]]]]:
+        """(task, id and seed of each episode). A task that occurs twice has its samples numbered
+        through."""
+        seen: Counter[str] = Counter()
+        groups: list[tuple[Task, list[tuple[str, int]]]] = []
+        for task in tasks:
+            first = seen[task.id]
+            seen[task.id] += group_size
+            place = (self.split, self.step, task.id)
+            episodes = [
+                ("/".join(map(str, (*place, at))), derive_seed(run_seed, *place, at))
+                for at in range(first, first + group_size)
+            ]
+            groups.append((task, episodes))
+        return groups
+
+    @asynccontextmanager
+    async def workers(self) -> AsyncIterator[asyncio.TaskGroup]:
+        """Runs the tasks that are started inside the block, to their end. Raises the first error:
+        episodes do not raise, so it is a bug, or a callback's."""
+        try:
+            async with asyncio.TaskGroup() as workers:
+                yield workers
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+
 async def collect(
-    engine: Engine,
-    renderer: Renderer,
+    policy: Policy,
     make_environment: EnvironmentFactory,
     tasks: Sequence[Task],
     *,
     group_size: int,
-    sampling: SamplingParams,
     budget: Budget,
     run_seed: int,
-    step: int = 0,
-    split: str = "train",
-    slots: EpisodeSlots | None = None,
-    order: Callable[[], int] = lambda: 0,
-    group_scorer: Callable[[Task], GroupScorer | None] = lambda task: None,
-    rescorer: Rescorer | None = None,
-    gateway: OpenGateway | None = None,
-    on_progress: Callable[[Trajectory], None] | None = None,
+    options: RolloutOptions | None = None,
 ) -> list[Group]:
     """Plays `group_size` episodes of every task on one engine. Returns groups in task order.
 
     Ids are `split/step/task/sample`. The draws of an episode depend on (run_seed, split, step, task
-    id, sample index) and on nothing else, so a step repeats alone or in company. If a task occurs
-    twice in `tasks`, its samples are numbered through. A failed episode stays in its group with
-    status "failed". Cancelling closes every environment.
-
-    sampling: a template, see `run_episode`. slots: limits concurrent episodes; None runs all.
-    order: priority of these episodes in the engine, evaluated for each turn; lower comes first.
-    rescorer: scores each finished turn again while others are sampled; awaited and closed at the
-    end. gateway: opens the gateway for agents that are not environments. group_scorer: returns the
-    scorer of a task's group; None scores each episode alone. on_progress: called with each complete
-    trajectory, in order of completion.
+    id, sample index) and on nothing else, so a step repeats alone or in company. A failed episode
+    stays in its group with status "failed". Cancelling closes every environment.
     """
-    seen: Counter[str] = Counter()
-    groups: list[tuple[Task, list[_Episode]]] = []
-    for task in tasks:
-        first_sample = seen[task.id]
-        seen[task.id] += group_size
-        episodes = [
-            _Episode(
-                TurnSampler(
-                    engine,
-                    renderer,
-                    Trajectory(id=f"{split}/{step}/{task.id}/{sample}", task_id=task.id),
-                    sampling=sampling,
-                    budget=budget,
-                    priority=order,
-                ),
-                seed=derive_seed(run_seed, split, step, task.id, sample),
-                rescorer=rescorer,
-                gateway=gateway,
-            )
-            for sample in range(first_sample, first_sample + group_size)
-        ]
-        groups.append((task, episodes))
+    options = options or RolloutOptions()
+    slots, rescorer = options.slots or EpisodeSlots(), options.rescorer
+    groups = [
+        (
+            task,
+            [
+                _Episode(
+                    TurnSampler(
+                        policy,
+                        Trajectory(id=name, task_id=task.id),
+                        budget=budget,
+                        priority=options.order,
+                    ),
+                    seed=seed,
+                    rescorer=rescorer,
+                    gateway=options.gateway,
+                )
+                for name, seed in episodes
+            ],
+        )
+        for task, episodes in options.numbered(tasks, group_size, run_seed=run_seed)
+    ]
     all_episodes = [episode for _, episodes in groups for episode in episodes]
-    slots = slots or EpisodeSlots()
 
     async def work(
         task: Task, group: list[_Episode], episode: _Episode, score_group: GroupScorer | None
@@ -587,21 +617,17 @@ async def collect(
                 return
             for done in finished:
                 await done.close()
-                if on_progress is not None:
-                    on_progress(done.trajectory)
+                options.on_progress(done.trajectory)
 
     try:
-        # In this order they get slots, so that the episodes of a group end together.
-        async with asyncio.TaskGroup() as workers:
+        # They get slots in this order, so that the episodes of a group end together.
+        async with options.workers() as workers:
             for task, episodes in groups:
-                score_group = await _scorer_of(group_scorer, task)
+                score_group = await _scorer_of(options.group_scorer, task)
                 for episode in episodes:
                     workers.create_task(work(task, episodes, episode, score_group))
         if rescorer is not None:
             await rescorer.wait(episode.trajectory for episode in all_episodes)
-    except BaseExceptionGroup as errors:
-        # Episodes do not raise, so this is a bug, or a callback: the first one says it all.
-        raise errors.exceptions[0] from None
     finally:
         await asyncio.gather(*(episode.close() for episode in all_episodes))
         if rescorer is not None:
@@ -612,7 +638,7 @@ async def collect(
 async def _scorer_of(
     group_scorer: Callable[[Task], GroupScorer | None], task: Task
 ) -> GroupScorer | None:
-    """The group scorer of a task; if it cannot be had, one that fails with the reason."""
+    """The group scorer of a task; if it cannot be made, a scorer that fails with the reason."""
     try:
         return await guarded(partial(group_scorer, replace(task)))
     except Exception as error:

@@ -20,7 +20,7 @@ class Ask(Protocol):
 
     The messages are appended to the dialogue of this seat, which nobody else reads. Several seats
     may be asked at the same time, with `asyncio.gather`. player: tells apart the players of one
-    seat, each of whom has a dialogue of its own. Raises OutOfBudget.
+    seat. Each has its own dialogue. Raises OutOfBudget.
     """
 
     def __call__(

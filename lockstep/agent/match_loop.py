@@ -8,7 +8,6 @@ budget, draws and reward, and is a `Trajectory` of its own.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,86 +17,62 @@ from typing import Any
 
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.guard import CLOSE_SECONDS, checked_messages, described, guarded
-from lockstep.agent.loop import EpisodeSlots, run_episode
+from lockstep.agent.loop import EpisodeSlots, RolloutOptions, run_episode
 from lockstep.agent.match import Match, OutOfBudget
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
-from lockstep.agent.turns import Budget
-from lockstep.engines.base import Engine
+from lockstep.agent.turns import Budget, Policy
 from lockstep.errors import DataError, RolloutError, shortened
 from lockstep.launch.event_loop import own_context
-from lockstep.renderers.base import Renderer
-from lockstep.types import Group, Message, SamplingParams, Task, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatPolicy:
-    """Who plays a seat."""
-
-    engine: Engine
-    renderer: Renderer
-    sampling: SamplingParams
-    name: str = ""
-    """Name of another policy than that of the run."""
+from lockstep.types import Group, Message, Task, Trajectory
 
 
 async def collect_matches(
-    seats: Mapping[str, SeatPolicy],
+    seats: Mapping[str, Policy],
     make_match: Callable[[Task], Match],
     tasks: Sequence[Task],
     *,
     group_size: int,
     budget: Budget,
     run_seed: int,
-    step: int = 0,
-    split: str = "train",
-    slots: EpisodeSlots | None = None,
-    order: Callable[[], int] = lambda: 0,
-    rescorer: Rescorer | None = None,
-    on_progress: Callable[[Trajectory], None] | None = None,
+    options: RolloutOptions | None = None,
 ) -> list[Group]:
     """Plays `group_size` matches of every task. Returns the trajectories of all seats of a task as
     one group, in task order; `Group.by_seat` takes it apart.
 
     Ids are `split/step/task/match/seat`, with `-N` behind the seat for its players after the first.
-    A player that was never asked has no trajectory. slots: limits concurrent matches. budget: of
-    each conversation. on_progress: called once for each match. Other arguments: see `collect`.
+    A player that was never asked has no trajectory. budget: of each conversation.
     """
-    seen: Counter[str] = Counter()
-    slots = slots or EpisodeSlots()
+    options = options or RolloutOptions()
+    slots, rescorer = options.slots or EpisodeSlots(), options.rescorer
 
-    async def work(task: Task, number: int) -> list[Trajectory]:
+    async def work(task: Task, name: str, seed: int) -> list[Trajectory]:
         table = _Table(
             seats=seats,
             task=task,
-            id=f"{split}/{step}/{task.id}/{number}",
-            seed=derive_seed(run_seed, split, step, task.id, number),
+            id=name,
+            seed=seed,
             budget=budget,
-            priority=order,
+            priority=options.order,
             rescorer=rescorer,
         )
         async with slots:
             played = await table.play(make_match)
-        if on_progress is not None:
-            on_progress(played[0])
+        options.on_progress(played[0])
         return played
 
-    groups: list[tuple[Task, list[asyncio.Task[list[Trajectory]]]]] = []
     try:
-        async with asyncio.TaskGroup() as workers:
-            for task in tasks:
-                first = seen[task.id]
-                seen[task.id] += group_size
-                numbers = range(first, first + group_size)
-                groups.append((task, [workers.create_task(work(task, n)) for n in numbers]))
+        async with options.workers() as workers:
+            jobs = [
+                (task, [workers.create_task(work(task, *match)) for match in matches])
+                for task, matches in options.numbered(tasks, group_size, run_seed=run_seed)
+            ]
         found = [
-            Group(task=task, trajectories=[t for job in jobs for t in job.result()])
-            for task, jobs in groups
+            Group(task=task, trajectories=[t for job in of_task for t in job.result()])
+            for task, of_task in jobs
         ]
         if rescorer is not None:
             await rescorer.wait(t for group in found for t in group.trajectories)
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
     finally:
         if rescorer is not None:
             await rescorer.close()
@@ -105,7 +80,8 @@ async def collect_matches(
 
 
 class _Player(Environment):
-    """One conversation, as the agent loop sees it: what it observes is what the match asks."""
+    """One conversation, as the agent loop sees it: its observations are the questions of the
+    match."""
 
     def __init__(self, table: _Table, seat: str, player: int) -> None:
         self._table, self._seat, self._player = table, seat, player
@@ -167,7 +143,7 @@ class _Player(Environment):
 class _Table:
     """One match in the making."""
 
-    seats: Mapping[str, SeatPolicy]
+    seats: Mapping[str, Policy]
     task: Task
     id: str
     seed: int
@@ -177,15 +153,15 @@ class _Table:
     match: Match = field(init=False)
     conversations: asyncio.TaskGroup = field(init=False)
     players: dict[tuple[str, int], _Player] = field(default_factory=dict[tuple[str, int], _Player])
-    """(seat, number) -> the player, in the order in which they were asked first."""
+    """(seat, number) -> the player, in order of the first question."""
     jobs: list[asyncio.Task[Trajectory]] = field(default_factory=list[asyncio.Task[Trajectory]])
     scores: Any = None
     failure: str = ""
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def play(self, make_match: Callable[[Task], Match]) -> list[Trajectory]:
-        """Trajectories of all players, in the order in which they were asked first; one that failed
-        for each seat if nobody was asked."""
+        """Trajectories of all players, in order of the first question; a failed one for each seat
+        if nobody was asked."""
         async with asyncio.TaskGroup() as conversations:
             self.conversations = conversations
             await self._to_its_end(make_match)
@@ -252,13 +228,11 @@ class _Table:
     async def _converse(self, player: _Player, seat: str) -> Trajectory:
         of_seat = self.seats[seat]
         trajectory = await run_episode(
-            of_seat.engine,
-            of_seat.renderer,
+            of_seat,
             player,
             self.task,
             trajectory_id=f"{self.id}/{player.name}",
             seed=derive_seed(self.seed, player.name),
-            sampling=of_seat.sampling,
             budget=self.budget,
             rescorer=None if of_seat.name else self.rescorer,
             priority=self.priority,

@@ -57,8 +57,8 @@ class ServerAddress:
     url: str = ""
     """URL of a running server (streamable HTTP)."""
     pass_variables: tuple[str, ...] = ()
-    """Environment variables that the command gets beside PATH, HOME and the like. It sees no
-    others, your keys among them."""
+    """Environment variables that the command gets besides the usual ones such as PATH and HOME. It
+    sees no others, so none of your keys."""
     token_variable: str = ""
     """Environment variable with the bearer token for the URL."""
 
@@ -82,7 +82,8 @@ class ServerAddress:
         return f"the MCP server {(self.command or self.url)!r}"
 
     def variables(self) -> dict[str, str]:
-        """Returns the named environment variables. Raises ConfigError for one that is not set."""
+        """Returns the named environment variables. Raises ConfigError for a variable that is not
+        set."""
         names = [*self.pass_variables, *filter(None, (self.token_variable,))]
         for name in names:
             if name not in os.environ:
@@ -104,8 +105,8 @@ class ToolServer:
     """One MCP server and its tools. Used from any event loop; started on first use, and again
     after it died.
 
-    The tools are those of the first start. A server that comes back with other tools is not used
-    again, because the model was told of the first ones.
+    The first start decides the tools. A server that comes back with other tools is not used again,
+    because the model was told of the first ones.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class ToolServer:
         """Starts the server if it does not run, and returns its tools. call_seconds: limit of each
         call; a restart before it has start_seconds of its own. Calls count mcp/restarts (it was
         started again), mcp/lost (it went away in the middle of a call) and mcp/omitted_parts
-        (images and the like).
+        (images, audio, ...).
 
         Raises ToolServerError if it cannot be started or offers something unusable.
         """
@@ -189,7 +190,7 @@ class ToolServer:
         return ToolOutput(text=text, metrics=counters)
 
     async def _is_alive(self, connection: _Connection, seconds: float) -> bool:
-        """Whether the server answers within `seconds`. If not, it is ended before another call
+        """True if the server answers within `seconds`. If not, it is ended before another call
         waits for it."""
         async with self._lock:
             if self._connection is not connection:  # another call found it silent
@@ -268,7 +269,7 @@ async def _client_of(address: ServerAddress, errors: TextIO) -> AsyncIterator[An
         if address.url:
             token = variables.get(address.token_variable)
             headers = {"Authorization": f"Bearer {token}"} if token else {}
-            # trust_env: a proxy of the environment must not see what is meant for this server.
+            # trust_env: a proxy of the environment must not see requests to this server.
             http = await stack.enter_async_context(
                 httpx2.AsyncClient(headers=headers, timeout=None, trust_env=False)
             )
@@ -389,7 +390,7 @@ def _words(error: BaseException) -> str:
 @cache
 def _background_loop() -> asyncio.AbstractEventLoop:
     """One loop in a thread of its own: a connection outlives the event loop of a training step, and
-    the SDK ties it to the one that it was opened in."""
+    the SDK ties it to the loop that opened it."""
     if find_spec("mcp") is None:
         raise MissingExtraError.of("mcp", extra="mcp", needed_for="an MCP server")
     # Many servers log to their output; the SDK must not print a traceback for each line.

@@ -27,7 +27,7 @@ _importing: ContextVar[str] = ContextVar("importing", default="")
 
 
 def reference_to(found: Any, *, name: str = "") -> str:
-    """The text that stands for `found` in a config, and by which `find` finds it again.
+    """The reference to `found` in a config. `find` resolves it.
 
     A function of a module is named by it, one of the running script by the script's file, as seen
     from the working directory. name: what to call another object.

@@ -3,10 +3,10 @@
 The engine does it at a low priority in its idle time, while other episodes are sampled. A turn is
 scored on top of its prefix, whose keys and values are still in the engine's cache.
 
-Two scorings of a turn differ by their company: the other tokens in the engine's step, by which
-kernels choose their order of summation. So a turn is never scored twice at the same time, turns
-with the fewest scorings go first in a random order, and the number of turns per step is random. An
-engine whose numbers do not depend on the company returns the same log-probs each time.
+Two scorings of a turn differ by their company: the other tokens in the engine's step, which change
+the order of summation in kernels. So a turn is never scored twice at the same time, turns with the
+fewest scorings go first in a random order, and the number of turns per step is random. An engine
+whose numbers do not depend on the company returns the same log-probs each time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Rescorer:
         max_in_flight: int = 64,
         seed: int = 0,
     ) -> None:
-        """temperature: that of the draw. seed: of the order."""
+        """temperature: of the draw. seed: of the order."""
         self._engine, self._num_scorings = engine, num_scorings
         self._temperature, self._max_in_flight = temperature, max_in_flight
         # At temperature 1 they are one, and some engines score the first alone.
@@ -175,7 +175,7 @@ class _Turn:
         return self.trajectory.rescorings is not self.rescorings
 
     def is_by(self, version: int) -> bool:
-        """Whether these weights sampled any part of the turn."""
+        """True if these weights sampled any part of the turn."""
         segments = self.trajectory.segments
         return any(segments[i].policy_version == version for i, _, _ in self.spans)
 

@@ -24,7 +24,7 @@ class TaskConfig:
     """Base of every kind of task. A subclass is a choice of the setting `task`, by its tag.
 
     Everything is made on demand: reading a config touches no file. `check` is called before a model
-    is loaded, and reports what is wrong with the user's data.
+    is loaded, and reports mistakes in the user's data.
     """
 
     SEATS: ClassVar[tuple[str, ...]] = ()

@@ -54,7 +54,7 @@ def seed_globals(*parts: int | str) -> None:
 
 
 def is_held_out(share: float, *key: str) -> bool:
-    """Whether the task with this key belongs to the share that is held out for evaluation. Only the
+    """True if the task with this key belongs to the share that is held out for evaluation. Only the
     key decides, so a task keeps its side when others are added or removed."""
     return derive_seed("held out", *key) < share * 2**63
 
@@ -73,8 +73,8 @@ class TaskSource:
         raise NotImplementedError
 
     def take(self, count: int) -> list[Task]:
-        """Returns the next `count` tasks; fewer at the end of a finite source. What is no task
-        becomes one that cannot be played. Raises DataError if the source raises."""
+        """Returns the next `count` tasks; fewer at the end of a finite source. Any other value
+        becomes a task that cannot be played. Raises DataError if the source raises."""
         try:
             return [_as_task(found) for _, found in zip(range(count), self, strict=False)]
         except (LockstepError, KeyboardInterrupt):

@@ -47,7 +47,7 @@ _OPEN = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", 
 """A schema with one of these at its top may name arguments elsewhere than under "properties"."""
 
 # ---------------------------------------------------------------------------------------------
-# From a function to a schema
+# Function to schema
 # ---------------------------------------------------------------------------------------------
 
 
@@ -96,7 +96,7 @@ def tool(
     """Makes a typed function a tool; also a decorator, with or without arguments.
 
     The schema comes from the signature: str, int, float, bool, None, list[T], dict[str, T],
-    Literal, unions, Optional, defaults, and `Annotated[T, "what it is"]`. The docstring's text
+    Literal, unions, Optional, defaults, and `Annotated[T, "its meaning"]`. The docstring's text
     before "Args:" is the description, its "Args:" section describes parameters.
 
     parallel: see `Tool`. None: yes for a function, and no for a method, which shares the state of
@@ -210,7 +210,7 @@ def _split_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]
 
 
 # ---------------------------------------------------------------------------------------------
-# From a call to arguments
+# Call to arguments
 # ---------------------------------------------------------------------------------------------
 
 
@@ -297,7 +297,7 @@ class ToolRunner:
     server cannot be used.
 
     Counters of `run`: tool/calls, tool/errors, tool/timeouts, tool/truncated,
-    tool/invalid_arguments, tool/unknown; and those of each `ToolOutput`.
+    tool/invalid_arguments, tool/unknown; and the metrics of each `ToolOutput`.
     """
 
     def __init__(self, tools: Sequence[Tool], limits: ToolLimits | None = None) -> None:
@@ -424,7 +424,7 @@ def in_daemon_thread(call: Callable[[], Any]) -> asyncio.Future[Settled]:
 
 
 class ToolEnvironment(Environment):
-    """An episode in which the model calls tools until it answers without a call.
+    """An episode of tool calls that ends with an answer without a call.
 
     Subclasses give `tools`, `reset` and `score`; the answer is in `answer` by then. A turn that
     cannot be read is answered with the reason, so that the model can try again.

@@ -62,6 +62,18 @@ class Budget:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Engine, renderer and sampling parameters that play an episode or a seat."""
+
+    engine: Engine
+    renderer: Renderer
+    sampling: SamplingParams
+    """A template: the budget lowers its `max_tokens`, and the renderer's `stop_ids` come first."""
+    name: str = ""
+    """Name of a policy that is not the run's own."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
     """Ids that the model has not read yet, and reads before its next turn."""
@@ -74,6 +86,19 @@ class Observed:
     @property
     def is_turn(self) -> bool:
         return len(self.messages) == 1 and self.messages[0].role == "assistant"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """Ids that a turn is sampled after."""
+
+    ids: Int32Array
+    parent: int | None
+    """Last recorded segment of the prompt; None if there is none."""
+    record: Callable[[], tuple[int, str]]
+    """Records the rest of the prompt when the reply has come, so that no path ends in an
+    observation that was never answered. Returns the segment that ends it, and the reason of the
+    turn (`Segment.reason`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,20 +124,17 @@ class TurnSampler:
 
     def __init__(
         self,
-        engine: Engine,
-        renderer: Renderer,
+        policy: Policy,
         trajectory: Trajectory,
         *,
-        sampling: SamplingParams,
         budget: Budget,
         priority: Callable[[], int] = lambda: 0,
     ) -> None:
-        """sampling: a template; the budget lowers its `max_tokens`, and the renderer's `stop_ids`
-        come before its own."""
-        self.engine, self.renderer, self.trajectory = engine, renderer, trajectory
+        engine, self.renderer = policy.engine, policy.renderer
+        self.engine, self.trajectory = engine, trajectory
         self.budget, self.priority = budget, priority
-        stop_ids = tuple(dict.fromkeys((*renderer.stop_ids, *sampling.stop_ids)))
-        self.sampling = replace(sampling, stop_ids=stop_ids)
+        stop_ids = dict.fromkeys((*self.renderer.stop_ids, *policy.sampling.stop_ids))
+        self.sampling = replace(policy.sampling, stop_ids=tuple(stop_ids))
         self.max_tokens = min(budget.max_tokens, engine.capabilities.max_tokens)
         """Tokens that a path may have."""
 
@@ -124,10 +146,8 @@ class TurnSampler:
 
     async def sample(
         self,
-        prompt_ids: Int32Array,
+        prompt: Prompt,
         *,
-        parent: int | None,
-        record_prompt: Callable[[], tuple[int, str]],
         name: str,
         seed: int,
         deadline: float,
@@ -137,40 +157,16 @@ class TurnSampler:
     ) -> Turn:
         """Samples one turn of the model and records it.
 
-        parent: the last recorded segment of the prompt; None if there is none. record_prompt:
-        called when the reply has come, so that no path ends in an observation that was never
-        answered. It records the rest of the prompt, and returns the segment that ends it and the
-        reason of the turn (`Segment.reason`). name: names the request within the trajectory.
-        deadline: by `time.monotonic`. tools: declared in this dialogue. sampling: replaces the
-        template. at: called with the name of
-        each stage, for the reason of a failure.
+        name: names the request within the trajectory. deadline: by `time.monotonic`. tools:
+        declared in this dialogue. sampling: replaces the template. at: called with the name of each
+        stage, for the reason of a failure.
 
         The turn is one segment, or one per policy version that drew it. Raises OutOfTime if the
         deadline came before the first token, EngineError for an impossible reply, and whatever the
         trajectory's invariants raise.
         """
         at("engine.generate")
-        sampling = self.sampling if sampling is None else sampling
-        limit = min(
-            sampling.max_tokens,
-            self.budget.max_turn_tokens,
-            self.max_tokens - len(prompt_ids),
-        )
-        if limit != sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=limit)
-        routes_from = 0
-        if sampling.record_routes and parent is not None:
-            routes_from = self.trajectory.num_routed(parent)
-        request = Request(
-            # With the version: the same episode under other weights is another request.
-            id=f"{self.trajectory.id}/{name}-v{self.engine.version}",
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            seed=seed,
-            priority=self.priority(),
-            affinity=self.trajectory.id,
-            routes_from=routes_from,
-        )
+        request = self._request(prompt, sampling or self.sampling, name=name, seed=seed)
         pieces, finish_reason = await self._generate(request, deadline)
         if not pieces:
             kind = OutOfTime if finish_reason == "abort" else EngineError
@@ -182,8 +178,39 @@ class TurnSampler:
             renderer = renderer.with_tools(tools)
         message = renderer.parse(ids.tolist())
         at("the sampled reply")
-        leaf, reason = record_prompt()
-        context_ids = prompt_ids
+        leaf = self._record(request, pieces, prompt, message)
+        return Turn(leaf, ids, message, finish_reason, pieces[-1].stop)
+
+    def _request(
+        self, prompt: Prompt, sampling: SamplingParams, *, name: str, seed: int
+    ) -> Request:
+        limit = min(
+            sampling.max_tokens,
+            self.budget.max_turn_tokens,
+            self.max_tokens - len(prompt.ids),
+        )
+        if limit != sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=limit)
+        routes_from = 0
+        if sampling.record_routes and prompt.parent is not None:
+            routes_from = self.trajectory.num_routed(prompt.parent)
+        return Request(
+            # The version is part of it: the same episode under other weights is another request.
+            id=f"{self.trajectory.id}/{name}-v{self.engine.version}",
+            prompt_ids=prompt.ids,
+            sampling=sampling,
+            seed=seed,
+            priority=self.priority(),
+            affinity=self.trajectory.id,
+            routes_from=routes_from,
+        )
+
+    def _record(
+        self, request: Request, pieces: Sequence[Delta], prompt: Prompt, message: Message
+    ) -> int:
+        """Records the rest of the prompt, and a segment for each piece. Returns the last one."""
+        leaf, reason = prompt.record()
+        context_ids, routes_from = request.prompt_ids, request.routes_from
         for piece in pieces:
             leaf = self.trajectory.record(
                 piece.token_ids,
@@ -196,14 +223,14 @@ class TurnSampler:
                 policy_version=piece.policy_version,
                 finish_reason=piece.finish_reason or "stop",
                 stop=piece.stop,
-                sampling=sampling,
+                sampling=request.sampling,
                 messages=(message,) if piece is pieces[-1] else (),
                 reason=reason if piece is pieces[0] else "",
                 fingerprint=piece.fingerprint,
             )
             context_ids = np.concatenate([context_ids, piece.token_ids])
             routes_from = len(context_ids) - 1
-        return Turn(leaf, ids, message, finish_reason, pieces[-1].stop)
+        return leaf
 
     def observe(self, parent: int | None, observed: Sequence[Observed], *, reason: str = "") -> int:
         """Records a segment for each part that has ids. Returns the last one."""
@@ -341,7 +368,7 @@ def fork_without_thinking(
 
 
 def _runs(trajectory: Trajectory, leaf: int) -> list[tuple[int, Observed]]:
-    """(first segment, ids) of each turn of a path, and of what was observed between two turns."""
+    """(first segment, ids) of each turn of a path, and of the observations between two turns."""
     runs: list[tuple[int, Observed]] = []
     first: int | None = None
     for index in trajectory.path(leaf):
@@ -362,7 +389,8 @@ OFFERED = "tool/offered/"
 
 
 def offer(trajectory: Trajectory, tools: Sequence[ToolSchema]) -> None:
-    """Notes which tools the model may call in an episode: what it never calls leaves no trace."""
+    """Notes which tools the model may call in an episode: tools that it never calls leave no other
+    trace."""
     trajectory.metrics.update({f"{OFFERED}{tool.name}": 1.0 for tool in tools})
 
 

@@ -21,7 +21,7 @@ from lockstep.agent.environment import Environment
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import Budget, training_sampling
 from lockstep.agent.tasks import derive_seed
-from lockstep.agent.turns import TurnSampler
+from lockstep.agent.turns import Policy, Prompt, TurnSampler
 from lockstep.config import tag
 from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.examine import examine
@@ -215,13 +215,10 @@ class _Climber:
             await environment.close()
         prompt_ids = np.array(self.renderer.tokenizer.encode(words), np.int32)
         trajectory = Trajectory(id=f"plain-text/0/{task.id}/0", task_id=task.id)
-        sampler = TurnSampler(
-            self.parts.engine, self.renderer, trajectory, sampling=self.sampling, budget=self.budget
-        )
+        policy = Policy(self.parts.engine, self.renderer, self.sampling)
+        sampler = TurnSampler(policy, trajectory, budget=self.budget)
         await sampler.sample(
-            prompt_ids,
-            parent=None,
-            record_prompt=lambda: (trajectory.observe(prompt_ids), ""),
+            Prompt(prompt_ids, None, lambda: (trajectory.observe(prompt_ids), "")),
             name="0",
             seed=derive_seed(self.config.seed, trajectory.id),
             deadline=time.monotonic() + self.budget.max_seconds,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lockstep.agent.match_loop import SeatPolicy
+    from lockstep.agent.turns import Policy
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.launch.ranks import Ranks
     from lockstep.models.decoder import Decoder
@@ -73,7 +73,7 @@ class Parts:
     """Models and servers that score the rows; None without `distill`."""
     hooks: RunHooks = field(default_factory=current_hooks)
     """Code from outside that steps into the run; by default none."""
-    seats: Mapping[str, SeatPolicy] = field(default_factory=dict[str, "SeatPolicy"])
+    seats: Mapping[str, Policy] = field(default_factory=dict[str, "Policy"])
     """Who plays the frozen seats of a task's matches."""
     own: Mapping[str, Parts] = field(default_factory=dict[str, "Parts"])
     """Seat -> the parts of the policy that is trained there, over the same model."""

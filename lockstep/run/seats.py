@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.agent.config import FrozenSeat
 from lockstep.agent.loop import sampling_of
-from lockstep.agent.match_loop import SeatPolicy
+from lockstep.agent.turns import Policy
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.models.locate import CONFIG_FILES
@@ -61,11 +61,11 @@ def find_seats(config: Config) -> dict[str, Served]:
 
 def open_seats(
     config: Config, *, scratch: Path | None, on_wait: Callable[[str], None] = lambda text: None
-) -> dict[str, SeatPolicy]:
+) -> dict[str, Policy]:
     """Opens an engine for each frozen seat. In evaluations too they draw as in training, so that
     the policy has the same opponent. Under a contract their ops do not depend on the batch, so a
     resumed run gets the same replies."""
-    out: dict[str, SeatPolicy] = {}
+    out: dict[str, Policy] = {}
     for name, served in find_seats(config).items():
         place = None if scratch is None else scratch / f"seat-{name}"
         model_files, engine = open_served(
@@ -73,7 +73,7 @@ def open_seats(
         )
         seat = config.seats[name]
         assert isinstance(seat, FrozenSeat), "only frozen seats are found"
-        out[name] = SeatPolicy(
+        out[name] = Policy(
             engine=engine,
             renderer=model_files.renderer,
             sampling=sampling_of(config.agent),

@@ -123,7 +123,7 @@ async def _steps(run: TrainingRun) -> Status:
 
 async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     """sample, score, align, measure, correct, update, record, sync. None if no task is left."""
-    config, step, in_thread = run.config, run.step, run.buffer.beside
+    config, step, in_thread = run.config, run.step, run.buffer.in_thread
     began = time.perf_counter()
     seed_globals(config.seed, "step", step)
     torch.manual_seed(derive_seed(config.seed, "torch", step))
@@ -207,7 +207,7 @@ async def end_step(run: TrainingRun) -> dict[str, Any]:
         run.log(row | run.engine_metrics())
         run.row = {}
     if is_multiple(step, run.config.checkpoint.every) or run.tested_at == step:
-        await run.buffer.beside(run.save)
+        await run.buffer.in_thread(run.save)
     return row
 
 

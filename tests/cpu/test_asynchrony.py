@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.agent.loop import Budget, collect, training_sampling
+from lockstep.agent.loop import Budget, RolloutOptions, collect, training_sampling
+from lockstep.agent.turns import Policy
 from lockstep.config import resolve
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
@@ -221,12 +222,16 @@ def test_without_staleness_a_run_is_the_plain_loop_bit_for_bit(tmp_path):
         for step in range(config.steps):
             await engine.load_weights(None, version=trainer.version)
             groups = await collect(
-                engine, parts.renderer, lambda task: config.task.environment(task, config.agent),
-                tasks.take(config.groups_per_step), group_size=config.group_size,
-                sampling=training_sampling(config.agent, engine.capabilities),
+                Policy(
+                    engine, parts.renderer, training_sampling(config.agent, engine.capabilities)
+                ),
+                lambda task: config.task.environment(task, config.agent),
+                tasks.take(config.groups_per_step),
+                group_size=config.group_size,
                 budget=Budget.of(config.agent, max_tokens=config.max_tokens),
-                run_seed=config.seed, step=step,
-            )  # fmt: skip
+                run_seed=config.seed,
+                options=RolloutOptions(step=step),
+            )
             trainer.update(
                 rows_for_training(groups, config.advantage), config.objective, config.correction
             )

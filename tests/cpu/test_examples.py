@@ -16,7 +16,8 @@ from check_engine import check_engine
 import lockstep
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.loop import Budget, run_episode
-from lockstep.agent.match_loop import SeatPolicy, collect_matches
+from lockstep.agent.match_loop import collect_matches
+from lockstep.agent.turns import Policy
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.envs.custom import Episode
 from lockstep.envs.docsearch.config import DocSearchConfig
@@ -58,13 +59,15 @@ def play(messages):
     replies = iter(messages)
     return asyncio.run(
         run_episode(
-            FakeEngine(lambda _: renderer.render_reply(next(replies))),
-            renderer,
+            Policy(
+                FakeEngine(lambda _: renderer.render_reply(next(replies))),
+                renderer,
+                SamplingParams(max_tokens=256),
+            ),
             config.environment(task, AgentConfig()),
             task,
             trajectory_id="episode",
             seed=0,
-            sampling=SamplingParams(max_tokens=256),
             budget=Budget(max_tokens=8192),
         )
     )
@@ -216,7 +219,7 @@ def played(name, replies, *, seats, **task):
 
     def policy(seat):
         texts = iter(replies[seat])
-        return SeatPolicy(
+        return Policy(
             engine=FakeEngine(lambda _: renderer.render_reply(answer(next(texts)))),
             renderer=renderer,
             sampling=SamplingParams(max_tokens=64),

@@ -117,7 +117,7 @@ def _choice(answered: Answered, at: int) -> dict[str, Any]:
     if message.thinking:
         content["reasoning_content"] = message.thinking
     if message.tool_calls:
-        content["tool_calls"] = [_told(call) for call in message.tool_calls]
+        content["tool_calls"] = [_call_of(call) for call in message.tool_calls]
     if answered.asked.has_logprobs:
         logprobs = {"content": answered.logprobs(reply), "refusal": None}
     reason = "tool_calls" if message.tool_calls else "stop"
@@ -125,7 +125,7 @@ def _choice(answered: Answered, at: int) -> dict[str, Any]:
     return {"index": at, "message": content, "finish_reason": reason, "logprobs": logprobs}
 
 
-def _told(call: ToolCall) -> dict[str, Any]:
+def _call_of(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 

@@ -29,8 +29,8 @@ class GatewayConfig:
     """Seconds that a client may take to send its headers, and again to send the body; a connection
     without a request is closed after as long."""
     max_connections: int = 1000
-    """Connections at a time, at most as many as the limit on open files leaves. A further one
-    replaces the one that has waited longest without a request."""
+    """Connections at a time, within the limit on open files. A further connection replaces the
+    oldest idle one."""
     keep_alive_seconds: float = 10.0
     """Seconds until a stream whose turn is not complete sends a keep-alive, and between
     keep-alives."""
@@ -39,7 +39,7 @@ class GatewayConfig:
 
     log: str = ""
     """File that gets a line of JSON for each request: time, session, route, model, tokens, status,
-    milliseconds and the code of an error; never what was said."""
+    milliseconds and the code of an error; never the messages."""
 
     def check_key(self, key: str) -> None:
         """Raises ConfigError unless `key` may open a server at this address; "" is none."""

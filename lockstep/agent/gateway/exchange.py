@@ -21,7 +21,8 @@ from lockstep.types import (
 
 
 class Refusal(LockstepError):
-    """A request that gets no turn. The text says what was expected, what came and what to do.
+    """A request that gets no turn. The text names the expected and the found value, and the next
+    step.
 
     status: of HTTP. code: short and stable, for programs (`unknown_session`, `context_overflow`).
     parameter: the field of the body, if the refusal is about one.

@@ -29,12 +29,12 @@ except ImportError:  # pragma: no cover
     raise MissingExtraError.of("aiohttp", extra="http", needed_for="the gateway") from None
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that stand for all of this machine's -> the one by which it reaches itself."""
+"""Wildcard address -> the address at which this machine reaches itself."""
 ACCEPTED_AT_ONCE = 32
 """Connections that are accepted before other work is done."""
 
 HEAD_BYTES = 512
-"""Beginning of a body that is too large, by which it may be recognized."""
+"""Bytes that are kept of a body that is too large, to recognize its sender."""
 
 NOTES: ContextVar[dict[str, Any]] = ContextVar("NOTES")
 """Entries that a site adds to the log's line of the request that it answers."""
@@ -64,7 +64,7 @@ class Site:
     section: Callable[[], str]
     """Writes its part of the page at `/` (`page.section`)."""
     prefix: str = "/"
-    """Beginning of its paths; the longest one that fits a path tells whose it is."""
+    """Beginning of its paths. The site with the longest fitting prefix answers."""
     decoders: Mapping[str, Decoder] = field(default_factory=dict)
     """Further encodings of bodies than gzip and deflate."""
 
@@ -141,8 +141,8 @@ class Listener:
         return web.Response(text=text, content_type="text/html")
 
     def _connection(self, server: web.Server) -> asyncio.Protocol:
-        """Makes the protocol of a new connection. If there are too many, the one that has waited
-        longest without a request makes room."""
+        """Makes the protocol of a new connection. If there are too many, the connection that is
+        idle for longest makes room."""
         limit = self.config.max_connections
         if (num_files := max_open_files()) is not None:
             limit = min(limit, max(16, num_files - 4 * ACCEPTED_AT_ONCE))
@@ -190,6 +190,10 @@ class Listener:
             raise
         except Exception as error:
             response = site.refuse(error, request)
+            if response.status == 503:
+                response.headers["Retry-After"] = "1"
+            if response.status in (408, 413):  # the rest of the body is not read
+                response.force_close()
             return response
         finally:
             self._busy.discard(request.protocol)
@@ -260,7 +264,7 @@ class Listener:
 
 
 def open_files(config: GatewayConfig) -> tuple[ssl.SSLContext | None, TextIO | None]:
-    """(certificate, log) of a gateway, None for those it has none of. Raises ConfigError."""
+    """(certificate or None, log or None) of a gateway. Raises ConfigError."""
     secured = _tls_of(config)
     try:
         log = Path(config.log).expanduser().open("a", buffering=1) if config.log else None

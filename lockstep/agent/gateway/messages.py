@@ -150,7 +150,7 @@ def write(answered: Answered) -> dict[str, Any]:
         "content": _blocks(reply.message),
         **_ending(reply),
         "usage": {
-            # In this dialect, input_tokens excludes tokens read from the cache.
+            # This dialect excludes tokens read from the cache from input_tokens.
             "input_tokens": len(reply.prompt_ids) - reply.num_reused_tokens,
             "cache_read_input_tokens": reply.num_reused_tokens,
             "cache_creation_input_tokens": 0,

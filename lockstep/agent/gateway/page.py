@@ -1,4 +1,4 @@
-"""The page at `/`: what is served, addresses to copy, counts and the last errors."""
+"""The page at `/`: models, addresses to copy, counts and the last errors."""
 
 from __future__ import annotations
 

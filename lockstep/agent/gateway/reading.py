@@ -49,7 +49,7 @@ class Asked:
     is_streamed: bool = False
     has_logprobs: bool = False
     has_usage: bool = True
-    """Whether a stream ends with its usage."""
+    """A stream ends with its usage."""
     body: Mapping[str, Any]
     """The body itself; a dialect repeats parts of it in its answer."""
     is_stored: bool = False
@@ -131,9 +131,14 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-async def beside(raw: bytes, read: Callable[[], T]) -> T:
-    """The result of `read`, which parses a body; in a thread for a large one."""
+async def in_thread(raw: bytes, read: Callable[[], T]) -> T:
+    """The result of `read`, which parses the body `raw`: in a thread if the body is large."""
     return read() if len(raw) <= LOOP_BYTES else await asyncio.to_thread(read)
+
+
+async def parsed(raw: bytes) -> dict[str, Any]:
+    """See `parse_body`."""
+    return await in_thread(raw, lambda: parse_body(raw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +212,7 @@ class Value:
         return found
 
     def stops(self) -> tuple[str, ...]:
-        """Text, or several texts, at which a reply stops."""
+        """One or several texts that end a reply."""
         values = [self] if isinstance(self.raw, str) else self.entries()
         if empty := [value for value in values if not value.text()]:
             raise empty[0].wrong("text that is not empty")
@@ -234,7 +239,7 @@ class Value:
             if known is None:
                 near = difflib.get_close_matches(name, fields, 1)
                 hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."
-                text = f"is not known, so what it asks for would not happen. {hint}"
+                text = f"is not known, and would have no effect. {hint}"
                 raise value.refusal(text, "unknown_parameter")
             if known.treatment == "refused":
                 text = f"is {shown(raw)}, which cannot be honoured here. {known.about}"

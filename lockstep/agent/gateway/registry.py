@@ -18,8 +18,8 @@ SWEEPS_PER_TIMEOUT = 4
 class SessionRegistry:
     """All sessions of one gateway.
 
-    A finished session is found until it is removed, or until its slot is needed; the one that
-    finished first is dropped then. A session that is not finished is never dropped for another.
+    A finished session is found until it is removed, or until its slot is needed; the first to
+    finish is dropped. A session that is not finished is never dropped for another.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SessionRegistry:
         if len(self._sessions) >= self._max_sessions:
             old = next((s for s in self._sessions.values() if s.ended.is_set()), None)
             if old is None:
-                text = f"{len(self._sessions)} sessions are open, as many as there may be."
+                text = f"{len(self._sessions)} sessions are open, the most there may be."
                 raise Refusal(429, "too_many_sessions", f"{text} Finish some.")
             self._drop(old)
         self._sessions[session.id] = session

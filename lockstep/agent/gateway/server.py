@@ -33,7 +33,15 @@ from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import Field
 from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of, web
 from lockstep.agent.gateway.page import section
-from lockstep.agent.gateway.reading import Answered, Asked, Value, beside, event, parse_body
+from lockstep.agent.gateway.reading import (
+    Answered,
+    Asked,
+    Value,
+    event,
+    in_thread,
+    parse_body,
+    parsed,
+)
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
 from lockstep.renderers.base import Renderer
@@ -139,15 +147,10 @@ class GatewayServer:
         is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.path
         dialect = messages if is_anthropic else chat
         response = _json(dialect.error(refusal), status=refusal.status)
-        match refusal.status:
-            case 401:
-                response.headers["WWW-Authenticate"] = "Bearer"
-            case 503:
-                response.headers["Retry-After"] = "1"
-            case 409 | 410 | 500:  # the official clients would try these again
-                response.headers["x-should-retry"] = "false"
-            case 408 | 413:  # the rest of the body is not read
-                response.force_close()
+        if refusal.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        if refusal.status in (409, 410, 500):  # the official clients would try these again
+            response.headers["x-should-retry"] = "false"
         return response
 
     def _refusal_of(self, error: Exception, request: web.Request) -> Refusal:
@@ -169,17 +172,13 @@ class GatewayServer:
             LOGGER.error("%s %s", request.method, request.path, exc_info=error)
         return refusal
 
-    async def _body(self, request: web.Request, *, optional: bool = False) -> bytes:
-        if optional and not request.can_read_body:
-            return b"{}"
-        raw = await self._listener.read(request, content_type="application/json")
-        return raw or (b"{}" if optional else b"")
-
     async def _value(self, request: web.Request, *fields: str) -> Value:
         """The body of a request about a session; an empty object without one. fields: all that it
         may have, where others are refused."""
-        raw = await self._body(request, optional=True)
-        body = Value(await beside(raw, partial(parse_body, raw)))
+        raw = b""
+        if request.can_read_body:
+            raw = await self._listener.read(request, content_type="application/json")
+        body = Value(await parsed(raw or b"{}"))
         if fields:
             body.check_fields(dict.fromkeys(fields, Field("honoured")))
         return body
@@ -231,13 +230,24 @@ class GatewayServer:
 
     # -- turns ------------------------------------------------------------------------------------
 
-    async def _answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
+    async def _asked(
+        self, request: web.Request, read: Callable[..., Asked]
+    ) -> tuple[GatewaySession, bytes, Asked]:
+        """(session, body, the body as `read` reads it). Raises Refusal."""
         session = self._session(request)
-        raw = await self._body(request)
+        raw = await self._listener.read(request, content_type="application/json")
         if session.is_finished:  # the shared one may have ended meanwhile
             session = self._session(request)
-        asked: Asked = await beside(raw, lambda: dialect.read(parse_body(raw), session.dialogues))
-        self._check_asked(asked)
+        asked = await in_thread(raw, lambda: read(parse_body(raw), session.dialogues))
+        names = (self.model, *self.config.names)
+        if asked.model not in names and "*" not in names:
+            text = f"the model {asked.model[:80]!r} is not served here; expected {self.model!r}. "
+            text += "Let other names in with gateway.names."
+            raise Refusal(404, "unknown_model", text, parameter="model")
+        return session, raw, asked
+
+    async def _answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
+        session, raw, asked = await self._asked(request, dialect.read)
         if key := self._turn_key(request, session, raw):
             asked = replace(asked, turn=replace(asked.turn, key=key))
         self.counts["requests"] += 1
@@ -311,13 +321,6 @@ class GatewayServer:
             session.dialogues[responses.response_id(found)] = dialogue
         return found
 
-    def _check_asked(self, asked: Asked) -> None:
-        names = (self.model, *self.config.names)
-        if asked.model not in names and "*" not in names:
-            text = f"the model {asked.model[:80]!r} is not served here; expected {self.model!r}. "
-            text += "Let other names in with gateway.names."
-            raise Refusal(404, "unknown_model", text, parameter="model")
-
     def _turn_key(self, request: web.Request, session: GatewaySession, raw: bytes) -> str:
         """Returns the key that two attempts of one request share, or "".
 
@@ -350,12 +353,8 @@ class GatewayServer:
         return task
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        raw = await self._body(request)
-        asked = await beside(
-            raw, lambda: messages.read(parse_body(raw), session.dialogues, is_counted=True)
-        )
-        self._check_asked(asked)
+        read = partial(messages.read, is_counted=True)
+        session, _, asked = await self._asked(request, read)
         return _json({"input_tokens": await session.count_tokens(asked.turn)})
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
 """One session of the gateway: an episode of an agent that speaks HTTP, as one trajectory.
 
 Every request contains a whole dialogue. The part that is already recorded is found by its words
-(`tree`), and the engine is sent the recorded ids; only what is new is encoded. Whatever an agent
+(`tree`), and the engine is sent the recorded ids; only new messages are encoded. Whatever an agent
 does to its history (it retries, edits, compacts, alters a reply, starts sub-agents) becomes a
 branch: nothing that the model saw or sampled is rewritten.
 
@@ -41,6 +41,7 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import (
     Observed,
     OutOfTime,
+    Prompt,
     Turn,
     TurnSampler,
     count,
@@ -72,8 +73,9 @@ the client's request. A request's `max_tokens` and stop strings hold in either c
 class GatewaySession:
     """An episode in the making: `reply` for each turn, `set_reward`, then `finish`.
 
-    >>> sampler = TurnSampler(engine, renderer, Trajectory(id="s1"),                # doctest: +SKIP
-    ...     sampling=SamplingParams(max_tokens=512), budget=Budget(max_tokens=8192))
+    >>> policy = Policy(engine, renderer, SamplingParams(max_tokens=512))           # doctest: +SKIP
+    >>> sampler = TurnSampler(policy, Trajectory(id="s1"),                          # doctest: +SKIP
+    ...     budget=Budget(max_tokens=8192))
     >>> session = GatewaySession(sampler, seed=1)                                   # doctest: +SKIP
     >>> user = Message(role="user", content="What is 2 + 3?")                       # doctest: +SKIP
     >>> reply = await session.reply(TurnRequest(messages=(user,)))                  # doctest: +SKIP
@@ -103,11 +105,11 @@ class GatewaySession:
         self._tree = Tree()
         self._running: set[asyncio.Task[Answer]] = set()
         self._by_key: dict[str, asyncio.Task[Answer]] = {}
-        """Requests in progress, and those that got a turn."""
+        """Requests in progress, and answered requests."""
         self._asked: Counter[str] = Counter()
         """Number of requests to the engine, by a digest of the prompt."""
         self._rewards: dict[int | None, float] = {}
-        """By leaf; None is every leaf's without one of its own."""
+        """Leaf -> reward. None -> the reward of every leaf without its own."""
         self._finishing: asyncio.Task[None] | None = None
         self._exhausted = ""
         """The budget that refused the last request; "" after a turn."""
@@ -129,7 +131,7 @@ class GatewaySession:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a turn is being sampled."""
+        """True while a turn is being sampled."""
         return bool(self._running)
 
     @property
@@ -140,7 +142,7 @@ class GatewaySession:
 
     @property
     def has_reward(self) -> bool:
-        """Whether a reward was posted."""
+        """True if a reward was posted."""
         return bool(self._rewards)
 
     @property
@@ -154,13 +156,13 @@ class GatewaySession:
 
     @property
     def turn_ends(self) -> list[int]:
-        """The segment that ends each turn, in the order in which they were recorded."""
+        """The segment that ends each turn, in order of recording."""
         return [a.segment for a in self._tree.answers if a.segment is not None]
 
     def rewarded_ends(self) -> list[int]:
-        """The turns at which the session's reward applies: the last one of each path, without turns
-        that a retry replaced or that no client received. Where the last turn of a path was not
-        received, the path ends at the one before."""
+        """The turns that get the session's reward: the last turn of each path, without turns that a
+        retry replaced or that no client received. Where the last turn of a path was not received,
+        the path ends at the one before."""
         leaves, sampled = set(self.trajectory.leaves()), set(self.turn_ends)
         ends: list[int] = []
         climbed: list[int] = []
@@ -308,7 +310,7 @@ class GatewaySession:
         place = drafted.place
         if place.why is None:
             place.why = drafted.reason
-        # By prompt and count, not by time: concurrent requests do not change each other's draws.
+        # Not by time: concurrent requests do not change each other's draws.
         digest = hashlib.blake2b(prompt_ids.data, digest_size=6).hexdigest()
         self._asked[digest] += 1
         num_asked = self._asked[digest]
@@ -316,11 +318,10 @@ class GatewaySession:
         if self._rule == "client" and request.seed is not None:
             seed = derive_seed("client", request.seed)
         place.num_running += 1
+        record = partial(self._record_prompt, drafted)
         try:
             turn = await self._sampler.sample(
-                prompt_ids,
-                parent=self._recorded_part(place)[0],
-                record_prompt=partial(self._record_prompt, drafted),
+                Prompt(prompt_ids, self._recorded_part(place)[0], record),
                 name=f"{digest}-{num_asked}-{self._seed:x}",
                 seed=seed,
                 deadline=min(self._deadline, time.monotonic() + self._sampler.budget.max_seconds),
@@ -508,7 +509,7 @@ class GatewaySession:
     # -- the place of a request ----------------------------------------------------------------
 
     def _draft(self, dialogue: Dialogue) -> _Draft:
-        """Finds the place where the request asks, and encodes what is new on the way there.
+        """Finds the place where the request asks, and encodes the new messages before it.
 
         Nothing of the session changes. Raises Refusal for messages that the renderer cannot write.
         """
@@ -631,7 +632,7 @@ class GatewaySession:
         return leaf, [part for each in missing for part in each.parts]
 
     def _record_prompt(self, draft: _Draft) -> tuple[int, str]:
-        """Records what is missing before the turn; see `TurnSampler.sample`."""
+        """Records the missing part of the prompt; see `Prompt.record`."""
         place = draft.place
         if place.segment is None:  # the branch begins with the place
             draft.reason = place.why or ""
@@ -672,7 +673,7 @@ class _Draft:
     reason: Reason
     """Reason of the turn."""
     new: list[Place | Answer] = field(default_factory=list["Place | Answer"])
-    """Additions to the tree, each after the one that it follows; the first gets the reason."""
+    """Additions to the tree, parents first; the first gets the reason."""
     counts: Counter[str] = field(default_factory=Counter[str])
     """Additions to the metrics of the trajectory."""
     stage: str = ""

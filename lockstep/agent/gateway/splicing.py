@@ -13,7 +13,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 def splice_reply(
     renderer: Renderer, sampled: Sequence[int], altered: Sequence[int], *, is_thinking_kept: bool
 ) -> tuple[list[int], int]:
-    """Builds the ids of an altered reply, and counts those that were encoded for it.
+    """Builds the ids of an altered reply, and counts the newly encoded ids.
 
     sampled: the turn. altered: the altered reply as `Renderer.render_reply` writes it.
     is_thinking_kept: the agent repeated the turn's thinking or left it out, so its sampled ids

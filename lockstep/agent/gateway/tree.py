@@ -1,4 +1,4 @@
-"""The dialogues of a session as a tree of words, in which each request finds its place.
+"""The dialogues of a session as a tree of words. Each request finds its place in it.
 
 A dialogue alternates between batches of messages that are new to the model (`Place`) and replies
 (`Answer`, sampled here or written by the agent). Both are found by keys in dicts, so a request
@@ -67,7 +67,7 @@ class Place:
     why: Reason | None = None
     """Reason of its first turn, whose branch may begin above the place; None if it has none."""
     is_forked: bool = False
-    """The path leaves that of `above`, because thinking was forgotten, and continues from `base`.
+    """The path forks before `above`, because thinking was forgotten, and continues from `base`.
     """
     base: int | None = None
     """A segment; None for a new root."""
@@ -107,7 +107,7 @@ class Answer:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether a retry replaced the turn or no client received it, and no request continues from
+        """True if a retry replaced the turn or no client received it, and no request continues from
         it."""
         is_left = self.is_retried or self.num_receivers <= 0
         return is_left and not any(place.is_used for place in self.places.values())
@@ -196,13 +196,13 @@ class Tree:
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
-        """Sampled answers, in the order in which they were recorded."""
+        """Sampled answers, in order of recording."""
         self._roots: dict[Key, Place] = {}
         self._root_sizes: set[int] = set()
         """Batches of their prompts: an agent may begin with a history."""
         self._by_reply: dict[Key, Answer] = {}
         self._merged: dict[Key, Answer] = {}
-        """Turns that a client sent back with the thinking in the content, by what it sent."""
+        """Key of a reply with the thinking in its content -> the turn."""
 
     def find(self, dialogue: Dialogue) -> Found:
         """The deepest path that the dialogue begins with."""
@@ -285,7 +285,7 @@ class Tree:
         return self._rewritten(dialogue, Found()) if is_told_on else "new_dialogue"
 
     def _shares_question(self, dialogue: Dialogue) -> bool:
-        """Whether another root has the same first message after its instructions."""
+        """True if another root has the same first message after its instructions."""
         own = _questions(dialogue.batch_keys[0])[:1]
         return bool(own) and any(_questions(key[0])[:1] == own for key in self._roots)
 
@@ -300,10 +300,10 @@ class Tree:
         return "compaction" if is_shorter and (is_kept or is_summed_up) else "edited_history"
 
     def _quotes(self, batch: Sequence[Message]) -> bool:
-        """Whether the batch contains the text of a turn, as a summary by the model does."""
+        """True if the batch contains the text of a turn, as a summary by the model does."""
         turns = [answer.message.content.strip() for answer in self.answers]
-        told = [text for text in turns if len(text) >= MIN_QUOTED_CHARS]
-        return any(text in message.content for text in told for message in batch)
+        quotable = [text for text in turns if len(text) >= MIN_QUOTED_CHARS]
+        return any(text in message.content for text in quotable for message in batch)
 
 
 def altered_from(place: Place, reply: Message) -> tuple[Answer, Reason] | None:
@@ -345,7 +345,7 @@ _WRAPPER = re.compile(
 
 
 def _is_merged(reply: Message, turn: Message) -> bool:
-    """Whether a reply is a turn with its thinking put before its content.
+    """True if a reply is a turn with its thinking put before its content.
 
     >>> turn = Message(role="assistant", thinking="6+6 is 12.", content="12")
     >>> _is_merged(Message(role="assistant", content="<think>6+6 is 12.</think>12"), turn)

@@ -84,8 +84,8 @@ class SandboxConfig:
 class Sandbox:
     """Runs untrusted programs. Never raises for what a program does.
 
-    One sandbox serves all episodes of a run. It starts with the first program, runs as many at a
-    time as it has places, and queues the others. It may be used from one event loop after another.
+    One sandbox serves all episodes of a run. It starts with the first program, runs up to `workers`
+    programs at a time, and queues the others. It may be used from one event loop after another.
     Subclasses give `_run`, `_forget` and `_end`.
     """
 

@@ -34,7 +34,7 @@ MIN_VERSION = (0, 7)
 """First version with `--size`."""
 NOBODY = 65534
 _VARIABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-"""Environment of the Python inside, but for PYTHONPATH."""
+"""Environment of the Python inside, without PYTHONPATH."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def require_bwrap(command: str) -> str:
     said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
     version = tuple(int(part) for part in re.findall(r"\d+", said)[:2])
     if version < MIN_VERSION:
-        needed = "bubblewrap 0.7 or newer is needed, to bound what is written"
+        needed = "bubblewrap 0.7 or newer is needed, to bound written files"
         raise ConfigError(f"sandbox.command: {found} says {said.strip()!r}; {needed}.")
     probe = [found, "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/true"]
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """The sandbox `container`: CPython in containers, through the command of docker or podman.
 
-A container shares this machine's kernel. Set `runtime` to one that does not, gVisor's `runsc` or
-Kata's, if that is too little.
+A container shares this machine's kernel. If that is too little, set `runtime` to gVisor's `runsc`
+or Kata's, which have their own kernel.
 """
 
 from __future__ import annotations

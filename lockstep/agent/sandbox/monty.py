@@ -1,7 +1,7 @@
 """The sandbox `monty`: a Python interpreter in Rust that has no way out.
 
 It has no files, sockets or processes, so the host stays out of reach even if a program finds a bug.
-It runs in processes of its own all the same, without this process's environment; one that crashes
+It runs in processes of its own all the same, without this process's environment; a crashed process
 is replaced.
 
 Values leave it as text that `repr` made within the limits, never as objects: a few lines of code
@@ -82,8 +82,8 @@ class MontyConfig(SandboxConfig):
     max_depth: int = 500
     """Depth of nested calls."""
     max_session_mib: int = 16
-    """MiB of variables that a session keeps between programs. A program with more is told, and the
-    session keeps its previous variables."""
+    """MiB of variables that a session keeps between programs. A program with more gets an error,
+    and the session keeps its previous variables."""
     seed: int = 0
     """Seed of `random` in each session. The clock is frozen, so nothing else varies."""
 
@@ -108,7 +108,7 @@ class MontySandbox(Sandbox):
         super().__init__(config)
         self._monty = require_monty()
         self._config = config
-        # An odd number, so that its error can be told from that of the memory.
+        # An odd number, which tells its error from the error of the memory.
         self._max_printed_bytes = 4 * config.limits.output_chars + 1
         self._states: dict[str, bytes] = {}
         """Variables of each session. They need no process, so thousands of sessions may wait."""

@@ -58,8 +58,8 @@ class _ProcessConfig(SandboxConfig):
     disk_mib: int = 16
     """MiB of files that a program may write to /tmp, which is in memory."""
     max_sessions: int = 64
-    """Processes that wait for the next program of their session. With more, the one that waited
-    longest is ended, and its next program reads that its variables are gone."""
+    """Processes that wait for the next program of their session. With more, the longest waiting
+    process is ended, and its next program reads that its variables are gone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +72,7 @@ class _ProcessConfig(SandboxConfig):
 
     def prepare(self) -> Callable[[], Launch]:
         """Looks for all that is needed. Returns a function that gives the command of the next
-        process. Raises ConfigError for what is missing."""
+        process. Raises ConfigError if something is missing."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -257,7 +257,7 @@ class Worker:
         return report if isinstance(report, dict | None) else {}
 
     async def _read(self) -> None:
-        """Keeps what is printed, up to the output limit."""
+        """Keeps the printed text, up to the output limit."""
         assert self._process.stderr is not None
         num_dropped = 0
         tail = b""  # the mark may come after the part that is kept
@@ -300,7 +300,7 @@ class ProcessSandbox(Sandbox):
         self._sessions: OrderedDict[str, Worker] = OrderedDict()
         """Processes of sessions, the least recently used first."""
         self._lost: set[str] = set()
-        """Sessions whose process was ended, until their next program is told."""
+        """Sessions whose process was ended, until their next program reads so."""
         self._ending: set[asyncio.Task[None]] = set()
 
     async def _forget(self, session: str) -> None:
@@ -310,7 +310,7 @@ class ProcessSandbox(Sandbox):
 
     async def _end(self) -> None:
         starting, self._ready = self._ready, []
-        # Not cancelled: nobody would end a process that is half started.
+        # They are not cancelled: nobody would end a process that is half started.
         started = await asyncio.gather(*starting, return_exceptions=True)
         workers = [each for each in started if isinstance(each, Worker)]
         workers += self._sessions.values()
@@ -320,11 +320,11 @@ class ProcessSandbox(Sandbox):
 
     async def _run(self, code: str, session: str) -> ProgramResult:
         worker = self._sessions.pop(session, None)
-        is_told = session in self._lost
+        has_lost_variables = session in self._lost
         self._lost.discard(session)
         if worker is not None and not worker.is_alive:  # it died between programs
             self._end_later(worker)
-            worker, is_told = None, True
+            worker, has_lost_variables = None, True
         if worker is None:
             worker = await self._take()
         is_kept = False
@@ -342,7 +342,7 @@ class ProcessSandbox(Sandbox):
                 self._end_later(worker)
         if session and not is_kept:
             error = f"{error or self._error_of(ending)}\n{GONE}".strip()
-        printed, is_truncated = GONE * is_told + printed, ending == "output"
+        printed, is_truncated = GONE * has_lost_variables + printed, ending == "output"
         return self._result(printed, ending, error, is_truncated=is_truncated, seconds=seconds)
 
     def _keep(self, session: str, worker: Worker) -> None:

@@ -39,7 +39,7 @@ def python_tool(sandbox: Sandbox, *, session: str = "", name: str = "python") ->
     return Tool(
         name=name,
         description=(
-            "Runs a Python program and returns what it prints and the value of its last line. "
+            "Runs a Python program and returns its printed text and the value of its last line. "
             f"{keeps} {sandbox.dialect}"
         ),
         parameters=PARAMETERS,

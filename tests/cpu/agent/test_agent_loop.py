@@ -18,8 +18,16 @@ from hypothesis import strategies as st
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.loop import Budget, EpisodeSlots, collect, run_episode, sampling_of
+from lockstep.agent.loop import (
+    Budget,
+    EpisodeSlots,
+    RolloutOptions,
+    collect,
+    run_episode,
+    sampling_of,
+)
 from lockstep.agent.tools import ToolEnvironment, ToolLimits, tool
+from lockstep.agent.turns import Policy
 from lockstep.errors import ConfigError, EngineError
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
@@ -86,13 +94,11 @@ def play(
 
     async def main():
         return await run_episode(
-            engine,
-            renderer,
+            Policy(engine, renderer, sampling_of(config)),
             environment,
             TASK,
             trajectory_id="t",
             seed=1,
-            sampling=sampling_of(config),
             budget=replace(budget, abort_grace_seconds=abort_grace_seconds),
         )
 
@@ -101,18 +107,17 @@ def play(
 
 def gather(engine, factory, tasks, *, group_size=2, max_tokens=100_000, **options):
     agent = AgentConfig()
-    options = {"sampling": sampling_of(agent), **options}
+    sampling = options.pop("sampling", sampling_of(agent))
     budget = Budget.of(agent, max_tokens=max_tokens)
     return asyncio.run(
         collect(
-            engine,
-            RENDERER,
+            Policy(engine, RENDERER, sampling),
             factory,
             tasks,
             group_size=group_size,
             budget=budget,
             run_seed=0,
-            **options,
+            options=RolloutOptions(**options),
         )
     )
 
@@ -284,10 +289,14 @@ def test_a_turn_that_crosses_a_weight_update_is_two_segments_of_one_turn():
         environment = Looks()
         episode = asyncio.create_task(
             run_episode(
-                engine, RENDERER, environment, TASK, trajectory_id="t", seed=1,
-                sampling=sampling_of(config), budget=Budget.of(config, max_tokens=1000),
+                Policy(engine, RENDERER, sampling_of(config)),
+                environment,
+                TASK,
+                trajectory_id="t",
+                seed=1,
+                budget=Budget.of(config, max_tokens=1000),
             )
-        )  # fmt: skip
+        )
         await asyncio.sleep(0.05)
         await engine.load_weights(None, version=1)
         return await episode, environment
@@ -777,11 +786,15 @@ def test_cancelling_closes_every_environment_and_ends_every_request():
         engine = FakeEngine(lambda request: CALL, tokens_per_step=1, step_seconds=0.005)
         job = asyncio.create_task(
             collect(
-                engine, RENDERER, make, TASKS, group_size=4, sampling=sampling_of(AgentConfig()),
-                budget=Budget.of(AgentConfig(), max_tokens=10_000), run_seed=0,
-                slots=EpisodeSlots(9),
+                Policy(engine, RENDERER, sampling_of(AgentConfig())),
+                make,
+                TASKS,
+                group_size=4,
+                budget=Budget.of(AgentConfig(), max_tokens=10_000),
+                run_seed=0,
+                options=RolloutOptions(slots=EpisodeSlots(9)),
             )
-        )  # fmt: skip
+        )
         await asyncio.sleep(0.05)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):

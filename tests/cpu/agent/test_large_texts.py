@@ -11,6 +11,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.gateway.exchange import Refusal, TurnRequest
 from lockstep.agent.loop import Budget, collect, sampling_of
+from lockstep.agent.turns import Policy
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.large_texts import LOOP_CHARS
@@ -60,14 +61,12 @@ def play(renderer, environments, *, max_tokens):
     config = AgentConfig()
     groups = asyncio.run(
         collect(
-            FakeEngine(calls_once(renderer)),
-            renderer,
+            Policy(FakeEngine(calls_once(renderer)), renderer, sampling_of(config)),
             lambda task: next(left),
             [Task(id="task")],
             group_size=len(environments),
             budget=Budget.of(config, max_tokens=max_tokens),
             run_seed=0,
-            sampling=sampling_of(config),
         )
     )
     return groups[0].trajectories

@@ -7,8 +7,8 @@ import pytest
 
 from lockstep.agent.environment import Score
 from lockstep.agent.match import Match, OutOfBudget
-from lockstep.agent.match_loop import SeatPolicy, collect_matches
-from lockstep.agent.turns import Budget
+from lockstep.agent.match_loop import collect_matches
+from lockstep.agent.turns import Budget, Policy
 from lockstep.errors import EngineError
 from lockstep.objectives.config import GRPO
 from lockstep.renderers.config import HarmonyConfig
@@ -31,7 +31,7 @@ def user(text):
 
 
 def seat(reply=lambda request: says("a"), name=""):
-    return SeatPolicy(
+    return Policy(
         engine=FakeEngine(reply),
         renderer=RENDERER,
         sampling=SamplingParams(max_tokens=64),

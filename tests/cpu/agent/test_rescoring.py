@@ -10,8 +10,9 @@ import torch
 from test_agent_loop import ANSWER, RENDERER, Looks, calls_then_answers
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.loop import Budget, collect, sampling_of, training_sampling
+from lockstep.agent.loop import Budget, RolloutOptions, collect, sampling_of, training_sampling
 from lockstep.agent.rescoring import RESCORING_PRIORITY, Rescorer
+from lockstep.agent.turns import Policy
 from lockstep.config import resolve
 from lockstep.correction.averaging import average_logprobs
 from lockstep.errors import EngineError
@@ -66,15 +67,13 @@ def play(engine, *, environment=Looks, num_scorings=3, max_in_flight=64, tasks=T
             engine, num_scorings=num_scorings, temperature=0.7, max_in_flight=max_in_flight
         )
         return await collect(
-            engine,
-            RENDERER,
+            Policy(engine, RENDERER, sampling_of(AgentConfig())),
             lambda task: environment(),
             tasks,
             group_size=2,
-            sampling=sampling_of(AgentConfig()),
             budget=Budget.of(AgentConfig(), max_tokens=100_000),
             run_seed=0,
-            rescorer=rescorer,
+            options=RolloutOptions(rescorer=rescorer),
         )
 
     return asyncio.run(main())
@@ -293,15 +292,17 @@ def quickstart(*, num_scorings):
         if num_scorings:
             rescorer = Rescorer(parts.engine, num_scorings=num_scorings, temperature=1.0)
         groups = await collect(
-            parts.engine,
-            parts.renderer,
+            Policy(
+                parts.engine,
+                parts.renderer,
+                training_sampling(config.agent, parts.engine.capabilities),
+            ),
             lambda task: config.task.environment(task, config.agent),
             config.task.tasks(split="train", seed=0).take(2),
             group_size=4,
-            sampling=training_sampling(config.agent, parts.engine.capabilities),
             budget=Budget.of(config.agent, max_tokens=config.max_tokens),
             run_seed=0,
-            rescorer=rescorer,
+            options=RolloutOptions(rescorer=rescorer),
         )
         await parts.engine.close()
         return groups

@@ -7,6 +7,7 @@ import pytest
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.loop import Budget, collect, sampling_of
+from lockstep.agent.turns import Policy
 from lockstep.objectives.config import GRPO
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.config import (
@@ -108,14 +109,12 @@ def batch(kind):
     agent = AgentConfig(max_turns=3, continue_cut_turns=True)
     groups = asyncio.run(
         collect(
-            engine,
-            renderer,
+            Policy(engine, renderer, sampling_of(agent)),
             lambda task: Talks(),
             [Task(id="a"), Task(id="b")],
             group_size=2,
             budget=Budget.of(agent, max_tokens=10_000),
             run_seed=0,
-            sampling=sampling_of(agent),
         )
     )
     return renderer, groups

@@ -15,6 +15,7 @@ from lockstep.agent.loop import (
     training_sampling,
     truncation_notice,
 )
+from lockstep.agent.turns import Policy
 from lockstep.engines.base import Capabilities
 from lockstep.engines.registry import check_capabilities
 from lockstep.errors import CapabilityError
@@ -55,8 +56,8 @@ def test_without_a_filter_nothing_is_asked_and_nothing_said(settings):
     ("record_support", "has_support", "text"),
     [
         (True, True, "the trainer renormalises over the tokens that they kept"),
-        (True, False, "the engine does not record what they kept, so the gradient is biased"),
-        (False, True, "record_support=false drops what they kept, so the gradient is biased"),
+        (True, False, "the engine does not record the ids they kept, so the gradient is biased"),
+        (False, True, "record_support=false drops the ids they kept, so the gradient is biased"),
     ],
 )
 def test_the_notice_says_what_the_filters_mean(record_support, has_support, text):
@@ -99,9 +100,13 @@ def kept_of(token_id, position):
 def play(engine, config, sampling):
     async def main():
         return await run_episode(
-            engine, RENDERER, OneTurn(), Task(id="task"), trajectory_id="t", seed=1,
-            sampling=sampling, budget=Budget.of(config, max_tokens=1000),
-        )  # fmt: skip
+            Policy(engine, RENDERER, sampling),
+            OneTurn(),
+            Task(id="task"),
+            trajectory_id="t",
+            seed=1,
+            budget=Budget.of(config, max_tokens=1000),
+        )
 
     return asyncio.run(main())
 
@@ -127,10 +132,13 @@ def test_a_reply_over_a_weight_update_has_the_support_of_each_part():
 
     async def main():
         episode = run_episode(
-            engine, RENDERER, OneTurn(), Task(id="task"), trajectory_id="t", seed=1,
-            sampling=training_sampling(config, engine.capabilities),
+            Policy(engine, RENDERER, training_sampling(config, engine.capabilities)),
+            OneTurn(),
+            Task(id="task"),
+            trajectory_id="t",
+            seed=1,
             budget=Budget.of(config, max_tokens=1000),
-        )  # fmt: skip
+        )
         playing = asyncio.ensure_future(episode)
         while not engine.requests:
             await asyncio.sleep(0)

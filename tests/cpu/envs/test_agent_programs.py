@@ -13,8 +13,9 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.opening import RunGateway
-from lockstep.agent.loop import Budget, collect, sampling_of
+from lockstep.agent.loop import Budget, RolloutOptions, collect, sampling_of
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
+from lockstep.agent.turns import Policy
 from lockstep.envs.programs.config import AgentProgramConfig, ConnectConfig
 from lockstep.envs.programs.program import score_of
 from lockstep.errors import ConfigError, DataError
@@ -60,15 +61,13 @@ def play(config, tasks, *, agents=None, group_size=1, **settings):
             if agents is not None:
                 beside = asyncio.create_task(agents((await gateway.open()).url))
             return await collect(
-                says("four"),
-                RENDERER,
+                Policy(says("four"), RENDERER, sampling_of(agent)),
                 lambda task: config.environment(task, agent),
                 tasks,
                 group_size=group_size,
-                sampling=sampling_of(agent),
                 budget=Budget.of(agent, max_tokens=4096),
                 run_seed=0,
-                gateway=gateway.open,
+                options=RolloutOptions(gateway=gateway.open),
             )
         finally:
             if beside is not None:

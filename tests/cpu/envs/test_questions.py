@@ -14,6 +14,7 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
+from lockstep.agent.turns import Policy
 from lockstep.envs.mcp_tasks import MCPConfig
 from lockstep.envs.questions import QuestionsConfig
 from lockstep.errors import ConfigError, DataError, ToolServerError
@@ -165,12 +166,10 @@ def test_a_server_that_dies_in_every_episode_ends_none_of_them(path):
     agent = AgentConfig(max_turns=3, max_turn_tokens=64)
     groups = asyncio.run(
         collect(
-            FakeEngine(reply),
-            renderer,
+            Policy(FakeEngine(reply), renderer, sampling_of(agent)),
             lambda task: config.environment(task, agent),
             config.tasks(split="train", seed=0).take(2),
             group_size=4,
-            sampling=sampling_of(agent),
             budget=Budget.of(agent, max_tokens=4096),
             run_seed=0,
         )

@@ -17,6 +17,7 @@ import torch
 
 from lockstep import train
 from lockstep.agent.loop import Budget, collect, sampling_of
+from lockstep.agent.turns import Policy
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, EngineError
 from lockstep.models.hf_io import hf_tensors
@@ -68,12 +69,10 @@ def play(*overrides, num_tasks=4, version=0):
     async def sample():
         await sync(parts, version)
         return await collect(
-            parts.engine,
-            parts.renderer,
+            Policy(parts.engine, parts.renderer, sampling_of(config.agent)),
             lambda task: config.task.environment(task, config.agent),
             config.task.tasks(split="train", seed=config.seed).take(num_tasks),
             group_size=8,
-            sampling=sampling_of(config.agent),
             budget=Budget.of(config.agent, max_tokens=config.max_tokens),
             run_seed=config.seed,
         )

@@ -16,7 +16,8 @@ from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.harness import Endpoint, Harness
-from lockstep.agent.loop import Budget, collect, sampling_of
+from lockstep.agent.loop import Budget, RolloutOptions, collect, sampling_of
+from lockstep.agent.turns import Policy
 from lockstep.renderers.config import ChatMLConfig, JinjaConfig
 from lockstep.renderers.registry import make_renderer
 from lockstep.testing.engines import FakeEngine
@@ -69,15 +70,13 @@ def play(
     agent = AgentConfig(**settings)
     groups = asyncio.run(
         collect(
-            engine,
-            renderer,
+            Policy(engine, renderer, sampling_of(agent)),
             factory,
             [Task(id=f"t{n}") for n in range(num_tasks)],
             group_size=group_size,
-            sampling=sampling_of(agent),
             budget=Budget.of(agent, max_tokens=max_tokens),
             run_seed=0,
-            gateway=gateway,
+            options=RolloutOptions(gateway=gateway),
         )
     )
     found = [t for group in groups for t in group.trajectories]
@@ -244,12 +243,10 @@ def test_a_harness_without_a_gateway_says_what_is_missing():
     async def main():
         agent = AgentConfig()
         return await collect(
-            FakeEngine(turns(said("x"))),
-            RENDERER,
+            Policy(FakeEngine(turns(said("x"))), RENDERER, sampling_of(agent)),
             lambda task: Plays(returns_nothing),
             [Task(id="t")],
             group_size=1,
-            sampling=sampling_of(agent),
             budget=Budget.of(agent, max_tokens=1000),
             run_seed=0,
         )
@@ -300,17 +297,17 @@ def test_a_score_of_a_group_is_for_harnesses_too():
     async def main():
         agent = AgentConfig()
         return await collect(
-            FakeEngine(turns(said("x"))),
-            RENDERER,
+            Policy(FakeEngine(turns(said("x"))), RENDERER, sampling_of(agent)),
             lambda task: Plays(script),
             [Task(id="t")],
             group_size=3,
-            sampling=sampling_of(agent),
             budget=Budget.of(agent, max_tokens=1000),
             run_seed=0,
-            gateway=gateway,
-            group_scorer=lambda task: (
-                lambda those: [Score(reward=float(n)) for n in range(len(those))]
+            options=RolloutOptions(
+                gateway=gateway,
+                group_scorer=lambda task: (
+                    lambda those: [Score(reward=float(n)) for n in range(len(those))]
+                ),
             ),
         )
 
