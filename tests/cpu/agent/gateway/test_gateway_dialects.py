@@ -11,7 +11,7 @@ from gateways import MODEL, Gateway, says
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.fields import OTHERS
-from lockstep.agent.gateway.reading import Value, beside, parse_body
+from lockstep.agent.gateway.reading import Value, in_thread, parse_body
 from lockstep.types import Message
 
 USER = {"role": "user", "content": "hi"}
@@ -272,7 +272,7 @@ def test_a_request_that_others_would_wait_for_is_refused(case, gateway: Gateway)
 
 def test_a_large_body_is_read_beside_the_event_loop():
     async def thread_of(size):
-        return await beside(b" " * size, threading.current_thread)
+        return await in_thread(b" " * size, threading.current_thread)
 
     assert asyncio.run(thread_of(1 << 16)) is threading.current_thread()
     assert asyncio.run(thread_of(1 + (1 << 16))) is not threading.current_thread()
