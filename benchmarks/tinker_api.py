@@ -74,7 +74,7 @@ class Idle:
     """A backend that samples one token of nothing."""
 
     def __init__(self) -> None:
-        from lockstep.tinker.backend import BaseModel
+        from lockstep.tinker.requests import BaseModel
 
         self.base_models = [
             BaseModel(
@@ -103,14 +103,17 @@ class Idle:
 
 
 async def serve_idle(directory: Path) -> None:
+    from lockstep.agent.gateway.config import GatewayConfig
+    from lockstep.agent.gateway.listener import Listener
     from lockstep.tinker.server import TinkerServer
     from lockstep.tinker.service import TinkerService
 
     service = TinkerService(Idle(), directory)  # type: ignore[arg-type]
-    server = TinkerServer(service)
+    listener = Listener(GatewayConfig())
+    TinkerServer(service, listener=listener)
     await service.start()
-    await server.start()
-    print(json.dumps({"url": server.url}), flush=True)
+    await listener.start()
+    print(json.dumps({"url": listener.url}), flush=True)
     await asyncio.Event().wait()
 
 
