@@ -225,22 +225,21 @@ class Journal:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def add(self, request: Request, digest: bytes) -> None:
-        """Accepts a request."""
-        self._add(request, digest, "waiting")
-
     def refuse(self, request: Request, digest: bytes, text: str, status: int) -> None:
         """Notes a request that was refused: its seq_id is used."""
-        self._add(replace(request, body=b""), digest, "refused", text.encode(), str(status))
+        request = replace(request, body=b"")
+        self.add(request, digest, state="refused", result=text.encode(), category=str(status))
 
-    def _add(
+    def add(
         self,
         request: Request,
         digest: bytes,
-        state: State,
+        *,
+        state: State = "waiting",
         result: bytes | None = None,
         category: str | None = None,
     ) -> None:
+        """Accepts a request."""
         self._db.execute(
             "INSERT INTO requests "
             "(target, seq_id, session, kind, digest, body, state, result, category) "

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.agent.config import MIN_TEMPERATURE
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import MissingExtraError
 from lockstep.tinker.requests import (
@@ -514,9 +513,7 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
             f"the prompt has {num} tokens{asked}; {base.name} is served with at most "
             f"{base.max_tokens} tokens together. Send less, or serve it with a larger max_tokens."
         )
-    temperature = params["temperature"].number(0, 100)
-    if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
-        raise params["temperature"].wrong(f"0 or at least {MIN_TEMPERATURE:g}")
+    temperature = params["temperature"].temperature()
     top_k = params["top_k"].integer(-1)
     stop_ids, stop_strings = _stops(params["stop"], base)
     has_logprobs = body["prompt_logprobs"].truth()

@@ -165,30 +165,26 @@ class Value:
     def __getitem__(self, name: str) -> Value:
         return Value(self.object().get(name), f"{self.where}.{name}" if self.where else name)
 
+    def _of_type(self, kind: type[T], expected: str, default: T | None) -> T:
+        found = default if self.raw is None else self.raw
+        if not isinstance(found, kind):
+            raise self.wrong(expected)
+        return found
+
     def object(self) -> dict[str, Any]:
-        if self.raw is not None and not isinstance(self.raw, dict):
-            raise self.wrong("an object")
-        return self.raw or {}
+        return self._of_type(dict, "an object", {})
 
     def entries(self, most: int = MAX_ENTRIES) -> list[Value]:
-        if self.raw is not None and not isinstance(self.raw, list):
-            raise self.wrong("a list")
-        found = self.raw or ()
+        found = self._of_type(list, "a list", [])
         if len(found) > most:
             raise self.refusal(f"has {len(found)} entries, more than {most}.")
         return [Value(each, f"{self.where}[{at}]") for at, each in enumerate(found)]
 
     def text(self, default: str | None = None) -> str:
-        found = default if self.raw is None else self.raw
-        if not isinstance(found, str):
-            raise self.wrong("text")
-        return found
+        return self._of_type(str, "text", default)
 
     def truth(self, default: bool = False) -> bool:
-        found = default if self.raw is None else self.raw
-        if not isinstance(found, bool):
-            raise self.wrong("true or false")
-        return found
+        return self._of_type(bool, "true or false", default)
 
     def integer(self, low: int, high: int = MAX_INTEGER) -> int | None:
         is_whole = isinstance(self.raw, int) and not isinstance(self.raw, bool)
@@ -203,6 +199,12 @@ class Value:
         if not is_number or not low <= self.raw <= high:  # NaN included
             raise self.wrong(f"a finite number in {low:g}..{high:g}")
         return float(self.raw)
+
+    def temperature(self) -> float | None:
+        found = self.number(0, 100)
+        if found is not None and 0 < found < MIN_TEMPERATURE:
+            raise self.wrong(f"0 or at least {MIN_TEMPERATURE:g}")
+        return found
 
     def finite(self) -> float:
         """A number that must be given."""
@@ -279,9 +281,7 @@ def asked_of(
     the token limit; the smallest counts. stops: the field of the stop strings. own: what only this
     dialect asks for."""
     found = [limit for name in limits if (limit := body[name].integer(1)) is not None]
-    top_k, temperature = body["top_k"].integer(-1), body["temperature"].number(0, 100)
-    if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
-        raise body["temperature"].wrong(f"0 or at least {MIN_TEMPERATURE:g}")
+    top_k = body["top_k"].integer(-1)
     if not messages:
         raise body[where].refusal("is empty: there is nothing to answer.")
     if messages[-1].role == "assistant":
@@ -294,7 +294,7 @@ def asked_of(
         messages=tuple(messages),
         tools=tools,
         max_tokens=min(found, default=None),
-        temperature=temperature,
+        temperature=body["temperature"].temperature(),
         top_p=body["top_p"].number(1e-6, 1),
         top_k=None if top_k is None else max(0, top_k),
         stop_strings=body[stops].stops(),

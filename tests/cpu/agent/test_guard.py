@@ -192,7 +192,7 @@ def test_a_late_hook_cleans_up_and_its_own_time_limits_still_work():
             cleaned.append("clean")
 
     async def main():
-        with pytest.raises(TookTooLong, match=r"took longer than 0.1 s \(agent.x\)"):
+        with pytest.raises(TookTooLong, match=r"0.1 s \(agent.x\)"):
             await guarded(has_limits, seconds=0.1, setting="agent.x")
         assert asyncio.current_task().cancelling() == 0
         await asyncio.sleep(0)  # no cancellation is left over

@@ -161,7 +161,7 @@ def test_a_match_may_go_on_without_a_seat_that_is_out_of_budget():
     class GoesOn(Relay):
         async def play(self, ask):
             await ask("first", [user("1")])
-            with pytest.raises(OutOfBudget, match="the budget of first is used up"):
+            with pytest.raises(OutOfBudget, match="first"):
                 await ask("first", [user("2")])
             await ask("second", [user("3")])
 

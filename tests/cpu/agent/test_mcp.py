@@ -188,14 +188,14 @@ def test_a_result_that_breaks_the_servers_word_is_an_observation(kind, text):
 def test_a_server_that_comes_back_with_other_tools_is_not_used(tmp_path):
     with server("changes", tmp_path / "starts") as made:
         assert "went away" in call(made, "t1")[0]
-        with pytest.raises(ToolServerError, match=r"\['t1'\] then, \['t2'\] now"):
+        with pytest.raises(ToolServerError, match=r"\['t1'\].*\['t2'\]"):
             asyncio.run(made.tools())
 
 
 def test_a_server_that_says_nothing_is_given_up():
     with (
         server("silent", start_seconds=0.5) as made,
-        pytest.raises(ToolServerError, match=r"did not answer within start_seconds=0\.5"),
+        pytest.raises(ToolServerError, match=r"start_seconds=0\.5"),
     ):
         asyncio.run(made.tools())
 
@@ -228,7 +228,7 @@ def test_an_address_that_makes_no_sense_is_refused(settings, message):
 
 def test_a_variable_that_is_not_set_is_named(monkeypatch):
     monkeypatch.delenv("LOCKSTEP_NO_SUCH", raising=False)
-    with pytest.raises(ConfigError, match="LOCKSTEP_NO_SUCH is not set"):
+    with pytest.raises(ConfigError, match="LOCKSTEP_NO_SUCH"):
         ServerAddress(command="x", pass_variables=("LOCKSTEP_NO_SUCH",)).variables()
 
 
@@ -252,7 +252,7 @@ def test_a_server_over_http_is_used_alike():
             text, counters = call(made, "die")
             assert text.startswith("error: the tool's server went away")
             assert counters["mcp/lost"] == 1
-            with pytest.raises(ToolServerError, match="Is it running"):
+            with pytest.raises(ToolServerError, match="/mcp"):
                 asyncio.run(made.tools())
     finally:
         process.kill()

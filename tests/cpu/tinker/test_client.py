@@ -188,13 +188,13 @@ def test_matrices_and_spans_arrive(served, train):
 
 def test_unknown_and_unservable_models_raise_at_once(served, client_of):
     service = client_of(served)
-    with pytest.raises(tinker.NotFoundError, match="expected 'org/tiny'"):
+    with pytest.raises(tinker.NotFoundError, match="org/tiny"):
         service.create_lora_training_client("org/other", rank=8).result()
-    with pytest.raises(tinker.RequestFailedError, match="expected at most 64"):
+    with pytest.raises(tinker.RequestFailedError, match="64"):
         service.create_lora_training_client("org/tiny", rank=128).result()
     with pytest.raises(tinker.NotFoundError, match="never saved"):
         service.create_training_client_from_state("tinker://a/weights/b").result()
-    with pytest.raises(tinker.UnprocessableEntityError, match="is no path"):
+    with pytest.raises(tinker.UnprocessableEntityError, match="tinker://MODEL"):
         service.create_training_client_from_state("tinker://a/../b/c").result()
     long = service.create_lora_training_client("org/tiny:peft:262144", rank=8).result()
     assert long.get_info().model_data.model_name == "org/tiny"
@@ -237,7 +237,7 @@ def test_checkpoints_are_listed_expire_and_are_deleted(served, train):
     assert not list((served.service.store.directory / "checkpoints").rglob("two"))
     with pytest.raises(tinker.NotFoundError):
         rest.get_weights_info_by_tinker_path(sampler).result()
-    with pytest.raises(tinker.NotFoundError, match="hosted service alone"):
+    with pytest.raises(tinker.NotFoundError, match="publishing"):
         rest.publish_checkpoint_from_tinker_path(saved).result()
     sessions = rest.list_sessions().result().sessions
     assert train.model_id in rest.get_session(sessions[0]).result().training_run_ids
@@ -426,7 +426,7 @@ def test_a_client_that_vanished_is_noticed(serve, monkeypatch):
     train = service.create_lora_training_client("org/tiny", rank=8).result()
     assert served.backend.models
     assert soon(lambda: not served.backend.models)
-    with pytest.raises(tinker.APIStatusError, match="nothing was heard of its client"):
+    with pytest.raises(tinker.APIStatusError, match="heard"):
         train.optim_step(types.AdamParams()).result()
     service.close("success").result()
 
@@ -464,6 +464,6 @@ def test_a_request_that_the_server_lost_raises(tmp_path):
         server.start()
         with pytest.raises(ValueError, match="is not known to this server"):
             lost.result()
-        with pytest.raises(tinker.NotFoundError, match=r"Make it with create_lora"):
+        with pytest.raises(tinker.NotFoundError, match="create_lora"):
             train.optim_step(types.AdamParams()).result()
         service.close("success").result(timeout=30)

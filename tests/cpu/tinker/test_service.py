@@ -329,5 +329,5 @@ def test_a_browser_on_this_machine_is_kept_out(wire):
 
 
 def test_a_directory_has_one_server(served, tmp_path):
-    with pytest.raises(RunError, match="Does another server use the directory"):
+    with pytest.raises(RunError, match="journal"):
         TinkerService(Unigrams(), served.service.store.directory, TinkerConfig())

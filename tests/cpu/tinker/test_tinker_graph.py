@@ -311,7 +311,7 @@ def test_a_result_without_bounds_is_refused_before_it_takes_memory(case):
 
 
 def test_a_loss_that_runs_too_long_is_stopped():
-    with pytest.raises(TinkerError, match=r"longer than 0 s on datum 0, up to node x"):
+    with pytest.raises(TinkerError, match=r"0 s on datum 0.*node x"):
         build(SUM)(torch.zeros(2), {}, max_seconds=0)
 
 

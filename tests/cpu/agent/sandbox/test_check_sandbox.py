@@ -188,10 +188,10 @@ def test_a_host_that_forbids_namespaces_is_named(tmp_path):
         'echo "bwrap: No permissions to create a new namespace" >&2\nexit 1\n'
     )
     fake.chmod(0o755)
-    with pytest.raises(ConfigError, match="forbids namespaces to users"):
+    with pytest.raises(ConfigError, match="sandbox=monty"):
         BubblewrapConfig(command=str(fake)).check()
     fake.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
-    with pytest.raises(ConfigError, match=r"0\.7 or newer"):
+    with pytest.raises(ConfigError, match=r"0\.7"):
         BubblewrapConfig(command=str(fake)).check()
 
 
@@ -228,5 +228,5 @@ def test_bubblewrap_gives_python_and_nothing_else():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's processes are not counted")
 def test_root_cannot_allow_processes_that_nobody_counts():
-    with pytest.raises(ConfigError, match="does not count the processes of root"):
+    with pytest.raises(ConfigError, match="processes"):
         BubblewrapConfig(limits=SandboxLimits(processes=4))

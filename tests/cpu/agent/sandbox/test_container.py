@@ -118,7 +118,7 @@ def test_what_is_missing_is_named_before_a_run(tmp_path):
     config.check()
     with pytest.raises(ConfigError, match="pull absent"):
         require_image(config.command, "absent")
-    with pytest.raises(ConfigError, match="Install docker or podman"):
+    with pytest.raises(ConfigError, match="docker"):
         ContainerConfig(command="no-such-command").check()
     with pytest.raises(ConfigError, match="no option"):
         ContainerConfig(image="--privileged")
