@@ -42,7 +42,7 @@ from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.server import GatewayServer
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.agent.turns import Budget, Policy, TurnSampler
+from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.models.locate import locate_model
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -117,8 +117,10 @@ def make_server(*, seconds: float) -> GatewayServer:
 
     def make(task: Task | None) -> GatewaySession:
         sampler = TurnSampler(
-            Policy(engine, renderer, SamplingParams(max_tokens=2048)),
+            engine,
+            renderer,
             Trajectory(id=str(next(numbers))),
+            sampling=SamplingParams(max_tokens=2048),
             budget=Budget(max_tokens=1 << 20, max_turns=1 << 30),
         )
         return GatewaySession(sampler, seed=0, rule="client")

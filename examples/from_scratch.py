@@ -17,7 +17,7 @@ from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.loop import run_episode
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.tools import ToolRunner, tool
-from lockstep.agent.turns import Budget, Policy
+from lockstep.agent.turns import Budget
 from lockstep.correction.config import Correction
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig
@@ -134,11 +134,13 @@ async def play(parts: Parts, step: int) -> list[Group]:
 
     def episode(task: Task, sample: int):
         return run_episode(
-            Policy(parts.engine, parts.renderer, SamplingParams(max_tokens=MAX_TURN_TOKENS)),
+            parts.engine,
+            parts.renderer,
             Sums(task),
             task,
             trajectory_id=f"step {step}, task {task.id}, sample {sample}",
             seed=derive_seed(step, task.id, sample),
+            sampling=SamplingParams(max_tokens=MAX_TURN_TOKENS),
             budget=Budget(
                 max_tokens=MAX_TOKENS, max_turns=MAX_TURNS, max_turn_tokens=MAX_TURN_TOKENS
             ),

@@ -383,19 +383,20 @@ def _session(
     served: Served, model_files: ModelFiles, engine: Engine, task: Task | None
 ) -> GatewaySession:
     from lockstep.agent.gateway.session import GatewaySession
-    from lockstep.agent.turns import Budget, Policy, TurnSampler
+    from lockstep.agent.turns import Budget, TurnSampler
 
     config = served.config
     id_ = secrets.token_hex(8)
-    sampling = SamplingParams(
-        max_tokens=config.max_turn_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-    )
     sampler = TurnSampler(
-        Policy(engine, model_files.renderer, sampling),
+        engine,
+        model_files.renderer,
         Trajectory(id=id_, task_id=task.id if task else ""),
+        sampling=SamplingParams(
+            max_tokens=config.max_turn_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+        ),
         budget=Budget(
             max_tokens=config.max_tokens,
             max_turns=sys.maxsize,  # the agent decides when it ends

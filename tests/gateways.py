@@ -17,7 +17,7 @@ from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.server import GatewayServer
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.agent.turns import Budget, Policy, TurnSampler
+from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.testing.engines import FakeEngine, fake_logprob
@@ -93,8 +93,10 @@ class Gateway:
 
     def _make(self, task: Task | None) -> GatewaySession:
         sampler = TurnSampler(
-            Policy(self.engine, self.renderer, SamplingParams(max_tokens=1024)),
+            self.engine,
+            self.renderer,
             Trajectory(id=secrets.token_hex(4), task_id=task.id if task else ""),
+            sampling=SamplingParams(max_tokens=1024),
             budget=Budget(max_tokens=self._max_tokens, max_turns=1000),
         )
         return GatewaySession(sampler, seed=1, rule="client")

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.loop import run_episode
-from lockstep.agent.turns import Budget, Observed, Policy
+from lockstep.agent.turns import Budget, Observed
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -253,11 +253,13 @@ class _Played(Environment):
         vocab_size = self.renderer.tokenizer.vocab_size
         engine = FakeEngine(lambda request: next(turns), vocab_size=vocab_size)
         trajectory = await run_episode(
-            Policy(engine, self.renderer, SamplingParams(max_tokens=1 << 16)),
+            engine,
+            self.renderer,
             self,
             Task(id=self.where),
             trajectory_id=str(number),
             seed=number,
+            sampling=SamplingParams(max_tokens=1 << 16),
             budget=Budget(max_tokens=1 << 18, max_turn_tokens=1 << 16, continue_cut_turns=True),
         )
         if trajectory.status != "finished":

@@ -52,8 +52,9 @@ from lockstep.agent.turns import (
     fork_without_thinking,
     offer,
 )
-from lockstep.engines.base import Capabilities
+from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import ConfigError, DataError
+from lockstep.renderers.base import Renderer
 from lockstep.renderers.large_texts import TextTooLargeError
 from lockstep.types import (
     Group,
@@ -117,32 +118,43 @@ def truncation_notice(config: AgentConfig, *, has_support: bool) -> str:
 
 
 async def run_episode(
-    policy: Policy,
+    engine: Engine,
+    renderer: Renderer,
     environment: Environment,
     task: Task,
     *,
     trajectory_id: str,
     seed: int,
+    sampling: SamplingParams,
     budget: Budget,
-    priority: Callable[[], int] = lambda: 0,
-    rescorer: Rescorer | None = None,
 ) -> Trajectory:
     """Plays one episode to its end, scores it and closes the environment.
 
-    seed: turn t draws with `derive_seed(seed, t)`. priority, rescorer: the `order` and `rescorer`
-    of `RolloutOptions`; `collect` also waits for the scorings. If the environment, the renderer or
-    the engine raises, `status` is "failed" and `error` says what happened. Cancelling closes the
-    environment and aborts the request.
+    seed: turn t draws with `derive_seed(seed, t)`. sampling: a template, see `TurnSampler`. If the
+    environment, the renderer or the engine raises, `status` is "failed" and `error` says what
+    happened. Cancelling closes the environment and aborts the request.
     """
     trajectory = Trajectory(id=trajectory_id, task_id=task.id)
-    sampler = TurnSampler(policy, trajectory, budget=budget, priority=priority)
+    sampler = TurnSampler(engine, renderer, trajectory, sampling=sampling, budget=budget)
+    return await play_episode(sampler, environment, task, seed=seed)
+
+
+async def play_episode(
+    sampler: TurnSampler,
+    environment: Environment,
+    task: Task,
+    *,
+    seed: int,
+    rescorer: Rescorer | None = None,
+) -> Trajectory:
+    """See `run_episode`. rescorer: scores each finished turn again; the caller waits for it."""
     episode = _Episode(sampler, seed=seed, rescorer=rescorer)
     try:
         await episode.play(lambda task: environment, task)
         await episode.score()
     finally:
         await episode.close()
-    return trajectory
+    return sampler.trajectory
 
 
 @dataclass(slots=True, eq=False)
@@ -585,11 +597,8 @@ async def collect(
             task,
             [
                 _Episode(
-                    TurnSampler(
-                        policy,
-                        Trajectory(id=name, task_id=task.id),
-                        budget=budget,
-                        priority=options.order,
+                    policy.sampler(
+                        Trajectory(id=name, task_id=task.id), budget, priority=options.order
                     ),
                     seed=seed,
                     rescorer=rescorer,

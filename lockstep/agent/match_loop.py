@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.guard import CLOSE_SECONDS, checked_messages, described, guarded
-from lockstep.agent.loop import EpisodeSlots, RolloutOptions, run_episode
+from lockstep.agent.loop import EpisodeSlots, RolloutOptions, play_episode
 from lockstep.agent.match import Match, OutOfBudget
 from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
@@ -227,15 +227,13 @@ class _Table:
 
     async def _converse(self, player: _Player, seat: str) -> Trajectory:
         of_seat = self.seats[seat]
-        trajectory = await run_episode(
-            of_seat,
+        trajectory = Trajectory(id=f"{self.id}/{player.name}", task_id=self.task.id)
+        await play_episode(
+            of_seat.sampler(trajectory, self.budget, priority=self.priority),
             player,
             self.task,
-            trajectory_id=f"{self.id}/{player.name}",
             seed=derive_seed(self.seed, player.name),
-            budget=self.budget,
             rescorer=None if of_seat.name else self.rescorer,
-            priority=self.priority,
         )
         trajectory.seat, trajectory.policy = seat, of_seat.name
         return trajectory

@@ -69,9 +69,21 @@ class Policy:
     engine: Engine
     renderer: Renderer
     sampling: SamplingParams
-    """A template: the budget lowers its `max_tokens`, and the renderer's `stop_ids` come first."""
+    """A template, see `TurnSampler`."""
     name: str = ""
     """Name of a policy that is not the run's own."""
+
+    def sampler(
+        self, trajectory: Trajectory, budget: Budget, *, priority: Callable[[], int]
+    ) -> TurnSampler:
+        return TurnSampler(
+            self.engine,
+            self.renderer,
+            trajectory,
+            sampling=self.sampling,
+            budget=budget,
+            priority=priority,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,17 +136,20 @@ class TurnSampler:
 
     def __init__(
         self,
-        policy: Policy,
+        engine: Engine,
+        renderer: Renderer,
         trajectory: Trajectory,
         *,
+        sampling: SamplingParams,
         budget: Budget,
         priority: Callable[[], int] = lambda: 0,
     ) -> None:
-        engine, self.renderer = policy.engine, policy.renderer
-        self.engine, self.trajectory = engine, trajectory
+        """sampling: a template; the budget lowers its `max_tokens`, and the renderer's `stop_ids`
+        come before its own."""
+        self.engine, self.renderer, self.trajectory = engine, renderer, trajectory
         self.budget, self.priority = budget, priority
-        stop_ids = dict.fromkeys((*self.renderer.stop_ids, *policy.sampling.stop_ids))
-        self.sampling = replace(policy.sampling, stop_ids=tuple(stop_ids))
+        stop_ids = tuple(dict.fromkeys((*renderer.stop_ids, *sampling.stop_ids)))
+        self.sampling = replace(sampling, stop_ids=stop_ids)
         self.max_tokens = min(budget.max_tokens, engine.capabilities.max_tokens)
         """Tokens that a path may have."""
 

@@ -21,7 +21,7 @@ from lockstep.agent.environment import Environment
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import Budget, training_sampling
 from lockstep.agent.tasks import derive_seed
-from lockstep.agent.turns import Policy, Prompt, TurnSampler
+from lockstep.agent.turns import Prompt, TurnSampler
 from lockstep.config import tag
 from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.examine import examine
@@ -215,8 +215,9 @@ class _Climber:
             await environment.close()
         prompt_ids = np.array(self.renderer.tokenizer.encode(words), np.int32)
         trajectory = Trajectory(id=f"plain-text/0/{task.id}/0", task_id=task.id)
-        policy = Policy(self.parts.engine, self.renderer, self.sampling)
-        sampler = TurnSampler(policy, trajectory, budget=self.budget)
+        sampler = TurnSampler(
+            self.parts.engine, self.renderer, trajectory, sampling=self.sampling, budget=self.budget
+        )
         await sampler.sample(
             Prompt(prompt_ids, None, lambda: (trajectory.observe(prompt_ids), "")),
             name="0",

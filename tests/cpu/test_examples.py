@@ -59,15 +59,13 @@ def play(messages):
     replies = iter(messages)
     return asyncio.run(
         run_episode(
-            Policy(
-                FakeEngine(lambda _: renderer.render_reply(next(replies))),
-                renderer,
-                SamplingParams(max_tokens=256),
-            ),
+            FakeEngine(lambda _: renderer.render_reply(next(replies))),
+            renderer,
             config.environment(task, AgentConfig()),
             task,
             trajectory_id="episode",
             seed=0,
+            sampling=SamplingParams(max_tokens=256),
             budget=Budget(max_tokens=8192),
         )
     )

@@ -73,9 +73,8 @@ the client's request. A request's `max_tokens` and stop strings hold in either c
 class GatewaySession:
     """An episode in the making: `reply` for each turn, `set_reward`, then `finish`.
 
-    >>> policy = Policy(engine, renderer, SamplingParams(max_tokens=512))           # doctest: +SKIP
-    >>> sampler = TurnSampler(policy, Trajectory(id="s1"),                          # doctest: +SKIP
-    ...     budget=Budget(max_tokens=8192))
+    >>> sampler = TurnSampler(engine, renderer, Trajectory(id="s1"),                # doctest: +SKIP
+    ...     sampling=SamplingParams(max_tokens=512), budget=Budget(max_tokens=8192))
     >>> session = GatewaySession(sampler, seed=1)                                   # doctest: +SKIP
     >>> user = Message(role="user", content="What is 2 + 3?")                       # doctest: +SKIP
     >>> reply = await session.reply(TurnRequest(messages=(user,)))                  # doctest: +SKIP

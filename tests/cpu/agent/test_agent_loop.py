@@ -94,9 +94,11 @@ def play(
 
     async def main():
         return await run_episode(
-            Policy(engine, renderer, sampling_of(config)),
+            engine,
+            renderer,
             environment,
             TASK,
+            sampling=sampling_of(config),
             trajectory_id="t",
             seed=1,
             budget=replace(budget, abort_grace_seconds=abort_grace_seconds),
@@ -289,9 +291,11 @@ def test_a_turn_that_crosses_a_weight_update_is_two_segments_of_one_turn():
         environment = Looks()
         episode = asyncio.create_task(
             run_episode(
-                Policy(engine, RENDERER, sampling_of(config)),
+                engine,
+                RENDERER,
                 environment,
                 TASK,
+                sampling=sampling_of(config),
                 trajectory_id="t",
                 seed=1,
                 budget=Budget.of(config, max_tokens=1000),

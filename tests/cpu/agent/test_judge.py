@@ -118,7 +118,7 @@ def test_a_judge_that_fails_fails_the_episode(reply, message):
 
 def test_what_the_server_will_say_again_is_not_asked_again():
     with JudgeServer(400) as server:
-        with pytest.raises(JudgeError, match="400.*busy"):
+        with pytest.raises(JudgeError, match=r"400.*busy"):
             score(judge(server))
         assert len(server.bodies) == 1
 
@@ -180,7 +180,7 @@ def test_the_judge_repeating_the_answer_gives_no_grade():
 def test_the_server_is_asked_before_a_model_is_loaded(monkeypatch):
     with JudgeServer("{}") as server:
         judge(server).check()
-        with pytest.raises(ConfigError, match="judge-2.*judge-1"):
+        with pytest.raises(ConfigError, match=r"judge-2.*judge-1"):
             judge(server, model="judge-2").check()
         monkeypatch.setenv("JUDGE_KEY", "wrong")
         with pytest.raises(ServerRefusedError, match="bad key"):

@@ -10,7 +10,6 @@ import torch
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.loop import Budget, run_episode, training_sampling
-from lockstep.agent.turns import Policy
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.registry import check_capabilities
@@ -50,11 +49,13 @@ def play(engine, *, between=None, **changes):
     async def main():
         playing = asyncio.ensure_future(
             run_episode(
-                Policy(engine, RENDERER, replace(sampling, **changes)),
+                engine,
+                RENDERER,
                 Asks(),
                 Task(id="task"),
                 trajectory_id="t",
                 seed=1,
+                sampling=replace(sampling, **changes),
                 budget=Budget.of(CONFIG, max_tokens=400),
             )
         )

@@ -15,7 +15,6 @@ from lockstep.agent.loop import (
     training_sampling,
     truncation_notice,
 )
-from lockstep.agent.turns import Policy
 from lockstep.engines.base import Capabilities
 from lockstep.engines.registry import check_capabilities
 from lockstep.errors import CapabilityError
@@ -100,13 +99,9 @@ def kept_of(token_id, position):
 def play(engine, config, sampling):
     async def main():
         return await run_episode(
-            Policy(engine, RENDERER, sampling),
-            OneTurn(),
-            Task(id="task"),
-            trajectory_id="t",
-            seed=1,
-            budget=Budget.of(config, max_tokens=1000),
-        )
+            engine, RENDERER, OneTurn(), Task(id="task"), trajectory_id="t", seed=1,
+            sampling=sampling, budget=Budget.of(config, max_tokens=1000),
+        )  # fmt: skip
 
     return asyncio.run(main())
 
@@ -132,13 +127,10 @@ def test_a_reply_over_a_weight_update_has_the_support_of_each_part():
 
     async def main():
         episode = run_episode(
-            Policy(engine, RENDERER, training_sampling(config, engine.capabilities)),
-            OneTurn(),
-            Task(id="task"),
-            trajectory_id="t",
-            seed=1,
+            engine, RENDERER, OneTurn(), Task(id="task"), trajectory_id="t", seed=1,
+            sampling=training_sampling(config, engine.capabilities),
             budget=Budget.of(config, max_tokens=1000),
-        )
+        )  # fmt: skip
         playing = asyncio.ensure_future(episode)
         while not engine.requests:
             await asyncio.sleep(0)

@@ -11,7 +11,7 @@ from engine_models import request as make_request
 
 from lockstep.agent.gateway.exchange import TurnRequest
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.agent.turns import Budget, Policy, TurnSampler
+from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.grammar import grammar_problem
@@ -212,8 +212,10 @@ def test_a_training_step_of_constrained_and_free_episodes_is_exact(tmp_path):
 
     async def episode(at):
         sampler = TurnSampler(
-            Policy(engine, renderer, SamplingParams(max_tokens=60, stop_ids=renderer.stop_ids)),
+            engine,
+            renderer,
             Trajectory(id=f"s{at}"),
+            sampling=SamplingParams(max_tokens=60, stop_ids=renderer.stop_ids),
             budget=Budget(max_tokens=400, max_turns=4, max_turn_tokens=60),
         )
         session = GatewaySession(sampler, seed=at)

@@ -9,7 +9,7 @@ from made_up_templates import NO_TOOLS, template
 from lockstep.agent.environment import Score
 from lockstep.agent.loop import run_episode
 from lockstep.agent.tools import ToolEnvironment
-from lockstep.agent.turns import Budget, Policy
+from lockstep.agent.turns import Budget
 from lockstep.errors import RendererError
 from lockstep.renderers.config import (
     ChatMLConfig,
@@ -99,13 +99,9 @@ def test_an_episode_ends_its_turn_there(tmp_path):
     engine = FakeEngine(lambda request: [*b"12", EOS, *b"and so on"])
     sampling = SamplingParams(max_tokens=50, stop_ids=renderer.stop_ids)
     played = run_episode(
-        Policy(engine, renderer, sampling),
-        Ask(),
-        Task(id="t"),
-        trajectory_id="t",
-        seed=0,
+        engine, renderer, Ask(), Task(id="t"), trajectory_id="t", seed=0, sampling=sampling,
         budget=Budget(max_tokens=500, max_turns=1),
-    )
+    )  # fmt: skip
     trajectory = asyncio.run(played)
     assert trajectory.segments[-1].finish_reason == "stop"
     assert list(trajectory.rewards.values()) == [1.0]

@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.agent.gateway.exchange import TurnReply, TurnRequest
 from lockstep.agent.gateway.session import GatewaySession
-from lockstep.agent.turns import Budget, Policy, TurnSampler
+from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.testing.engines import FakeEngine
@@ -52,10 +52,11 @@ def turns(*messages: Message | list[int], renderer=RENDERER):
 
 
 def make_session(engine, *, renderer=RENDERER, max_tokens=1 << 18, max_turns=256, **options):
-    sampling = options.pop("sampling", SamplingParams(max_tokens=4096))
     sampler = TurnSampler(
-        Policy(engine, renderer, sampling),
+        engine,
+        renderer,
         Trajectory(id="s"),
+        sampling=options.pop("sampling", SamplingParams(max_tokens=4096)),
         budget=Budget(max_tokens=max_tokens, max_turns=max_turns, max_turn_tokens=4096),
     )
     return GatewaySession(sampler, seed=1, **options)
