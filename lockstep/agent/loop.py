@@ -592,21 +592,14 @@ async def collect(
     """
     options = options or RolloutOptions()
     slots, rescorer = options.slots or EpisodeSlots(), options.rescorer
+
+    def episode_of(task: Task, name: str, seed: int) -> _Episode:
+        trajectory = Trajectory(id=name, task_id=task.id)
+        sampler = policy.sampler(trajectory, budget, priority=options.order)
+        return _Episode(sampler, seed=seed, rescorer=rescorer, gateway=options.gateway)
+
     groups = [
-        (
-            task,
-            [
-                _Episode(
-                    policy.sampler(
-                        Trajectory(id=name, task_id=task.id), budget, priority=options.order
-                    ),
-                    seed=seed,
-                    rescorer=rescorer,
-                    gateway=options.gateway,
-                )
-                for name, seed in episodes
-            ],
-        )
+        (task, [episode_of(task, *each) for each in episodes])
         for task, episodes in options.numbered(tasks, group_size, run_seed=run_seed)
     ]
     all_episodes = [episode for _, episodes in groups for episode in episodes]

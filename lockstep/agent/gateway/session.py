@@ -19,33 +19,28 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
 
+from lockstep.agent.gateway.drafts import Draft, Drafts
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.reading import Dialogues
-from lockstep.agent.gateway.splicing import splice_reply
 from lockstep.agent.gateway.tree import (
     Answer,
     Dialogue,
-    Place,
-    Reason,
     Tree,
-    altered_from,
 )
 from lockstep.agent.guard import checked_number, checked_numbers, described
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import (
-    Observed,
     OutOfTime,
     Prompt,
     Turn,
     TurnSampler,
     count,
-    fork_without_thinking,
     offer,
     turn_ids,
     turn_segments,
@@ -56,12 +51,10 @@ from lockstep.errors import (
     EngineDownError,
     EngineError,
     MissingExtraError,
-    RendererError,
 )
 from lockstep.renderers.base import Constraining, Constraint
 from lockstep.renderers.large_texts import TextTooLargeError
-from lockstep.renderers.pieces import first_difference
-from lockstep.types import Int32Array, Message, SamplingParams
+from lockstep.types import Int32Array, SamplingParams
 
 T = TypeVar("T")
 
@@ -102,6 +95,7 @@ class GatewaySession:
         self.id = id or secrets.token_hex(8)
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self._tree = Tree()
+        self._drafts = Drafts(self._tree, sampler)
         self._running: set[asyncio.Task[Answer]] = set()
         self._by_key: dict[str, asyncio.Task[Answer]] = {}
         """Requests in progress, and answered requests."""
@@ -208,7 +202,7 @@ class GatewaySession:
         dialogue = Dialogue.of(request, self._tree)
 
         def ids() -> Int32Array:
-            return self._prompt_ids(self._draft(dialogue).place)
+            return self._drafts.prompt_ids(self._drafts.draft(dialogue).place)
 
         return len(await self._encoded(ids))
 
@@ -304,7 +298,7 @@ class GatewaySession:
         if len(self._tree.answers) + len(self._running) > limit:
             raise self._exhaust("max_turns", f"{limit} turns are over")
         drafted, prompt_ids = await self._encoded(
-            partial(self._enter, dialogue), partial(self._draft, dialogue)
+            partial(self._enter, dialogue), partial(self._drafts.draft, dialogue)
         )
         place = drafted.place
         if place.why is None:
@@ -317,10 +311,10 @@ class GatewaySession:
         if self._rule == "client" and request.seed is not None:
             seed = derive_seed("client", request.seed)
         place.num_running += 1
-        record = partial(self._record_prompt, drafted)
+        record = partial(self._drafts.record_prompt, drafted)
         try:
             turn = await self._sampler.sample(
-                Prompt(prompt_ids, self._recorded_part(place)[0], record),
+                Prompt(prompt_ids, self._drafts.recorded_part(place)[0], record),
                 name=f"{digest}-{num_asked}-{self._seed:x}",
                 seed=seed,
                 deadline=min(self._deadline, time.monotonic() + self._sampler.budget.max_seconds),
@@ -355,14 +349,14 @@ class GatewaySession:
         name = "max_seconds" if turn.finish_reason == "abort" else name
         return f"{name}: the last turn was cut at {num_ids} tokens"
 
-    def _enter(self, dialogue: Dialogue) -> tuple[_Draft, Int32Array]:
+    def _enter(self, dialogue: Dialogue) -> tuple[Draft, Int32Array]:
         """Adds the request to the tree, which does not change meanwhile. Returns its draft and
         prompt."""
-        drafted = self._draft(dialogue)
-        prompt_ids = self._prompt_ids(drafted.place)
+        drafted = self._drafts.draft(dialogue)
+        prompt_ids = self._drafts.prompt_ids(drafted.place)
         if len(prompt_ids) >= self._sampler.max_tokens:
             raise self._overflow(f"token {len(prompt_ids)}")
-        self._insert(drafted)
+        self._drafts.insert(drafted)
         return drafted, prompt_ids
 
     async def _encoded(
@@ -377,7 +371,7 @@ class GatewaySession:
         text = f"the next turn would begin at {where} of {self._sampler.max_tokens}"
         return self._exhaust("max_tokens", text, status=400, code="context_overflow")
 
-    def _add(self, turn: Turn, drafted: _Draft, *, num_reused_tokens: int) -> Answer:
+    def _add(self, turn: Turn, drafted: Draft, *, num_reused_tokens: int) -> Answer:
         """Adds a turn that was just recorded to the tree, and counts it."""
         place, reason = drafted.place, drafted.reason
         answer = Answer(
@@ -505,183 +499,7 @@ class GatewaySession:
         text += f". Raise {budget}, or let the agent end before."
         return Refusal(status, code or budget, text)
 
-    # -- the place of a request ----------------------------------------------------------------
-
-    def _draft(self, dialogue: Dialogue) -> _Draft:
-        """Finds the place where the request asks, and encodes the new messages before it.
-
-        Nothing of the session changes. Raises Refusal for messages that the renderer cannot write.
-        """
-        found = self._tree.find(dialogue)
-        place, reason = found.place, self._tree.reason(dialogue, found)
-        if place is not None and found.num_batches > dialogue.num_replies:
-            return _Draft(place, reason)
-        try:
-            try:
-                if place is not None:
-                    draft = _Draft(place, reason)
-                    return self._grow(draft, dialogue, found.num_batches, found.answer)
-            except RendererError:
-                if found.num_replies == dialogue.num_replies:
-                    raise
-                # A reply that no model samples in one turn: as a history it may be written.
-            return self._draft_root(dialogue, reason)
-        except RendererError as error:
-            raise Refusal(400, "cannot_render", str(error), parameter="messages") from error
-
-    def _draft_root(self, dialogue: Dialogue, reason: Reason) -> _Draft:
-        """Makes a new root. Its prompt is everything before the first reply that was sampled here,
-        written by the template; after that, ids are reused."""
-        known = (at for at, reply in enumerate(dialogue.replies) if self._tree.known(reply))
-        size = 1 + next(known, dialogue.num_replies)
-        messages = dialogue.messages(size)
-        ids = np.asarray(self._renderer.render(messages, dialogue.tools), np.int32)
-        key, num_messages = dialogue.root_key(size), dialogue.num_messages(size)
-        place = Place(None, [Observed(ids, messages)], num_messages, key, is_forked=True)
-        draft = _Draft(place, reason, [place])
-        draft.counts["tokens/encoded"] += len(ids)
-        return self._grow(draft, dialogue, size, None)
-
-    def _grow(self, draft: _Draft, dialogue: Dialogue, first: int, above: Answer | None) -> _Draft:
-        """Adds the places of the batches from `first` on. above: the known reply before it."""
-        for at in range(first, len(dialogue.batches)):
-            if above is None or at > first:
-                above = self._copy(draft, draft.place, dialogue.replies[at - 1])
-            draft.place = self._extend(draft, above, dialogue, at)
-        return draft
-
-    def _copy(self, draft: _Draft, place: Place, reply: Message) -> Answer:
-        """Copies a reply that the agent sent and that was not sampled at this place, as observed
-        ids."""
-        was = altered_from(place, reply)
-        known = self._tree.known(reply)
-        if known is not None:
-            ids, reply = self._ids_of(known), known.message
-        else:
-            thought = "" if was is None else was[0].message.thinking
-            if not reply.thinking:  # left out, as clients do
-                reply = replace(reply, thinking=thought)
-            written = self._renderer.render_reply(reply)
-            num_encoded = len(written)
-            if was is not None:
-                written, num_encoded = splice_reply(
-                    self._renderer,
-                    self._ids_of(was[0]).tolist(),
-                    written,
-                    is_thinking_kept=reply.thinking.strip() == thought.strip(),
-                )
-            ids = np.asarray(written, np.int32)
-            draft.counts["tokens/encoded"] += num_encoded
-        if was is not None:
-            draft.counts["gateway/altered_replies"] += 1
-            draft.counts["gateway/altered_tokens"] += _num_changed(self._ids_of(was[0]), ids)
-        answer = Answer(place, reply, parts=[Observed(ids, (reply,))])
-        draft.new.append(answer)
-        return answer
-
-    def _extend(self, draft: _Draft, above: Answer, dialogue: Dialogue, at: int) -> Place:
-        """Makes the place of batch `at`, after the reply `above`."""
-        batch = dialogue.batches[at]
-        place = Place(above, [], dialogue.num_messages(at + 1), dialogue.batch_keys[at])
-        tail = self._ids_of(above)
-        if self._renderer.forgets(batch):
-            leaf, behind = self._recorded_part(above)
-            fork = fork_without_thinking(self.trajectory, leaf, self._renderer, behind=behind)
-            if fork is not None:
-                place.is_forked, (place.base, place.parts) = True, fork
-                tail = place.parts[-1].ids
-                draft.reason = draft.reason or "dropped_thinking"
-        ids = np.asarray(self._renderer.extend(tail.tolist(), batch), np.int32)
-        draft.counts["tokens/encoded"] += len(ids)
-        place.parts.append(Observed(ids, batch))
-        draft.new.append(place)
-        return place
-
-    def _insert(self, draft: _Draft) -> None:
-        """Links what a draft adds into the tree."""
-        for at in draft.new:
-            if isinstance(at, Answer):
-                at.place.add(at)
-            elif at.above is None:
-                self._tree.insert_root(at)
-            else:
-                at.above.places[at.key] = at
-        if draft.new:
-            draft.new[0].reason = draft.reason
-        for name, value in draft.counts.items():
-            count(self.trajectory, name, value)
-
-    def _missing(self, node: Place | Answer) -> tuple[int | None, list[Place | Answer]]:
-        """Returns (last recorded segment of the node's path, nodes after it)."""
-        missing: list[Place | Answer] = []
-        at: Place | Answer | None = node
-        while at is not None and at.segment is None:
-            missing.insert(0, at)
-            if isinstance(at, Answer):
-                at = at.place
-            elif at.is_forked:
-                return at.base, missing
-            else:
-                at = at.above
-        return (None if at is None else at.segment), missing
-
-    def _recorded_part(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
-        """Returns (last recorded segment of the node's path, unrecorded parts after it)."""
-        leaf, missing = self._missing(node)
-        return leaf, [part for each in missing for part in each.parts]
-
-    def _record_prompt(self, draft: _Draft) -> tuple[int, str]:
-        """Records the missing part of the prompt; see `Prompt.record`."""
-        place = draft.place
-        if place.segment is None:  # the branch begins with the place
-            draft.reason = place.why or ""
-            return self._record_path(place), ""
-        draft.reason = draft.reason or "concurrent"
-        return place.segment, draft.reason
-
-    def _record_path(self, node: Place | Answer) -> int:
-        """Records the missing parts of the node's path. Returns the segment that ends it."""
-        leaf, missing = self._missing(node)
-        for each in missing:
-            leaf = self._sampler.observe(leaf, each.parts, reason=each.reason)
-            each.segment, each.parts = leaf, []
-        assert leaf is not None, "a first prompt has ids"
-        return leaf
-
-    def _ids_of(self, answer: Answer) -> Int32Array:
-        if answer.segment is None:
-            return answer.parts[0].ids
-        return turn_ids(self.trajectory, answer.segment)
-
-    def _prompt_ids(self, place: Place) -> Int32Array:
-        leaf, parts = self._recorded_part(place)
-        return np.concatenate([self.trajectory.path_ids(leaf), *(part.ids for part in parts)])
-
     def _ended(self, key: str, job: asyncio.Task[Answer]) -> None:
         self._running.discard(job)
         if job.cancelled() or job.exception() is not None:
             self._by_key.pop(key, None)
-
-
-@dataclass(slots=True, eq=False)
-class _Draft:
-    """Additions of one request to its session."""
-
-    place: Place
-    """Place where the request asks for a turn."""
-    reason: Reason
-    """Reason of the turn."""
-    new: list[Place | Answer] = field(default_factory=list["Place | Answer"])
-    """Additions to the tree, parents first; the first gets the reason."""
-    counts: Counter[str] = field(default_factory=Counter[str])
-    """Additions to the metrics of the trajectory."""
-    stage: str = ""
-    """Step of the sampling that is under way, for the text of a failure."""
-
-
-def _num_changed(before: Int32Array, after: Int32Array) -> int:
-    """Counts removed and added ids, between a common beginning and a common end."""
-    left, right = before.tolist(), after.tolist()
-    head = first_difference(left, right)
-    tail = first_difference(left[head:][::-1], right[head:][::-1])
-    return len(left) + len(right) - 2 * (head + tail)

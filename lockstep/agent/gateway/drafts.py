@@ -1,0 +1,207 @@
+"""The ids of a request: finds its place in the session's tree, and encodes the new messages.
+
+Recorded ids are reused. An altered reply keeps its sampled ids where its words are the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lockstep.agent.gateway.exchange import Refusal
+from lockstep.agent.gateway.splicing import splice_reply
+from lockstep.agent.gateway.tree import Answer, Dialogue, Place, Reason, Tree, altered_from
+from lockstep.agent.turns import (
+    Observed,
+    TurnSampler,
+    count,
+    fork_without_thinking,
+    turn_ids,
+)
+from lockstep.errors import RendererError
+from lockstep.renderers.pieces import first_difference
+from lockstep.types import Int32Array, Message
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """Additions of one request to its session."""
+
+    place: Place
+    """Place where the request asks for a turn."""
+    reason: Reason
+    """Reason of the turn."""
+    new: list[Place | Answer] = field(default_factory=list["Place | Answer"])
+    """Additions to the tree, parents first; the first gets the reason."""
+    counts: Counter[str] = field(default_factory=Counter[str])
+    """Additions to the metrics of the trajectory."""
+    stage: str = ""
+    """Step of the sampling that is under way, for the text of a failure."""
+
+
+class Drafts:
+    """Drafts the additions of requests to a tree, and records them."""
+
+    def __init__(self, tree: Tree, sampler: TurnSampler) -> None:
+        self._tree, self._sampler = tree, sampler
+        self._trajectory, self._renderer = sampler.trajectory, sampler.renderer
+
+    def draft(self, dialogue: Dialogue) -> Draft:
+        """Finds the place where the request asks, and encodes the new messages before it.
+
+        Nothing of the session changes. Raises Refusal for messages that the renderer cannot write.
+        """
+        found = self._tree.find(dialogue)
+        place, reason = found.place, self._tree.reason(dialogue, found)
+        if place is not None and found.num_batches > dialogue.num_replies:
+            return Draft(place, reason)
+        try:
+            try:
+                if place is not None:
+                    draft = Draft(place, reason)
+                    return self._grow(draft, dialogue, found.num_batches, found.answer)
+            except RendererError:
+                if found.num_replies == dialogue.num_replies:
+                    raise
+                # A reply that no model samples in one turn: as a history it may be written.
+            return self._draft_root(dialogue, reason)
+        except RendererError as error:
+            raise Refusal(400, "cannot_render", str(error), parameter="messages") from error
+
+    def _draft_root(self, dialogue: Dialogue, reason: Reason) -> Draft:
+        """Makes a new root. Its prompt is everything before the first reply that was sampled here,
+        written by the template; after that, ids are reused."""
+        known = (at for at, reply in enumerate(dialogue.replies) if self._tree.known(reply))
+        size = 1 + next(known, dialogue.num_replies)
+        messages = dialogue.messages(size)
+        ids = np.asarray(self._renderer.render(messages, dialogue.tools), np.int32)
+        key, num_messages = dialogue.root_key(size), dialogue.num_messages(size)
+        place = Place(None, [Observed(ids, messages)], num_messages, key, is_forked=True)
+        draft = Draft(place, reason, [place])
+        draft.counts["tokens/encoded"] += len(ids)
+        return self._grow(draft, dialogue, size, None)
+
+    def _grow(self, draft: Draft, dialogue: Dialogue, first: int, above: Answer | None) -> Draft:
+        """Adds the places of the batches from `first` on. above: the known reply before it."""
+        for at in range(first, len(dialogue.batches)):
+            if above is None or at > first:
+                above = self._copy(draft, draft.place, dialogue.replies[at - 1])
+            draft.place = self._extend(draft, above, dialogue, at)
+        return draft
+
+    def _copy(self, draft: Draft, place: Place, reply: Message) -> Answer:
+        """Copies a reply that the agent sent and that was not sampled at this place, as observed
+        ids."""
+        was = altered_from(place, reply)
+        known = self._tree.known(reply)
+        if known is not None:
+            ids, reply = self._ids_of(known), known.message
+        else:
+            thought = "" if was is None else was[0].message.thinking
+            if not reply.thinking:  # left out, as clients do
+                reply = replace(reply, thinking=thought)
+            written = self._renderer.render_reply(reply)
+            num_encoded = len(written)
+            if was is not None:
+                written, num_encoded = splice_reply(
+                    self._renderer,
+                    self._ids_of(was[0]).tolist(),
+                    written,
+                    is_thinking_kept=reply.thinking.strip() == thought.strip(),
+                )
+            ids = np.asarray(written, np.int32)
+            draft.counts["tokens/encoded"] += num_encoded
+        if was is not None:
+            draft.counts["gateway/altered_replies"] += 1
+            draft.counts["gateway/altered_tokens"] += _num_changed(self._ids_of(was[0]), ids)
+        answer = Answer(place, reply, parts=[Observed(ids, (reply,))])
+        draft.new.append(answer)
+        return answer
+
+    def _extend(self, draft: Draft, above: Answer, dialogue: Dialogue, at: int) -> Place:
+        """Makes the place of batch `at`, after the reply `above`."""
+        batch = dialogue.batches[at]
+        place = Place(above, [], dialogue.num_messages(at + 1), dialogue.batch_keys[at])
+        tail = self._ids_of(above)
+        if self._renderer.forgets(batch):
+            leaf, behind = self.recorded_part(above)
+            fork = fork_without_thinking(self._trajectory, leaf, self._renderer, behind=behind)
+            if fork is not None:
+                place.is_forked, (place.base, place.parts) = True, fork
+                tail = place.parts[-1].ids
+                draft.reason = draft.reason or "dropped_thinking"
+        ids = np.asarray(self._renderer.extend(tail.tolist(), batch), np.int32)
+        draft.counts["tokens/encoded"] += len(ids)
+        place.parts.append(Observed(ids, batch))
+        draft.new.append(place)
+        return place
+
+    def insert(self, draft: Draft) -> None:
+        """Links what a draft adds into the tree."""
+        for at in draft.new:
+            if isinstance(at, Answer):
+                at.place.add(at)
+            elif at.above is None:
+                self._tree.insert_root(at)
+            else:
+                at.above.places[at.key] = at
+        if draft.new:
+            draft.new[0].reason = draft.reason
+        for name, value in draft.counts.items():
+            count(self._trajectory, name, value)
+
+    def _missing(self, node: Place | Answer) -> tuple[int | None, list[Place | Answer]]:
+        """Returns (last recorded segment of the node's path, nodes after it)."""
+        missing: list[Place | Answer] = []
+        at: Place | Answer | None = node
+        while at is not None and at.segment is None:
+            missing.insert(0, at)
+            if isinstance(at, Answer):
+                at = at.place
+            elif at.is_forked:
+                return at.base, missing
+            else:
+                at = at.above
+        return (None if at is None else at.segment), missing
+
+    def recorded_part(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
+        """Returns (last recorded segment of the node's path, unrecorded parts after it)."""
+        leaf, missing = self._missing(node)
+        return leaf, [part for each in missing for part in each.parts]
+
+    def record_prompt(self, draft: Draft) -> tuple[int, str]:
+        """Records the missing part of the prompt; see `Prompt.record`."""
+        place = draft.place
+        if place.segment is None:  # the branch begins with the place
+            draft.reason = place.why or ""
+            return self._record_path(place), ""
+        draft.reason = draft.reason or "concurrent"
+        return place.segment, draft.reason
+
+    def _record_path(self, node: Place | Answer) -> int:
+        """Records the missing parts of the node's path. Returns the segment that ends it."""
+        leaf, missing = self._missing(node)
+        for each in missing:
+            leaf = self._sampler.observe(leaf, each.parts, reason=each.reason)
+            each.segment, each.parts = leaf, []
+        assert leaf is not None, "a first prompt has ids"
+        return leaf
+
+    def _ids_of(self, answer: Answer) -> Int32Array:
+        if answer.segment is None:
+            return answer.parts[0].ids
+        return turn_ids(self._trajectory, answer.segment)
+
+    def prompt_ids(self, place: Place) -> Int32Array:
+        leaf, parts = self.recorded_part(place)
+        return np.concatenate([self._trajectory.path_ids(leaf), *(part.ids for part in parts)])
+
+
+def _num_changed(before: Int32Array, after: Int32Array) -> int:
+    """Counts removed and added ids, between a common beginning and a common end."""
+    left, right = before.tolist(), after.tolist()
+    head = first_difference(left, right)
+    tail = first_difference(left[head:][::-1], right[head:][::-1])
+    return len(left) + len(right) - 2 * (head + tail)
