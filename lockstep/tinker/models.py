@@ -287,7 +287,7 @@ class Models:
                 raise body["path"].wrong("a name, unless sampling_session_seq_id is given")
             if body["kind"].text("snapshot") not in ("snapshot", "inflight"):
                 raise body["kind"].wrong('"snapshot" or "inflight"')
-        elif body["model_id"].raw is not None:  # into a model that is there
+        elif kind == "load_weights" and body["model_id"].raw is not None:  # into a loaded model
             spec = self._loadable(body).spec
             if ModelSpec(**spec) != replace(run.spec, seed=spec["seed"]):
                 raise invalid(
