@@ -405,7 +405,7 @@ class _Episode:
                 seed=derive_seed(self.seed, turn),
                 deadline=deadline,
                 tools=tools,
-                at=partial(setattr, self, "stage"),
+                on_stage=partial(setattr, self, "stage"),
             )
         except Exception as error:
             if self.stage == "engine.generate" and not isinstance(error, OutOfTime):

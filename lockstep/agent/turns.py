@@ -168,31 +168,31 @@ class TurnSampler:
         deadline: float,
         tools: Sequence[ToolSchema] = (),
         sampling: SamplingParams | None = None,
-        at: Callable[[str], None] = lambda stage: None,
+        on_stage: Callable[[str], None] = lambda stage: None,
     ) -> Turn:
         """Samples one turn of the model and records it.
 
         name: names the request within the trajectory. deadline: by `time.monotonic`. tools:
-        declared in this dialogue. sampling: replaces the template. at: called with the name of each
-        stage, for the reason of a failure.
+        declared in this dialogue. sampling: replaces the template. on_stage: called with the name
+        of each stage, for the reason of a failure.
 
         The turn is one segment, or one per policy version that drew it. Raises OutOfTime if the
         deadline came before the first token, EngineError for an impossible reply, and whatever the
         trajectory's invariants raise.
         """
-        at("engine.generate")
+        on_stage("engine.generate")
         request = self._request(prompt, sampling or self.sampling, name=name, seed=seed)
         pieces, finish_reason = await self._generate(request, deadline)
         if not pieces:
             kind = OutOfTime if finish_reason == "abort" else EngineError
             raise kind(f"request {request.id}: no token was sampled ({finish_reason}).")
         ids = np.concatenate([piece.token_ids for piece in pieces])
-        at("renderer.parse")
+        on_stage("renderer.parse")
         renderer = self.renderer
         if isinstance(renderer, TypesArguments):
             renderer = renderer.with_tools(tools)
         message = renderer.parse(ids.tolist())
-        at("the sampled reply")
+        on_stage("the sampled reply")
         leaf = self._record(request, pieces, prompt, message)
         return Turn(leaf, ids, message, finish_reason, pieces[-1].stop)
 

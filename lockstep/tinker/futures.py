@@ -17,8 +17,8 @@ from lockstep.agent.gateway.reading import Value
 from lockstep.errors import named
 from lockstep.tinker.journal import CLONE, Record, Request
 from lockstep.tinker.requests import TinkerError, invalid, not_found
+from lockstep.tinker.resources import Resources
 from lockstep.tinker.sessions import Sessions
-from lockstep.tinker.shared import Shared
 from lockstep.tinker.wire import MAX_SAMPLE_SEQ_ID, MAX_SEQ_ID, PROTOBUF
 
 LOGGER = logging.getLogger(__name__)
@@ -59,9 +59,9 @@ def as_json(value: Any) -> bytes:
 class Futures:
     """Writes outcomes, and answers clients that ask for them."""
 
-    def __init__(self, shared: Shared, sessions: Sessions) -> None:
-        self._journal, self._sessions = shared.journal, sessions
-        self._config = shared.config
+    def __init__(self, resources: Resources, sessions: Sessions) -> None:
+        self._journal, self._sessions = resources.journal, sessions
+        self._config = resources.config
         self._settled: dict[str, asyncio.Event] = {}
         """Request or target -> set when it, or another one of it, is settled."""
 

@@ -10,21 +10,21 @@ from lockstep.tinker.checkpoints import SCHEME, SEGMENTS, check_ttl
 from lockstep.tinker.journal import Checkpoint
 from lockstep.tinker.models import Models, adapter_of
 from lockstep.tinker.requests import not_found
-from lockstep.tinker.shared import Shared
+from lockstep.tinker.resources import Resources
 
 
 class Listings:
     """Answers questions about stored models and checkpoints, and deletes checkpoints."""
 
-    def __init__(self, shared: Shared, models: Models) -> None:
-        self._shared, self._store, self._models = shared, shared.store, models
+    def __init__(self, resources: Resources, models: Models) -> None:
+        self._resources, self._store, self._models = resources, resources.store, models
 
     def capabilities(self, body: Value) -> dict[str, Any]:
         can = {"trainable": True, "sampleable": True}
         return {
             "supported_models": [
                 {"model_name": base.name, "max_context_length": base.max_tokens, **can}
-                for base in self._shared.bases.values()
+                for base in self._resources.bases.values()
             ]
         }
 

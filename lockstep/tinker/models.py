@@ -17,9 +17,9 @@ from lockstep.tinker.futures import Done, Futures, as_json
 from lockstep.tinker.journal import Checkpoint, Loss, Model, Request, digest_of
 from lockstep.tinker.origins import Origins
 from lockstep.tinker.requests import ModelSpec, TinkerError, invalid, not_found
+from lockstep.tinker.resources import Resources
 from lockstep.tinker.samplers import Samplers
 from lockstep.tinker.sessions import Sessions
-from lockstep.tinker.shared import Shared
 from lockstep.tinker.training_run import TrainingRun
 from lockstep.tinker.wire import (
     canonical,
@@ -46,7 +46,7 @@ class Models:
 
     def __init__(
         self,
-        shared: Shared,
+        resources: Resources,
         *,
         sessions: Sessions,
         samplers: Samplers,
@@ -55,7 +55,7 @@ class Models:
         records: RunRecords | None,
     ) -> None:
         """records: write the run directories; None writes none."""
-        self._shared, self._journal, self._store = shared, shared.journal, shared.store
+        self._resources, self._journal, self._store = resources, resources.journal, resources.store
         self._sessions, self._samplers, self._futures = sessions, samplers, futures
         self._origins, self._records = origins, records
         self.known = self._journal.all(Model)
@@ -87,7 +87,7 @@ class Models:
         records = self._records
         run = self.runs[model.id] = TrainingRun(
             model,
-            self._shared,
+            self._resources,
             samplers=self._samplers,
             futures=self._futures,
             run_record=None if records is None else records.of(model.id, ModelSpec(**model.spec)),
@@ -99,7 +99,7 @@ class Models:
 
     def create(self, body: Value) -> dict[str, Any]:
         spec = model_spec_of(body)
-        base = self._shared.base(body["base_model"])
+        base = self._resources.base(body["base_model"])
         return self._make(body, "create_model", replace(spec, base_model=base.name))
 
     def load_weights(self, body: Value) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Models:
         checkpoint = self._loadable(body)
         check_optimizer(body["optimizer_config"])
         if body["base_model"].raw is not None:
-            base = self._shared.base(body["base_model"])
+            base = self._resources.base(body["base_model"])
             if base.name != checkpoint.spec["base_model"]:
                 path = body["path"].text()
                 raise invalid(f"{path} is of {checkpoint.spec['base_model']}, not of {base.name}.")
@@ -257,7 +257,7 @@ class Models:
         """The body as the run executes it. is_new: False for a body that was accepted before.
         Raises Refusal."""
         if kind == "forward_backward":
-            substitute = self._shared.config.substitute
+            substitute = self._resources.config.substitute
             asked = forward_backward_of(
                 body, run.base, find_loss=self._custom.get, substitute=substitute
             )
@@ -306,7 +306,7 @@ class Models:
         if (earlier := self._futures.earlier(target, number, digest)) is not None:
             return {"request_id": earlier}
         custom = custom_loss_of(body)
-        self._shared.backend.check_loss(custom)
+        self._resources.backend.check_loss(custom)
         loss = Loss(id=f"{target}:{number}", session=session.id, body=body.object())
         request = Request(session.id, target, number, "create_custom_loss")
         payload = as_json({"loss_id": loss.id, "type": "create_custom_loss"})

@@ -17,8 +17,8 @@ from lockstep.tinker.futures import Done, Futures
 from lockstep.tinker.journal import Request, Sampler, digest_of
 from lockstep.tinker.origins import Origins
 from lockstep.tinker.requests import Sampling, SamplingResult, TinkerError, invalid, not_found
+from lockstep.tinker.resources import Resources
 from lockstep.tinker.sessions import Sessions
-from lockstep.tinker.shared import Shared
 from lockstep.tinker.wire import (
     MAX_SAMPLE_SEQ_ID,
     canonical,
@@ -32,11 +32,11 @@ class Samplers:
     """Opens a sampler with its first request. The sampler unused for longest makes room."""
 
     def __init__(
-        self, shared: Shared, *, sessions: Sessions, futures: Futures, origins: Origins
+        self, resources: Resources, *, sessions: Sessions, futures: Futures, origins: Origins
     ) -> None:
-        self._shared, self._config = shared, shared.config
+        self._resources, self._config = resources, resources.config
         self._sessions, self._futures, self._origins = sessions, futures, origins
-        self.known = shared.journal.all(Sampler)
+        self.known = resources.journal.all(Sampler)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Id of each request in progress -> its task, named by the sampler."""
         self._open: dict[str, None] = {}
@@ -44,15 +44,15 @@ class Samplers:
         self._users: Counter[str] = Counter()
         self._opening = asyncio.Lock()
         needed = {sampler.directory for sampler in self.known.values()}
-        for place in shared.store.directory.glob("samplers/*"):  # of a process that was killed
+        for place in resources.store.directory.glob("samplers/*"):  # of a process that was killed
             if f"samplers/{place.name}" not in needed:
-                shared.store.remove(place)
+                resources.store.remove(place)
 
     # -- sampling sessions ------------------------------------------------------------------------
 
     async def create(self, body: Value) -> dict[str, Any]:
         session = self._sessions.live(body["session_id"].text())
-        number, store = whole_number(body["sampling_session_seq_id"]), self._shared.store
+        number, store = whole_number(body["sampling_session_seq_id"]), self._resources.store
         sampler = Sampler(id=f"{session.id}:sample:{number}", session=session.id)
         checkpoint = None
         if path := body["model_path"].text(""):
@@ -60,7 +60,7 @@ class Samplers:
             sampler.base_model, sampler.model_path = checkpoint.spec["base_model"], path
             sampler.directory, sampler.version = f"samplers/{sampler.id}", checkpoint.num_updates
         else:
-            sampler.base_model = self._shared.base(body["base_model"]).name
+            sampler.base_model = self._resources.base(body["base_model"]).name
         known = self.known.get(sampler.id)
         if known is None:
             if checkpoint is not None:  # a copy, as the checkpoint may be deleted or replaced
@@ -76,7 +76,7 @@ class Samplers:
 
     def add(self, sampler: Sampler) -> None:
         """Notes a sampler. Its weights are loaded with its first request."""
-        self._shared.journal.put(sampler)
+        self._resources.journal.put(sampler)
         self.known[sampler.id] = sampler
 
     def show(self, body: Value, sampler_id: str) -> dict[str, Any]:
@@ -112,14 +112,14 @@ class Samplers:
                 )
             asked = self._read(body, sampler)
             request = Request(sampler.session, sampler.id, seq_id, "sample", raw)
-            self._shared.journal.add(request, digest)
+            self._resources.journal.add(request, digest)
             self.start(replace(request, value=asked))
             request_id = request.id
         names = [f"{request_id}.{at}" for at in range(num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 
     def _read(self, body: Value, sampler: Sampler) -> Sampling:
-        base = self._shared.bases[sampler.base_model]
+        base = self._resources.bases[sampler.base_model]
         return sampling_of(body, base, substitute=self._config.substitute)
 
     def start(self, request: Request) -> None:
@@ -149,7 +149,7 @@ class Samplers:
         names = [f"{request.id}.{at}" for at in count]
         sampler.last_used = time.time()
         async with self._opened(sampler):
-            backend = self._shared.backend
+            backend = self._resources.backend
             return await backend.sample(sampler.id, asked, seeds=seeds, sequence_ids=names)
 
     async def cancel(self, body: Value) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Samplers:
         return {}
 
     async def _cancel(self, request_id: str, reason: str) -> None:
-        task, journal = self._tasks.get(request_id), self._shared.journal
+        task, journal = self._tasks.get(request_id), self._resources.journal
         if task is None:
             return
         task.cancel()
@@ -197,8 +197,8 @@ class Samplers:
             await self._close(sampler_id)
 
     async def _load(self, sampler: Sampler) -> None:
-        name, backend = sampler.directory, self._shared.backend
-        place = None if name is None else self._shared.store.directory / name
+        name, backend = sampler.directory, self._resources.backend
+        place = None if name is None else self._resources.store.directory / name
         if place is not None and not place.is_dir():
             raise TinkerError(
                 f"the weights of sampling session {sampler.id} ({sampler.model_path}) were deleted."
@@ -207,7 +207,7 @@ class Samplers:
 
     async def _close(self, sampler_id: str) -> None:
         self._open.pop(sampler_id, None)
-        await self._shared.backend.close_sampler(sampler_id)
+        await self._resources.backend.close_sampler(sampler_id)
 
     def followers(self, sampler: Sampler) -> list[Sampler]:
         """The earlier samplers that take over the weights of this one."""
@@ -230,7 +230,7 @@ class Samplers:
 
     def _release(self, directories: set[str | None]) -> None:
         """Deletes directories of unnamed weights that no sampler has any longer."""
-        store = self._shared.store
+        store = self._resources.store
         for directory in directories - {sampler.directory for sampler in self.known.values()}:
             if directory is not None and directory.startswith("samplers/"):
                 store.remove(store.directory / directory)
@@ -254,7 +254,7 @@ class Samplers:
 
     async def _forget(self, samplers: list[Sampler]) -> None:
         for sampler in samplers:
-            self._shared.journal.remove(sampler)
+            self._resources.journal.remove(sampler)
             del self.known[sampler.id]
             if sampler.id in self._open:
                 await self._close(sampler.id)

@@ -24,9 +24,9 @@ from lockstep.tinker.listings import Listings, notes
 from lockstep.tinker.models import Models
 from lockstep.tinker.origins import Origins
 from lockstep.tinker.requests import not_found
+from lockstep.tinker.resources import Resources
 from lockstep.tinker.samplers import Samplers
 from lockstep.tinker.sessions import Sessions
-from lockstep.tinker.shared import Shared
 from lockstep.tinker_config import TinkerConfig
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class TinkerService:
         directory.mkdir(parents=True, exist_ok=True)
         self.journal = journal = Journal(directory / "journal.sqlite")
         self.store = CheckpointStore(directory, journal)
-        shared = Shared(
+        resources = Resources(
             backend=backend,
             journal=journal,
             store=self.store,
@@ -78,20 +78,20 @@ class TinkerService:
             bases=self.bases,
         )
         self.sessions = Sessions(journal)
-        self.futures = Futures(shared, self.sessions)
+        self.futures = Futures(resources, self.sessions)
         origins = Origins(journal, self.config)
         self.samplers = Samplers(
-            shared, sessions=self.sessions, futures=self.futures, origins=origins
+            resources, sessions=self.sessions, futures=self.futures, origins=origins
         )
         self.models = Models(
-            shared,
+            resources,
             sessions=self.sessions,
             samplers=self.samplers,
             futures=self.futures,
             origins=origins,
             records=records,
         )
-        self.listings = Listings(shared, self.models)
+        self.listings = Listings(resources, self.models)
         self._background: set[asyncio.Task[None]] = set()
 
     # -- life -------------------------------------------------------------------------------------

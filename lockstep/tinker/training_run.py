@@ -24,8 +24,8 @@ from lockstep.tinker.requests import (
     TinkerError,
     invalid,
 )
+from lockstep.tinker.resources import Resources
 from lockstep.tinker.samplers import Samplers
-from lockstep.tinker.shared import Shared
 from lockstep.tinker.wire import write_forward_backward
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TrainingRun:
     def __init__(
         self,
         record: Model,
-        shared: Shared,
+        resources: Resources,
         *,
         samplers: Samplers,
         futures: Futures,
@@ -54,9 +54,13 @@ class TrainingRun:
         read: Callable[[Request], Any],
     ) -> None:
         self.record, self.spec = record, ModelSpec(**record.spec)
-        self.base = shared.bases[self.spec.base_model]
-        self._backend, self._journal, self._store = shared.backend, shared.journal, shared.store
-        self._config, self._samplers, self._run_record = shared.config, samplers, run_record
+        self.base = resources.bases[self.spec.base_model]
+        self._backend, self._journal, self._store = (
+            resources.backend,
+            resources.journal,
+            resources.store,
+        )
+        self._config, self._samplers, self._run_record = resources.config, samplers, run_record
         self._read, self._settle = read, futures.settle
         self.next_seq_id, refused = self._journal.progress(record.id)
         self._held: dict[int, Request | None] = dict.fromkeys(refused)

@@ -320,7 +320,7 @@ class GatewaySession:
                 deadline=min(self._deadline, time.monotonic() + self._sampler.budget.max_seconds),
                 tools=dialogue.tools,
                 sampling=sampling,
-                at=partial(setattr, drafted, "stage"),
+                on_stage=partial(setattr, drafted, "stage"),
             )
         except OutOfTime:
             text = "the time was over before the first token"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class Resources:
     """The backend, the journal, the saved weights and the settings of one server."""
 
     backend: EmbeddedBackend
