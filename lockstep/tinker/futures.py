@@ -15,11 +15,11 @@ from typing import Any
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import named
-from lockstep.tinker.journal import CLONE, Record, Request
+from lockstep.tinker.journal import CLONE, Journal, Record, Request
 from lockstep.tinker.requests import TinkerError, invalid, not_found
-from lockstep.tinker.resources import Resources
 from lockstep.tinker.sessions import Sessions
 from lockstep.tinker.wire import MAX_SAMPLE_SEQ_ID, MAX_SEQ_ID, PROTOBUF
+from lockstep.tinker_config import TinkerConfig
 
 LOGGER = logging.getLogger(__name__)
 
@@ -59,9 +59,8 @@ def as_json(value: Any) -> bytes:
 class Futures:
     """Writes outcomes, and answers clients that ask for them."""
 
-    def __init__(self, resources: Resources, sessions: Sessions) -> None:
-        self._journal, self._sessions = resources.journal, sessions
-        self._config = resources.config
+    def __init__(self, journal: Journal, config: TinkerConfig, sessions: Sessions) -> None:
+        self._journal, self._config, self._sessions = journal, config, sessions
         self._settled: dict[str, asyncio.Event] = {}
         """Request or target -> set when it, or another one of it, is settled."""
 

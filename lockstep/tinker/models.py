@@ -7,19 +7,17 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
 from lockstep.tinker.checkpoints import check_ttl, path_of
-from lockstep.tinker.futures import Done, Futures, as_json
+from lockstep.tinker.futures import Done, as_json
 from lockstep.tinker.journal import Checkpoint, Loss, Model, Request, digest_of
-from lockstep.tinker.origins import Origins
 from lockstep.tinker.requests import ModelSpec, TinkerError, invalid, not_found
 from lockstep.tinker.resources import Resources
 from lockstep.tinker.samplers import Samplers
-from lockstep.tinker.sessions import Sessions
 from lockstep.tinker.training_run import TrainingRun
 from lockstep.tinker.wire import (
     canonical,
@@ -34,9 +32,6 @@ from lockstep.tinker.wire import (
     whole_number,
 )
 
-if TYPE_CHECKING:
-    from lockstep.tinker.record import RunRecords
-
 UNLOAD = -1
 """Seq_id of the request that unloads a model: it is outside the order."""
 
@@ -44,20 +39,10 @@ UNLOAD = -1
 class Models:
     """All models that the journal has; the loaded ones each have a `TrainingRun`."""
 
-    def __init__(
-        self,
-        resources: Resources,
-        *,
-        sessions: Sessions,
-        samplers: Samplers,
-        futures: Futures,
-        origins: Origins,
-        records: RunRecords | None,
-    ) -> None:
-        """records: write the run directories; None writes none."""
+    def __init__(self, resources: Resources, samplers: Samplers) -> None:
         self._resources, self._journal, self._store = resources, resources.journal, resources.store
-        self._sessions, self._samplers, self._futures = sessions, samplers, futures
-        self._origins, self._records = origins, records
+        self._sessions, self._futures = resources.sessions, resources.futures
+        self._samplers = samplers
         self.known = self._journal.all(Model)
         self.runs: dict[str, TrainingRun] = {}
         self._losses = self._journal.all(Loss)
@@ -84,15 +69,8 @@ class Models:
             run.submit(request)
 
     def _make_run(self, model: Model) -> TrainingRun:
-        records = self._records
-        run = self.runs[model.id] = TrainingRun(
-            model,
-            self._resources,
-            samplers=self._samplers,
-            futures=self._futures,
-            run_record=None if records is None else records.of(model.id, ModelSpec(**model.spec)),
-            read=self._read,
-        )
+        run = TrainingRun(model, self._resources, samplers=self._samplers, read=self._read)
+        self.runs[model.id] = run
         return run
 
     # -- making a model ---------------------------------------------------------------------------
@@ -261,7 +239,7 @@ class Models:
             asked = forward_backward_of(
                 body, run.base, find_loss=self._custom.get, substitute=substitute
             )
-            return self._origins.check(asked, is_new=is_new)
+            return self._resources.origins.check(asked, is_new=is_new)
         if kind == "optim_step":
             return optim_step_of(body)
         if is_new:

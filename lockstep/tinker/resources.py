@@ -1,4 +1,4 @@
-"""The parts that sessions, models, samplers and futures of one server work with."""
+"""The parts that models, samplers and listings of one server work with."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING
 
 from lockstep.agent.gateway.reading import Value
 from lockstep.tinker.checkpoints import CheckpointStore
+from lockstep.tinker.futures import Futures
 from lockstep.tinker.journal import Journal
+from lockstep.tinker.origins import Origins
 from lockstep.tinker.requests import BaseModel, not_found
+from lockstep.tinker.sessions import Sessions
 from lockstep.tinker_config import TinkerConfig
 
 if TYPE_CHECKING:
     from lockstep.tinker.embedded import EmbeddedBackend
+    from lockstep.tinker.record import RunRecords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """The backend, the journal, the saved weights and the settings of one server."""
+    """The backend, the journal, the saved weights, the settings and the clients of one server."""
 
     backend: EmbeddedBackend
     journal: Journal
@@ -26,6 +30,11 @@ class Resources:
     config: TinkerConfig
     bases: Mapping[str, BaseModel]
     """Name -> base model."""
+    sessions: Sessions
+    futures: Futures
+    origins: Origins
+    records: RunRecords | None
+    """Write the run directories of the models; None writes none."""
 
     def base(self, name: Value) -> BaseModel:
         """Raises TinkerError (404)."""

@@ -13,12 +13,10 @@ from typing import Any
 
 from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
-from lockstep.tinker.futures import Done, Futures
+from lockstep.tinker.futures import Done
 from lockstep.tinker.journal import Request, Sampler, digest_of
-from lockstep.tinker.origins import Origins
 from lockstep.tinker.requests import Sampling, SamplingResult, TinkerError, invalid, not_found
 from lockstep.tinker.resources import Resources
-from lockstep.tinker.sessions import Sessions
 from lockstep.tinker.wire import (
     MAX_SAMPLE_SEQ_ID,
     canonical,
@@ -31,11 +29,9 @@ from lockstep.tinker.wire import (
 class Samplers:
     """Opens a sampler with its first request. The sampler unused for longest makes room."""
 
-    def __init__(
-        self, resources: Resources, *, sessions: Sessions, futures: Futures, origins: Origins
-    ) -> None:
+    def __init__(self, resources: Resources) -> None:
         self._resources, self._config = resources, resources.config
-        self._sessions, self._futures, self._origins = sessions, futures, origins
+        self._sessions, self._futures = resources.sessions, resources.futures
         self.known = resources.journal.all(Sampler)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Id of each request in progress -> its task, named by the sampler."""
@@ -135,7 +131,7 @@ class Samplers:
             result = await self._draw(sampler, asked, request)
             outcome: Done | BaseException = Done(
                 payload=write_sampling(result, asked),
-                write=lambda: self._origins.add(request, asked, result),
+                write=lambda: self._resources.origins.add(request, asked, result),
             )
         except Exception as error:
             outcome = error

@@ -70,27 +70,21 @@ class TinkerService:
         directory.mkdir(parents=True, exist_ok=True)
         self.journal = journal = Journal(directory / "journal.sqlite")
         self.store = CheckpointStore(directory, journal)
+        self.sessions = Sessions(journal)
+        self.futures = Futures(journal, self.config, self.sessions)
         resources = Resources(
             backend=backend,
             journal=journal,
             store=self.store,
             config=self.config,
             bases=self.bases,
-        )
-        self.sessions = Sessions(journal)
-        self.futures = Futures(resources, self.sessions)
-        origins = Origins(journal, self.config)
-        self.samplers = Samplers(
-            resources, sessions=self.sessions, futures=self.futures, origins=origins
-        )
-        self.models = Models(
-            resources,
             sessions=self.sessions,
-            samplers=self.samplers,
             futures=self.futures,
-            origins=origins,
+            origins=Origins(journal, self.config),
             records=records,
         )
+        self.samplers = Samplers(resources)
+        self.models = Models(resources, self.samplers)
         self.listings = Listings(resources, self.models)
         self._background: set[asyncio.Task[None]] = set()
 

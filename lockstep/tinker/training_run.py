@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.errors import named
 from lockstep.tinker.checkpoints import expiry, path_of, size_of
-from lockstep.tinker.futures import Done, Futures, as_json
+from lockstep.tinker.futures import Done, as_json
 from lockstep.tinker.journal import Checkpoint, Model, Request, Sampler
 from lockstep.tinker.origins import metrics_of
 from lockstep.tinker.requests import (
@@ -28,9 +28,6 @@ from lockstep.tinker.resources import Resources
 from lockstep.tinker.samplers import Samplers
 from lockstep.tinker.wire import write_forward_backward
 
-if TYPE_CHECKING:
-    from lockstep.tinker.record import ModelRecord
-
 LOGGER = logging.getLogger(__name__)
 
 MAX_AHEAD = 100_000
@@ -40,7 +37,7 @@ MAX_AHEAD = 100_000
 class TrainingRun:
     """Executes the requests of one model strictly in order, from `start` until it is ended.
 
-    run_record: writes the run directory; None writes none. read: reads a journalled body again.
+    read: reads a journalled body again.
     """
 
     def __init__(
@@ -49,19 +46,15 @@ class TrainingRun:
         resources: Resources,
         *,
         samplers: Samplers,
-        futures: Futures,
-        run_record: ModelRecord | None,
         read: Callable[[Request], Any],
     ) -> None:
         self.record, self.spec = record, ModelSpec(**record.spec)
         self.base = resources.bases[self.spec.base_model]
-        self._backend, self._journal, self._store = (
-            resources.backend,
-            resources.journal,
-            resources.store,
-        )
-        self._config, self._samplers, self._run_record = resources.config, samplers, run_record
-        self._read, self._settle = read, futures.settle
+        self._config, self._store = resources.config, resources.store
+        self._backend, self._journal = resources.backend, resources.journal
+        self._samplers, self._read, self._settle = samplers, read, resources.futures.settle
+        records = resources.records
+        self._run_record = None if records is None else records.of(record.id, self.spec)
         self.next_seq_id, refused = self._journal.progress(record.id)
         self._held: dict[int, Request | None] = dict.fromkeys(refused)
         """Seq_id -> request, None where it was refused."""
