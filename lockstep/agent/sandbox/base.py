@@ -209,23 +209,14 @@ def result_of(
     parts = [part for part in (printed.rstrip("\n"), error) if part]
     # A lone surrogate cannot be encoded as UTF-8, and so not as tokens either.
     output = "\n".join(parts).encode("utf-8", "replace").decode("utf-8")
+    counted = ["programs", *([ending] if ending != "ok" else []), *["truncated"] * is_truncated]
     return ProgramResult(
         output=output,
         ending=ending,
         is_truncated=is_truncated,
         seconds=seconds,
-        metrics=metrics_of(ending, is_truncated=is_truncated),
+        metrics={f"sandbox/{name}": 1.0 for name in counted},
     )
-
-
-def metrics_of(ending: Ending, *, is_truncated: bool) -> dict[str, float]:
-    """Counters of one program."""
-    metrics = {"sandbox/programs": 1.0}
-    if ending != "ok":
-        metrics[f"sandbox/{ending}"] = 1.0
-    if is_truncated:
-        metrics["sandbox/truncated"] = 1.0
-    return metrics
 
 
 def unreadable(code: str) -> str:
