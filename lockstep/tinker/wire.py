@@ -254,8 +254,8 @@ def _check_input(
         raise invalid(f"{where} has the shape {list(values.shape)}; expected [N] or [N, K].")
     if values.ndim and len(values) != num and (is_target or not is_custom):
         raise invalid(
-            f"{where} has {len(values)} entries and the model_input {num} tokens; expected as many:"
-            " position i predicts target_tokens[i]."
+            f"{where} has {len(values)} entries and the model_input {num} tokens; expected one "
+            "entry for each token: position i predicts target_tokens[i]."
         )
     if (not is_custom or name in ("weights", "logprobs")) and values.shape != targets.shape:
         raise invalid(
@@ -399,8 +399,8 @@ def check_known(body: Value, *names: str) -> None:
     for name, value in body.object().items():
         if name not in (*names, "type") and value:
             raise invalid(
-                f"{body.where and body.where + '.'}{name} is not known to this server, so what it "
-                "asks for would not happen. Leave it out."
+                f"{body.where and body.where + '.'}{name} is not known to this server and would "
+                "have no effect. Leave it out."
             )
 
 
