@@ -14,7 +14,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -564,14 +564,22 @@ class RolloutOptions:
         return groups
 
     @asynccontextmanager
-    async def workers(self) -> AsyncIterator[asyncio.TaskGroup]:
-        """Runs the tasks that are started inside the block, to their end. Raises the first error:
-        episodes do not raise, so it is a bug, or a callback's."""
+    async def workers(
+        self, played: Callable[[], Iterable[Trajectory]]
+    ) -> AsyncIterator[asyncio.TaskGroup]:
+        """Runs the tasks that are started inside the block to their end, and the scorings of the
+        trajectories that they played. Raises the first error: episodes do not raise, so it is a
+        bug, or a callback's."""
         try:
             async with asyncio.TaskGroup() as workers:
                 yield workers
+            if self.rescorer is not None:
+                await self.rescorer.wait(played())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            if self.rescorer is not None:
+                await self.rescorer.close()
 
 
 async def collect(
@@ -591,12 +599,12 @@ async def collect(
     stays in its group with status "failed". Cancelling closes every environment.
     """
     options = options or RolloutOptions()
-    slots, rescorer = options.slots or EpisodeSlots(), options.rescorer
+    slots = options.slots or EpisodeSlots()
 
     def episode_of(task: Task, name: str, seed: int) -> _Episode:
         trajectory = Trajectory(id=name, task_id=task.id)
         sampler = policy.sampler(trajectory, budget, priority=options.order)
-        return _Episode(sampler, seed=seed, rescorer=rescorer, gateway=options.gateway)
+        return _Episode(sampler, seed=seed, rescorer=options.rescorer, gateway=options.gateway)
 
     groups = [
         (task, [episode_of(task, *each) for each in episodes])
@@ -623,17 +631,13 @@ async def collect(
 
     try:
         # They get slots in this order, so that the episodes of a group end together.
-        async with options.workers() as workers:
+        async with options.workers(lambda: [e.trajectory for e in all_episodes]) as workers:
             for task, episodes in groups:
                 score_group = await _scorer_of(options.group_scorer, task)
                 for episode in episodes:
                     workers.create_task(work(task, episodes, episode, score_group))
-        if rescorer is not None:
-            await rescorer.wait(episode.trajectory for episode in all_episodes)
     finally:
         await asyncio.gather(*(episode.close() for episode in all_episodes))
-        if rescorer is not None:
-            await rescorer.close()
     return [Group(task=task, trajectories=[e.trajectory for e in group]) for task, group in groups]
 
 

@@ -44,7 +44,7 @@ async def collect_matches(
     A player that was never asked has no trajectory. budget: of each conversation.
     """
     options = options or RolloutOptions()
-    slots, rescorer = options.slots or EpisodeSlots(), options.rescorer
+    slots = options.slots or EpisodeSlots()
 
     async def work(task: Task, name: str, seed: int) -> list[Trajectory]:
         table = _Table(
@@ -54,29 +54,25 @@ async def collect_matches(
             seed=seed,
             budget=budget,
             priority=options.order,
-            rescorer=rescorer,
+            rescorer=options.rescorer,
         )
         async with slots:
             played = await table.play(make_match)
         options.on_progress(played[0])
         return played
 
-    try:
-        async with options.workers() as workers:
-            jobs = [
-                (task, [workers.create_task(work(task, *match)) for match in matches])
-                for task, matches in options.numbered(tasks, group_size, run_seed=run_seed)
-            ]
-        found = [
+    def groups() -> list[Group]:
+        return [
             Group(task=task, trajectories=[t for job in of_task for t in job.result()])
             for task, of_task in jobs
         ]
-        if rescorer is not None:
-            await rescorer.wait(t for group in found for t in group.trajectories)
-    finally:
-        if rescorer is not None:
-            await rescorer.close()
-    return found
+
+    async with options.workers(lambda: [t for g in groups() for t in g.trajectories]) as workers:
+        jobs = [
+            (task, [workers.create_task(work(task, *match)) for match in matches])
+            for task, matches in options.numbered(tasks, group_size, run_seed=run_seed)
+        ]
+    return groups()
 
 
 class _Player(Environment):
