@@ -37,11 +37,11 @@ class PoolConfig:
     check_seconds: float = 10.0
     """Interval of the pings of each replica."""
     frozen_seconds: float = 120.0
-    """Silence after which a replica with requests counts as frozen and is taken out. After half of
+    """A replica with requests counts as frozen after this silence and is taken out. After half of
     the time it is asked for one token."""
     reply_seconds: float = 600.0
-    """Silence after which a request counts as lost and is sent again, if its replica serves
-    others."""
+    """A request without a token for this time counts as lost and is sent again, if its replica
+    serves others."""
     load_seconds: float = 600.0
     """Limit for loading weights; a replica that takes longer is taken out."""
     retry_seconds: tuple[float, float] = (1.0, 60.0)
