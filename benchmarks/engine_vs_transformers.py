@@ -9,6 +9,11 @@ the tokens of replies count. Each figure is the best of its runs:
 what else runs on the machine only ever adds time.
 
     python benchmarks/engine_vs_transformers.py [--json] [--rounds N]
+    python benchmarks/engine_vs_transformers.py --model smollm2-135m [--prompts 64] [--tokens 48]
+
+With --model, by name or directory: 64 prompts of examples/sums.py, other ones in each round, 48
+tokens each. Each side is a process of its own and takes its turn round by round. Reported: the
+median of the rounds' ratios, and the most memory that each process held (VmHWM).
 """
 
 from __future__ import annotations
@@ -18,10 +23,13 @@ import asyncio
 import json
 import math
 import os
+import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -29,10 +37,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 import torch
 import transformers
+from measuring import can_measure, peak_mib
+from step_vs_trl import READY, ROOT, note, run_in_turn
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.models.hf_io import load_checkpoint
+from lockstep.models.locate import locate_model
 from lockstep.types import Request, SamplingParams
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 32, 128
@@ -179,13 +190,136 @@ def compare(name: str, kind: str, shape: dict[str, Any], threads: int, rounds: i
     }
 
 
+# -- a pretrained model, each side in a process of its own -----------------------------------------
+
+
+def sums_prompts(directory: Path, count: int) -> list[list[int]]:
+    """The first prompts of examples/sums.py, as the model's chat template writes them."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from sums import tasks
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
+    return [
+        tokenizer.apply_chat_template(
+            task["messages"], add_generation_prompt=True, return_dict=False
+        )
+        for task in tasks()[:count]
+    ]
+
+
+def own_round(directory: Path, tokens: int) -> Callable[[list[list[int]]], None]:
+    engine = EmbeddedEngine(load_checkpoint(directory), EmbeddedConfig())
+
+    async def reply(at: int, prompt: list[int]) -> None:
+        request = Request(
+            id=f"{at}/{prompt}",
+            prompt_ids=np.array(prompt, np.int32),
+            sampling=SamplingParams(max_tokens=tokens, temperature=1.0),
+            seed=at,
+        )
+        found = [delta async for delta in engine.generate(request)][-1]
+        assert len(found.token_ids) == tokens, "no stop ids were given"
+
+    async def all_of_them(prompts: list[list[int]]) -> None:
+        await asyncio.gather(*(reply(at, prompt) for at, prompt in enumerate(prompts)))
+
+    return lambda prompts: asyncio.run(all_of_them(prompts))
+
+
+def peer_round(directory: Path, tokens: int) -> Callable[[list[list[int]]], None]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    pad = model.generation_config.pad_token_id or 0
+
+    def play(prompts: list[list[int]]) -> None:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+        held = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=held, max_new_tokens=tokens, min_new_tokens=tokens,
+                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=pad,
+            )  # fmt: skip
+        assert out.shape[1] == width + tokens, "min_new_tokens keeps all replies going"
+
+    return play
+
+
+def run_side(side: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One side's rounds, each when a line comes on stdin."""
+    torch.set_num_threads(options.threads)
+    directory = locate_model(options.model)
+    total = options.rounds + 1  # the first is not counted
+    prompts = sums_prompts(directory, options.prompts * total)
+    play = (own_round if side == "ours" else peer_round)(directory, options.tokens)
+    steps = []
+    for at in range(total):
+        print(READY, flush=True)
+        sys.stdin.readline()
+        mine = prompts[at * options.prompts : (at + 1) * options.prompts]
+        steps.append({"seconds": seconds(partial(play, mine))})
+    return {"steps": steps, **({"peak_mib": peak_mib()} if can_measure() else {})}
+
+
+def compare_sides(options: argparse.Namespace) -> dict[str, Any]:
+    """Both sides in turn. Prints what was seen; returns the JSON line."""
+    common = [f"--{name}={getattr(options, name)}" for name in
+              ("model", "rounds", "prompts", "tokens", "threads")]  # fmt: skip
+    names = {"ours": "ours", "peer": "transformers"}
+    commands = {
+        side: [sys.executable, __file__, *common, "--side", side] for side in ("peer", "ours")
+    }
+    sides = run_in_turn(commands, options.rounds + 1)
+    amount = options.prompts * options.tokens
+    found: dict[str, dict[str, float]] = {}
+    for side, said in sides.items():
+        taken = [step["seconds"] for step in said["steps"]][1:]
+        found[side] = {
+            "tokens_per_second": amount / statistics.median(taken),
+            "peak_mib": said.get("peak_mib", math.nan),
+        }
+        note(
+            f"  {names[side]:12} {found[side]['tokens_per_second']:7,.1f} tokens/s (a round "
+            f"{min(taken):.2f} to {max(taken):.2f} s), at most {found[side]['peak_mib']:,.0f} MiB"
+        )
+    pairs = zip(sides["peer"]["steps"], sides["ours"]["steps"], strict=True)
+    ratios = [theirs["seconds"] / mine["seconds"] for theirs, mine in pairs][1:]
+    memory = found["peer"]["peak_mib"] / found["ours"]["peak_mib"]
+    note(f"  ratio {statistics.median(ratios):.2f} of speed, {memory:.2f} of memory")
+    return {
+        "name": f"engine_vs_transformers/{Path(options.model).name}",
+        "ours": round(found["ours"]["tokens_per_second"], 1),
+        "peer": round(found["peer"]["tokens_per_second"], 1),
+        "unit": "sampled tokens/s",
+        "ratio": round(statistics.median(ratios), 2),
+        "better": "higher",
+        "how": f"{options.prompts} prompts of examples/sums.py x {options.tokens} new tokens, "
+        f"{options.threads} thread(s), median of {options.rounds} rounds in turn after one for "
+        f"warm-up, a process each; transformers {transformers.__version__}, no log-probs there",
+        "memory_ratio": round(memory, 2),
+        "sides": found,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the last line only")
     parser.add_argument("--rounds", type=int, default=8, help="runs of each side per case")
+    parser.add_argument("--model", metavar="NAME", help="a pretrained model, by name or directory")
+    parser.add_argument("--prompts", type=int, default=64, help="with --model: prompts per round")
+    parser.add_argument("--tokens", type=int, default=48, help="with --model: tokens per reply")
+    parser.add_argument("--threads", type=int, default=1, help="with --model: threads per side")
+    parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    if options.side:
+        print(json.dumps(run_side(options.side, options)))
+        return
+    if options.model:
+        print(json.dumps(compare_sides(options)))
+        return
     cases = [
         ("tiny gpt_oss", "gpt_oss", TINY), ("tiny qwen3", "qwen3", TINY),
         ("larger gpt_oss", "gpt_oss", LARGER), ("larger qwen3", "qwen3", LARGER),

@@ -1,20 +1,29 @@
 """A whole reinforcement-learning step against TRL's GRPOTrainer with tools.
 
     python benchmarks/step_vs_trl.py [--json] [--steps 12] [--model tiny-qwen3] [--trl JSON]
+    python benchmarks/step_vs_trl.py --model smollm2-135m --steps 5 --warmup 1
 
 One step of the quickstart: sample 8 tasks x 8 episodes over several turns with the search tool,
-score them, update once. Same weights, tokenizer, token format, tasks in the same order, turns and
-tokens at most, temperature, objective, optimizer settings and reward function on both sides. Each
-side is a process of its own with one thread, and they take turns step by step, so that a change in
-the machine's load meets both; the median over the counted steps.
+score them, update once. Any other model, by name or directory, learns the sums of examples/sums.py
+with LoRA of rank 16, against TRL with PEFT. Same weights, tokenizer, token format, tasks in the
+same order, turns and tokens at most, temperature, objective, optimizer settings and reward function
+on both sides. Each side is a process of its own with one thread, and they take turns step by step,
+so that a change in the machine's load meets both. Reported: the median over the counted steps, the
+median of the steps' ratios, and the most memory that each process held (VmHWM).
 
 What differs: a turn whose header cannot be read ends an episode in TRL, and is answered with an
 error here; our time includes writing the trajectories to disk and measuring the mismatch; TRL
 computes no log-probs while it samples.
 
-TRL is installed into .cache/trl-venv on the first run; nothing else is changed. Exit code 3 says
-that the peer could not be installed or run: the reason is printed, and is in the JSON line as
-{"name", "skipped"}. --trl takes fields of its GRPOConfig, to try other settings of the peer.
+TRL is installed into .cache/trl-venv on the first run; nothing else is changed. With --packages DIR
+it is imported from DIR, and the rest from this environment:
+
+    pip install --target DIR --no-deps trl==1.16.0 datasets dill multiprocess xxhash pandas httpx \\
+        pyarrow peft
+
+Exit code 3 says that the peer could not be installed or run: the reason is printed, and is in the
+JSON line as {"name", "skipped"}. --trl takes fields of its GRPOConfig, to try other settings of the
+peer.
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import shutil
 import signal
@@ -37,22 +47,31 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from measuring import can_measure, peak_mib
+
 ROOT = Path(__file__).resolve().parents[1]
 PEER = ROOT / "benchmarks" / "peers" / "trl_grpo.py"
 VENV = ROOT / ".cache" / "trl-venv"
 NAME = "rl-step-vs-trl"
-RECIPE = "quickstart"
 PEER_NAME = "TRL"
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
+"""Models of the recipe quickstart. Every other one is trained on SUMS."""
+SUMS = (
+    f"task.reward={ROOT}/examples/sums.py:reward", f"task.path={ROOT}/examples/sums.py:tasks",
+    "max_tokens=128", "groups_per_step=8", "group_size=8", "lora.rank=16", "trainer.lr=5e-4",
+    "trainer.warmup_updates=0", "agent.max_turn_tokens=48", "evaluation.every=0",
+)  # fmt: skip
+"""Settings of examples/sums.py, over the recipe custom."""
 WARMUP_STEPS = 3
 CANNOT_RUN = 3
 READY = "READY"
 """Printed by a side before each step; it goes on when a line comes on its stdin."""
-SIDE_SECONDS = 600  # both take about a minute on a quiet core; past this the machine is too busy
+SIDE_SECONDS = 900  # tiny models take about a minute on a quiet core
+STEP_SECONDS = 300  # of a step of both sides; past these the machine is too busy
 
 REQUIREMENTS = (
     "trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0", "jmespath",
-    "rich",
+    "rich", "peft",
 )  # fmt: skip
 """TRL's environments need transformers 5.13 or newer. The figures in the docs were measured with
 these versions; another version is another peer."""
@@ -74,20 +93,24 @@ class SideFailed(Exception):
 # -- our side --------------------------------------------------------------------------------------
 
 
-def run_ours(overrides: list[str]) -> dict[str, Any]:
+def run_ours(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Steps of the training loop itself: everything between two steps is in the time, the record of
     the trajectories and metrics included."""
     from lockstep.config import resolve, to_dict
     from lockstep.observe.live import open_view
     from lockstep.observe.loggers import Loggers
     from lockstep.recipes import find_recipe
+    from lockstep.recipes.fitting import configure
     from lockstep.run.build import build
     from lockstep.run.preflight import preflight
     from lockstep.run.steps import one_step
     from lockstep.run.training_run import TrainingRun
     from lockstep.store.run import RunDirectory
 
-    config = resolve(find_recipe(RECIPE), overrides)
+    if recipe == "custom":
+        config = configure(recipe, overrides=overrides)
+    else:
+        config = resolve(find_recipe(recipe), overrides)
     model_files = preflight(config)
     view = open_view(is_json=True)
     measured: list[dict[str, float]] = []
@@ -121,6 +144,7 @@ def run_ours(overrides: list[str]) -> dict[str, Any]:
             asyncio.run(play(run))
     return {
         "steps": measured,
+        **({"peak_mib": peak_mib()} if can_measure() else {}),
         "versions": {"lockstep": version("lockstep-rl"), "torch": version("torch")},
     }
 
@@ -128,8 +152,11 @@ def run_ours(overrides: list[str]) -> dict[str, Any]:
 # -- the peer --------------------------------------------------------------------------------------
 
 
-def install_peer() -> Path:
-    """The Python of TRL's own environment, made on first use."""
+def install_peer(packages: str) -> Path:
+    """The Python of TRL's own environment, made on first use. packages: a folder that has TRL for
+    this Python."""
+    if packages:
+        return Path(sys.executable)
     python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     torch = f"torch=={version('torch').split('+')[0]}"
     # The folder is complete only if the last install wrote its stamp with these versions.
@@ -161,10 +188,22 @@ def install_peer() -> Path:
 class Side:
     """One side as a process that waits for a line before each step."""
 
-    def __init__(self, name: str, command: list[str], stderr_path: Path) -> None:
-        """Starts it, and returns when it stands before its first step. Raises SideFailed."""
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        stderr_path: Path,
+        *,
+        packages: str = "",
+        limit: float = SIDE_SECONDS,
+    ) -> None:
+        """Starts it, and returns before its first step. packages: a folder of further packages.
+        limit: seconds until it is ended.
+
+        Raises SideFailed.
+        """
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), packages))),
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
             "TOKENIZERS_PARALLELISM": "false",
@@ -182,7 +221,8 @@ class Side:
                 env=environment,
                 cwd=ROOT,
             )
-        self._timer = threading.Timer(SIDE_SECONDS, self._process.kill)
+        self._limit = limit
+        self._timer = threading.Timer(limit, self._process.kill)
         self._timer.daemon = True
         self._timer.start()
         self._wait_for(lambda line: line == READY)
@@ -222,17 +262,22 @@ class Side:
     def _failure(self) -> SideFailed:
         code = self._process.wait()
         if code == -signal.SIGKILL:
-            return SideFailed(self._name, f"killed, or no result within {SIDE_SECONDS} s")
+            return SideFailed(self._name, f"killed, or no result within {self._limit:g} s")
         last_words = last_line(self._stderr_path.read_text())
         return SideFailed(self._name, f"exit code {code}: {last_words}")
 
 
-def run_in_turn(commands: dict[str, list[str]], num_steps: int) -> dict[str, dict[str, Any]]:
-    """All sides, step by step in turn. Raises SideFailed."""
+def run_in_turn(
+    commands: dict[str, list[str]], num_steps: int, *, packages: str = ""
+) -> dict[str, dict[str, Any]]:
+    """All sides, step by step in turn. packages: a folder of the peer's. Raises SideFailed."""
     with TemporaryDirectory() as directory, ExitStack() as stack:
         sides: dict[str, Side] = {}
         for name, command in commands.items():
-            sides[name] = Side(name, command, Path(directory) / name)
+            more = packages if name == PEER_NAME else ""
+            limit = SIDE_SECONDS + STEP_SECONDS * num_steps
+            path = Path(directory) / name
+            sides[name] = Side(name, command, path, packages=more, limit=limit)
             stack.callback(sides[name].close)
         for _ in range(num_steps - 1):
             for side in sides.values():
@@ -240,57 +285,66 @@ def run_in_turn(commands: dict[str, list[str]], num_steps: int) -> dict[str, dic
         return {name: side.last_step() for name, side in sides.items()}
 
 
-def compare(model: str, *, num_steps: int, peer_python: Path, peer_options: str) -> dict[str, Any]:
+def compare(model: str, *, peer_python: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Runs both sides on one model. Prints the figures."""
-    total = WARMUP_STEPS + num_steps
+    total = options.warmup + options.steps
+    recipe = "quickstart" if model in MODELS else "custom"
     overrides = [
         f"model={model}", f"steps={total}", "threads=1", "device=cpu", "trainer.schedule=constant",
+        *(() if model in MODELS else SUMS), *options.set,
     ]  # fmt: skip
     commands = {
-        PEER_NAME: [str(peer_python), str(PEER), RECIPE, *overrides, "--paced"],
-        "ours": [sys.executable, __file__, "--side", *overrides],
+        PEER_NAME: [str(peer_python), str(PEER), recipe, *overrides, "--paced"],
+        "ours": [sys.executable, __file__, "--side", recipe, *overrides],
     }
-    commands[PEER_NAME] += ["--trl", peer_options]
+    commands[PEER_NAME] += ["--trl", options.trl]
     try:
-        sides = run_in_turn(commands, total)
+        sides = run_in_turn(commands, total, packages=options.packages)
     except SideFailed as error:
         name, reason = error.args
         if name == PEER_NAME:
             raise PeerUnavailable(f"TRL failed on {model}: {reason}") from error
         raise
-    found = {name: summary(side["steps"]) for name, side in sides.items()}
-    note(f"\n{model}: {num_steps} steps after {WARMUP_STEPS} for warm-up")
+    found = {
+        name: summary(side["steps"], options.warmup) | {"peak_mib": side.get("peak_mib", math.nan)}
+        for name, side in sides.items()
+    }
+    note(f"\n{model}: {options.steps} steps after {options.warmup} for warm-up")
     for name, figures in found.items():
         note(
             f"  {name:5} {figures['seconds']:.3f} s/step wall, {figures['cpu_seconds']:.3f} s CPU "
-            f"(wall {figures['min_seconds']:.3f} to {figures['max_seconds']:.3f}); "
-            f"{figures['tokens_per_episode']:.1f} tokens sampled per episode; reward "
-            f"{figures['reward_first']:.3f} in the first {WARMUP_STEPS} steps, "
-            f"{figures['reward_last']:.3f} in the last {WARMUP_STEPS}"
+            f"(wall {figures['min_seconds']:.3f} to {figures['max_seconds']:.3f}), at most "
+            f"{figures['peak_mib']:,.0f} MiB; {figures['tokens_per_episode']:.1f} tokens sampled "
+            f"per episode; reward {figures['reward_first']:.3f} in the first steps, "
+            f"{figures['reward_last']:.3f} in the last"
         )
     ours, peer = found["ours"], found[PEER_NAME]
+    pairs = zip(sides[PEER_NAME]["steps"], sides["ours"]["steps"], strict=True)
+    ratios = [theirs["seconds"] / mine["seconds"] for theirs, mine in pairs][options.warmup :]
     note(
-        f"  ratio {peer['seconds'] / ours['seconds']:.2f} of wall, "
-        f"{peer['cpu_seconds'] / ours['cpu_seconds']:.2f} of CPU; ours: "
+        f"  ratio {statistics.median(ratios):.2f} of wall, "
+        f"{peer['cpu_seconds'] / ours['cpu_seconds']:.2f} of CPU, "
+        f"{peer['peak_mib'] / ours['peak_mib']:.2f} of memory; ours: "
         f"{ours['sample_seconds']:.3f} s sampling, {ours['train_seconds']:.3f} s training"
     )
     return {
-        "name": f"{NAME}/{model}",
+        "name": f"{NAME}/{Path(model).name}",
         "ours": round(ours["seconds"], 4),
         "peer": round(peer["seconds"], 4),
         "unit": "s/step",
-        "ratio": round(peer["seconds"] / ours["seconds"], 3),
+        "ratio": round(statistics.median(ratios), 3),
         "better": "lower",
         "how": HOW,
         "cpu_ratio": round(peer["cpu_seconds"] / ours["cpu_seconds"], 3),
+        "memory_ratio": round(peer["peak_mib"] / ours["peak_mib"], 3),
         "sides": found,
         "versions": sides[PEER_NAME]["versions"] | sides["ours"]["versions"],
     }
 
 
-def summary(steps: list[dict[str, float]]) -> dict[str, float]:
+def summary(steps: list[dict[str, float]], warmup: int) -> dict[str, float]:
     """Medians over the counted steps; rewards of the first and the last steps of all."""
-    counted = steps[WARMUP_STEPS:]
+    counted = steps[warmup:]
     out = {
         name: statistics.median(step[name] for step in counted)
         for name in counted[0]
@@ -301,8 +355,8 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float]:
         "min_seconds": min(walls),
         "max_seconds": max(walls),
         "tokens_per_episode": statistics.mean(step["tokens_per_episode"] for step in counted),
-        "reward_first": statistics.mean(step["reward"] for step in steps[:WARMUP_STEPS]),
-        "reward_last": statistics.mean(step["reward"] for step in steps[-WARMUP_STEPS:]),
+        "reward_first": statistics.mean(step["reward"] for step in steps[: warmup or 1]),
+        "reward_last": statistics.mean(step["reward"] for step in steps[-(warmup or 1) :]),
     }
 
 
@@ -321,26 +375,25 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
     parser.add_argument("--steps", type=int, default=12, help="counted steps per side and model")
-    parser.add_argument("--model", action="append", choices=MODELS, help="default: both")
+    parser.add_argument("--warmup", type=int, default=WARMUP_STEPS, help="steps before these")
+    parser.add_argument(
+        "--model", action="append", metavar="NAME", help="default: both tiny ones; else sums, LoRA"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="a setting of both sides, such as group_size=2")  # fmt: skip
+    parser.add_argument("--packages", default="", metavar="DIR", help="folder that has TRL")
     parser.add_argument("--trl", default="{}", metavar="JSON", help="GRPOConfig fields of the peer")
     parser.add_argument("--side", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(run_ours(options.side)))
+        print(json.dumps(run_ours(options.side[0], options.side[1:])))
         return 0
-    if options.steps < 1:
-        parser.error(f"--steps={options.steps} must be at least 1")
+    if options.steps < 1 or options.warmup < 0:
+        parser.error("--steps must be at least 1, and --warmup at least 0")
     try:
-        peer_python = install_peer()
-        parts = [
-            compare(
-                model,
-                num_steps=options.steps,
-                peer_python=peer_python,
-                peer_options=options.trl,
-            )
-            for model in options.model or MODELS
-        ]
+        peer_python = install_peer(options.packages)
+        models = options.model or MODELS
+        parts = [compare(model, peer_python=peer_python, options=options) for model in models]
     except PeerUnavailable as error:
         note(f"cannot run: {error}")
         print(json.dumps({"name": NAME, "skipped": str(error)}))

@@ -24,6 +24,11 @@ def resident_bytes(field: str) -> int:
     return int(found[1]) * 1024
 
 
+def peak_mib() -> float:
+    """MiB that this process held at most, since it started."""
+    return resident_bytes("VmHWM") / MIB
+
+
 def used_by(run: Callable[[], object]) -> tuple[float, float]:
     """(processor seconds, MiB of the peak above the memory before) of one call."""
     # The call would reuse memory that the allocator kept from earlier work, unseen.

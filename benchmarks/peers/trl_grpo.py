@@ -1,4 +1,5 @@
-"""The peer's side of step_vs_trl.py: TRL's GRPOTrainer with tools, on our model, task and batch.
+"""The peer's side of step_vs_trl.py: TRL's GRPOTrainer on our model, task and batch: with tools for
+the recipe quickstart, with PEFT's LoRA for the recipe custom, whose tasks have no tools here.
 
 Run by that benchmark in TRL's own virtual environment, with this checkout on PYTHONPATH:
 
@@ -18,6 +19,7 @@ import os
 import sys
 import time
 from itertools import islice
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -28,13 +30,23 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from measuring import can_measure, peak_mib
+
+from lockstep.agent.environment import Environment
 from lockstep.config import resolve
 from lockstep.envs.docsearch.config import INVALID_CALL, DocSearchConfig
 from lockstep.objectives.config import PPOClip
 from lockstep.recipes import find_recipe
+from lockstep.recipes.fitting import configure
 from lockstep.renderers.base import Renderer
 from lockstep.run.preflight import read_model_files
 from lockstep.run_config import Config
@@ -175,6 +187,28 @@ class Judge:
         return ids
 
 
+class AnswerJudge:
+    """TRL's reward function for tasks without tools: our environment's own score of the reply."""
+
+    __name__ = "answer"
+
+    def __init__(self, config: Config, renderer: Renderer) -> None:
+        self.config, self.renderer = config, renderer
+
+    async def __call__(
+        self, *, completion_ids: list[list[int]], task_id: list[str], payload: list[str], **_: Any
+    ) -> list[float]:
+        rewards: list[float] = []
+        for ids, id_, fields in zip(completion_ids, task_id, payload, strict=True):
+            task = Task(id=id_, payload=json.loads(fields))
+            play: Environment = self.config.task.environment(task, self.config.agent)
+            await play.reset()
+            if ids and ids[-1] in self.renderer.stop_ids:  # else its limit cut it off
+                await play.step(self.renderer.parse(ids))
+            rewards.append((await play.score()).reward)
+        return rewards
+
+
 class Clock(TrainerCallback):
     """Wall and processor time of every step: sampling, tools, reward, update."""
 
@@ -198,7 +232,8 @@ class Clock(TrainerCallback):
         if logs and "reward" in logs:
             self.steps[-1]["reward"] = float(logs["reward"])
             self.steps[-1]["tokens_per_episode"] = float(logs["completions/mean_length"])
-            self.steps[-1]["calls_per_episode"] = float(logs["tools/call_frequency"])
+            if (calls := logs.get("tools/call_frequency")) is not None:
+                self.steps[-1]["calls_per_episode"] = float(calls)
 
 
 def check_format(tokenizer: Any, renderer: Renderer) -> None:
@@ -232,17 +267,81 @@ def check_format(tokenizer: Any, renderer: Renderer) -> None:
             )
 
 
+def check_prompts(tokenizer: Any, renderer: Renderer, prompts: list[list[dict[str, str]]]) -> None:
+    """Both sides write the prompts with the same ids, or nothing is compared."""
+    for prompt in prompts:
+        ours = renderer.render([Message(**message) for message in prompt])
+        theirs = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=False
+        )
+        if ours != theirs:
+            raise SystemExit(f"the two sides do not write the same ids for {prompt}.")
+
+
 def main() -> None:
-    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--trl", type=json.loads, default={}, help="GRPOConfig fields, as JSON")
     parser.add_argument("--paced", action="store_true")
     options = parser.parse_args()
-    config = resolve(find_recipe(options.recipe), options.overrides)
-    if not isinstance(config.task, DocSearchConfig) or not isinstance(config.objective, PPOClip):
-        raise SystemExit("this peer plays document search with objective=ppo_clip alone")
+    is_own = options.recipe == "custom"
+    if is_own:
+        config = configure(options.recipe, overrides=options.overrides)
+    else:
+        config = resolve(find_recipe(options.recipe), options.overrides)
+    torch.set_num_threads(config.threads or 1)
+    has_task = is_own or isinstance(config.task, DocSearchConfig)
+    if not has_task or not isinstance(config.objective, PPOClip):
+        raise SystemExit("this peer plays quickstart and custom, with objective=ppo_clip alone")
+    parts = own_parts(config) if is_own else search_parts(config)
+    train(config, options, **parts)
+
+
+def own_parts(config: Config) -> dict[str, Any]:
+    """Parts of TRL's trainer for tasks without tools, and a pretrained model with an adapter."""
+    from peft import LoraConfig
+
+    model_files = read_model_files(config)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_files.directory)
+    num_tasks = config.steps * config.groups_per_step
+    tasks = list(islice(config.task.tasks(split="train", seed=config.seed), num_tasks))
+    prompts = [
+        [{"role": m.role, "content": m.content} for m in config.task.opening(task)]
+        for task in tasks
+    ]
+    check_prompts(tokenizer, model_files.renderer, prompts[:8])
+    rows = [
+        {"prompt": prompt, "task_id": task.id, "payload": json.dumps(task.payload)}
+        for prompt, task in zip(prompts, tasks, strict=True)
+    ]
+    model = AutoModelForCausalLM.from_pretrained(
+        model_files.directory, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model.generation_config.eos_token_id = list(model_files.renderer.stop_ids)
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    lora = model_files.lora
+    adapter = {} if lora is None else {
+        "peft_config": LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=0.0,
+            target_modules=sorted({site.hf_name.rpartition(".")[2] for site in lora.sites}),
+            task_type="CAUSAL_LM",
+        )
+    }  # fmt: skip
+    return {
+        "settings": {"max_completion_length": config.agent.max_turn_tokens},
+        "model": model,
+        "reward_funcs": AnswerJudge(config, model_files.renderer),
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": tokenizer,
+        **adapter,
+    }
+
+
+def search_parts(config: Config) -> dict[str, Any]:
+    """Parts of TRL's trainer for document search with a shipped model."""
     model_files = read_model_files(config)
     renderer = model_files.renderer
     form = FORMATS[renderer.name]
@@ -286,11 +385,30 @@ def main() -> None:
     )
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(form["stop"]))
     model.generation_config.pad_token_id = tokenizer.pad_token_id
+    opening_ids = tokenizer.encode(form["opening"], add_special_tokens=False)
+    return {
+        "settings": {
+            "max_completion_length": config.max_tokens - longest_prompt,
+            "generation_kwargs": {"max_new_tokens": config.agent.max_turn_tokens},
+            # One generation comes before the first tool call: one turn more than iterations.
+            "max_tool_calling_iterations": config.task.max_calls - 1,
+        },
+        "model": model,
+        "reward_funcs": Judge(renderer, opening_ids),
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": tokenizer,
+        "environment_factory": SearchWorld,
+    }
+
+
+def train(
+    config: Config, options: argparse.Namespace, *, settings: dict[str, Any], **parts: Any
+) -> None:
+    """Runs the steps, and prints what each took."""
     trainer, objective = config.trainer, config.objective
     clock = Clock(is_paced=options.paced)
-    opening_ids = tokenizer.encode(form["opening"], add_special_tokens=False)
     with TemporaryDirectory() as directory:
-        settings: dict[str, Any] = {
+        settings = settings | {
             "output_dir": directory,
             "seed": config.seed,
             "max_steps": config.steps,
@@ -298,10 +416,6 @@ def main() -> None:
             "steps_per_generation": 1,
             "num_generations": config.group_size,
             "shuffle_dataset": False,
-            "max_completion_length": config.max_tokens - longest_prompt,
-            "generation_kwargs": {"max_new_tokens": config.agent.max_turn_tokens},
-            # One generation comes before the first tool call: one turn more than iterations.
-            "max_tool_calling_iterations": config.task.max_calls - 1,
             "temperature": config.agent.temperature,
             "top_k": config.agent.top_k,
             "top_p": config.agent.top_p,
@@ -326,17 +440,10 @@ def main() -> None:
             "report_to": [],
             "disable_tqdm": True,
         }
-        GRPOTrainer(
-            model=model,
-            reward_funcs=Judge(renderer, opening_ids),
-            args=GRPOConfig(**(settings | options.trl)),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            environment_factory=SearchWorld,
-            callbacks=[clock],
-        ).train()
+        GRPOTrainer(args=GRPOConfig(**(settings | options.trl)), callbacks=[clock], **parts).train()
     versions = {"trl": trl.__version__, "transformers": transformers.__version__}
-    print(json.dumps({"steps": clock.steps, "versions": {**versions, "torch": torch.__version__}}))
+    found = {"steps": clock.steps, "versions": {**versions, "torch": torch.__version__}}
+    print(json.dumps(found | ({"peak_mib": peak_mib()} if can_measure() else {})))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ DIALOGUES: Mapping[str, tuple[str, tuple[Message, ...]]] = {
 """Name -> the ability that the dialogue needs, its messages. Every template must take a user's
 words. The model's turns in "truncated" lack their stop token."""
 WITH_TOOLS = {name: _dialogue(names) for name, names in _TABLES["with_tools"].items()}
+WAYS_OUT: Mapping[str, str] = _TABLES["ways_out"]
+"""Ability or change of a dialogue -> a sentence for errors."""
 REPLIES = {name: _dialogue(names) for name, names in _TABLES["replies"].items()}
 
 

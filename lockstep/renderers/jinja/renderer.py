@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import groupby, product
 from typing import Any
 
 from lockstep.errors import RendererError
@@ -27,7 +27,7 @@ from lockstep.renderers.calls import function_json
 from lockstep.renderers.config import JinjaConfig
 from lockstep.renderers.jinja.formats import read_calls
 from lockstep.renderers.jinja.marks import Marks, unmarked
-from lockstep.renderers.jinja.proof import TAKES_TOOLS, Proof, prove
+from lockstep.renderers.jinja.proof import TAKES_TOOLS, WAYS_OUT, Proof, prove
 from lockstep.renderers.jinja.shape import (
     CALLS,
     HELLO,
@@ -142,6 +142,8 @@ class JinjaRenderer:
         piece instead. Raises RendererError, with the template's own message, for what it refuses.
         """
         declared = tools if self.config.tools_in_prompt else ()
+        if not messages:
+            raise RendererError("the dialogue has no messages: a prompt needs one of a user.")
         if declared:
             self._require(TAKES_TOOLS)
         if self.config.thinking == "keep" and self._loses_thinking(messages):
@@ -212,7 +214,8 @@ class JinjaRenderer:
             )
         for call in message.tool_calls:
             if shape.calls is None:
-                raise RendererError(f"the message calls a tool: {shape.no_calls}")
+                what = f"the message calls a tool: {shape.no_calls}"
+                raise RendererError(_sentences(what, self._way_out(TAKES_TOOLS)))
             if not shape.has_text_arguments and arguments_of(call) is None:
                 raise RendererError(
                     f"the arguments of the call {call.name} are no JSON object, and the template "
@@ -438,8 +441,8 @@ class JinjaRenderer:
         except TemplateRefusal as refusal:
             if self.proof is None:
                 raise
-            roles = [message["role"] for message in marked]
-            raise TemplateRefusal(f"{refusal} {_way_out(roles)}".rstrip()) from None
+            way_out = self._accepted_change(marked, declared, has_opening)
+            raise TemplateRefusal(_sentences(str(refusal), way_out)) from None
 
     def _run(self, messages: list[Any], tools: list[Any], has_opening: bool) -> str:
         return self._template.render(
@@ -486,16 +489,59 @@ class JinjaRenderer:
         """Raises RendererError for an ability that the proof refused. During the proof everything
         is tried."""
         if self.proof is not None and (problem := self.proof.unsupported.get(what)):
-            way_out = " Or set renderer.tools=text." if what == TAKES_TOOLS else ""
-            raise RendererError(
-                f"this model's chat template has no way to {what}. {problem}{way_out}"
-            )
+            lack = f"this model's chat template has no way to {what}: {problem}"
+            raise RendererError(_sentences(lack, self._way_out(what)))
+
+    def _way_out(self, what: str) -> str:
+        is_own = self.config.tools == "template"
+        return WAYS_OUT.get(what) or WAYS_OUT["template" if is_own else "text"]
+
+    def _accepted_change(self, messages: list[Any], tools: list[Any], has_opening: bool) -> str:
+        """Names the first change of a refused dialogue that makes the template take it."""
+        for names in (("join",), ("system",), ("user",), ("system", "join"), ("user", "join")):
+            changed = messages
+            for name in names:
+                changed = _CHANGES[name](changed)
+            with suppress(RendererError):
+                self._run(changed, tools, has_opening)
+                return " ".join(WAYS_OUT[name] for name in names)
+        return ""
 
 
-def _way_out(roles: Sequence[str]) -> str:
-    if ("user", "user") in pairwise(roles):
-        return "Join two messages of a user that follow each other."
-    return "Put the system's words into the next message of a user." if "system" in roles else ""
+def _sentences(*parts: str) -> str:
+    return " ".join(f"{part.rstrip(' .')}." for part in parts if part)
+
+
+def _joined(messages: list[Any]) -> list[Any]:
+    out: list[Any] = []
+    for role, run in groupby(messages, lambda message: message["role"]):
+        several = list(run)
+        if role == "tool" or any(message.get("tool_calls") for message in several):
+            out += several
+        else:
+            words = "\n\n".join(message["content"] or "" for message in several)
+            out.append({**several[0], "content": words})
+    return out
+
+
+def _without_system(messages: list[Any]) -> list[Any]:
+    out, words = list[Any](), ""
+    for message in messages:
+        if message["role"] == "system":
+            words += f"{message['content']}\n\n"
+        elif message["role"] == "user":
+            out.append({**message, "content": f"{words}{message['content']}"})
+            words = ""
+        else:
+            out.append(message)
+    return [*out, {"role": "user", "content": words}] if words else out
+
+
+_CHANGES = {
+    "join": _joined,
+    "system": _without_system,
+    "user": lambda messages: [message_dict(HELLO, None), *messages],
+}
 
 
 def _kinds(messages: Sequence[Message]) -> list[str]:

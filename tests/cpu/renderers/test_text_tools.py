@@ -148,14 +148,27 @@ def test_what_a_template_refuses_is_one_line_with_a_way_out(make):
     strict, own = make(STRICT), make(STRICT, tools="template")
     reply = strict.render_reply(ANSWER)
     for refused, expected in (
-        (lambda: own.render([USER], [TOOL]), "no way to take tools. .* Or set renderer.tools=text"),
+        (lambda: own.render([USER], [TOOL]), r"way to take tools: .*\. Or set renderer.tools=text"),
         (
             lambda: own.render([SYSTEM, USER]),
             "No system role. Put the system's words into the next message of a user.",
         ),
-        (lambda: strict.render([USER, USER]), "alternate. Join two messages of a user that follow"),
-        (lambda: strict.extend(reply, [USER, USER]), "Join two messages of a user"),
-        (lambda: strict.extend(reply, [SYSTEM]), "no way to take a system message later on"),
+        (
+            lambda: strict.render([USER, USER]),
+            "alternate. Join two messages of one role that follow",
+        ),
+        (lambda: strict.extend(reply, [USER, USER]), "Join two messages of one role"),
+        (
+            lambda: strict.extend(reply, [SYSTEM]),
+            r"later on: .*\. Put the system's words into the next message of a user.",
+        ),
+        (
+            lambda: own.render([SYSTEM, USER, USER]),
+            "system role. Put the system's words into .* Join two messages of one role",
+        ),
+        (lambda: strict.render([ANSWER, USER]), "alternate. Begin with a message of a user."),
+        (lambda: own.render_reply(CALLS), "calls a tool: .*alternate. Or set renderer.tools=text."),
+        (lambda: strict.render([]), "no messages"),
     ):
         with pytest.raises(RendererError, match=expected) as found:
             refused()
