@@ -57,7 +57,7 @@ class Renderer(Protocol):
         ...
 
     def forgets(self, messages: Sequence[Message]) -> bool:
-        """Whether the thinking of all earlier turns is dropped when `messages` follow a turn.
+        """True if the thinking of all earlier turns is dropped when `messages` follow a turn.
 
         Only with `thinking=drop`, when a user speaks again. The dialogue then continues as a new
         branch: its earlier turns are `without_thinking`, and their tokens are observed there. The
@@ -120,7 +120,7 @@ class Constraining(Protocol):
         ...
 
 
-# Of all spellings of JSON one: `json.dumps` writes it, and the calls that models are trained on.
+# One spelling of JSON: `json.dumps` writes it, and so do the calls that models are trained on.
 # Free white space would let a model write spaces until its limit.
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -136,7 +136,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 def grammar_of(bodies: Sequence[str], *, thinking: str, before: str = "", after: str = "") -> str:
     """The grammar of a turn: thinking, which may be left out, then one of `bodies` between the
-    other two. thinking: part of a grammar, in which TEXT is any text; "" allows none.
+    other two. thinking: part of a grammar whose TEXT is any text; "" allows none.
 
     >>> print(grammar_of(["<[7]>", "<[8]>"], thinking="", after=" <[9]>"))
     start: (body0 | body1) <[9]>
@@ -155,7 +155,7 @@ def dialogue_pieces(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
 ) -> Iterator[tuple[list[int], int | None]]:
     """Writes a dialogue as a rollout would have seen it: the first prompt once, each reply as the
-    ids that the model would sample, and between replies only what is new.
+    ids that the model would sample, and between replies only the new messages.
 
     Yields (ids, index of the reply among `messages`; None where no assistant wrote the ids). What
     follows the last reply is not written.

@@ -45,7 +45,7 @@ class ReadTurn:
             self._ends_with_call = False
 
     def add(self, found: ToolCall | str, text: str) -> None:
-        """Adds a call, or the text of one that is malformed, with the reason."""
+        """Adds a call, or the text of a malformed call, with the reason."""
         self._ends_with_call = isinstance(found, ToolCall)
         if isinstance(found, ToolCall):
             self.calls.append(found)

@@ -31,12 +31,16 @@ from typing import Any
 
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Constraint, TokenIds, grammar_of, json_rule
-from lockstep.renderers.calls import ReadTurn, call_text, function_json, read_call
+from lockstep.renderers.calls import call_text, function_json
 from lockstep.renderers.config import ChatMLConfig
-from lockstep.renderers.pieces import Piece, cut_prefix, encode_pieces, split_turn, text_of
+from lockstep.renderers.jinja.formats import CallFormat
+from lockstep.renderers.jinja.marks import Marks
+from lockstep.renderers.jinja.reader import ShapeReader
+from lockstep.renderers.jinja.shape import Shape, Thinking
+from lockstep.renderers.pieces import Piece, encode_pieces
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.renderers.turn_renderer import TurnRenderer
-from lockstep.types import Message, ToolCall, ToolSchema
+from lockstep.types import Message, ToolSchema
 
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
@@ -45,8 +49,8 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 THINKING_TOKENS = ("<think>", "</think>", "<tool_response>", "</tool_response>")
 
 
-class ChatMLRenderer(TurnRenderer):
-    """Messages to Qwen3 tokens and back; with `variant=qwen2.5`, to those of Qwen2.5.
+class ChatMLRenderer(ShapeReader, TurnRenderer):
+    """Messages to Qwen3 tokens and back; with `variant=qwen2.5`, to Qwen2.5 tokens.
 
     >>> from lockstep.testing.tokenizers import byte_tokenizer
     >>> tokenizer = byte_tokenizer()
@@ -81,9 +85,20 @@ class ChatMLRenderer(TurnRenderer):
         if self._thinks:
             self._think, self._think_end, self._reply, self._reply_end = ids[4:]
         super().__init__(tokenizer, stop_ids=(self._end,))
+        self._marks = Marks(tokenizer)
+        thinking = Thinking(key="", open="<think>\n", close="\n</think>\n\n")
+        end, call, call_end = CHATML_TOKENS[1:]
+        self.shape = Shape(
+            words_end=end,
+            stop=end,
+            thinking=thinking if self._thinks else None,
+            calls=CallFormat(kind="json", open=call, close=call_end),
+        )
         self._opening: list[Piece] = [self._start, "assistant\n"]
         if self._thinks and not self.config.enable_thinking:
             self._opening += self._thinking_pieces("")
+        # Empty unless `enable_thinking` is off: Qwen3 models sample them.
+        self.thinking_opening = tuple(encode_pieces(tokenizer, self._opening[2:]))
 
     def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
         """As the Qwen3 template renders it with a generation prompt. A developer message is written
@@ -103,27 +118,10 @@ class ChatMLRenderer(TurnRenderer):
     def _follow_up(self, messages: Sequence[Message]) -> list[Piece]:
         return ["\n", *self._dialogue_pieces(messages), *self._opening]
 
-    @property
-    def thinking_opening(self) -> tuple[int, ...]:
-        """Ids of the empty block if `enable_thinking` is off; else empty: Qwen3 models sample
-        them."""
-        return tuple(encode_pieces(self.tokenizer, self._opening[2:]))
-
     def forgets(self, messages: Sequence[Message]) -> bool:
-        """With thinking=drop, when a user speaks. Like the Qwen3 template, a user message between
-        <tool_response> tags counts as a tool's reply."""
+        """True with thinking=drop, when a user speaks. A user message between <tool_response> tags
+        counts as a tool's reply, as in the Qwen3 template."""
         return self.config.thinking == "drop" and self._thinks and any(map(_is_query, messages))
-
-    def without_thinking(self, sampled_ids: TokenIds) -> list[int]:
-        """Cuts a leading <think> ... </think> and the empty line after it. Only the stop id remains
-        if the block is not closed."""
-        ids = [int(id_) for id_ in sampled_ids]
-        if not self._thinks or not ids or ids[0] != self._think:
-            return ids
-        if self._think_end not in ids:
-            return ids[-1:] if ids[-1] in self.stop_ids else []
-        closed = ids.index(self._think_end)
-        return cut_prefix(self.tokenizer, ids[closed + 1 :], b"\n\n")
 
     def _body(self, message: Message) -> list[Piece]:
         """Raises RendererError for thinking if the opening already closed the thinking block."""
@@ -223,68 +221,9 @@ class ChatMLRenderer(TurnRenderer):
                 return ["\n", self._think_end, "\n\n", self._end]
         return [self._end]
 
-    def parse(self, sampled_ids: TokenIds) -> Message:
-        """Parses one turn: [<think> ... </think>] text and <tool_call> ... </tool_call> <|im_end|>.
-
-        Tags count only as control tokens; spelled out they are text. A call must be a JSON object
-        of "name" and "arguments", whose text is kept; a complete call counts even if the turn was
-        cut off after it. Malformed parts stay in `content`, control tokens by name, and
-        `parse_error` says why.
-        """
-        parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
-        thinking = ""
-        turn = ReadTurn()
-        if parts and parts[0] == self._think:
-            is_closed = self._think_end in parts
-            closed = parts.index(self._think_end) if is_closed else len(parts)
-            thinking = text_of(self.tokenizer, parts[1:closed]).removeprefix("\n")
-            if is_closed:
-                thinking = thinking.removesuffix("\n")
-            else:
-                error = error or "the thinking is not closed"
-            parts = parts[closed + 1 :]
-            if parts and isinstance(parts[0], str):
-                parts[0] = parts[0].removeprefix("\n\n")
-        at = 0
-        while at < len(parts):
-            part, closed = parts[at], at
-            if isinstance(part, str):
-                turn.say(part)
-                at += 1
-                continue
-            found: ToolCall | str
-            if part != self._call:
-                found = f"{self.tokenizer.control_name(part)} is out of place"
-            elif (closed := _block_end(parts, at, self._call_end)) == len(parts):
-                found = "a call is not closed"
-            else:
-                found = read_call(text_of(self.tokenizer, parts[at + 1 : closed]))
-            turn.add(found, text_of(self.tokenizer, parts[at : closed + 1]))
-            at = closed + 1
-        return Message(
-            role="assistant",
-            content=turn.content,
-            thinking=thinking,
-            tool_calls=tuple(turn.calls),
-            parse_error=error or turn.error,
-        )
-
-
-def _block_end(parts: Sequence[Piece], at: int, closer: int) -> int:
-    """Returns the index of the `closer` of the block that opens at `at`, or len(parts).
-
-    A block contains only text: any other control token in it leaves it open.
-    """
-    for index in range(at + 1, len(parts)):
-        if parts[index] == closer:
-            return index
-        if not isinstance(parts[index], str):
-            break
-    return len(parts)
-
 
 def _is_query(message: Message) -> bool:
-    """Whether a user speaks; tool replies may be wrapped in a user's message."""
+    """True if a user speaks; tool replies may be wrapped in a user's message."""
     text = message.content
     is_reply = text.startswith("<tool_response>") and text.endswith("</tool_response>")
     return message.role == "user" and not is_reply

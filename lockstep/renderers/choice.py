@@ -56,8 +56,8 @@ class Choice:
 
 
 def choose_renderer(format: RendererConfig | None, tokenizer: Tokenizer) -> Choice | None:
-    """Returns the renderer of the model to which a tokenizer belongs; None if it has neither a
-    format nor a chat template.
+    """Returns the renderer of a tokenizer's model; None if the model has neither a format nor a
+    chat template.
 
     format: the format of the model's architecture, if it has one of ours. Raises RendererError if
     the template differs from the format and cannot be used.
@@ -118,7 +118,7 @@ def _variants(format: RendererConfig, template: JinjaRenderer) -> Iterator[Rende
 
 
 def has_tools(template: JinjaRenderer) -> bool:
-    """Whether a template writes declared tools or calls in any way."""
+    """True if a template writes declared tools or calls in any way."""
     with suppress(RendererError):
         return bool(template.shape.calls or template.render_whole((USER,), (TOOL,)))
     return False

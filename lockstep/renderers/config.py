@@ -35,11 +35,11 @@ class HarmonyConfig(RendererConfig):
     identity: str = "You are ChatGPT, a large language model trained by OpenAI."
     """First line of the system message; empty leaves it out."""
     knowledge_cutoff: str = "2024-06"
-    """In the system message; empty leaves it out."""
+    """Given in the system message; empty leaves it out."""
     current_date: str = ""
-    """In the system message, such as 2025-08-05; empty leaves it out, so that prompts repeat."""
+    """Given in the system message, such as 2025-08-05; empty leaves it out: prompts then repeat."""
     reasoning_effort: Literal["low", "medium", "high"] = "medium"
-    """In the system message: low, medium or high."""
+    """Given in the system message: low, medium or high."""
     developer_heading: bool = True
     """Write "# Instructions" above the instructions, as gpt-oss expects."""
     thinking: Thinking = "keep"
@@ -63,8 +63,8 @@ class ChatMLConfig(RendererConfig):
     enable_thinking: bool = True
     """Off: every turn opens with an empty thinking block, so that the model answers at once."""
     has_empty_thinking: bool = True
-    """In supervised replies, write an empty thinking block for a message without thinking, as the
-    Qwen3 template does. Turn off for models that never think."""
+    """Write an empty thinking block for a supervised reply without thinking, as the Qwen3
+    template does. Turn off for models that never think."""
     thinking: Thinking = "keep"
     """Earlier thinking. keep: it stays in the prompt. drop: only thinking after the last user
     message stays, as in the Qwen3 template; when a user speaks, the dialogue continues as a new
@@ -79,9 +79,9 @@ class Llama3Config(RendererConfig):
     """Open with a system message that gives two dates, as the template always does. Off: there is a
     system message only if the dialogue has one, as in Llama 3.0."""
     knowledge_date: str = "December 2023"
-    """In the system message: "Cutting Knowledge Date"."""
+    """The system message's "Cutting Knowledge Date"."""
     current_date: str = "26 Jul 2024"
-    """In the system message: "Today Date". The template writes the current day; this default is its
+    """The system message's "Today Date". The template writes the current day; this default is its
     fallback where the day is unknown, so that prompts repeat."""
     tools_in_user_message: bool = True
     """Declare them in the first user message, as the template does by default. Off: in the system

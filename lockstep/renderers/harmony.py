@@ -136,7 +136,7 @@ class HarmonyRenderer(TurnRenderer):
         return pieces[len(self._opening) :]
 
     def forgets(self, messages: Sequence[Message]) -> bool:
-        """With thinking=drop, when anybody but a tool speaks: the previous turn was a final answer.
+        """True with thinking=drop, when anybody except a tool speaks, after a final answer.
 
         A previous turn that was cut off, or called a tool that never replied, counts as an answer
         here; `render` keeps the thinking before it.
@@ -144,7 +144,7 @@ class HarmonyRenderer(TurnRenderer):
         return self.config.thinking == "drop" and any(m.role != "tool" for m in messages)
 
     def without_thinking(self, sampled_ids: TokenIds) -> list[int]:
-        """Cuts the messages of the analysis channel, also one that was cut off. The first message
+        """Cuts the messages of the analysis channel, also an unfinished message. The first message
         that remains loses its <|start|>assistant, which the prompt already contains."""
         ids = [int(id_) for id_ in sampled_ids]
         parts = self._split(ids)
@@ -346,7 +346,7 @@ class HarmonyRenderer(TurnRenderer):
         if recipients and not (recipient.startswith(_NAMESPACE) and recipient != _NAMESPACE):
             return f"the recipient {recipient!r} is not a function: expected {_NAMESPACE}NAME"
         if recipient and name == "final":
-            return "a call stands in the final channel"
+            return "a call is in the final channel"
         return name, recipient.removeprefix(_NAMESPACE)
 
 

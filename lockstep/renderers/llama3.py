@@ -108,7 +108,7 @@ class Llama3Renderer(TurnRenderer):
             if not rest or rest[0].role != "user":
                 found = rest[0].role if rest else "nothing"
                 raise RendererError(
-                    "Llama 3 is told of its tools in the first user message, which must come "
+                    "Llama 3 reads its tools in the first user message, which must come "
                     f"first: found {found}. Or set renderer.tools_in_user_message=false."
                 )
             words = rest.pop(0).content.strip()

@@ -144,8 +144,8 @@ class MistralRenderer(TurnRenderer):
 
 
 def _version(tokenizer: Tokenizer) -> str:
-    """The version whose tokens the model's chat template names; without a template, the tokenizer,
-    which may name those of later versions too. Raises RendererError for a later version."""
+    """The version whose tokens the model's chat template names. Without a template the tokenizer
+    decides, which may name later tokens too. Raises RendererError for a later version."""
     is_named = tokenizer.has
     with suppress(RendererError):
         is_named = read_template(tokenizer, JinjaConfig())[0].__contains__

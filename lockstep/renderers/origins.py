@@ -62,7 +62,7 @@ class Rendering:
 
     @property
     def has_prefix_property(self) -> bool:
-        """Whether each prompt equals the template's rendering of all messages before it: a program
+        """True if each prompt equals the template's rendering of all messages before it: a program
         that re-renders the history would send the same ids."""
         return all(prompt.is_same for prompt in self.prompts)
 

@@ -89,7 +89,7 @@ def require_reply(message: Message) -> None:
 def cut_front(tokenizer: Tokenizer, ids: Sequence[int], num_bytes: int) -> list[int]:
     """Returns the ids of a text without its first `num_bytes` bytes.
 
-    The token in which the cut lies is encoded again, together with those that share its last
+    The token that the cut divides is encoded again, together with the tokens that share its last
     character. If that character is never completed, no text can spell it, and the token stays
     whole.
     """

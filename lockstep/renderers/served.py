@@ -1,4 +1,4 @@
-"""The chat template of an exported model, which makes other programs send what was trained."""
+"""The chat template of an exported model: with it, other programs send the trained tokens."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Tokenizer:
         self.where = where
         """Source of the vocabulary, for messages."""
         self.lacks_prefix = False
-        """Whether the file's own tokenizer writes a space before a text, and this one does not."""
+        """True if the file's own tokenizer writes a space before a text, and this one does not."""
         self._unwritable = b""
         self.eos_ids: tuple[int, ...] = ()
         """Ids that end a reply by the generation_config.json beside the file."""
@@ -95,7 +95,7 @@ class Tokenizer:
         if self.decode_bytes(probe_ids) != _PROBE.encode():
             raise RendererError(
                 f"{where}: encoding {_PROBE!r} and decoding it gave {self.decode(probe_ids)!r}. "
-                "The tokenizer changes text; token-exact rendering needs one that keeps every byte."
+                "The tokenizer changes text; token-exact rendering needs every byte."
             )
 
     # -- loading ------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Tokenizer:
             text_tokens, control_tokens, plain = read_vocabulary(spec, extra=extra, where=where)
             fast = FastTokenizer.from_str(json.dumps(plain))
             out = cls(
-                # In a batch, even of one text, the library lets other threads run.
+                # The library lets other threads run while it encodes a batch, even of one text.
                 lambda text: _encoded(fast, [text], where)[0],
                 text_tokens=text_tokens,
                 control_tokens=control_tokens,

@@ -14,19 +14,16 @@ from lockstep.types import Message, ToolSchema
 
 class TurnRenderer(ABC):
     """Writes a dialogue from the parts that a format defines: the beginning, the text after a turn,
-    the body of a turn, and the end of one that was cut off. `base.Renderer` documents the
+    the body of a turn, and the end of a turn that was cut off. `base.Renderer` documents the
     methods."""
 
     name: str
+    thinking_opening: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer, *, stop_ids: tuple[int, ...]) -> None:
-        """stop_ids: those of the format. The model's own (`Tokenizer.eos_ids`) follow them."""
+        """stop_ids: the format's. The model's own (`Tokenizer.eos_ids`) follow them."""
         self.tokenizer = tokenizer
         self.stop_ids = tuple(dict.fromkeys((*stop_ids, *tokenizer.eos_ids)))
-
-    @property
-    def thinking_opening(self) -> tuple[int, ...]:
-        return ()
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         """Returns the first prompt, as the model's template writes it; the module lists

@@ -134,7 +134,7 @@ def without_prefix_space(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_ids(tokens: Iterable[tuple[str, Any]], where: str, *, are_unique: bool = False) -> None:
-    """Raises RendererError for what is no id, and for two tokens with one id."""
+    """Raises RendererError for a value that is no id, and for two tokens with one id."""
     names: dict[int, str] = {}
     for name, id_ in tokens:
         if type(id_) is not int or not 0 <= id_ < MOST_IDS:
@@ -146,7 +146,7 @@ def _check_ids(tokens: Iterable[tuple[str, Any]], where: str, *, are_unique: boo
 
 
 def _growth(normalizer: Mapping[str, Any] | None) -> int:
-    """How many times as long a normalizer can make a text, by what it inserts."""
+    """The factor by which a normalizer can lengthen a text."""
     found = normalizer or {}
     match found.get("type"):
         case "Sequence":
@@ -232,8 +232,8 @@ def _bytes_of_characters(piece: str, where: str) -> bytes:
         return bytes([BYTE_OF_CHARACTER[character] for character in piece])
     except KeyError as error:
         raise RendererError(
-            f"{where}: the vocabulary has a token with the character {error}, which stands "
-            "for no byte; expected byte-level BPE."
+            f"{where}: the vocabulary has a token with the character {error}, which is "
+            "no byte; expected byte-level BPE."
         ) from error
 
 

@@ -172,8 +172,8 @@ _TYPES = {"string": str, "null": type(None), "array": list, "object": dict}
 """Types that decide between text and a value: numbers are read without them."""
 _MAX_DEPTH = 32
 _MAX_SCHEMAS = 1000
-"""Nested schemas that are looked at for one value: those of a tool's server may branch without
-end. What lies behind the limit is taken to accept the value."""
+"""Nested schemas that are looked at for one value: a tool server's schemas may branch without
+end. A schema behind the limit counts as accepting the value."""
 
 
 def _typed(
@@ -195,7 +195,7 @@ def _typed(
 
 
 class _Acceptance:
-    """Whether schemas accept a text, list, object or null, as far as its type, `enum` and `const`
+    """Tells if schemas accept a text, list, object or null, as far as its type, `enum` and `const`
     decide."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:

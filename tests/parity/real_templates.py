@@ -51,6 +51,8 @@ class RealTemplate:
     """Role of the turns that take results as text."""
     refused: frozenset[str] = frozenset({"take a system message later on"})
     thinks: bool = False
+    alternates: bool = False
+    """Whether it refuses two messages of one role in a row."""
 
 
 _ALL: frozenset[str] = frozenset()
@@ -67,18 +69,18 @@ TEMPLATES: Mapping[str, RealTemplate] = {
     ),
     "Llama 2": RealTemplate(  # of unsloth/llama-2-7b-chat, by the package's index
         file="optimum-intel-internal-testing-tiny-random-ArceeForCausalLM",
-        controls=("<s>", "</s>"), eos="</s>", bos="<s>",
+        controls=("<s>", "</s>"), eos="</s>", bos="<s>", alternates=True,
     ),
     "Phi-4": RealTemplate(
         file="microsoft-phi-4", controls=(*IM, "<|im_sep|>"), eos="<|im_end|>", refused=_ALL
     ),
     "Mistral 7B v0.3": RealTemplate(
         file="mistralai-Mistral-7B-Instruct-v0.3", controls=("<s>", "</s>", *_INST), eos="</s>",
-        bos="<s>", place="user",
+        bos="<s>", place="user", alternates=True,
     ),
     "Gemma 2": RealTemplate(
         file="google-gemma-2-2b-it", controls=("<bos>", "<start_of_turn>", "<end_of_turn>"),
-        eos="<end_of_turn>", bos="<bos>", place="user",
+        eos="<end_of_turn>", bos="<bos>", place="user", alternates=True,
     ),
     "OLMo 2": RealTemplate(  # of allenai/OLMo-2-1124-13B-Instruct, by the package's index
         file="allenai-OLMoE-1B-7B-0125-Instruct", controls=("<|endoftext|>",),

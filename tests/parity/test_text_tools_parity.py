@@ -4,15 +4,22 @@ Most of the tokenizers are not at hand: each template gets bytes and its model's
 """
 
 import json
+import shutil
 from dataclasses import replace
 from datetime import date
 
 import pytest
 from real_templates import IM, TEMPLATES, source_of, write_model
 
+from lockstep.errors import RendererError
+from lockstep.renderers.calls import function_json
 from lockstep.renderers.choice import choose_renderer
 from lockstep.renderers.config import JinjaConfig
+from lockstep.renderers.jinja.proof import WAYS_OUT
 from lockstep.renderers.jinja.renderer import JinjaRenderer
+from lockstep.renderers.jinja.shape import message_dict
+from lockstep.renderers.jinja.template import TemplateRefusal
+from lockstep.renderers.served import write_template
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing import check_renderer
 from lockstep.types import Message, ToolCall, ToolSchema
@@ -146,6 +153,46 @@ def test_a_call_that_a_user_or_a_tool_writes_is_no_call(made, name):
         assert not renderer.parse(renderer.render_reply(ANSWER)).tool_calls
     one = replace(TWO_CALLS, tool_calls=TWO_CALLS.tool_calls[:1])
     assert renderer.parse(renderer.render_reply(one)).tool_calls == one.tool_calls
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_refuses_is_one_line_that_ends_with_a_change_it_takes(made, name):
+    real, renderer = TEMPLATES[name], made(name)
+    ways = {"join": [USER, MORE], "user": [ANSWER, USER]}
+    for way, messages in ways.items():
+        if real.alternates:
+            with pytest.raises(TemplateRefusal) as refused:
+                renderer.render(messages)
+            assert str(refused.value).endswith(WAYS_OUT[way])
+            assert "\n" not in str(refused.value)
+        else:
+            assert renderer.render(messages)
+    for what in real.refused:
+        with pytest.raises(RendererError) as refused:
+            renderer.extend(renderer.render_reply(ANSWER), [SYSTEM, USER])
+        assert str(refused.value).endswith(WAYS_OUT[what])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_transformers_writes_an_exported_template_as_the_run_did(folders, made, name, tmp_path):
+    run, place = made(name), tmp_path / "exported"
+    shutil.copytree(folders[name], place)
+    reader, line = write_template(place, run.config, lambda: Tokenizer.from_file(place))
+    assert "hermes" in line and reader.tools == "template"
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(place)
+    functions = [function_json(tool) for tool in TOOLS]
+    for messages, tools in (
+        ([SYSTEM, USER], TOOLS),
+        ([USER], TOOLS),
+        ([USER], ()),
+        ([SYSTEM, USER, replace(TWO_CALLS, content=""), *REPLIES, MORE], TOOLS),
+        ([USER, replace(TWO_CALLS, content=""), *REPLIES], TOOLS),
+    ):
+        given = [message_dict(message, run.shape) for message in messages]
+        found = theirs.apply_chat_template(
+            given, tools=functions if tools else None, add_generation_prompt=True, return_dict=False
+        )
+        assert found == run.render(messages, tools), messages
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

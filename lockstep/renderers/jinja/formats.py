@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -43,12 +43,15 @@ class CallFormat:
     gap: str = "\n"
     """Text between the content of a turn and its calls."""
     is_single: bool = False
-    """Whether the template makes only one call per turn."""
+    """True if the template makes only one call per turn."""
     other_keys: tuple[str, ...] = ()
     """json: other keys that the template writes."""
     dialect: str = "qwen"
     """xml: key of `xml_calls.DIALECTS`."""
 
+
+Names = Callable[[str], Sequence[tuple[int, str]]]
+"""Finds (position, name) of the control tokens in a text."""
 
 _Span = tuple[int, int, CallFormat]
 """Begin and end of one call in a text, and its format."""
@@ -152,13 +155,20 @@ def units(text: str, marks: Marks) -> list[str]:
 
 
 def read_calls(
-    text: str, format: CallFormat | None, schemas: TextParameters, mark: str
+    text: str,
+    format: CallFormat | None,
+    schemas: TextParameters,
+    mark: str,
+    names: Names = lambda text: [],
 ) -> ReadTurn:
     """Reads text and calls of a turn. In `text`, control tokens appear by name, and names that the
-    model spelled contain `mark`. Text that makes no call is kept in `texts`. Takes linear time."""
+    model spelled contain `mark`. Text that makes no call is kept in `texts`. Takes linear time.
+
+    names: finds control tokens, which no JSON of a call may hold.
+    """
     turn = ReadTurn(gap="\n" if format is None else format.gap)
     if format is not None and _opening(format):
-        _read_blocks(text, format, schemas, mark, turn)
+        _read_blocks(text, format, schemas, mark, turn, names)
     elif format is not None and format.kind == "json":
         _read_list(text, format, mark, turn)
     else:
@@ -170,12 +180,17 @@ def read_calls(
 
 
 def _opening(format: CallFormat) -> str:
-    """Text with which a call begins; empty if only its name does."""
+    """Beginning of a call; empty if only its name does."""
     return format.open or (DIALECTS[format.dialect].open if format.kind == "xml" else "")
 
 
 def _read_blocks(
-    text: str, format: CallFormat, schemas: TextParameters, mark: str, turn: ReadTurn
+    text: str,
+    format: CallFormat,
+    schemas: TextParameters,
+    mark: str,
+    turn: ReadTurn,
+    names: Names,
 ) -> None:
     opening = _opening(format)
     at, is_behind_call = 0, False
@@ -183,6 +198,9 @@ def _read_blocks(
         following = text.find(opening, begin + len(opening))
         limit = following if following >= 0 else len(text)
         found, end = _read_block(text[begin:limit], format, schemas, mark)
+        inside = text[begin + len(opening) : begin + end - len(format.close)]
+        if isinstance(found, ToolCall) and format.kind == "json" and (stray := names(inside)):
+            found = f"{stray[0][1]} is out of place"
         words = _without_tail(text[at:begin], format) if is_behind_call else text[at:begin]
         if is_behind_call := isinstance(found, ToolCall):
             words = _without_head(words, format)
@@ -207,8 +225,8 @@ def _without_tail(words: str, format: CallFormat) -> str:
 def _read_block(
     text: str, format: CallFormat, schemas: TextParameters, mark: str
 ) -> tuple[ToolCall | str, int]:
-    """Reads the call at the beginning of a text, in which no other one begins: (the call or the
-    reason why it is malformed, its end)."""
+    """Reads the call at the beginning of a text that has no other call: (the call or the reason why
+    it is malformed, its end)."""
     dialect = DIALECTS[format.dialect]
     if format.kind == "xml" and not format.close and dialect.close:
         inside = len(format.open)

@@ -24,7 +24,7 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _PLAIN: frozenset[str] = frozenset(_TABLES["plain"])
 """Values that templates compare with; none of them is the whole name of a control token."""
 _PROTOCOL_KEYS: frozenset[str] = frozenset(_TABLES["protocol_keys"])
-"""Keys by which a template reads messages and tools. A mark would hide the field from it: Granite's
+"""Keys that a template needs to read messages and tools. A mark would hide the field: Granite's
 `<|start_of_role|>` contains `role`, and Kimi's `[start_header_id]` contains `id`."""
 
 
@@ -133,7 +133,7 @@ class Marks:
 
 
 def unmarked(text: str, mark: str) -> str:
-    """Returns `text` without marks, also without those that a template wrote as JSON escapes."""
+    """Returns `text` without marks, also without marks that a template wrote as JSON escapes."""
     if not mark:
         return text
     text = text.replace(mark, "")

@@ -148,7 +148,7 @@ def forgotten(
 
 
 def _is_same(read: Message, message: Message) -> bool:
-    """Whether two messages are equal up to the spelling of arguments."""
+    """True if two messages are equal up to the spelling of arguments."""
     left = [(call.name, arguments_of(call)) for call in read.tool_calls]
     right = [(call.name, arguments_of(call)) for call in message.tool_calls]
     same = (read.content, read.thinking) == (message.content, message.thinking)

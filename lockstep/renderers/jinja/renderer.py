@@ -1,14 +1,15 @@
 """Any Hugging Face chat template, written piece by piece.
 
-The text after a turn is found by rendering a short dialogue with the template and taking what
-follows the turn's end:
+The text after a turn is found by rendering a short dialogue with the template and taking the
+text behind the turn's end:
 
     the template of [Hello., a turn, the new messages]
         <|im_start|>user\\nHello.<|im_end|>\\n<|im_start|>assistant\\n the turn <|im_end|>
         \\n<|im_start|>user\\n...                  <- `extend` returns the text from here
 
 So the work per turn does not grow with the dialogue. `proof` checks before the first prompt that
-the template writes long dialogues as these pieces; what it writes in another way is refused.
+the template writes long dialogues as these pieces. It refuses dialogues that the template writes
+in another way.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds
 from lockstep.renderers.calls import function_json
 from lockstep.renderers.config import JinjaConfig
-from lockstep.renderers.jinja.formats import read_calls
-from lockstep.renderers.jinja.marks import Marks, unmarked
+from lockstep.renderers.jinja.marks import Marks
 from lockstep.renderers.jinja.proof import TAKES_TOOLS, WAYS_OUT, Proof, prove
+from lockstep.renderers.jinja.reader import ShapeReader
 from lockstep.renderers.jinja.shape import (
     CALLS,
     HELLO,
     THOUGHT,
     WORDS,
     ShapeFinder,
-    Thinking,
     calls_of,
     message_dict,
     value_of,
@@ -44,24 +44,20 @@ from lockstep.renderers.jinja.source import read_template
 from lockstep.renderers.jinja.template import ChatTemplate, TemplateRefusal
 from lockstep.renderers.pieces import (
     Piece,
-    cut_front,
-    cut_prefix,
     encode_pieces,
     refuse_replies,
     require_reply,
     split_ids,
-    split_turn,
-    text_of,
 )
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.renderers.xml_calls import TextParameters, arguments_of, text_parameters
+from lockstep.renderers.xml_calls import arguments_of, text_parameters
 from lockstep.types import Message, ToolSchema
 
 
-class JinjaRenderer:
+class JinjaRenderer(ShapeReader):
     """Writes and parses the tokens of a model's own chat template.
 
-    `shape` holds what was found of the template, `proof` the result of the check.
+    `shape` holds the pieces of the template, `proof` the result of the check.
     """
 
     name = "jinja"
@@ -78,14 +74,12 @@ class JinjaRenderer:
         self._template = ChatTemplate(text, where=where, date=self.config.date)
         self._variables = {**special_tokens, **self.config.variables}
         self._marks = Marks(tokenizer)
-        self._schemas: TextParameters = {}
         self.tools_line = ""
         """How tools are written, and why, if not in the template's own form."""
         finder = ShapeFinder(run=self._run, marks=self._marks, source=text, where=where)
-        with self._template.probed():
-            why = "renderer.tools=text" if self.config.tools == "text" else self._examine(finder)
-            if why and self.config.tools != "template":
-                self._write_tools_as_text(finder, why)
+        why = "renderer.tools=text" if self.config.tools == "text" else self._examine(finder)
+        if why and self.config.tools != "template":
+            self._write_tools_as_text(finder, why)
 
     def _examine(self, finder: ShapeFinder, place: str = "", role: str = "") -> str:
         """Finds the pieces of the template and checks them; returns why it cannot take tools.
@@ -94,6 +88,10 @@ class JinjaRenderer:
         """
         self.text_tools = {"text_tools": {"place": place, "role": role}} if place else {}
         self.proof: Proof | None = None
+        with self._template.probed():
+            return self._examined(finder)
+
+    def _examined(self, finder: ShapeFinder) -> str:
         self.shape = finder.find()
         self._set_stops(self.shape.stop, self.shape.call_stop)
         opening, header = self._ids(self.shape.opening), self._ids(self.shape.header)
@@ -139,7 +137,7 @@ class JinjaRenderer:
         """Returns the first prompt, as the template writes it with its generation prompt.
 
         With thinking=keep, a history whose thinking the template would drop is written piece by
-        piece instead. Raises RendererError, with the template's own message, for what it refuses.
+        piece instead. Raises RendererError, with the template's message, if it refuses them.
         """
         declared = tools if self.config.tools_in_prompt else ()
         if not messages:
@@ -225,7 +223,7 @@ class JinjaRenderer:
         base, _ = self._write((), before=(HELLO,))
         if not text.startswith(base):
             raise RendererError(
-                "what follows changes what stands before: the template begins the dialogue with "
+                "a later message changes the beginning: the template begins the dialogue with "
                 f"{text[: len(base)]!r} then, and with {base!r} without it."
             )
         text = text[len(base) :]
@@ -252,12 +250,12 @@ class JinjaRenderer:
     # -- thinking -----------------------------------------------------------------------------
 
     def forgets(self, messages: Sequence[Message]) -> bool:
-        """With thinking=drop: whether the template drops the thinking of a turn that `messages`
+        """True with thinking=drop if the template drops the thinking of a turn that `messages`
         follow."""
         return self.config.thinking == "drop" and self.template_forgets(messages)
 
     def template_forgets(self, messages: Sequence[Message]) -> bool:
-        """Whether the template drops it, regardless of the setting. Also true of an empty block
+        """True if the template drops it, regardless of the setting. Also true of an empty block
         that belongs to an opening without thinking."""
         how = self.shape.thinking
         has_field = how is not None and bool(how.key)
@@ -271,50 +269,6 @@ class JinjaRenderer:
             return THOUGHT not in text
         base, _ = self._write((), before=(HELLO,))
         return not text[len(base) :].startswith(self.shape.opening)
-
-    def without_thinking(self, sampled_ids: TokenIds) -> list[int]:
-        """Returns the turn as the template writes it in a history, without the thinking and its
-        tags."""
-        ids = [int(id_) for id_ in sampled_ids]
-        how = self.shape.thinking
-        if how is None:
-            return ids
-        tag = how.open.strip()
-        blanks = self._ids(how.open.partition(tag)[0]) if tag else []
-        at = len(blanks) if ids[: len(blanks)] == blanks else 0
-        opened = self._control(tag)
-        begun = self.tokenizer.decode_bytes(ids[at : at + len(tag)]).startswith(tag.encode())
-        if not (begun if opened is None else ids[at : at + 1] == [opened]):
-            return ids
-        body, end = ids[at:], list[int]()
-        if ids and ids[-1] in self.stop_ids:
-            body, end = ids[at:-1], ids[-1:]
-        elif self.thinking_opening:
-            end = self._ids(self.shape.words_end)
-        return [*self._ids(self.shape.lead), *self._behind_thinking(body, how), *end]
-
-    def _behind_thinking(self, ids: list[int], how: Thinking) -> list[int]:
-        """Returns the ids after the thinking and its closing tag; none if it is not closed."""
-        tag = how.close.strip()
-        closed = self._control(tag)
-        if closed is not None:
-            rest = ids[ids.index(closed) + 1 :] if closed in ids else None
-        else:
-            found = self.tokenizer.decode_bytes(ids).find(tag.encode())
-            size = found + len(tag.encode())
-            rest = cut_front(self.tokenizer, ids, size) if found >= 0 else None
-        if rest is None:
-            return []
-        blanks = how.close[len(how.close.rstrip()) :].encode()
-        return cut_prefix(self.tokenizer, rest, blanks)
-
-    def _ids(self, text: str) -> list[int]:
-        """Encodes the template's own text."""
-        return encode_pieces(self.tokenizer, self._marks.pieces(text, ""))
-
-    def _control(self, name: str) -> int | None:
-        pieces = self._marks.pieces(name, "")
-        return pieces[0] if len(pieces) == 1 and isinstance(pieces[0], int) else None
 
     def _loses_thinking(self, messages: Sequence[Message]) -> bool:
         at = next((at for at, m in enumerate(messages) if m.thinking), None)
@@ -334,74 +288,6 @@ class JinjaRenderer:
             ids += [*reply, *self.extend(reply, after)]
         return ids
 
-    # -- ids to a message ---------------------------------------------------------------------
-
-    def with_tools(self, tools: Sequence[ToolSchema]) -> JinjaRenderer:
-        """See `base.TypesArguments`."""
-        made = copy(self)
-        made._schemas = text_parameters(tools)
-        return made
-
-    def parse(self, sampled_ids: TokenIds) -> Message:
-        """Parses one turn: thinking, text and calls, as the template writes them.
-
-        A tag that is a control token counts only as that. The text of a call's arguments is kept;
-        tags with one parameter each become JSON. Malformed parts stay in `content`, control tokens
-        by name, and `parse_error` says why. With `with_tools`, a tool's schema decides between text
-        and numbers where a call does not.
-        """
-        parts, error = split_turn(self.tokenizer, sampled_ids, self.stop_ids)
-        try:
-            mark = self._marks.choose(part for part in parts if isinstance(part, str))
-        except RendererError as problem:
-            content = text_of(self.tokenizer, parts)
-            return Message(role="assistant", content=content, parse_error=str(problem))
-        thinking, text, is_open = self._split_thinking(self._shown(parts, mark))
-        if text.strip() and (self.shape.thinking is None or not self.shape.lead.strip()):
-            text = text.removeprefix(self.shape.lead)  # Mistral's space before the words
-        if not error:
-            text = text.removesuffix(self.shape.words_end.removesuffix(self.shape.stop))
-        error = error or ("the thinking is not closed" if is_open else "")
-        turn = read_calls(text, self.shape.calls, self._schemas, mark)
-        error = error or turn.error
-        if not error:
-            stray = [name for words in turn.texts for _, name in self._marks.names(words)]
-            error = f"{stray[0]} is out of place" if stray else ""
-        return Message(
-            role="assistant",
-            content=unmarked(turn.content, mark),
-            thinking=unmarked(thinking, mark),
-            tool_calls=tuple(turn.calls),
-            parse_error=error,
-        )
-
-    def _shown(self, parts: Sequence[Piece], mark: str) -> str:
-        """Returns the text of a turn, with control tokens by name and `mark` in spelled names."""
-        return text_of(
-            self.tokenizer,
-            [self._marks.protect(part, mark) if isinstance(part, str) else part for part in parts],
-        )
-
-    def _split_thinking(self, text: str) -> tuple[str, str, bool]:
-        """Returns (thinking, the text after it, whether the thinking was left open)."""
-        how = self.shape.thinking
-        if how is None:
-            return "", text, False
-        opened, closed = how.open.strip(), how.close.strip()
-        begin = text.removeprefix(how.open.partition(opened)[0]) if opened else text
-        if not begin.startswith(opened):
-            return "", text, False
-        inside = begin[len(opened) :]
-        if opened:
-            inside = inside.removeprefix(how.open[len(how.open.rstrip()) :])
-        end = inside.find(closed)
-        if end < 0:
-            return inside, "", True
-        before = how.close[: len(how.close) - len(how.close.lstrip())]
-        behind = how.close[len(how.close.rstrip()) :]
-        rest = inside[end + len(closed) :].removeprefix(behind)
-        return inside[:end].removesuffix(before), rest, False
-
     def _close(self, ids: list[int], stop: str) -> list[Piece]:
         """The end of a turn that was cut off: the end of open thinking, the text before a stop
         token, `stop`."""
@@ -413,6 +299,12 @@ class JinjaRenderer:
         if before and text.endswith(before):
             before = ""
         return self._marks.pieces(thinking + before + stop, "")
+
+    def with_tools(self, tools: Sequence[ToolSchema]) -> JinjaRenderer:
+        """See `base.TypesArguments`."""
+        made = copy(self)
+        made._schemas = text_parameters(tools)
+        return made
 
     # -- writing with the template ------------------------------------------------------------
 
@@ -498,13 +390,10 @@ class JinjaRenderer:
 
     def _accepted_change(self, messages: list[Any], tools: list[Any], has_opening: bool) -> str:
         """Names the first change of a refused dialogue that makes the template take it."""
-        for names in (("join",), ("system",), ("user",), ("system", "join"), ("user", "join")):
-            changed = messages
-            for name in names:
-                changed = _CHANGES[name](changed)
+        for name, change in _CHANGES.items():
             with suppress(RendererError):
-                self._run(changed, tools, has_opening)
-                return " ".join(WAYS_OUT[name] for name in names)
+                self._run(change(messages), tools, has_opening)
+                return WAYS_OUT[name]
         return ""
 
 
@@ -525,22 +414,13 @@ def _joined(messages: list[Any]) -> list[Any]:
 
 
 def _without_system(messages: list[Any]) -> list[Any]:
-    out, words = list[Any](), ""
-    for message in messages:
-        if message["role"] == "system":
-            words += f"{message['content']}\n\n"
-        elif message["role"] == "user":
-            out.append({**message, "content": f"{words}{message['content']}"})
-            words = ""
-        else:
-            out.append(message)
-    return [*out, {"role": "user", "content": words}] if words else out
+    return _joined([{**m, "role": "user"} if m["role"] == "system" else m for m in messages])
 
 
 _CHANGES = {
     "join": _joined,
     "system": _without_system,
-    "user": lambda messages: [message_dict(HELLO, None), *messages],
+    "user": lambda messages: _joined([message_dict(HELLO, None), *messages]),
 }
 
 

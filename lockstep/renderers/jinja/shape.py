@@ -27,7 +27,7 @@ THOUGHT = "Qz7thought"
 
 
 def calls_of(count: int) -> tuple[ToolCall, ...]:
-    """Returns as many probe calls as there are tool replies."""
+    """Returns `count` probe calls, one for each tool's reply."""
     return tuple(
         ToolCall(name=f"qz7_call_{n}", arguments=json.dumps({"qz7_key": f"Qz7value{n}"}))
         for n in range(count)
@@ -55,23 +55,23 @@ class Thinking:
 class Shape:
     """The pieces of a turn, as the template writes them."""
 
-    opening: str
+    opening: str = ""
     """The generation prompt."""
-    header: str
+    header: str = ""
     """The part of the opening that precedes the turn in a history too."""
-    lead: str
+    lead: str = ""
     """Text between the header and the content of a turn without thinking, in a history."""
     words_end: str
     """Text from the content of a turn to its end, stop token included."""
     stop: str
     is_ended_by_next: bool = False
-    """Whether a turn ends with the token that opens the next message (GLM-4.5: `<|user|>`, or
+    """True if a turn ends with the token that opens the next message (GLM-4.5: `<|user|>`, or
     `<|observation|>` after calls). The template then writes no end for the last turn."""
     call_stop: str = ""
     """Token that ends a turn of calls; empty if the template writes no calls."""
     thinking: Thinking | None = None
     has_text_arguments: bool = False
-    """Whether the template takes arguments as JSON text rather than as an object."""
+    """True if the template takes arguments as JSON text rather than as an object."""
     empty_content: str | None = ""
     """Content that the template expects for a turn of calls without text."""
     calls: CallFormat | None = None
@@ -200,7 +200,7 @@ class ShapeFinder:
         two = two[: max(two.find(stop, len(two) - len(_behind(two, 1))), 0)]
         found = derive_format(one, two, CALLS, self.marks)
         if found is None:
-            why = f"no known format of calls is in what it writes: {one[:160]!r}"
+            why = f"it writes no known format of calls: {one[:160]!r}"
             return replace(shape, call_stop=stop, no_calls=why)
         return replace(shape, call_stop=stop, calls=self._with_gap(found, shape))
 

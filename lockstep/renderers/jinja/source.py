@@ -13,7 +13,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 
 
 def has_template(directory: Path) -> bool:
-    """Whether a model's directory has a chat template."""
+    """True if a model's directory has a chat template."""
     has_file = (directory / "chat_template.jinja").is_file()
     return has_file or bool(_tokenizer_config(directory).get("chat_template"))
 

@@ -38,7 +38,7 @@ class Malformed(Exception):
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}`, with which transformers marks replies, has no effect here."""
+    """`{% generation %}` has no effect here; transformers marks replies with it."""
 
     tags = {"generation"}  # noqa: RUF012  (as the base class declares it)
 

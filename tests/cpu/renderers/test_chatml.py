@@ -148,8 +148,13 @@ BAD = {
     ),
     '<tool_call>{"name": "f"<|im_end|>': ("a call is not closed", '<tool_call>{"name": "f"', ""),
     "<tool_call>{<tool_response>}</tool_call><|im_end|>": (
-        "a call is not closed",
+        "a call is not JSON",
         "<tool_call>{<tool_response>}</tool_call>",
+        "",
+    ),
+    '<tool_call>{"name": "f", "arguments": ["<|im_start|>"]}</tool_call><|im_end|>': (
+        "<|im_start|> is out of place",
+        '<tool_call>{"name": "f", "arguments": ["<|im_start|>"]}</tool_call>',
         "",
     ),
 }

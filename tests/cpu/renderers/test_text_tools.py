@@ -151,7 +151,7 @@ def test_what_a_template_refuses_is_one_line_with_a_way_out(make):
         (lambda: own.render([USER], [TOOL]), r"way to take tools: .*\. Or set renderer.tools=text"),
         (
             lambda: own.render([SYSTEM, USER]),
-            "No system role. Put the system's words into the next message of a user.",
+            "No system role. Put the system's words into the next message of a user, and join",
         ),
         (
             lambda: strict.render([USER, USER]),
@@ -164,7 +164,7 @@ def test_what_a_template_refuses_is_one_line_with_a_way_out(make):
         ),
         (
             lambda: own.render([SYSTEM, USER, USER]),
-            "system role. Put the system's words into .* Join two messages of one role",
+            "system role. Put the system's words into .*, and join messages of one role",
         ),
         (lambda: strict.render([ANSWER, USER]), "alternate. Begin with a message of a user."),
         (lambda: own.render_reply(CALLS), "calls a tool: .*alternate. Or set renderer.tools=text."),

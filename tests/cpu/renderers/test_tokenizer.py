@@ -295,7 +295,7 @@ REFUSED = {
     ),
     "a character that is no byte": (
         changed(model={"type": "BPE", "vocab": {"\u4e2d": 999}, "merges": []}),
-        "stands for no byte",
+        "is no byte",
     ),
 }  # fmt: skip
 
