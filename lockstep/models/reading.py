@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError
@@ -26,33 +28,19 @@ MOST = 1 << 16  # layers, heads, experts and numbers of a head: more is a damage
 KV_HEADS = "num_key_value_heads"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": (None, "silu", "swish"),
-    "hidden_activation": (None, "gelu_pytorch_tanh"),
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "use_bidirectional_attention": (None, False),
-    "is_causal": (True,),  # null counts as false in transformers
-    "mlp_bias": (None, False),
-    "partial_rotary_factor": (None, 1),
-    "swiglu_alpha": (None, 1.702),
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_NEUTRAL: dict[str, list[Any]] = {
+    key: [None if value == "null" else value for value in values]
+    for key, values in _TABLES["neutral"].items()
 }
-"""Keys that change the numbers of some architecture -> values that leave them unchanged."""
-
-_FLAG, _OBJECT, _LIST = (bool, "true or false"), (Mapping, "an object"), (list, "a list")
-_KINDS: dict[str, tuple[type, str]] = {
-    "model_type": (str, "a string"),
-    "attention_bias": _FLAG,
-    "tie_word_embeddings": _FLAG,
-    "norm_topk_prob": _FLAG,
-    "use_qk_norm": _FLAG,
-    "use_sliding_window": _FLAG,
-    "rope_interleave": _FLAG,
-    "rope_scaling": _OBJECT,
-    "rope_parameters": _OBJECT,
-    "layer_types": _LIST,
-    "mlp_only_layers": _LIST,
+_FLAG = (bool, "true or false")
+_TYPES: dict[str, tuple[type, str]] = {
+    "string": (str, "a string"),
+    "flag": _FLAG,
+    "object": (Mapping, "an object"),
+    "list": (list, "a list"),
 }
+_KINDS = {key: _TYPES[kind] for kind, keys in _TABLES["kinds"].items() for key in keys}
 """Keys that hold no number -> (type of their value, its name)."""
 
 _LAYER_KINDS = ("full_attention", "sliding_attention")
@@ -64,39 +52,19 @@ _SCALINGS: dict[str, type[RopeScaling]] = {
 }
 
 
-_WHOLES = {
-    "gemma3": ("language_model.model.", "vision_tower.", "multi_modal_projector."),
-    "qwen3_5": ("model.language_model.", "model.visual."),
-    "qwen3_5_moe": ("model.language_model.", "model.visual."),
-}
-"""model_type of a model that also reads images -> name prefixes of its language model's tensors,
-and of its image tower's."""
-
-# Defaults of transformers for Gemma 3: its published configs leave them out.
-_GEMMA3 = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 4096,
-}
-
-
 def text_of(source: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """(config of the language model, resulting fields of `ModelConfig`). A model that also reads
     images has an inner config; a text model returns its own and no fields."""
     kind, text = str(source.get("model_type")), source.get("text_config")
-    if kind not in _WHOLES or not isinstance(text, Mapping):
+    if kind not in _TABLES["wholes"] or not isinstance(text, Mapping):
         return source, {}
-    prefix, *towers = _WHOLES[kind]
+    prefix, *towers = _TABLES["wholes"][kind]
     of_whole = {
         "model_type": f"{kind}_text",
         # Whatever the text's says. Gemma 3 is tied unless its config says otherwise.
         "tie_word_embeddings": source.get("tie_word_embeddings", kind == "gemma3"),
     }
-    found = {**(_GEMMA3 if kind == "gemma3" else {}), **text, **of_whole}
+    found = {**(_TABLES["gemma3"] if kind == "gemma3" else {}), **text, **of_whole}
     return found, {"prefix": prefix, "extra_tensors": tuple(towers)}
 
 
