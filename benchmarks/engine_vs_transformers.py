@@ -263,7 +263,7 @@ def run_side(side: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_sides(options: argparse.Namespace) -> dict[str, Any]:
-    """Both sides in turn. Prints what was seen; returns the JSON line."""
+    """Runs both sides in turn and prints the figures. Returns the JSON line."""
     common = [f"--{name}={getattr(options, name)}" for name in
               ("model", "rounds", "prompts", "tokens", "threads")]  # fmt: skip
     names = {"ours": "ours", "peer": "transformers"}

@@ -1,7 +1,7 @@
-"""Whether a reader's time grows with the length of its text alone.
+"""Checks that a reader's time grows with the length of its text alone.
 
 An absolute bound depends on the machine and on its other work. So the processor time of a text is
-compared with the time of a text that is TIMES as long. A linear reader takes TIMES as much, a
+compared with the time of a text TIMES as long. A linear reader takes TIMES as much, a
 quadratic one TIMES * TIMES, and the limit is MARGIN * TIMES. Other work on the machine only adds
 time: the least of several runs counts, and a text fails only if all runs fail.
 
@@ -30,11 +30,11 @@ MOST_SECONDS = 5.0
 
 
 class NeverReturns(BaseException):
-    """Not an Exception: a reader may catch those."""
+    """A reader took too long. It is no Exception: readers may catch all of them."""
 
 
 def grows_linearly(read: Callable[[T], object], made: Callable[[int], T]) -> bool:
-    """made: makes a text, or its ids, of about so many characters. Raises NeverReturns."""
+    """made: makes a text, or its ids, of about that size. Raises NeverReturns."""
     short, long = made(CHARS), made(CHARS * TIMES)
     least, most = math.inf, math.inf
     for _ in range(RUNS):

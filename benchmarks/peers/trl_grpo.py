@@ -404,7 +404,7 @@ def search_parts(config: Config) -> dict[str, Any]:
 def train(
     config: Config, options: argparse.Namespace, *, settings: dict[str, Any], **parts: Any
 ) -> None:
-    """Runs the steps, and prints what each took."""
+    """Runs the steps, and prints the time of each."""
     trainer, objective = config.trainer, config.objective
     clock = Clock(is_paced=options.paced)
     with TemporaryDirectory() as directory:

@@ -46,7 +46,7 @@ def write_template(
         form = trained.text_tools if isinstance(trained, JinjaRenderer) else {}
         if head := _head(form, variables):
             source = head + source
-            line = f"{path} writes what was trained: {', '.join([*variables, *form])} included."
+            line = f"{path} writes what the run wrote: {', '.join([*variables, *form])} included."
         if form:
             line += (
                 " A server reads its calls in the Hermes form (vLLM: --tool-call-parser hermes)."

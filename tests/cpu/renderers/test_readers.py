@@ -134,7 +134,7 @@ FRAGMENTS = sorted(
     | {" ", "\n", "\\", '"a": ', "<parameter=a", "</think>", "[TOOL_CALLS]", "<think>", "\ue000"}
 )
 NUMBER = "#"
-"""In the repeated part of a text: the number of the repetition, so that keys differ."""
+"""Becomes the number of the repetition in the repeated part of a text: keys then differ."""
 MANY_KEYS = f"<parameter=k{NUMBER}>"
 
 

@@ -41,7 +41,7 @@ def test_an_exported_template_writes_tools_as_text_as_the_run_did(tmp_path, sour
     place = model(tmp_path / "it", source)
     trained = make_renderer(JinjaConfig(tools="text"), Tokenizer.from_file(place))
     config, line = write_template(place, trained.config, lambda: Tokenizer.from_file(place))
-    assert "chat_template.jinja writes what was trained: text_tools included." in line
+    assert "chat_template.jinja writes what the run wrote: text_tools included." in line
     assert "--tool-call-parser hermes" in line and "\n" not in line
     assert "chat_template" not in json.loads((place / "tokenizer_config.json").read_text())
     served = make_renderer(config, Tokenizer.from_file(place))
