@@ -30,6 +30,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from datasets.table import InMemoryTable
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -311,10 +312,12 @@ def own_parts(config: Config) -> dict[str, Any]:
         for task in tasks
     ]
     check_prompts(tokenizer, model_files.renderer, prompts[:8])
-    rows = [
-        {"prompt": prompt, "task_id": task.id, "payload": json.dumps(task.payload)}
-        for prompt, task in zip(prompts, tasks, strict=True)
-    ]
+    table = InMemoryTable.from_pylist(
+        [
+            {"prompt": prompt, "task_id": task.id, "payload": json.dumps(task.payload)}
+            for prompt, task in zip(prompts, tasks, strict=True)
+        ]
+    )
     model = AutoModelForCausalLM.from_pretrained(
         model_files.directory, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -334,7 +337,8 @@ def own_parts(config: Config) -> dict[str, Any]:
         "settings": {"max_completion_length": config.agent.max_turn_tokens},
         "model": model,
         "reward_funcs": AnswerJudge(config, model_files.renderer),
-        "train_dataset": Dataset.from_list(rows),
+        # A fingerprint of its own: datasets 5.2 cannot pickle some builds of pyarrow for one.
+        "train_dataset": Dataset(table, fingerprint="sums"),
         "processing_class": tokenizer,
         **adapter,
     }

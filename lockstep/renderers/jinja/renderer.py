@@ -15,7 +15,7 @@ in another way.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -417,7 +417,7 @@ def _without_system(messages: list[Any]) -> list[Any]:
     return _joined([{**m, "role": "user"} if m["role"] == "system" else m for m in messages])
 
 
-_CHANGES = {
+_CHANGES: dict[str, Callable[[list[Any]], list[Any]]] = {
     "join": _joined,
     "system": _without_system,
     "user": lambda messages: _joined([message_dict(HELLO, None), *messages]),
