@@ -113,7 +113,8 @@ def test_all_invariants_hold_for_other_forms(what, tmp_path):
     source, control, calls, refused = OTHER_FORMS[what]
     (tmp_path / "it.jinja").write_text(source)
     tokenizer = byte_tokenizer(control_tokens=control)
-    renderer = JinjaRenderer(tokenizer, JinjaConfig(template=str(tmp_path / "it.jinja")))
+    config = JinjaConfig(template=str(tmp_path / "it.jinja"), tools_in_prompt=False)
+    renderer = JinjaRenderer(tokenizer, config)
     assert (renderer.shape.calls.head, renderer.shape.calls.arguments_key) == calls
     assert renderer.proof.line == f"10 of 11 dialogues extend exactly; refused: {refused}"
     may_refuse = {*MAY_REFUSE, "words before a call", "several replies"}
