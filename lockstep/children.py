@@ -27,6 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ChildError, ChildRefusal, ChildTimeoutError
@@ -65,6 +66,11 @@ def own_variables(names: Collection[str] = (), *, has_others: bool = False) -> d
     }
 
 
+def module_path() -> str:
+    """PYTHONPATH for a process that finds the modules that this process finds."""
+    return os.pathsep.join(dict.fromkeys(os.path.abspath(each) for each in sys.path))
+
+
 class Child:
     """A child process, started by the first request and again by the first one after its end.
 
@@ -101,8 +107,7 @@ class Child:
     def of_module(cls, module: str, **options: Any) -> Child:
         """A child that runs `module` with this Python and this process's module path. options: see
         `Child`."""
-        path = os.pathsep.join(dict.fromkeys(os.path.abspath(each) for each in sys.path))
-        environment = {"PYTHONPATH": path, **options.pop("environment", {})}
+        environment = {"PYTHONPATH": module_path(), **options.pop("environment", {})}
         return cls([sys.executable, "-P", "-m", module], environment=environment, **options)
 
     def open(self) -> Reply:
@@ -164,22 +169,97 @@ class Child:
             process.end(seconds)
 
 
-class _Process:
+class GroupProcess:
+    """A process that leads a group of processes, which ends as one."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        **streams: Any,
+    ) -> None:
+        """name: for errors. environment: all variables of the process; None: this process's own.
+        streams: arguments of `subprocess.Popen`."""
+        self.name = name
+        # A session of its own: Ctrl-C is for this process, which ends the other in order.
+        self._process = subprocess.Popen[bytes](
+            command, env=environment, start_new_session=True, **streams
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self, seconds: float) -> None:
+        """Returns at the end of the process, or after `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def end(self, seconds: float = 0.0) -> None:
+        """Waits `seconds` for the process to end by itself, then kills the group."""
+        self.wait(seconds)
+        if self._process.returncode is None:
+            end_group(self._process)
+
+    def how_ended(self) -> str:
+        """How the process ended, in words. Waits for its end if that is near."""
+        self.wait(NOTICE_SECONDS)
+        return f"{self.name} {how_ended(self.pid, self._process.returncode)}."
+
+
+class LoggedProcess(GroupProcess):
+    """A process that prints into a log."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab", buffering=0) as output:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            super().__init__(
+                command, name=name, environment=environment, pass_fds=pass_fds, **streams
+            )
+
+    def why_ended(self) -> str:
+        """How the process ended, in words, with the end of its log."""
+        return f"{self.how_ended()} {self.end_of_log()}"
+
+    def end_of_log(self) -> str:
+        """The last lines of the log, for the end of a message."""
+        lines = self.log_lines()[-NUM_LINES:]
+        if not lines:
+            return f"Its log {self.log} is empty."
+        return "\n  | ".join([f"The end of its log {self.log}:", *lines])
+
+    def log_lines(self) -> list[str]:
+        with contextlib.suppress(OSError):
+            return self.log.read_text(errors="replace").rstrip().splitlines()
+        return []
+
+
+class _Process(GroupProcess):
     """One process, from its start to its end."""
 
     def __init__(self, command: list[str], environment: dict[str, str], name: str) -> None:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,  # a group of its own, which is killed as one
-            )
+            super().__init__(command, name=name, environment=environment, **pipes)
         except OSError as error:
             raise ChildError(f"{name}: {command[0]} cannot be started: {error}.") from error
-        self._name, self._owner = name, os.getpid()
+        self._owner = os.getpid()
         self._numbers = itertools.count()
         self._writing, self._lock = threading.Lock(), threading.Lock()
         self._waiting: dict[int, Future[Reply]] = {}
@@ -193,7 +273,7 @@ class _Process:
     @property
     def is_usable(self) -> bool:
         """True if it runs and this process started it. A fork must not use its parent's child."""
-        return self._owner == os.getpid() and not self._why_ended and self._process.poll() is None
+        return self._owner == os.getpid() and not self._why_ended and self.is_running
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> Reply:
         # Also frees a thread that writes to a child that does not read.
@@ -209,7 +289,7 @@ class _Process:
             timer.join()  # it may be ending the process at this moment
         if time.monotonic() > until or not answered.done():
             raise ChildTimeoutError(
-                f"{self._name} did not answer within {seconds:g} s.{self._tail()}"
+                f"{self.name} did not answer within {seconds:g} s.{self._tail()}"
             )
         return _checked(answered.result())
 
@@ -237,8 +317,7 @@ class _Process:
         if seconds:
             with self._writing, contextlib.suppress(OSError):
                 self._process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
+            self.wait(seconds)
         end_group(self._process)
         self._listener.join(NOTICE_SECONDS)
         self._printing.join(NOTICE_SECONDS)
@@ -251,14 +330,10 @@ class _Process:
         problem = self._hand_out(self._process.stdout)
         if problem:
             end_group(self._process)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(NOTICE_SECONDS)
+        ended = self.how_ended()
         self._printing.join(NOTICE_SECONDS)
         with self._lock:
-            ended = (
-                problem or f"{self._name} {how_ended(self._process.pid, self._process.returncode)}."
-            )
-            self._why_ended = ended + self._tail()
+            self._why_ended = (problem or ended) + self._tail()
             waiting_still, self._waiting = list(self._waiting.values()), {}
         for each in waiting_still:
             with contextlib.suppress(InvalidStateError):
@@ -274,7 +349,7 @@ class _Process:
             # Any exception: a garbage collection within deep nesting can raise anything.
             except Exception:
                 text = line[:200].decode("utf-8", "replace").rstrip()
-                return f"{self._name} wrote a line that is no reply: {text!r}."
+                return f"{self.name} wrote a line that is no reply: {text!r}."
             with contextlib.suppress(InvalidStateError):  # cancelled
                 waiting.set_result(reply)
         return ""

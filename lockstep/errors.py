@@ -98,6 +98,10 @@ class CapabilityError(EngineError):
     """The engine lacks a capability that the request or the config needs."""
 
 
+class TornWeightsError(EngineError):
+    """The weights of an engine are part one version, part another: its process must end."""
+
+
 class EngineDownError(EngineError):
     """The engine cannot be reached, does not answer, or sends an impossible answer. Another one may
     serve the same request; a pool takes such a replica out at once."""

@@ -136,8 +136,6 @@ async def opened(
     """Runs the server inside the block. At its end all sessions are ended, stored if there is an
     `out`, and the engine is closed."""
     from lockstep.agent.gateway.listener import Listener
-    from lockstep.agent.gateway.registry import SessionRegistry
-    from lockstep.agent.gateway.server import GatewayServer
 
     config = served.config
     config.gateway.check_key(key)
@@ -160,29 +158,16 @@ async def opened(
                 directory = RunDirectory.create(place, to_dict(config))
                 store = SessionStore(stack.enter_context(directory))
                 stack.callback(store.write)
-            if bases:  # one engine and one set of weights under both
-                shared = next(each for each in bases.values() if each.model == config.model)
-                model_files, engine = shared.model_files, shared.base.engine
-            else:
+            shared = next((each for each in bases.values() if each.model == config.model), None)
+            if shared is None:
                 model_files, engine = open_served(served, scratch=place, on_wait=on_wait)
                 stack.push_async_callback(engine.close)
-            sessions = SessionRegistry(
-                lambda task: _session(served, model_files, engine, task),
-                max_sessions=config.max_sessions,
-                idle_seconds=config.idle_seconds,
-                on_finished=lambda session: None if store is None else store.add(session),
-            )
-            stack.push_async_callback(sessions.close)
+            else:  # one engine and one set of weights under both
+                model_files, engine = shared.model_files, shared.base.engine
             if served.version and engine.capabilities.shares_weights:
                 await engine.load_weights(None, version=served.version)
-            agents = GatewayServer(
-                sessions,
-                renderer=model_files.renderer,
-                model=config.model.rstrip("/").rpartition("/")[2],
-                key=key,
-                store=None if store is None else store.store,
-                listener=listener,
-            )
+            agents = _agents(served, model_files, engine, store, listener=listener, key=key)
+            stack.push_async_callback(agents.sessions.close)
             stack.push_async_callback(agents.close)
         stack.push_async_callback(listener.close)
         await listener.start()
@@ -194,6 +179,36 @@ async def opened(
             tinker_models=tuple(bases),
             tinker_out=tinker_out,
         )
+
+
+def _agents(
+    served: Served,
+    model_files: ModelFiles,
+    engine: Engine,
+    store: SessionStore | None,
+    *,
+    listener: Listener,
+    key: str,
+) -> GatewayServer:
+    """OpenAI's and Anthropic's APIs over an engine."""
+    from lockstep.agent.gateway.registry import SessionRegistry
+    from lockstep.agent.gateway.server import GatewayServer
+
+    config = served.config
+    sessions = SessionRegistry(
+        lambda task: _session(served, model_files, engine, task),
+        max_sessions=config.max_sessions,
+        idle_seconds=config.idle_seconds,
+        on_finished=lambda session: None if store is None else store.add(session),
+    )
+    return GatewayServer(
+        sessions,
+        renderer=model_files.renderer,
+        model=config.model.rstrip("/").rpartition("/")[2],
+        key=key,
+        store=None if store is None else store.store,
+        listener=listener,
+    )
 
 
 def _check_bases(served: Served) -> None:
@@ -240,30 +255,38 @@ def serve(
         server = None
         try:
             async with opened(served, key=key, out=out, on_wait=note) as server:
-                if is_json:
-                    print(json.dumps(_facts(server, served, key)), flush=True)
-                else:
-                    print("\n".join(access_lines(server, served, key)), flush=True)
-                stop = _stop_on_sigint(note)
-                while not stop.is_set():
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(stop.wait(), PART_SECONDS)
-                    try:
-                        if server.store is not None:
-                            server.store.write()
-                    except RunError as error:
-                        note(f"{error} They are kept, and tried again.")
+                lines = access_lines(server, served, key)
+                shown = json.dumps(_facts(server, served, key)) if is_json else "\n".join(lines)
+                print(shown, flush=True)
+                await _write_until(_stop_on_sigint(note), server.store, note)
         finally:
             if server is not None and server.agents is not None:
-                agents, store = server.agents, server.store
-                names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
-                found = {"sessions": len(agents.sessions.all())}
-                found |= {name: agents.counts[name] for name in names}
-                found["stored"] = 0 if store is None else store.num_stored
+                found = _counts(server.agents, server.store)
                 text = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found.items())
                 print(json.dumps(found) if is_json else text, flush=True)
 
     run_to_end(run())
+
+
+async def _write_until(
+    stop: asyncio.Event, store: SessionStore | None, note: Callable[[str], None]
+) -> None:
+    """Writes finished sessions every PART_SECONDS, until `stop` is set."""
+    while not stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), PART_SECONDS)
+        try:
+            if store is not None:
+                store.write()
+        except RunError as error:
+            note(f"{error} They are kept, and tried again.")
+
+
+def _counts(agents: GatewayServer, store: SessionStore | None) -> dict[str, int]:
+    names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
+    counts = {name: agents.counts[name] for name in names}
+    num_stored = 0 if store is None else store.num_stored
+    return {"sessions": len(agents.sessions.all()), **counts, "stored": num_stored}
 
 
 def _facts(server: ModelServer, served: Served, key: str) -> dict[str, Any]:

@@ -126,9 +126,9 @@ def serve(directory: str, dtype: str, distribution: str) -> None:
     }  # fmt: skip
     import vllm
 
-    from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
+    from lockstep.engines.vllm.cpu_kernels import mend_cpu_kernels
 
-    widen_narrow_heads()  # vLLM's kernels for CPUs have none of the players' 16
+    mend_cpu_kernels()  # vLLM's kernels for CPUs have none of the players' 16
     engine = vllm.LLM(
         model=directory, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm",
         logprobs_mode=f"{distribution}_logprobs", max_model_len=MAX_ROW_TOKENS,

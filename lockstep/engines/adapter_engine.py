@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.errors import CapabilityError
@@ -67,21 +67,13 @@ class AdapterEngine(Engine):
             self._is_loaded = False
             await self._engine.drop_adapter(self._name)
 
-    async def pause(self) -> None:
-        raise self._refusal("pause")
+    async def _refuse(self, **_: Any) -> None:
+        raise CapabilityError(
+            f"engine {self._engine.capabilities.name} samples for others beside {self._name}: it "
+            "cannot be paused or put to sleep for one."
+        )
 
-    async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        raise self._refusal("resume")
-
-    async def sleep(self) -> None:
-        raise self._refusal("sleep")
-
-    async def wake(self) -> None:
-        raise self._refusal("wake")
-
-    def _refusal(self, what: str) -> CapabilityError:
-        name = self._engine.capabilities.name
-        return CapabilityError(f"{what}: engine {name} samples for others beside {self._name}.")
+    pause = resume = sleep = wake = _refuse
 
     def take_metrics(self) -> dict[str, float]:
         """Events of the whole engine since the last call by any of its users."""

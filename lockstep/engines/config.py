@@ -86,7 +86,7 @@ class EngineConfig:
     def is_pool(self) -> bool:
         """True if a pool serves the requests: several replicas, or a single replica with
         restarts."""
-        return len(self.replica_configs()) > 1
+        return self.num_workers > 0 or len(self.replica_configs()) > 1
 
     @property
     def num_workers(self) -> int:
@@ -157,10 +157,6 @@ class EmbeddedConfig(EngineConfig):
                 f"engine.kv_cache_tokens={self.kv_cache_tokens} holds not even one page "
                 f"(engine.page_size={self.page_size}). Raise the first or lower the second."
             )
-
-    @property
-    def is_pool(self) -> bool:
-        return self.replicas > 0
 
     @property
     def num_workers(self) -> int:
@@ -362,26 +358,21 @@ class VllmConfig(ServedConfig):
         """Why Lockstep's decoder cannot run under these settings, and what to do; empty if it
         can."""
         given = [value for value in self.args if value.startswith(("--quantization", "-q"))]
-        for is_bad, text in (
-            (
-                self.tensor_parallel > 1,
+        if self.tensor_parallel > 1:
+            return (
                 f"engine.tensor_parallel={self.tensor_parallel} would sum the parts of a product "
                 "in another order than the trainer. Set engine.tensor_parallel=1 and take more "
-                "engine.replicas",
-            ),
-            (
-                self.max_adapter_rank > 0,
+                "engine.replicas"
+            )
+        if self.max_adapter_rank:
+            return (
                 f"engine.max_adapter_rank={self.max_adapter_rank} is for vLLM's own adapters; the "
-                "decoder has the run's adapter without it. Leave it out",
-            ),
-            (bool(given), f"it computes no quantised weights. Leave {' '.join(given)} out"),
-            (
-                self.deterministic,
-                "engine.deterministic=true is for vLLM's own kernels. Leave it out",
-            ),
-        ):
-            if is_bad:
-                return text
+                "decoder has the run's adapter without it. Leave it out"
+            )
+        if given:
+            return f"it computes no quantised weights. Leave {' '.join(given)} out"
+        if self.deterministic:
+            return "engine.deterministic=true is for vLLM's own kernels. Leave it out"
         return ""
 
     def _check_attached(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from lockstep.engines.config import ServedConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.served import Wire
 from lockstep.errors import CapabilityError, EngineError
-from lockstep.models import peft_format
 
 
 def connect(
@@ -42,22 +40,12 @@ class HttpWire(Wire):
 
     def __init__(self, client: HttpClient, context: EngineContext) -> None:
         self._client, self._context = client, context
-        self._adapter = ""
-        """Name of the adapter that requests are for; empty for the model itself."""
         self._loaded: dict[str, Path] = {}
         """Adapters on the server."""
-        self._owner = f"{context.run}-{secrets.token_hex(4)}"  # two runs must not share names
 
     @property
     def url(self) -> str:
         return self._client.url
-
-    async def _load_adapter(self, directory: Path, version: int) -> None:
-        # A name per version: it is part of the keys of cached prefixes.
-        before, self._adapter = self._adapter, f"{self._owner}-{version}"
-        await self.load_adapter(self._adapter, directory)
-        if before and before != self._adapter:
-            await self.drop_adapter(before)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         body = {"lora_name": name, "lora_path": str(directory)}
@@ -93,11 +81,6 @@ def check_same_config(
             f"engine {name} at {url} serves another model than {context.directory}: "
             f"{', '.join(differing)}. Start it with that directory, or name its model with model=."
         )
-
-
-def is_adapter(directory: Path) -> bool:
-    """True if a directory holds an adapter in PEFT's format."""
-    return (directory / peft_format.CONFIG).is_file()
 
 
 def check_echoed_ids(told: list[int], ids: list[int], where: str) -> None:

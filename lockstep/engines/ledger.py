@@ -11,12 +11,13 @@ import asyncio
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities
+from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.errors import CapabilityError, EngineDownError, EngineError
 from lockstep.types import (
     Delta,
@@ -30,6 +31,9 @@ from lockstep.types import (
 
 NUM_REMEMBERED = 4096
 """Ended replies that are kept, so that a repeated id is answered and not sampled again."""
+
+CANCEL_SECONDS = 5.0
+"""Longest wait for a cancelled task: a frozen engine may never end its part."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -46,6 +50,8 @@ class Entry:
     """True once its end was requested: it is not resumed."""
     num_readers: int = 0
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+    """Task that works on it, in an engine that has one for each request."""
 
     @property
     def where(self) -> str:
@@ -241,6 +247,159 @@ class Ledger(Generic[E]):
                 self._ended.popitem(last=False)
 
 
+class LedgerEngine(Engine, Generic[E]):
+    """Base of the engines that keep a ledger. A subclass samples: `_start` begins a request, and
+    the other methods with an underscore change its state, one after another."""
+
+    EVENTS: ClassVar[tuple[str, ...]]
+    """Counters of the ledger that `take_metrics` reports."""
+
+    def __init__(self) -> None:
+        self._ledger: Ledger[E] = Ledger()
+        self._version = 0
+        self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def stats(self) -> Counter[str]:
+        """Events since the start."""
+        return self._ledger.stats
+
+    def take_metrics(self) -> dict[str, float]:
+        return self._ledger.take_counts(*self.EVENTS)
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        return self._ledger.answer(request, self._admit, self._abandon)
+
+    def _admit(self, request: Request) -> E:
+        ids = checked_prompt(request, self.capabilities)
+        check_abilities(request, self.capabilities)
+        return self._start(request, ids)
+
+    def _start(self, request: Request, ids: Int32Array) -> E:
+        """Begins a new request. ids: its prompt."""
+        raise NotImplementedError
+
+    async def _abandon(self, entry: E) -> None:
+        """Ends a request that nobody reads."""
+        await self._abort(entry)
+
+    async def abort(self, request_id: str) -> None:
+        if (entry := self._ledger.running.get(request_id)) is not None:
+            entry.is_aborted = True
+            await self._abort(entry)
+
+    async def _abort(self, entry: E) -> None:
+        """Ends a request with its tokens so far."""
+        raise NotImplementedError
+
+    async def score(
+        self,
+        token_ids: Int32Array,
+        *,
+        distribution: Distribution = "model",
+        temperature: float = 1.0,
+        priority: int = 0,
+        first: int = 1,
+        affinity: str = "",
+        adapter: str = "",
+    ) -> Scores:
+        found, how = self.capabilities, {"distribution": distribution, "temperature": temperature}
+        ids = checked_text(token_ids, found, first=first, **how)
+        self._ledger.check_ready("score")
+        heat = temperature if distribution == "tempered" else 1.0
+        return await self._score(ids, heat, first=first, priority=priority, adapter=adapter)
+
+    async def _score(
+        self, ids: Int32Array, temperature: float, *, first: int, priority: int, adapter: str
+    ) -> Scores:
+        """`score` of checked ids."""
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """A block that changes the engine's state, after the blocks before it. Each event loop has
+        a lock of its own. Raises EngineError if the engine is closed."""
+        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            self._ledger.check_open()
+            yield
+
+    async def pause(self) -> None:
+        async with self._changing():
+            await self._hold()
+            self._ledger.is_paused = True
+
+    async def _hold(self) -> None:
+        """Returns when no step is running."""
+
+    async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
+        async with self._changing():
+            if self._ledger.is_paused:
+                self._ledger.is_paused = False
+                await self._go_on(drop_cache=kv == "drop")
+
+    async def _go_on(self, *, drop_cache: bool) -> None:
+        """Samples again, unless the ledger forbids it."""
+
+    async def sleep(self) -> None:
+        """Requests in flight keep their place and continue after `wake`; new ones are refused."""
+        async with self._changing():
+            if not self.capabilities.has_sleep:
+                raise CapabilityError(
+                    f"sleep: engine {self.capabilities.name} cannot give its memory back. Give the "
+                    "trainer a device of its own."
+                )
+            if not self._ledger.is_asleep:
+                await self._free_memory()
+                self._ledger.is_asleep = True
+
+    async def _free_memory(self) -> None: ...
+
+    async def wake(self) -> None:
+        async with self._changing():
+            if self._ledger.is_asleep:
+                await self._take_memory()
+                self._ledger.is_asleep = False
+                await self._go_on(drop_cache=False)
+
+    async def _take_memory(self) -> None: ...
+
+    async def ping(self) -> None:
+        self._ledger.check_open()
+
+    async def close(self) -> None:
+        """Requests in flight fail."""
+        if self._ledger.is_closed:
+            return
+        self._ledger.is_closed = True
+        tasks = [entry.task for entry in self._ledger.running.values()]
+        self._fail_all(EngineError("the engine was closed while the request was in flight."))
+        for task in tasks:
+            await cancel(task)
+        await self._close()
+
+    def _fail_all(self, error: EngineError) -> None:
+        for entry in list(self._ledger.running.values()):
+            self._ledger.fail(entry, error)
+        self._ledger.wake()
+
+    async def _close(self) -> None:
+        """Frees what the engine holds."""
+
+
+async def cancel(task: asyncio.Task[Any] | None) -> None:
+    """Ends a task of this event loop and waits for its end. Ignores the calling task."""
+    if task is None or task.done() or task is asyncio.current_task():
+        return
+    if task.get_loop() is not asyncio.get_running_loop():
+        return
+    task.cancel()
+    await asyncio.wait([task], timeout=CANCEL_SECONDS)
+
+
 def end_delta(
     entry: Entry, reason: FinishReason, *, version: int, stop: int | str | None = None
 ) -> Delta:
@@ -324,28 +483,29 @@ def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:
 
 def check_abilities(request: Request, limits: Capabilities) -> None:
     """Raises CapabilityError for a request of something that the engine cannot do."""
+    if lack := _lack(request, limits):
+        raise CapabilityError(f"request {request.id}: engine {limits.name} {lack}.")
+
+
+def _lack(request: Request, limits: Capabilities) -> str:
     sampling = request.sampling
-    for holds, text in (
-        (
-            equal_distributions(sampling) & set(limits.distributions),
+    if not equal_distributions(sampling) & set(limits.distributions):
+        return (
             f"records log-probs of {', '.join(limits.distributions)}, and not of the distribution "
             f"{sampling.distribution!r} at temperature={sampling.temperature:g}, "
-            f"top_p={sampling.top_p:g}, top_k={sampling.top_k}",
-        ),
-        (not sampling.stop_strings or limits.has_stop_strings, "has no stop strings"),
-        (not sampling.grammar or limits.has_grammar, "constrains no reply by a grammar"),
-        (not request.adapter or limits.has_adapters, f"has no adapter {request.adapter!r}"),
-        (
-            not (sampling.record_support and sampling.is_truncated) or limits.has_support,
-            "does not hand back what top_p and top_k kept (record_support)",
-        ),
-        (
-            not sampling.record_routes or limits.has_routed_experts,
-            "does not hand back routed experts (record_routes)",
-        ),
-    ):
-        if not holds:
-            raise CapabilityError(f"request {request.id}: engine {limits.name} {text}.")
+            f"top_p={sampling.top_p:g}, top_k={sampling.top_k}"
+        )
+    if sampling.stop_strings and not limits.has_stop_strings:
+        return "has no stop strings"
+    if sampling.grammar and not limits.has_grammar:
+        return "constrains no reply by a grammar"
+    if request.adapter and not limits.has_adapters:
+        return f"has no adapter {request.adapter!r}"
+    if sampling.record_support and sampling.is_truncated and not limits.has_support:
+        return "does not hand back what top_p and top_k kept (record_support)"
+    if sampling.record_routes and not limits.has_routed_experts:
+        return "does not hand back routed experts (record_routes)"
+    return ""
 
 
 def check_source(source: Mapping[str, Any] | str | None, limits: Capabilities) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.config import PoolConfig
-from lockstep.engines.ledger import Entry, Ledger, checked_prompt, end_delta, ending_of, rest_of
+from lockstep.engines.ledger import Entry, LedgerEngine, cancel, end_delta, ending_of, rest_of
 from lockstep.errors import CapabilityError, ConfigError, EngineDownError, EngineError, LeaseError
 from lockstep.launch.event_loop import running
 from lockstep.types import Delta, FinishReason, Int32Array, Request, SamplingParams
@@ -30,17 +30,8 @@ from lockstep.types import Delta, FinishReason, Int32Array, Request, SamplingPar
 NUM_HOMES = 65536
 """Trajectories whose replica is remembered."""
 
-CANCEL_SECONDS = 5.0
-"""Longest wait for a request to end in its replica: a frozen one may never end it."""
-
 CLOSE_SECONDS = 60.0
 """Longest wait for a replica to close: a frozen one must not hold up the end of a run."""
-
-EVENTS = (
-    *("lost_replicas", "frozen_replicas", "returned_replicas", "retries", "continued_tokens"),
-    *("lost_replies", "wrong_versions", "spilled_requests", "failed_requests"),
-)
-"""Events that a pool counts."""
 
 _OF_THE_REQUEST = (CapabilityError, LeaseError)
 """Errors that another replica would raise as well."""
@@ -81,8 +72,7 @@ class _Replica:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Entry(Entry):
-    task: asyncio.Task[None] | None = None
+class _PoolEntry(Entry):
     at: tuple[_Replica, str] | None = None
     """Replica that samples it, and the id of the request there."""
 
@@ -97,7 +87,7 @@ class _Tries:
     failures: list[str] = field(default_factory=list)
 
 
-class Pool(Engine):
+class Pool(LedgerEngine[_PoolEntry]):
     """`Engine` over several engines of one kind that sample the same model.
 
     names: of the replicas, for messages. started_from: directory that a returning replica loads if
@@ -106,6 +96,11 @@ class Pool(Engine):
 
     >>> pool = Pool([engine, other], PoolConfig(), names=["a", "b"])            # doctest: +SKIP
     """
+
+    EVENTS = (
+        *("lost_replicas", "frozen_replicas", "returned_replicas", "retries", "continued_tokens"),
+        *("lost_replies", "wrong_versions", "spilled_requests", "failed_requests"),
+    )
 
     def __init__(
         self,
@@ -116,6 +111,7 @@ class Pool(Engine):
         started_from: str | None = None,
         on_event: Callable[[str], None] = lambda text: None,
     ) -> None:
+        super().__init__()
         self._config, self._on_event = config, on_event
         self._capabilities = _common([engine.capabilities for engine in engines], names)
         self._replicas = [
@@ -126,7 +122,6 @@ class Pool(Engine):
         self._source: Mapping[str, Any] | str | None = started_from
         self._adapters: dict[str, tuple[Any, int]] = {}
         """Name -> (directory, version)."""
-        self._ledger: Ledger[_Entry] = Ledger()
         self._homes: OrderedDict[str, _Replica] = OrderedDict()
         self._is_updating = False
         self._watcher: asyncio.Task[None] | None = None
@@ -148,12 +143,9 @@ class Pool(Engine):
         """Names of the replicas that take requests."""
         return [r.name for r in self._replicas if r.state == "ready"]
 
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        return self._ledger.answer(request, self._start, self._abandon)
-
-    async def _abandon(self, reply: _Entry) -> None:
-        self._ledger.forget(reply)
-        await _cancel(reply.task)
+    async def _abandon(self, entry: _PoolEntry) -> None:
+        self._ledger.forget(entry)
+        await cancel(entry.task)
 
     async def score(self, token_ids: Int32Array, **how: Any) -> Scores:
         self._ledger.check_ready("score")
@@ -161,12 +153,12 @@ class Pool(Engine):
         while True:
             replica = await self._choose(tries)
             try:
-                return await self._score(replica, token_ids, **how)
+                return await self._score_in(replica, token_ids, **how)
             except _FAILURES as error:
                 await self._suspect(replica, error)
                 self._note_failure(tries, replica, error)
 
-    async def _score(self, replica: _Replica, token_ids: Int32Array, **how: Any) -> Scores:
+    async def _score_in(self, replica: _Replica, token_ids: Int32Array, **how: Any) -> Scores:
         async with self._serving(replica):
             found = await replica.engine.score(token_ids, **how)
             replica.mark_alive()
@@ -180,22 +172,18 @@ class Pool(Engine):
         found: dict[str, Scores] = {}
 
         async def ask(replica: _Replica) -> None:
-            found[replica.name] = await self._score(replica, token_ids, **how)
+            found[replica.name] = await self._score_in(replica, token_ids, **how)
 
         await self._call_all(ask)
         return found
 
-    async def abort(self, request_id: str) -> None:
-        reply = self._ledger.running.get(request_id)
-        if reply is None:
-            return
-        reply.is_aborted = True
-        if reply.at is None:  # it waits for a replica: nothing is sampled
-            self._end(reply, "abort")
-            await _cancel(reply.task)
-            return
-        replica, asked_id = reply.at
-        await replica.engine.abort(asked_id)
+    async def _abort(self, entry: _PoolEntry) -> None:
+        if entry.at is None:  # it waits for a replica: nothing is sampled
+            self._end(entry, "abort")
+            await cancel(entry.task)
+        else:
+            replica, asked_id = entry.at
+            await replica.engine.abort(asked_id)
 
     async def pause(self) -> None:
         self._ledger.is_paused = True
@@ -267,19 +255,13 @@ class Pool(Engine):
         await self._call_all(lambda replica: replica.engine.wake())
         self._ledger.is_asleep = False
 
-    async def close(self) -> None:
-        """Closes every replica, lost replicas too; requests in flight fail."""
-        if self._ledger.is_closed:
-            return
-        self._ledger.is_closed = True
-        closed = EngineError("the engine was closed while the request was in flight.")
-        tasks = [self._watcher, *(task for r in self._replicas for task in (r.probe, r.revival))]
-        for reply in list(self._ledger.running.values()):
-            self._ledger.fail(reply, closed)
-            tasks.append(reply.task)
-        for task in tasks:
-            await _cancel(task)
-        self._ledger.wake()
+    async def _close(self) -> None:
+        """Closes every replica, lost replicas too."""
+        for task in (
+            self._watcher,
+            *(task for r in self._replicas for task in (r.probe, r.revival)),
+        ):
+            await cancel(task)
         # A replica that is gone, or frozen, cannot be closed.
         await asyncio.gather(
             *(asyncio.wait_for(r.engine.close(), CLOSE_SECONDS) for r in self._replicas),
@@ -288,7 +270,7 @@ class Pool(Engine):
 
     def take_metrics(self) -> dict[str, float]:
         """The pool's own events, and the sums over its replicas."""
-        found = Counter(self._ledger.take_counts(*EVENTS))
+        found = Counter(super().take_metrics())
         for replica in self._replicas:
             of_one = replica.engine.take_metrics()
             # A request that failed in one replica and continued in another is a retry.
@@ -301,14 +283,13 @@ class Pool(Engine):
 
     # -- one request --------------------------------------------------------------------------
 
-    def _start(self, request: Request) -> _Entry:
-        checked_prompt(request, self._capabilities)  # a bad one must not make replicas suspect
-        reply = _Entry(request=request)
+    def _start(self, request: Request, ids: Int32Array) -> _PoolEntry:
+        reply = _PoolEntry(request=request)
         reply.task = asyncio.get_running_loop().create_task(self._serve(reply))
         self._watch()
         return reply
 
-    async def _serve(self, reply: _Entry) -> None:
+    async def _serve(self, reply: _PoolEntry) -> None:
         """Asks one replica after another until the reply is complete."""
         tries = _Tries(reply.where, reply.request.affinity)
         try:
@@ -327,7 +308,7 @@ class Pool(Engine):
             self._ledger.fail(reply, error, doing="the pool failed")
 
     def _continue(
-        self, reply: _Entry, tries: _Tries, replica: _Replica, error: BaseException
+        self, reply: _PoolEntry, tries: _Tries, replica: _Replica, error: BaseException
     ) -> None:
         """After a failure: ends the reply if only its end was lost. Raises EngineError if no other
         replica can continue it."""
@@ -355,7 +336,7 @@ class Pool(Engine):
             ) from error
         self._ledger.stats["retries"] += 1
 
-    async def _stream(self, replica: _Replica, reply: _Entry, num_failed: int) -> None:
+    async def _stream(self, replica: _Replica, reply: _PoolEntry, num_failed: int) -> None:
         """Hands over what one replica samples of a request. Raises if the replica fails."""
         asked = self._request_for(reply, num_failed)
         reply.at = (replica, asked.id)
@@ -374,7 +355,7 @@ class Pool(Engine):
         if not reply.is_done:
             raise EngineDownError(f"the reply to {asked.id} ended without a finish reason")
 
-    def _request_for(self, reply: _Entry, num_failed: int) -> Request:
+    def _request_for(self, reply: _PoolEntry, num_failed: int) -> Request:
         """The request for a replica: the whole request, or the rest of its reply."""
         request = reply.request
         if not num_failed:
@@ -386,7 +367,7 @@ class Pool(Engine):
             asked = replace(asked, routes_from=len(asked.prompt_ids) - 1)
         return asked
 
-    def _deliver(self, reply: _Entry, delta: Delta, base: int) -> None:
+    def _deliver(self, reply: _PoolEntry, delta: Delta, base: int) -> None:
         """Hands a delta to the readers. base: tokens that came before this replica was asked."""
         if delta.finish_reason == "abort" and not (reply.is_aborted or reply.is_done):
             raise EngineDownError(f"request {reply.request.id} was aborted, but not by this run")
@@ -402,7 +383,7 @@ class Pool(Engine):
                 "Another trainer on it, or a server that was started again?"
             )
 
-    def _end(self, reply: _Entry, reason: FinishReason, stop: int | None = None) -> None:
+    def _end(self, reply: _PoolEntry, reason: FinishReason, stop: int | None = None) -> None:
         """Ends a reply that has no more tokens."""
         delta = end_delta(reply, reason, version=self.version, stop=stop)
         self._ledger.deliver(reply, delta)
@@ -713,11 +694,3 @@ async def _all(calls: Iterable[Awaitable[Any]]) -> None:
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
-
-
-async def _cancel(task: asyncio.Task[Any] | None) -> None:
-    """Ends a task and waits for its end, unless it is the calling task."""
-    if task is None or task.done() or task is asyncio.current_task():
-        return
-    task.cancel()
-    await asyncio.wait([task], timeout=CANCEL_SECONDS)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import singledispatch
+from typing import Literal
 
-from lockstep.engines.base import Engine, EngineContext
+from lockstep.engines.base import Capabilities, Engine, EngineContext
 from lockstep.engines.config import (
     EmbeddedConfig,
     EngineConfig,
@@ -21,6 +22,11 @@ from lockstep.launch.event_loop import run_to_end
 
 Wrap = Callable[[Engine, int], Engine]
 """(engine, index of the replica) -> the engine to use in its place."""
+
+Need = Literal["training", "truncation", "rescoring", "replay", "sleep"]
+"""A feature that a run may need. training: the weights follow the trainer's. truncation: top-p or
+top-k is on. rescoring: the engine scores sampled tokens again. replay: the trainer replays the
+experts of the sampled tokens. sleep: the engine frees its memory while the trainer trains."""
 
 
 def open_engine(
@@ -142,63 +148,43 @@ def check_capabilities(
     *,
     vocab_size: int,
     max_tokens: int,
-    is_truncated: bool = False,
-    is_rescored: bool = False,
-    is_replayed: bool = False,
-    is_sharing_device: bool = False,
-    is_trained: bool = False,
+    needs: Collection[Need] = (),
     temperature: float = 1.0,
 ) -> None:
     """Raises CapabilityError if the engine lacks a feature that a run needs, before it samples.
+    temperature: of the draws; at 1 the model's log-probs are the tempered ones."""
+    found, lack = engine.capabilities, _lack(engine.capabilities, needs, is_plain=temperature == 1)
+    if not lack and found.vocab_size != vocab_size:
+        lack = f"has a vocabulary of {found.vocab_size}, the trainer's model one of {vocab_size}"
+    if not lack and found.max_tokens < max_tokens:
+        lack = f"takes at most {found.max_tokens} tokens; max_tokens={max_tokens}"
+    if lack:
+        raise CapabilityError(f"engine {found.name} {lack}.")
 
-    is_truncated: top-p or top-k is on. is_rescored: the engine scores sampled tokens again.
-    is_replayed: the trainer replays the experts of the sampled tokens. is_sharing_device: the
-    engine frees its memory while the trainer trains. is_trained: its weights follow the trainer's.
-    temperature: of the draws; at 1 the model's log-probs are the tempered ones.
-    """
-    found = engine.capabilities
-    records, scores = set(found.distributions), set(found.scored_distributions)
-    is_plain, recorded = temperature == 1, f"records log-probs of {', '.join(found.distributions)}"
-    for holds, text in (
-        (
-            found.weight_sources or not is_trained,
-            "takes no new weights, and serves `lockstep eval` alone",
-        ),
-        (
-            records & {"tempered", "sampled"} or is_plain,
-            f"{recorded}; training needs the tempered distribution. Set agent.temperature=1",
-        ),
-        (
-            "sampled" in records or not is_truncated,
+
+def _lack(found: Capabilities, needs: Collection[Need], *, is_plain: bool) -> str:
+    """The first need that an engine does not meet, with advice; empty if it meets all. is_plain:
+    tokens are drawn at temperature 1."""
+    recorded = f"records log-probs of {', '.join(found.distributions)}"
+    if "training" in needs and not found.weight_sources:
+        return "takes no new weights, and serves `lockstep eval` alone"
+    if not (is_plain or {"tempered", "sampled"} & set(found.distributions)):
+        return f"{recorded}; training needs the tempered distribution. Set agent.temperature=1"
+    if "truncation" in needs and "sampled" not in found.distributions:
+        return (
             f"{recorded}; with top_p or top_k, training needs the distribution after the cut "
-            "(sampled). Set agent.top_p=1 agent.top_k=0",
-        ),
-        (
-            found.has_score or not is_rescored,
-            "cannot score given ids. Set correction.behaviour=rollout",
-        ),
-        (
-            "tempered" in scores or is_plain or not is_rescored,
-            f"scores given ids under {', '.join(scores)}. Set agent.temperature=1 or "
-            "correction.behaviour=rollout",
-        ),
-        (
-            found.has_routed_experts or not is_replayed,
-            "does not hand out the experts that tokens went to. Set "
-            "trainer.routing_replay=recompute or none",
-        ),
-        (
-            found.has_sleep or not is_sharing_device,
-            "cannot free the memory of its keys and values. Set engine.share_device=false",
-        ),
-        (
-            found.vocab_size == vocab_size,
-            f"has a vocabulary of {found.vocab_size}, the trainer's model one of {vocab_size}",
-        ),
-        (
-            found.max_tokens >= max_tokens,
-            f"takes at most {found.max_tokens} tokens; max_tokens={max_tokens}",
-        ),
-    ):
-        if not holds:
-            raise CapabilityError(f"engine {found.name} {text}.")
+            "(sampled). Set agent.top_p=1 agent.top_k=0"
+        )
+    if "rescoring" in needs and not found.has_score:
+        return "cannot score given ids. Set correction.behaviour=rollout"
+    if "rescoring" in needs and not is_plain and "tempered" not in found.scored_distributions:
+        return (
+            f"scores given ids under {', '.join(found.scored_distributions)}. Set "
+            "agent.temperature=1 or correction.behaviour=rollout"
+        )
+    if "replay" in needs and not found.has_routed_experts:
+        experts = "does not hand out the experts that tokens went to"
+        return f"{experts}. Set trainer.routing_replay=recompute or none"
+    if "sleep" in needs and not found.has_sleep:
+        return "cannot free the memory of its keys and values. Set engine.share_device=false"
+    return ""

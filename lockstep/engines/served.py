@@ -17,25 +17,21 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from lockstep.engines.base import Capabilities, Engine, Scores
+from lockstep.engines.base import Capabilities, Scores
 from lockstep.engines.lease import FREE, Lease
 from lockstep.engines.ledger import (
     Entry,
-    Ledger,
-    check_abilities,
+    LedgerEngine,
     check_source,
     checked_ids,
-    checked_prompt,
-    checked_text,
     ending_of,
     limit_of,
     no_adapter,
@@ -43,10 +39,10 @@ from lockstep.engines.ledger import (
     seed_after,
 )
 from lockstep.errors import CapabilityError, EngineError, ServerUnreachableError
+from lockstep.models.peft_format import is_adapter
 from lockstep.types import (
     MAX_LOGPROB,
     Delta,
-    Distribution,
     FinishReason,
     Float32Array,
     Int32Array,
@@ -166,7 +162,7 @@ class Wire(Protocol):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Entry(Entry):
+class _ServedEntry(Entry):
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: list[Sequence[int]] | None = None
@@ -181,25 +177,26 @@ class _Entry(Entry):
     """Its call is ended because its adapter has new tensors."""
     call_id: str = ""
     """Id of the running call; empty between two."""
-    driver: asyncio.Task[None] | None = None
 
 
-class ServedEngine(Engine):
+class ServedEngine(LedgerEngine[_ServedEntry]):
     """`Engine` over a `Wire`."""
+
+    EVENTS = ("failed_requests", "retries", "dropped_tokens")
 
     def __init__(self, wire: Wire, *, lease: Lease | None = None) -> None:
         """lease: the run's claim to the server; kept if the wire keeps labels."""
+        super().__init__()
         self.wire = wire
-        self._version = 0
         self._lease = lease if wire.keeps_labels else None
-        self._ledger: Ledger[_Entry] = Ledger()
-        self._calls: dict[asyncio.Task[Any], _Entry | None] = {}
+        self._calls: dict[asyncio.Task[Any], _ServedEntry | None] = {}
         """Running calls, and the request that each is for; None for scores."""
         self._aborts: set[asyncio.Task[None]] = set()
         self._adapters: dict[str, tuple[str, int]] = {}
         """Adapter -> (name on the server, version). New tensors get a new name, because the server
         caches prefixes by name."""
-        self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
+        self._policy = ""
+        """Name on the server of the adapter that the run trains; empty for a whole model."""
         self._is_shut = self._is_cache_old = False
         self._name = secrets.token_hex(4)  # calls of two runs on one server must not share ids
         self._num_calls = itertools.count()
@@ -210,35 +207,11 @@ class ServedEngine(Engine):
     def capabilities(self) -> Capabilities:
         return self.wire.capabilities
 
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def stats(self) -> Counter[str]:
-        """Events since the start."""
-        return self._ledger.stats
-
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        return self._ledger.answer(request, self._start, self._abort_now)
-
-    async def score(
-        self,
-        token_ids: Int32Array,
-        *,
-        distribution: Distribution = "model",
-        temperature: float = 1.0,
-        priority: int = 0,
-        first: int = 1,
-        affinity: str = "",
-        adapter: str = "",
+    async def _score(
+        self, ids: Int32Array, temperature: float, *, first: int, priority: int, adapter: str
     ) -> Scores:
-        """As the protocol says. A pause ends the call, and it is made again afterwards."""
-        self._ledger.check_ready("score")
+        """A pause ends the call, and it is made again afterwards."""
         found = self.capabilities
-        ids = checked_text(
-            token_ids, found, distribution=distribution, temperature=temperature, first=first
-        )
         values = np.full(len(ids), np.nan, np.float32)
         if len(ids) <= first:
             return Scores(logprobs=values, policy_version=self._weights_of(adapter)[1])
@@ -268,52 +241,44 @@ class ServedEngine(Engine):
             fingerprint=found.fingerprint,
         )
 
-    async def abort(self, request_id: str) -> None:
-        reply = self._ledger.running.get(request_id)
-        if reply is None:
-            return
-        reply.is_aborted = True
+    async def _abandon(self, entry: _ServedEntry) -> None:
+        self._abort_now(entry)
+
+    async def _abort(self, entry: _ServedEntry) -> None:
         try:
-            if reply.call_id:  # else it waits between two calls
-                await self.wire.abort(reply.call_id)
-                await self._wait_for_end(call for call, of in self._calls.items() if of is reply)
+            if entry.call_id:  # else it waits between two calls
+                await self.wire.abort(entry.call_id)
+                await self._wait_for_end(call for call, of in self._calls.items() if of is entry)
         finally:
-            if not reply.is_done:
-                self._abort_now(reply)
-
-    async def pause(self) -> None:
-        async with self._changing():
-            await self._close_gate()
-            self._ledger.is_paused = True
-
-    async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        """Requests continue as new calls. With "keep" they find their tokens in the server's prefix
-        cache, if it has one, unless the weights have changed since."""
-        async with self._changing():
-            if self._ledger.is_paused:
-                self._ledger.is_paused = False
-                self._is_cache_old |= kv == "drop"
-                await self._open_gate()
+            if not entry.is_done:
+                self._abort_now(entry)
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         async with self._changing():
             check_source(source, self.capabilities)
             if self._lease is not None:  # nobody else's weights are replaced
                 self._lease.claim(await self.wire.read_label())
-            await self._close_gate()
+            await self._hold()
             for reply in self._ledger.running.values():
                 if len(reply.token_ids) > reply.num_sent:
                     self._send(reply, "weight_update")
+            takes_adapters = self.capabilities.has_adapters
+            before, self._policy = self._policy, ""
             try:
-                await self.wire.load_weights(source, version=version)
+                if takes_adapters and isinstance(source, str) and is_adapter(source):
+                    self._policy = await self._put("policy", source)
+                else:
+                    await self.wire.load_weights(source, version=version)
+                if before:
+                    await self.wire.drop_adapter(before)
                 if self._lease is not None:
                     await self.wire.write_label(self._lease.take(version))
             except BaseException as error:
                 self._break(f"loading the weights of version {version} failed", error)
                 raise
             self._ledger.broken = ""
-            self._version, self._is_cache_old = version, True
-            await self._open_gate()
+            self._version = version
+            await self._go_on(drop_cache=True)
 
     async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
         """See `Engine.load_adapter`: a directory in PEFT's form, which stays until the adapter is
@@ -321,13 +286,17 @@ class ServedEngine(Engine):
         async with self._changing():
             if not self.capabilities.has_adapters:
                 await super().load_adapter(name, source, version=version)
-            wire_name = f"{name}~{self._name}-{next(self._num_calls)}"
-            await self.wire.load_adapter(wire_name, Path(source).absolute())
             before = self._adapters.get(name)
-            self._adapters[name] = wire_name, version
+            self._adapters[name] = await self._put(name, source), version
             if before is not None:
                 await self._interrupt_adapter(name)
                 await self.wire.drop_adapter(before[0])
+
+    async def _put(self, name: str, directory: str | Path) -> str:
+        """Loads an adapter. Returns its name on the server, which no other tensors have."""
+        wire_name = f"{name}~{self._name}-{next(self._num_calls)}"
+        await self.wire.load_adapter(wire_name, Path(directory).absolute())
+        return wire_name
 
     async def _interrupt_adapter(self, name: str) -> None:
         """Ends calls with the adapter's old tensors. Their requests continue with the new ones."""
@@ -354,13 +323,13 @@ class ServedEngine(Engine):
                     await self._tell_abort(call_id)
             await self.wire.drop_adapter(adapter[0])
 
-    def _replies_of(self, adapter: str) -> list[_Entry]:
+    def _replies_of(self, adapter: str) -> list[_ServedEntry]:
         return [r for r in self._ledger.running.values() if r.request.adapter == adapter]
 
     def _weights_of(self, adapter: str) -> tuple[str, int]:
         """(name on the server, version) of an adapter. An adapter that was not loaded here belongs
         to the server."""
-        return self._adapters.get(adapter, (adapter, self._version))
+        return self._adapters.get(adapter, (adapter or self._policy, self._version))
 
     async def check_lease(self) -> None:
         """Raises LeaseError if somebody else has loaded weights, even if they are gone by now, and
@@ -376,40 +345,20 @@ class ServedEngine(Engine):
             for label in labels:
                 self._lease.check_held(label)
 
-    def take_metrics(self) -> dict[str, float]:
-        """Requests that failed, and calls that were repeated."""
-        return self._ledger.take_counts("failed_requests", "retries", "dropped_tokens")
-
     async def ping(self) -> None:
-        self._ledger.check_open()
+        await super().ping()
         await self.wire.ping()
 
-    async def sleep(self) -> None:
-        """Requests in flight keep their place and continue after `wake`; new ones are refused."""
-        async with self._changing():
-            if not self.capabilities.has_sleep:
-                raise CapabilityError(
-                    f"sleep: engine {self.capabilities.name} cannot give its memory back. Give the "
-                    "trainer a device of its own."
-                )
-            if not self._ledger.is_asleep:
-                await self._close_gate()
-                await self.wire.sleep()
-                self._ledger.is_asleep = self._is_cache_old = True
+    async def _free_memory(self) -> None:
+        await self._hold()
+        await self.wire.sleep()
+        self._is_cache_old = True
 
-    async def wake(self) -> None:
-        async with self._changing():
-            if self._ledger.is_asleep:
-                await self.wire.wake()
-                self._ledger.is_asleep = False
-                await self._open_gate()
+    async def _take_memory(self) -> None:
+        await self.wire.wake()
 
-    async def close(self) -> None:
-        """Requests in flight fail; the server keeps running."""
-        if self._ledger.is_closed:
-            return
-        self._ledger.is_closed = True
-        self._fail_all(EngineError("the engine was closed while the request was in flight."))
+    async def _close(self) -> None:
+        """The server keeps running."""
         if self._lease is not None and self._lease.is_ours:
             with contextlib.suppress(EngineError):  # it may be gone, and holds no claim then
                 await self.wire.write_label(FREE)
@@ -417,29 +366,17 @@ class ServedEngine(Engine):
 
     # -- calls --------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def _changing(self) -> AsyncIterator[None]:
-        """A block that changes the state of the server. Pauses, loads and sleeps run one at a time.
-
-        The lock is per event loop, since an asyncio lock cannot serve a second loop. Raises
-        EngineError if the engine is closed."""
-        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            self._ledger.check_open()
-            yield
-
-    def _start(self, request: Request) -> _Entry:
-        checked_prompt(request, self.capabilities)
-        check_abilities(request, self.capabilities)
+    def _start(self, request: Request, ids: Int32Array) -> _ServedEntry:
         sampling = request.sampling
-        reply = _Entry(
+        reply = _ServedEntry(
             request=request,
             num_routed=request.routes_from,
             support=[] if sampling.record_support and sampling.is_truncated else None,
         )
-        reply.driver = asyncio.get_running_loop().create_task(self._drive(reply))
+        reply.task = asyncio.get_running_loop().create_task(self._drive(reply))
         return reply
 
-    async def _drive(self, reply: _Entry) -> None:
+    async def _drive(self, reply: _ServedEntry) -> None:
         """Works on one request, call after call, until it has ended."""
         try:
             while not reply.is_done:
@@ -449,7 +386,7 @@ class ServedEngine(Engine):
             self._ledger.fail(reply, error, doing=answer)
 
     async def _call_when_open(
-        self, call: Callable[[str], Coroutine[Any, Any, T]], reply: _Entry | None = None
+        self, call: Callable[[str], Coroutine[Any, Any, T]], reply: _ServedEntry | None = None
     ) -> T:
         """The result of a call, once the gate is open. If the gate cuts a call off, it is made
         again. If the connection is lost without a token, it is made again NUM_RETRIES times.
@@ -486,7 +423,7 @@ class ServedEngine(Engine):
             self.stats["retries"] += 1
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _call(self, reply: _Entry, call_id: str) -> None:
+    async def _call(self, reply: _ServedEntry, call_id: str) -> None:
         """Makes one call to the server, for the rest of the request."""
         if self._end_if_complete(reply):  # only the end of the last call was lost
             return
@@ -523,7 +460,7 @@ class ServedEngine(Engine):
         if not has_ended:
             raise self._fault(reply.where, "ended its answer without a reason")
 
-    def _end_if_complete(self, reply: _Entry, found: object = None) -> bool:
+    def _end_if_complete(self, reply: _ServedEntry, found: object = None) -> bool:
         """Ends a reply that needs no further call. found: where the server says it stopped."""
         end = ending_of(reply.request, reply.token_ids, self.capabilities)
         if isinstance(found, str) and found in reply.request.sampling.stop_strings:
@@ -532,7 +469,7 @@ class ServedEngine(Engine):
             self._send(reply, *end)
         return reply.is_done
 
-    def _receive(self, reply: _Entry, chunk: Chunk) -> None:
+    def _receive(self, reply: _ServedEntry, chunk: Chunk) -> None:
         """Adds the tokens of a chunk. Raises EngineError for tokens that cannot be."""
         where, at = reply.where, len(reply.token_ids)
         found = self.capabilities
@@ -565,7 +502,7 @@ class ServedEngine(Engine):
         reply.logprobs += values.tolist()
         self.stats["sampled_tokens"] += len(ids)
 
-    def _end_call(self, reply: _Entry, chunk: Chunk, num_sampled: int) -> None:
+    def _end_call(self, reply: _ServedEntry, chunk: Chunk, num_sampled: int) -> None:
         """Ends the reply where this call completes it. Raises EngineError for an end that the
         request did not ask for."""
         ids, sampling, reason = reply.token_ids, reply.request.sampling, chunk.finish_reason
@@ -603,7 +540,7 @@ class ServedEngine(Engine):
                 f"Expected one of {list(sampling.stop_ids)} as the last id",
             )
 
-    def _drop_last(self, reply: _Entry, num_sampled: int) -> None:
+    def _drop_last(self, reply: _ServedEntry, num_sampled: int) -> None:
         """Forgets the tokens of a call: they are sampled again."""
         stop = len(reply.token_ids) - num_sampled
         del reply.token_ids[stop:], reply.logprobs[stop:]
@@ -611,7 +548,7 @@ class ServedEngine(Engine):
             del reply.support[stop:]
         self.stats["dropped_tokens"] += num_sampled
 
-    def _take_routes(self, reply: _Entry, routes: Routes | None) -> None:
+    def _take_routes(self, reply: _ServedEntry, routes: Routes | None) -> None:
         stop = max(reply.num_routed, len(reply.request.prompt_ids) + len(reply.token_ids) - 1)
         num_wanted = stop - reply.num_routed
         if not reply.token_ids or (routes is None and not num_wanted):
@@ -657,7 +594,7 @@ class ServedEngine(Engine):
 
     # -- the gate -----------------------------------------------------------------------------
 
-    async def _close_gate(self) -> None:
+    async def _hold(self) -> None:
         """Stops sampling. What was sampled so far stays with its request."""
         if self._is_shut:
             return
@@ -690,8 +627,10 @@ class ServedEngine(Engine):
                 break
         return left
 
-    async def _open_gate(self) -> None:
-        """Resumes the server, unless it is still to be paused or asleep."""
+    async def _go_on(self, *, drop_cache: bool) -> None:
+        """Resumes the server, unless it is still to be paused or asleep. Requests continue as new
+        calls, which find their tokens in the server's prefix cache, if it has one."""
+        self._is_cache_old |= drop_cache
         if not self._ledger.may_sample or not self._is_shut:
             return
         try:
@@ -717,7 +656,7 @@ class ServedEngine(Engine):
     # -- replies ------------------------------------------------------------------------------
 
     def _send(
-        self, reply: _Entry, reason: FinishReason | None, stop: int | str | None = None
+        self, reply: _ServedEntry, reason: FinishReason | None, stop: int | str | None = None
     ) -> None:
         """Hands over everything that is new, as the end of a segment or of the reply. Of a reply
         that streams, each token but the last one, which may be the end, is a delta of its own."""
@@ -729,7 +668,7 @@ class ServedEngine(Engine):
 
     def _deliver(
         self,
-        reply: _Entry,
+        reply: _ServedEntry,
         stop_at: int,
         reason: FinishReason | None = None,
         stop: int | str | None = None,
@@ -752,7 +691,7 @@ class ServedEngine(Engine):
         )
         self._ledger.deliver(reply, delta)
 
-    def _routes_up_to(self, reply: _Entry, stop_at: int) -> Routes:
+    def _routes_up_to(self, reply: _ServedEntry, stop_at: int) -> Routes:
         """Routes of the positions that were read for tokens before `stop_at`, not handed over."""
         held = np.concatenate(reply.routes)
         start = reply.num_routed - len(held)
@@ -760,11 +699,11 @@ class ServedEngine(Engine):
         reply.routes = [held[num:]]
         return held[:num]
 
-    def _abort_now(self, reply: _Entry) -> None:
+    def _abort_now(self, reply: _ServedEntry) -> None:
         """Ends a request here and now, with the tokens that it has."""
         self._send(reply, "abort")
-        assert reply.driver is not None, "started"
-        reply.driver.cancel()
+        assert reply.task is not None, "started"
+        reply.task.cancel()
         if reply.call_id:  # the server notices a closed connection in its own time
             told = asyncio.get_running_loop().create_task(self._tell_abort(reply.call_id))
             self._aborts.add(told)
@@ -775,8 +714,6 @@ class ServedEngine(Engine):
             await self.wire.abort(call_id)
 
     def _fail_all(self, error: EngineError) -> None:
-        for reply in list(self._ledger.running.values()):
-            self._ledger.fail(reply, error)
+        super()._fail_all(error)
         for call in self._calls:
             call.cancel()
-        self._ledger.wake()

@@ -21,7 +21,6 @@ from lockstep.engines.http_wire import (
     check_echoed_ids,
     check_same_config,
     connect,
-    is_adapter,
     labels_of,
 )
 from lockstep.engines.lease import Lease
@@ -178,7 +177,7 @@ class SGLangWire(HttpWire):
         }
         if self._priority_sign:
             body["priority"] = self._priority_sign * priority
-        if adapter := adapter or self._adapter:
+        if adapter:
             body["lora_path"] = adapter
         return body
 
@@ -253,13 +252,9 @@ class SGLangWire(HttpWire):
         await self._client.post("/continue_generation", {})
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """source: a directory of a checkpoint or adapter that the server can read."""
-        directory = Path(str(source)).absolute()
-        if is_adapter(directory):
-            await self._load_adapter(directory, version)
-        else:
-            body = {"model_path": str(directory), "flush_cache": True}
-            await self._client.post("/update_weights_from_disk", body)
+        """source: a directory of a checkpoint that the server can read."""
+        body = {"model_path": str(Path(str(source)).absolute()), "flush_cache": True}
+        await self._client.post("/update_weights_from_disk", body)
 
     async def read_label(self) -> str:
         """The label, which SGLang calls the version of its weights."""

@@ -28,7 +28,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -59,14 +59,13 @@ class WeightSender:
 
     def __init__(self, *, num_workers: int, host: str, is_same_host: bool) -> None:
         """host: of the server. is_same_host: whether it shares this machine's memory."""
-        has_gpu = torch.cuda.is_available()
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-        )
+        has_gpu, device = torch.cuda.is_available(), torch.device("cpu")
+        if has_gpu:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._num_workers, self._device = num_workers, device
         self._file: Path | None = None
         self._group: Any = None
-        size = GPU_BUCKET if device.type == "cuda" else HOST_BUCKET
+        size = GPU_BUCKET if has_gpu else HOST_BUCKET
         address = LOOPBACK if is_same_host else _address_towards(host)
         self._store = dist.TCPStore(
             address,
@@ -75,29 +74,28 @@ class WeightSender:
             wait_for_workers=False,
             timeout=timedelta(seconds=WAIT_SECONDS),
         )
-        here: Way = "cuda_ipc" if device.type == "cuda" else "file"
+        here: Way = "cuda_ipc" if has_gpu else "file"
         self._way = way = here if is_same_host else "broadcast"
-        place: dict[str, Any] = {}
+        place: Any = None
         if way == "file":
             room = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
             self._file = room / f"lockstep-weights-{secrets.token_hex(8)}"
             self._file.touch(mode=0o600)
             os.truncate(self._file, size)
-            place["path"] = str(self._file)
+            place = str(self._file)
             self._buffer = _of_file(self._file, size)
         else:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         if way == "cuda_ipc":
             shared: list[Any] = list(self._buffer.untyped_storage()._share_cuda_())
-            place["handle"] = [_as_text(value) for value in shared[1:]]
+            place = [_as_text(value) for value in shared[1:]]
         self.invitation: dict[str, Any] = {
             "way": way,
-            "address": address,
-            "port": self._store.port,
+            "address": [address, self._store.port],
             "num_workers": num_workers,
             "size": size,
-            "backend": "nccl" if device.type == "cuda" else "gloo",
-            **place,
+            "backend": "nccl" if has_gpu else "gloo",
+            "place": place,
         }
         """Arguments of `receive`, for JSON."""
 
@@ -159,28 +157,24 @@ def receive(
     rank: int,
     device: torch.device,
     way: Way,
-    address: str,
-    port: int,
+    address: Sequence[Any],
     num_workers: int,
     size: int,
     backend: str,
-    path: str = "",
-    handle: list[Any] | None = None,
+    place: Any,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything that is sent, for worker `rank` of a server, on `device`. The
     other arguments are the invitation. Raises EngineError if the trainer ends before it has sent
     all."""
-    store = dist.TCPStore(
-        address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS)
-    )
+    limit = timedelta(seconds=CONNECT_SECONDS)
+    store = dist.TCPStore(*address, is_master=False, timeout=limit)
     # A gloo broadcast needs memory of the host.
     at = device if way == "cuda_ipc" or backend == "nccl" else torch.device("cpu")
     if way == "file":
-        buffer = _of_file(Path(path), size)
+        buffer = _of_file(Path(place), size)
     elif way == "cuda_ipc":
-        assert handle is not None, "the trainer shares its buffer"
         torch.cuda.set_device(device)
-        storage = torch.UntypedStorage._new_shared_cuda(device.index, *map(_from_text, handle))
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *map(_from_text, place))
         buffer = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     else:
         buffer = torch.empty(size, dtype=torch.uint8, device=at)

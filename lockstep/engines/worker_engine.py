@@ -1,12 +1,20 @@
-"""The trainer's side of an engine that runs in a process of its own."""
+"""An engine in a process of its own: the trainer's side, weights on their way, the worker's side.
+
+A question is (number, name, arguments). An answer is (number, kind, value), with kind "delta",
+"end", "result" or "error". Weights lie one after another in memory that both sides map.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import math
+import os
+import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+import traceback
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,16 +22,19 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep import errors
 from lockstep.engines.base import Capabilities, Engine, Scores
 from lockstep.engines.ledger import check_source
-from lockstep.engines.worker_host import READY, in_words
-from lockstep.engines.worker_weights import outlines_of, written
-from lockstep.errors import EngineDownError, EngineError, LockstepError
-from lockstep.launch.shared_file import Newest
+from lockstep.errors import EngineDownError, EngineError, LockstepError, TornWeightsError
+from lockstep.launch.shared_file import Address, Newest, SharedFile, mapped
 from lockstep.launch.threads import in_thread
-from lockstep.launch.workers import Batch, Worker
+from lockstep.launch.workers import Batch, Line, WorkerProcess, end_now, portable
+from lockstep.models.hf_io import HFTensors
 from lockstep.types import Delta, Int32Array, Request
+
+Tensor = torch.Tensor
+
+READY = 0
+"""Number of the first answer: the engine's capabilities, or why there is no engine."""
 
 CLOSE_SECONDS = 10.0
 """Time that a worker has to end after it was asked to; then it is killed."""
@@ -33,7 +44,7 @@ TELL_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _WorkerCall:
     """A question and its answers, in the event loop that asked."""
 
     loop: asyncio.AbstractEventLoop
@@ -45,12 +56,12 @@ class _Call:
         kind, value = await self.answers.get()
         self.is_done = kind != "delta"
         if kind == "error":
-            raise _error(*value)
+            raise value
         return value
 
 
 class WorkerEngine(Engine):
-    """`Engine` over a worker that runs `worker_host.serve`. May be used from several event loops.
+    """`Engine` over a worker that runs `serve`. May be used from several event loops.
 
     A worker that dies fails every request in flight, and each later one, with an EngineDownError
     that holds the end of its log. `ping` starts it again, with the weights of the beginning.
@@ -58,7 +69,7 @@ class WorkerEngine(Engine):
 
     def __init__(
         self,
-        start: Callable[[], Worker],
+        start: Callable[[], WorkerProcess],
         make: Callable[[], Engine],
         *,
         newest: Newest,
@@ -77,7 +88,7 @@ class WorkerEngine(Engine):
         self._newest, self._device = newest, device
         self._restarts, self._on_wait = restarts, on_wait
         self._numbers = itertools.count(READY + 1)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _WorkerCall] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         self._num_restarts = 0
@@ -99,7 +110,7 @@ class WorkerEngine(Engine):
         ((_, kind, value),) = batch
         if kind == "error":
             worker.end(seconds=CLOSE_SECONDS)
-            raise _error(*value)
+            raise value
         self._worker, self._lost = worker, ""
         self._capabilities, self._version = value
         worker.listen(self._deliver, lambda: self._lose(worker.why_ended()))
@@ -233,8 +244,8 @@ class WorkerEngine(Engine):
         finally:
             self._calls.pop(number, None)
 
-    def _send(self, name: str, arguments: dict[str, Any]) -> tuple[int, _Call]:
-        call = _Call(asyncio.get_running_loop())
+    def _send(self, name: str, arguments: dict[str, Any]) -> tuple[int, _WorkerCall]:
+        call = _WorkerCall(asyncio.get_running_loop())
         with self._lock:
             if self._is_closed and name != "close":
                 raise EngineError("the engine is closed.")
@@ -253,17 +264,124 @@ class WorkerEngine(Engine):
                     call.loop.call_soon_threadsafe(call.answers.put_nowait, (kind, value))
 
     def _lose(self, why: str) -> None:
-        closed = EngineError("the engine was closed while the request was in flight.")
+        closed = "the engine was closed while the request was in flight."
         with self._lock:
             self._lost = why
             numbers = list(self._calls)
-        error = in_words(closed if self._is_closed else EngineDownError(why))
-        self._deliver([(number, "error", error) for number in numbers])
+        kind, text = (EngineError, closed) if self._is_closed else (EngineDownError, why)
+        self._deliver([(number, "error", kind(text)) for number in numbers])
 
 
-def _error(kind: str, text: str) -> LockstepError:
-    """The worker's error, of its own type if it is one of Lockstep's."""
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, LockstepError):
-        return found(text)
-    return EngineError(f"{kind}: {text}")
+# -- weights on their way -------------------------------------------------------------------------
+
+ALIGNMENT = 64  # of a tensor's first byte: a cache line, and more than any dtype takes
+
+Outline = tuple[str, torch.dtype, tuple[int, ...]]
+"""(name, dtype, shape) of a tensor."""
+
+
+def outlines_of(source: Mapping[str, Tensor]) -> list[Outline]:
+    """The tensors of a source, in its order. Sharded tensors are not gathered."""
+    found = source.outlines() if isinstance(source, HFTensors) else source
+    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()]
+
+
+def tensors_in(memory: Any, outlines: Sequence[Outline]) -> dict[str, Tensor]:
+    """name -> a view of the tensor at its place in `memory`, a writable buffer."""
+    whole, out, at = torch.frombuffer(memory, dtype=torch.uint8), {}, 0
+    for name, dtype, shape in outlines:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        out[name] = whole[at : at + num_bytes].view(dtype).view(shape)
+        at += _aligned(num_bytes)
+    return out
+
+
+def written(
+    newest: Newest, source: Mapping[str, Tensor], outlines: Sequence[Outline], *, version: int
+) -> SharedFile:
+    """The file that holds the tensors, copied in the order of the mapping, once per version."""
+
+    def fill(memory: Any) -> None:
+        for name, tensor in tensors_in(memory, outlines).items():
+            tensor.copy_(source[name].detach())
+
+    sizes = [_aligned(math.prod(shape) * dtype.itemsize) for _, dtype, shape in outlines]
+    return newest.written(source, version, sum(sizes), fill)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+# -- in the worker --------------------------------------------------------------------------------
+
+
+def serve(line: Line) -> None:
+    """Calls the first message, which makes an engine, and serves that until it is closed.
+
+    The process also ends when the other end of the line is gone.
+    """
+    batch = line.receive()
+    assert batch is not None, "it waits"
+    try:
+        engine: Engine = batch[0]()
+    except Exception as error:
+        line.send([(READY, "error", portable(error, kind=EngineError))])
+        raise
+    line.send([(READY, "result", (engine.capabilities, engine.version))])
+    asyncio.run(_Host(engine, line).run())
+
+
+class _Host:
+    def __init__(self, engine: Engine, line: Line) -> None:
+        self._engine, self._line = engine, line
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._closed = asyncio.Event()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._line.listen(partial(loop.call_soon_threadsafe, self._receive), end_now)
+        await self._closed.wait()
+
+    def _receive(self, batch: Batch) -> None:
+        for number, name, arguments in batch:
+            if name != "cancel":
+                task = asyncio.get_running_loop().create_task(self._answer(number, name, arguments))
+                self._running[number] = task
+            elif number in self._running:
+                self._running[number].cancel()
+
+    async def _answer(self, number: int, name: str, arguments: dict[str, Any]) -> None:
+        try:
+            if name == "generate":
+                async for delta in self._engine.generate(**arguments):
+                    self._reply(number, "delta", delta)
+                self._reply(number, "end", None)
+            else:
+                method = getattr(self, f"_{name}", None) or getattr(self._engine, name)
+                self._reply(number, "result", await method(**arguments))
+        except asyncio.CancelledError:
+            self._reply(number, "end", None)
+        except TornWeightsError:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        except Exception as error:
+            if not isinstance(error, LockstepError):
+                traceback.print_exc()
+            self._reply(number, "error", portable(error, kind=EngineError))
+        finally:
+            del self._running[number]
+
+    # -- questions that are not methods of the engine ---------------------------------------------
+
+    async def _load_shared(self, outlines: list[Outline], address: Address, version: int) -> None:
+        tensors = tensors_in(mapped(address), outlines)
+        await self._engine.load_weights(tensors, version=version)
+
+    async def _close(self) -> None:
+        await self._engine.close()
+        self._closed.set()
+
+    def _reply(self, number: int, kind: str, value: Any) -> None:
+        self._line.send([(number, kind, value)])

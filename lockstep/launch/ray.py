@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep import errors
+from lockstep.children import module_path
 from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankError
 from lockstep.launch.config import ParallelConfig
 from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port, hearing_interrupts
 from lockstep.launch.placement import RayPlacement
-from lockstep.launch.workers import Line, Worker, end_now, start_worker
+from lockstep.launch.workers import Line, WorkerProcess, end_now, portable
 
 T = TypeVar("T")
 
@@ -115,7 +115,6 @@ def _hosts(
                 f"{placement.wait_seconds:g} s. All of it has {has}; others may be using it "
                 "(`ray status` tells). Lower engine.replicas or parallel.processes."
             ) from None
-        path = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -130,7 +129,7 @@ def _hosts(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=rank
                 ),
-                runtime_env={"env_vars": environment | {"PYTHONPATH": path}},
+                runtime_env={"env_vars": environment | {"PYTHONPATH": module_path()}},
             )
             hosts.append(actor.remote(rank, os.getcwd()))
         yield hosts
@@ -147,51 +146,27 @@ def _run(hosts: Sequence[Any], payload: bytes, *, has_gpus: bool) -> Any:
     """Runs the process of each rank, and shows the output of rank 0 until it ends. payload: the
     call that each makes (`run_rank`). Returns the result of rank 0."""
     import ray
-    from ray import exceptions
 
     nodes, ips, ports = zip(*ray.get([host.node.remote() for host in hosts]), strict=True)
-    size = shutil.get_terminal_size()
     running: dict[Any, int] = {}
     for rank, host in enumerate(hosts):
-        environment = {
-            "MASTER_ADDR": ips[0],
-            "MASTER_PORT": ports[0],
-            "WORLD_SIZE": len(hosts),
-            "RANK": rank,
-            # If Ray hands out GPUs, each process sees its own alone.
-            "LOCAL_RANK": 0 if has_gpus else nodes[:rank].count(nodes[rank]),
-            "LOCAL_WORLD_SIZE": 1 if has_gpus else nodes.count(nodes[rank]),
-            "TERM": os.environ.get("TERM", "dumb"),
-            "COLUMNS": size.columns,
-            "LINES": size.lines,
-            _IS_TERMINAL: int(sys.stdout.isatty()),
-        }
-        texts = {name: str(value) for name, value in environment.items()}
-        running[host.run.options(num_returns="streaming").remote(payload, texts)] = rank
+        environment = {"MASTER_ADDR": ips[0], "MASTER_PORT": str(ports[0])}
+        environment |= _environment(rank, nodes, has_gpus=has_gpus)
+        running[host.run.options(num_returns="streaming").remote(payload, environment)] = rank
     ended: dict[int, Event] = {}
     deadline = math.inf
-    while len(ended) < len(hosts) and time.monotonic() < deadline:
-        ready: list[Any] = ray.wait(list(running), timeout=LOOK_SECONDS)[0]
-        for stream in ready:
-            rank = running[stream]
-            try:
-                events: Sequence[Event] = ray.get(next(stream))
-            except StopIteration:
-                del running[stream]
-                continue
-            except exceptions.RayError as error:
-                text = str(error).strip().split("\n")[0]
-                events = [("lost", f"its Ray actor or its machine is gone: {text}")]
-                del running[stream]
-            for kind, value in events:
-                if kind in ("stdout", "stderr"):
-                    print(value, end="", file=getattr(sys, kind), flush=True)
-                elif rank not in ended:
-                    ended[rank] = kind, value
-                    if rank == 0 or kind == "lost":
-                        deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+    for rank, events in _batches(running):
+        for kind, value in events:
+            if kind in ("stdout", "stderr"):
+                print(value, end="", file=getattr(sys, kind), flush=True)
+            elif rank not in ended:
+                ended[rank] = kind, value
+                if rank == 0 or kind == "lost":
+                    deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
         if 0 in ended and ended[0][0] == "done":
             return ended[0][1]
+        if len(ended) == len(hosts) or time.monotonic() >= deadline:
+            break
     lost = {rank: why for rank, (kind, why) in ended.items() if kind == "lost"}
     kind, error = ended.get(0, ("lost", None))
     if kind == "lost" or (lost and isinstance(error, RankError)):
@@ -201,6 +176,43 @@ def _run(hosts: Sequence[Any], payload: bytes, *, has_gpus: bool) -> Any:
             "last checkpoint is kept; go on with resume=true."
         )
     raise error
+
+
+def _environment(rank: int, nodes: Sequence[str], *, has_gpus: bool) -> dict[str, str]:
+    """Environment variables of a rank's process, as torchrun sets them. nodes: machine of each."""
+    size = shutil.get_terminal_size()
+    values = {
+        "WORLD_SIZE": len(nodes),
+        "RANK": rank,
+        # If Ray hands out GPUs, each process sees its own alone.
+        "LOCAL_RANK": 0 if has_gpus else nodes[:rank].count(nodes[rank]),
+        "LOCAL_WORLD_SIZE": 1 if has_gpus else nodes.count(nodes[rank]),
+        "TERM": os.environ.get("TERM", "dumb"),
+        "COLUMNS": size.columns,
+        "LINES": size.lines,
+        _IS_TERMINAL: int(sys.stdout.isatty()),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def _batches(running: dict[Any, int]) -> Iterator[tuple[int, Sequence[Event]]]:
+    """(rank, its next events), until every stream has ended; (0, ()) after LOOK_SECONDS without."""
+    import ray
+    from ray import exceptions
+
+    while running:
+        ready: list[Any] = ray.wait(list(running), timeout=LOOK_SECONDS)[0]
+        for stream in ready:
+            rank = running[stream]
+            try:
+                yield rank, ray.get(next(stream))
+            except StopIteration:
+                del running[stream]
+            except exceptions.RayError as error:
+                del running[stream]
+                text = str(error).strip().split("\n")[0]
+                yield rank, [("lost", f"its Ray actor or its machine is gone: {text}")]
+        yield 0, ()
 
 
 def _passing_interrupts(hosts: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
@@ -228,7 +240,7 @@ class Host:
         os.chdir(directory)
         self._name = f"rank {rank}"
         self._logs = Path(tempfile.mkdtemp(prefix="lockstep-"))
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
 
     def node(self) -> tuple[str, str, int]:
         """(id of the machine, its address, a free port)."""
@@ -240,7 +252,7 @@ class Host:
     def run(self, payload: bytes, environment: Mapping[str, str]) -> Iterator[Sequence[Event]]:
         """Starts the process, and yields its events until it has ended."""
         work, log = "lockstep.launch.ray:run_rank", self._logs / "rank.log"
-        self._worker = start_worker(work, name=self._name, log=log, environment=environment)
+        self._worker = WorkerProcess(work, name=self._name, log=log, environment=environment)
         self._worker.send([payload])
         with contextlib.suppress(EOFError, OSError):
             while (events := self._worker.receive()) is not None:
@@ -295,8 +307,7 @@ def run_rank(line: Line) -> None:
     except KeyboardInterrupt:
         event = "failed", KeyboardInterrupt()
     except LockstepError as error:  # as a class of `errors`, which can be pickled
-        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        event = "failed", kind(str(error))
+        event = "failed", portable(error)
     except BaseException as error:
         traceback.print_exc()
         what = f"rank {os.environ['RANK']} has failed: {type(error).__name__}: {error}"

@@ -11,7 +11,6 @@ import contextlib
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -22,14 +21,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lockstep.children import NOTICE_SECONDS, end_group, how_ended
-from lockstep.errors import ConfigError
+from lockstep import errors
+from lockstep.children import LoggedProcess, module_path
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.config import share_of
 
 _MAIN = "from lockstep.launch.workers import main; main()"
-
-NUM_LOG_LINES = 12
-"""Lines of a dead worker's log that errors repeat: the end of a traceback."""
 
 Batch = Sequence[Any]
 """Messages that travel together: anything that can be pickled."""
@@ -70,69 +67,33 @@ class Line:
         threading.Thread(target=read, name="reader", daemon=True).start()
 
 
-class Worker(Line):
+class WorkerProcess(Line, LoggedProcess):
     """A worker on this machine, as its user sees it."""
 
     def __init__(
-        self, connection: Connection, process: subprocess.Popen[bytes], *, name: str, log: Path
+        self, work: str, *, name: str, log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(connection)
-        self.name, self._process, self._log = name, process, log
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def why_ended(self) -> str:
-        """How the process ended, in words, with the end of its log."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(NOTICE_SECONDS)
-        return (
-            f"{self.name} {how_ended(self.pid, self._process.returncode)}. {_log_tail(self._log)}"
-        )
-
-    def end(self, *, seconds: float) -> None:
-        """Waits `seconds` for the process to end as it was asked to, then kills it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        if self._process.returncode is None:
-            end_group(self._process)
+        """Starts `work` ("module:function") in a process on this machine with this process's module
+        path. environment: added to this process's variables."""
+        ours, theirs = Pipe()
+        Line.__init__(self, ours)
+        with theirs:
+            LoggedProcess.__init__(
+                self,
+                [sys.executable, "-c", _MAIN, work, str(theirs.fileno())],
+                name=name,
+                log=log,
+                environment={**os.environ, "PYTHONPATH": module_path(), **(environment or {})},
+                pass_fds=(theirs.fileno(),),
+            )
 
 
-def start_worker(
-    work: str, *, name: str, log: Path, environment: Mapping[str, str] | None = None
-) -> Worker:
-    """Starts `work` ("module:function") in a process on this machine with this process's module
-    path.
-
-    name: for messages. log: file for its output. environment: added to this process's variables.
-    """
-    ours, theirs = Pipe()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    path = os.pathsep.join(dict.fromkeys(os.path.abspath(each) for each in sys.path))
-    with theirs, log.open("ab", buffering=0) as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, work, str(theirs.fileno())],
-            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # Ctrl-C is for the trainer, which ends its workers in order
-        )
-    return Worker(ours, process, name=name, log=log)
-
-
-def _log_tail(path: Path) -> str:
-    """The last lines of a worker's log, for a message."""
-    try:
-        lines = path.read_text(errors="replace").rstrip().splitlines()
-    except OSError:
-        return f"Its log {path} cannot be read."
-    if not lines:
-        return f"Its log {path} is empty."
-    tail = "\n".join(f"  | {line}" for line in lines[-NUM_LOG_LINES:])
-    return f"The end of its log {path}:\n{tail}"
+def portable(error: BaseException, *, kind: type[LockstepError] = LockstepError) -> LockstepError:
+    """The error as one of Lockstep's, which can be pickled. kind: for errors of other packages."""
+    if not isinstance(error, LockstepError):
+        return kind(f"{type(error).__name__}: {error}")
+    own = next(own for own in type(error).__mro__ if own.__module__ == errors.__name__)
+    return own(str(error))
 
 
 def gpus_of_rank(

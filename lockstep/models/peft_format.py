@@ -49,6 +49,11 @@ _PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva
 """Setting -> accepted values. Other initialisations (pissa, olora, ...) change the base too."""
 
 
+def is_adapter(directory: str | Path) -> bool:
+    """Whether a directory holds an adapter in PEFT's format."""
+    return (Path(directory) / CONFIG).is_file()
+
+
 def read_shape(directory: str | Path, model: ModelConfig) -> LoraShape:
     """Shape of the adapter in `directory`, checked against the model.
 

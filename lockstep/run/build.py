@@ -159,7 +159,7 @@ def build(
     """
     import torch
 
-    from lockstep.engines.registry import check_capabilities
+    from lockstep.engines.registry import Need, check_capabilities
     from lockstep.models.critic import load_value_model
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.sync.publisher import Publisher
@@ -197,16 +197,19 @@ def build(
         numerics = with_engine(config.contract, engine, numerics, model, is_merged=is_merged)
     if ranks is not None:
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
+    needs: dict[Need, bool] = {
+        "training": is_training,
+        "truncation": config.agent.is_truncated,
+        "rescoring": config.chosen_correction.behaviour == "averaged",
+        "replay": config.trainer.routing_replay == "rollout",
+        "sleep": config.engine.share_device,
+    }
     check_capabilities(
         engine,
         vocab_size=model_files.model.vocab_size,
         max_tokens=config.max_tokens,
-        is_trained=is_training,
         temperature=config.agent.temperature,
-        is_truncated=config.agent.is_truncated,
-        is_rescored=config.chosen_correction.behaviour == "averaged",
-        is_replayed=config.trainer.routing_replay == "rollout",
-        is_sharing_device=config.engine.share_device,
+        needs=[need for need, is_needed in needs.items() if is_needed],
     )
     reference = None
     needs_reference = config.objective.reads_reference_logprobs and model_files.lora is None
@@ -235,6 +238,8 @@ def build(
         trainer.take_reference()
     publisher = None
     if is_training or engine.capabilities.weight_sources:
+        left_out = model_files.renderer.tokenizer.control_ids
+        probed = {"left_out": left_out, "max_tokens": config.max_tokens}
         publisher = Publisher(
             engine,
             trainer,
@@ -242,10 +247,7 @@ def build(
             config.sync,
             place=_weights_place(config, context),
             ranks=ranks,
-            wakes=config.engine.share_device,
-            left_out=model_files.renderer.tokenizer.control_ids,
-            max_tokens=config.max_tokens,
-            is_verifying=hooks.verifies_sync,
+            probed=probed if hooks.verifies_sync else None,
         )
     critic = None
     if is_training and config.advantage.needs_critic:

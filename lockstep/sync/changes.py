@@ -70,7 +70,7 @@ def group_of(name: str, *, ndim: int) -> str:
 
 
 @dataclass(slots=True)
-class Change:
+class WeightChange:
     """The change of some or all parameters of a model, made and undone in place.
 
     `requires_grad` and the optimizer's state stay the same. Each rank changes its own part of a

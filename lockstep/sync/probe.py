@@ -29,8 +29,8 @@ class Probe:
         engine: Engine,
         trainer: Trainer,
         *,
-        left_out: frozenset[int],
-        max_tokens: int,
+        left_out: frozenset[int] = frozenset(),
+        max_tokens: int = 1 << 30,
     ) -> None:
         """left_out: ids that no text has: control tokens, which an engine may treat specially."""
         self.engine, self.trainer = engine, trainer

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lockstep.engines.base import Capabilities, Engine
@@ -19,7 +20,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import HFTensors, hf_tensors, save_checkpoint
 from lockstep.models.peft_io import save_adapter
 from lockstep.models.sharding import copy_whole, mesh_of
-from lockstep.sync.changes import Change
+from lockstep.sync.changes import WeightChange
 from lockstep.sync.config import Form, SyncConfig
 from lockstep.sync.directory import WeightsDirectory, size_of
 from lockstep.sync.following import Follower, Look
@@ -55,22 +56,18 @@ class Publisher:
         *,
         place: Path | None = None,
         ranks: Ranks | None = None,
-        wakes: bool = False,
-        left_out: frozenset[int] = frozenset(),
-        max_tokens: int = 1 << 30,
-        is_verifying: bool = True,
+        probed: Mapping[str, Any] | None = MappingProxyType({}),
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """sampled: the model of an engine in this process: the trained one itself, unless that is
-        sharded. place: directory for versions; None is a temporary one. wakes: the engine sleeps
-        while the trainer trains, and is woken once it has the weights. left_out: ids that no probe
-        has. max_tokens: of a probe. is_verifying: False if an injected fault changes the weights.
+        sharded. place: directory for versions; None is a temporary one. probed: `left_out` and
+        `max_tokens` of the probe; None if an injected fault changes the weights: then nothing is
+        verified.
 
         Raises CapabilityError if the engine takes no form that `config` allows.
         """
         self.engine, self.trainer, self.sampled = engine, trainer, sampled
         self.config, self.ranks, self.warn = config or SyncConfig(), ranks, warn
-        self.wakes = wakes
         capabilities = engine.capabilities
         self.form: Form = choose_form(
             self.config, capabilities, has_adapter=trainer.model.lora is not None
@@ -88,12 +85,10 @@ class Publisher:
         self._num_loads = 0
         self._followers: dict[str, Follower] = {}
         """Name of each replica of the engine -> its follower."""
-        self._is_verifying = is_verifying or self.config.qualify == "on"
+        self._is_verifying = probed is not None or self.config.qualify == "on"
         self._probe = None
         if self.form != "shared" and capabilities.has_score and self._is_verifying:
-            self._probe = Probe(
-                self.config, engine, trainer, left_out=left_out, max_tokens=max_tokens
-            )
+            self._probe = Probe(self.config, engine, trainer, **(probed or {}))
         self._is_qualifying = self._probe is not None and self.config.qualify != "off"
         if self.config.qualify == "on" and not self._is_qualifying:
             why = "cannot score given ids, which shows what weights it runs"
@@ -237,7 +232,7 @@ class Publisher:
             if isinstance(source, HFTensors) and mesh_of(self.trainer.model.embedding) is not None:
                 source.finish()
         self._raise_alike(error)
-        if self.wakes:
+        if engine.capabilities.has_sleep:  # it may have slept while the trainer trained
             await engine.wake()
 
     def _written(self, version: int) -> Path:
@@ -279,7 +274,7 @@ class Publisher:
 
     async def _qualify(self, version: int) -> None:
         assert self._probe is not None, "only an engine that scores is qualified"
-        change = Change(self.trainer.model, is_adapter_only=self.form == "adapter")
+        change = WeightChange(self.trainer.model, is_adapter_only=self.form == "adapter")
         qualifier = Qualifier(self._probe, change, self._send, self._share)
         found = self.qualification = await qualifier.run(version)
         if found.is_passed:

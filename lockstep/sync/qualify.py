@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import EngineError
-from lockstep.sync.changes import Change
+from lockstep.sync.changes import WeightChange
 from lockstep.sync.probe import LogProbs, Probe
 
 Who = tuple[int, str]
@@ -150,7 +150,7 @@ class Qualifier:
     """One qualification."""
 
     probe: Probe
-    change: Change
+    change: WeightChange
     send: Callable[[int], Awaitable[None]]
     """Loads the trainer's current weights as this version."""
     share: Callable[[Any], list[Any]]

@@ -20,7 +20,7 @@ import torch
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.engines.base import Engine
-from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
+from lockstep.engines.sampling import DrawRule, sample, stream_of, uniforms
 from lockstep.errors import ConfigError, EngineDownError, EngineError, TokenError
 from lockstep.models import peft_format
 from lockstep.models.adapters import decoder_over
@@ -399,7 +399,7 @@ def _topk_of_reply(decoder: Decoder, request: Sampling, reply: SampledSequence, 
 
 def _alternatives(decoder: Decoder, logits: Tensor, request: Sampling, seed: int) -> TopK:
     """Draws by the engine's own function: each column by a stream of its own."""
-    rule = Rule(request.temperature, is_filtered=False, distribution="model")
+    rule = DrawRule(request.temperature, is_filtered=False, distribution="model")
     places = np.arange(1, len(logits) + 1)
     drawn, found = [], []
     for column in range(request.num_alternatives):

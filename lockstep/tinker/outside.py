@@ -82,7 +82,7 @@ class OutsideEngine:
         person; raises EngineError if the engine does not run the weights that it was sent."""
         view = AdapterEngine(self._engine, "qualification")
         publisher = Publisher(
-            view, self._trainer, self._trainer.model, place=place, **self._of_probe
+            view, self._trainer, self._trainer.model, place=place, probed=self._of_probe
         )
         try:
             await publisher.publish(0)

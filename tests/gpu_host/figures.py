@@ -23,7 +23,7 @@ from stub_gpu import DEVICE, Counts, StubGpu, stub_gpu
 
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.engines.embedded.batch import Draws
+from lockstep.engines.embedded.batch import PendingDraws
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.models.decoder import Decoder
 from lockstep.objectives.config import CISPO, DPPO, GSPO, ObjectiveConfig, PPOClip, Reinforce
@@ -78,7 +78,7 @@ def decode(gpu: StubGpu, name: str, num_layers: int, dtype: torch.dtype) -> dict
         engine = EmbeddedEngine(model, config, make_capture=lambda: capture)
     reads = 0
 
-    def wait(draws: Draws) -> tuple[Any, Any]:
+    def wait(draws: PendingDraws) -> tuple[Any, Any]:
         nonlocal reads
         reads += 1
         num_rows = len(draws.ids_on_device)
@@ -119,7 +119,7 @@ def decode(gpu: StubGpu, name: str, num_layers: int, dtype: torch.dtype) -> dict
 
     rng = np.random.default_rng(0)
     ragged = rng.integers(20, 3500, ROWS).tolist()
-    with patch.object(Draws, "wait", wait):
+    with patch.object(PendingDraws, "wait", wait):
         out = {
             "1 row": asyncio.run(play([20], 0)),
             f"{ROWS} rows": asyncio.run(play([20] * ROWS, 1000)),

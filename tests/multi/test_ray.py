@@ -70,7 +70,7 @@ def after(path, is_wanted, act):
 
 
 EAGER = ("engine.pool.retry_seconds=[0.2,0.5]", "engine.pool.check_seconds=0.2")
-ENGINES, RANKS = "lockstep.engines.worker_host:serve", "lockstep.launch.ray:run_rank"
+ENGINES, RANKS = "lockstep.engines.worker_engine:serve", "lockstep.launch.ray:run_rank"
 
 
 def test_a_run_outlives_a_killed_engine_and_ends_with_ctrl_c(cluster, tmp_path, capfd):

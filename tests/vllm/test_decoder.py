@@ -281,11 +281,11 @@ def test_scores_are_the_trainers(engine, model):
 def test_what_the_draws_do_not_know_is_refused(engine):
     from vllm import SamplingParams as VllmSampling
 
-    from lockstep.engines.vllm.sampler import Draws
+    from lockstep.engines.vllm.sampler import DrawSettings
 
     for settings in ({"min_p": 0.1}, {"logprobs": 3}, {"prompt_logprobs": 2}):
         with pytest.raises(ValueError, match="Leave it out"):
-            Draws.validate_params(VllmSampling(**settings))
+            DrawSettings.validate_params(VllmSampling(**settings))
     with pytest.raises(EngineError, match="min_p: Lockstep's decoder draws by"):
         engine.wire._add("min p", np.array([5]), VllmSampling(min_p=0.1), 0, "")
 

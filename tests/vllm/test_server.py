@@ -231,7 +231,7 @@ def test_weights_that_somebody_else_loads_are_noticed_by_the_next_reply(dense):
 
 def resident_bytes(server: VllmServer):
     """Of all processes of the server's session."""
-    session, total = server.process.session_id, 0
+    session, total = server.process.pid, 0
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()

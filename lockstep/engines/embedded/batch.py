@@ -3,9 +3,6 @@
 State that changes with every token is held in arrays over all rows, so that a step has no loop over
 requests. Code runs per request only when it arrives, ends, or needs another page.
 
-A draw is the inverse of the cumulative distribution at one uniform number, a hash of the request's
-seed and the token's position. It does not depend on other requests or on preemption.
-
 # B rows  V vocabulary
 """
 
@@ -21,96 +18,30 @@ import numpy.typing as npt
 import torch
 
 from lockstep.engines.base import Scores
-from lockstep.engines.embedded.kv_cache import ZERO_PAGE, Lease, PagedCache, ResidentCache
+from lockstep.engines.embedded.kv_cache import ZERO_PAGE, PagedCache, PageLease, ResidentCache
 from lockstep.engines.grammar import GrammarState
 from lockstep.engines.ledger import Entry
+from lockstep.engines.sampling import (
+    DrawRule,
+    Group,
+    group_rows,
+    sample_groups,
+    stream_of,
+    uniforms,
+)
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import StateStep
 from lockstep.ops.context import AttentionWork, PagedBlock, PagedContext, ResidentRows, to_device
-from lockstep.types import Distribution, Float32Array, Int32Array, Routes, pack_support
+from lockstep.types import Float32Array, Int32Array, Routes
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MASK = (1 << 64) - 1
+Tensor = torch.Tensor
 
+JOIN_PAIRS = 16384
+"""Query-key pairs that one block of attention may waste on padding before it is split in two: about
+the cost of another block's calls on a CPU."""
 
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output
-    bit."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def stream_of(seed: int) -> np.uint64:
-    """Start of a request's stream of random numbers; computed once per request."""
-    return _mix(np.array([seed & _MASK], np.uint64) + _GOLDEN)[0]
-
-
-def uniforms(
-    streams: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float32]:
-    """[B] float32 in [0, 1), multiples of 2^-24: a hash of stream and position.
-
-    float32 holds 24 bits, so u times the sum of the probabilities stays below that sum, and a draw
-    never falls past the last token.
-    """
-    bits = _mix(streams + positions.astype(np.uint64) * _GOLDEN) >> np.uint64(40)
-    return bits.astype(np.float32) * np.float32(2.0**-24)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How a row draws. Rows of one rule are drawn together."""
-
-    temperature: float
-    is_filtered: bool
-    """True if top-p or top-k is on."""
-    distribution: Distribution
-    records_support: bool = False
-    """True if each draw returns the ids that it could have been."""
-    is_constrained: bool = False
-    """True if each row has a grammar."""
-
-
-def sample(
-    logits: Tensor,
-    uniform: Tensor,
-    rule: Rule,
-    ops: Ops,
-    *,
-    top_p: Tensor | None = None,
-    top_k: Tensor | None = None,
-    allowed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draws once from each row of logits [B, V].
-
-    Returns (ids [B] int64, log-probs [B] float32 under the rule's distribution, kept [B, V] bool:
-    True at ids that could be drawn; None unless the rule records it).
-    uniform [B] float32; top_p [B] float32 and top_k [B] int64 if the rule filters; allowed [B, V]
-    bool, the ids that the row's grammar allows, if it is constrained: filters choose among them. A
-    row with a non-finite logit gets a NaN log-prob and some id of the vocabulary.
-    """
-    if rule.temperature == 0:
-        logp = ops.log_softmax(logits)
-        best = logp if allowed is None else logp.masked_fill(~allowed, float("-inf"))
-        ids = best.argmax(-1, keepdim=True)
-        return ids[:, 0], logp.gather(1, ids)[:, 0], None
-    logp, kept = ops.log_softmax(logits, temperature=rule.temperature, kept=allowed), allowed
-    if rule.is_filtered:
-        assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
-        ids, kept = _draw_filtered(logp, uniform, top_p, top_k, ops)
-        kept = kept if allowed is None else kept & allowed
-    elif allowed is not None or logits.is_cuda:  # a stock softmax there depends on the batch
-        ids = ops.draw(logp.exp(), uniform)
-    else:
-        ids = ops.draw(_probs(logits, rule.temperature), uniform)
-    if kept is not None and rule.distribution == "sampled":
-        # The trainer's arithmetic over the support, not a log-prob minus a log mass.
-        logp = ops.log_softmax(logits, temperature=rule.temperature, kept=kept)
-        return ids[:, 0], logp.gather(1, ids)[:, 0], kept if rule.records_support else None
-    if rule.distribution == "model" and rule.temperature != 1.0:
-        logp = ops.log_softmax(logits)
-    return ids[:, 0], logp.gather(1, ids)[:, 0], None
+KEY_QUANTUM = 16
+"""Attention reads a multiple of this many keys: it fills a vector register in any dtype."""
 
 
 def pack_draws(ids: Tensor, logprobs: Tensor) -> Tensor:
@@ -118,7 +49,7 @@ def pack_draws(ids: Tensor, logprobs: Tensor) -> Tensor:
     return torch.stack([ids.int(), logprobs.view(torch.int32)])
 
 
-class Draws:
+class PendingDraws:
     """The draws of one step, on their way to the host."""
 
     def __init__(
@@ -139,41 +70,6 @@ class Draws:
         return ids.astype(np.int64), bits.view(np.float32)
 
 
-def _probs(logits: Tensor, temperature: float) -> Tensor:
-    """exp(log_softmax) up to rounding, but cheaper."""
-    logits = logits.float()
-    return torch.softmax(logits if temperature == 1.0 else logits / temperature, -1)
-
-
-def _draw_filtered(
-    logp: Tensor, uniform: Tensor, top_p: Tensor, top_k: Tensor, ops: Ops
-) -> tuple[Tensor, Tensor]:
-    """(ids [B, 1], kept [B, V] bool). Applies top-k, then top-p to the rest, in the order of
-    Hugging Face and vLLM. Of equally likely tokens the smaller id comes first."""
-    logp, order = logp.sort(dim=-1, descending=True, stable=True)
-    probs = logp.exp()
-    rank = torch.arange(probs.shape[1], device=probs.device)
-    is_kept = (rank < top_k[:, None]) | (top_k[:, None] == 0)
-    probs = probs * is_kept
-    is_kept = is_kept & ops.nucleus(probs, top_p)
-    ids = order.gather(1, ops.draw(probs * is_kept, uniform))
-    return ids, torch.empty_like(is_kept).scatter_(1, order, is_kept)
-
-
-Tensor = torch.Tensor
-
-JOIN_PAIRS = 16384
-"""Query-key pairs that one block of attention may waste on padding before it is split in two: about
-the cost of another block's calls on a CPU."""
-
-KEY_QUANTUM = 16
-"""Attention reads a multiple of this many keys: it fills a vector register in any dtype."""
-
-
-Group = tuple[Rule, Tensor | slice, npt.NDArray[np.int64]]
-"""(rule, rows that draw by it as an index of the logits, their numbers on the host)."""
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Scoring:
     """A text whose log-probs are wanted."""
@@ -186,7 +82,7 @@ class Scoring:
 
 
 @dataclass(slots=True, eq=False)
-class Weights:
+class WeightsKey:
     """The weights that requests are sampled by: the base model, or it with an adapter."""
 
     number: int
@@ -199,7 +95,7 @@ class Weights:
 class Sequence(Entry):
     """One request on its way through the engine."""
 
-    weights: Weights
+    weights: WeightsKey
     order: int
     """Number in the order of arrival."""
     limit: int
@@ -208,13 +104,12 @@ class Sequence(Entry):
     """Ids to prefill: the prompt, and after a preemption the sampled ids too."""
     scoring: Scoring | None = None
     """Set for a text that is scored and samples nothing."""
-    lease: Lease | None = None
+    lease: PageLease | None = None
     row: int = -1
-    """Row in `Rows`; -1 while it waits or is prefilled."""
+    """Row in `BatchRows`; -1 while it waits or is prefilled."""
     num_computed: int = 0
-    sampled_ids: Int32Array | None = None
-    """Sampled ids of a preempted request. A running request has its ids in `Rows`."""
-    sampled_logprobs: Float32Array | None = None
+    sampled: tuple[Int32Array, Float32Array] = np.empty(0, np.int32), np.empty(0, np.float32)
+    """(ids, log-probs) of a preempted request. A running request has its own in `BatchRows`."""
     support: list[Int32Array] | None = None
     """Ids that each sampled token was drawn from (`types.pack_support`); None if the request does
     not ask."""
@@ -231,7 +126,7 @@ class Sequence(Entry):
     """Prompt tokens that were cached at the first admission; -1 before."""
 
     @property
-    def held(self) -> Lease:
+    def held(self) -> PageLease:
         """The lease of a request that runs or is prefilled."""
         assert self.lease is not None, "it waits, and holds no pages"
         return self.lease
@@ -247,7 +142,14 @@ class Sequence(Entry):
         return len(self.ids) - (self.scoring is not None)
 
 
-class Rows:
+_MOVED = (
+    *("last_ids", "positions", "num_pages", "counts", "limits", "streams", "top_p", "top_k"),
+    *("stop_ids", "rule_of", "adapters", "slots", "places"),
+)
+"""Arrays of `BatchRows` whose entry moves with the row as it is."""
+
+
+class BatchRows:
     """State of the requests that sample a token in every step: one entry per row in each array.
 
     The next step feeds `last_ids` at `positions`, and samples the token of the next position.
@@ -269,7 +171,7 @@ class Rows:
         self.stop_ids = np.full((capacity, 4), -1, np.int64)
         self.rule_of = np.zeros(capacity, np.int64)
         self.adapters = np.zeros(capacity, np.int64)
-        """Number of each row's `Weights`."""
+        """Number of each row's `WeightsKey`."""
         self.slots = np.zeros(capacity, np.int64)
         """Slot of each row's states of linear attention."""
         self.places = np.zeros(capacity, np.int64)
@@ -279,7 +181,7 @@ class Rows:
         # As long as the longest possible reply; untouched memory is not taken from the system.
         self.sampled_ids = np.empty((capacity, max_context), np.int32)
         self.logprobs = np.empty((capacity, max_context), np.float32)
-        self._rules: list[Rule] = []
+        self._rules: list[DrawRule] = []
         self._groups: tuple[int, list[Group]] | None = None
         """First row that the last `sample` drew for, and the groups from there on."""
         self.num_changes = 0
@@ -301,7 +203,7 @@ class Rows:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
-        rule = Rule(
+        rule = DrawRule(
             sampling.temperature,
             sampling.is_filtered and sampling.temperature > 0,
             sampling.distribution,
@@ -311,16 +213,12 @@ class Rows:
         if rule not in self._rules:
             self._rules.append(rule)
         self.rule_of[row] = self._rules.index(rule)
-        self.counts[row] = 0
         self.adapters[row] = sequence.weights.number
         self.slots[row] = sequence.held.slot
         self.is_loaded[row] = False
-        if sequence.sampled_ids is not None and sequence.sampled_logprobs is not None:
-            count = len(sequence.sampled_ids)
-            self.sampled_ids[row, :count] = sequence.sampled_ids
-            self.logprobs[row, :count] = sequence.sampled_logprobs
-            self.counts[row] = count
-            sequence.sampled_ids = sequence.sampled_logprobs = None
+        ids, logprobs = sequence.sampled
+        self.counts[row] = count = len(ids)
+        self.sampled_ids[row, :count], self.logprobs[row, :count] = ids, logprobs
         sequence.row = row
         self.sequences.append(sequence)
         self.num += 1
@@ -337,21 +235,8 @@ class Rows:
             self.logprobs[row, :count] = self.logprobs[last, :count]
             used = max(self.num_pages[row], self.num_pages[last])
             self.pages[row, :used] = self.pages[last, :used]
-            for array in (
-                self.last_ids,
-                self.positions,
-                self.num_pages,
-                self.counts,
-                self.limits,
-                self.streams,
-                self.top_p,
-                self.top_k,
-                self.stop_ids,
-                self.rule_of,
-                self.adapters,
-                self.slots,
-                self.places,
-            ):
+            for name in _MOVED:
+                array = getattr(self, name)
                 array[row] = array[last]
             self.is_loaded[row] = False
             self.sequences[row] = self.sequences[last]
@@ -374,7 +259,7 @@ class Rows:
         full = self.positions[:n] + ahead >= self.num_pages[:n] * self.page_size
         return [self.sequences[i] for i in np.flatnonzero(full)] if full.any() else []
 
-    def shared_rule(self) -> Rule | None:
+    def shared_rule(self) -> DrawRule | None:
         """The rule that all rows draw by; None if rules differ."""
         rule_of = self.rule_of[: self.num]
         return self._rules[rule_of[0]] if (rule_of == rule_of[0]).all() else None
@@ -389,40 +274,22 @@ class Rows:
         """
         device, rows = logits.device, slice(first, self.num)
         uniform = to_device(uniforms(self.streams[rows], self.positions[rows] + 1), device)
-        ids = torch.empty(len(logits), dtype=torch.int64, device=device)
-        logprobs = torch.empty(len(logits), dtype=torch.float32, device=device)
-        support: dict[int, Int32Array] = {}
         if self._groups is None or self._groups[0] != first:
-            self._groups = first, self._group(first, device)
-        for rule, at, places in self._groups[1]:
-            filters: dict[str, Tensor] = {}
-            if rule.is_filtered:
-                filters = {
-                    "top_p": to_device(self.top_p[places], device),
-                    "top_k": to_device(self.top_k[places], device),
-                }
-            if rule.is_constrained:
-                states = [self.sequences[place].grammar for place in places]
-                allowed = [state.allowed() for state in states if state is not None]
-                filters["allowed"] = to_device(np.stack(allowed), device)
-            ids[at], logprobs[at], kept = sample(logits[at], uniform[at], rule, ops, **filters)
-            if kept is not None:
-                packed = [pack_support(row) for row in kept.cpu().numpy()]
-                support |= zip(places.tolist(), packed, strict=True)
+            self._groups = first, group_rows(self._rules, self.rule_of[rows], device, first=first)
+        filters = {"top_p": self.top_p, "top_k": self.top_k, "allowed": self._allowed}
+        ids, logprobs, support = sample_groups(logits, uniform, self._groups[1], ops, **filters)
         return pack_draws(ids, logprobs), support
+
+    def _allowed(self, row: int) -> npt.NDArray[np.bool_]:
+        grammar = self.sequences[row].grammar
+        assert grammar is not None, "a constrained row has one"
+        return grammar.allowed()
 
     def constrained(self) -> list[Sequence]:
         """Requests with a grammar."""
         rules = [i for i, rule in enumerate(self._rules) if rule.is_constrained]
         rows = np.flatnonzero(np.isin(self.rule_of[: self.num], rules)) if rules else ()
         return [self.sequences[row] for row in rows]
-
-    def _group(self, first: int, device: torch.device) -> list[Group]:
-        rule_of = self.rule_of[first : self.num]
-        if (rule_of == rule_of[0]).all():
-            return [(self._rules[rule_of[0]], slice(None), np.arange(first, self.num))]
-        places = {i: np.flatnonzero(rule_of == i) for i in np.unique(rule_of)}
-        return [(self._rules[i], to_device(at, device), first + at) for i, at in places.items()]
 
     def record(
         self,
@@ -450,7 +317,7 @@ class Rows:
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
+class PrefillChunk:
     """Positions [start, stop) of a request's ids, to be prefilled in this step."""
 
     sequence: Sequence
@@ -464,7 +331,9 @@ class Chunk:
         return self.stop == self.sequence.num_to_compute
 
 
-def adapters_of(rows: Rows, chunks: Seq[Chunk], *, num_rows: int) -> npt.NDArray[np.int64]:
+def adapters_of(
+    rows: BatchRows, chunks: Seq[PrefillChunk], *, num_rows: int
+) -> npt.NDArray[np.int64]:
     """[T] number of the weights of each token that `build_inputs` feeds."""
     of_rows = rows.adapters[:num_rows]
     of_chunks = [np.full(c.stop - c.start, c.sequence.weights.number) for c in chunks]
@@ -472,14 +341,14 @@ def adapters_of(rows: Rows, chunks: Seq[Chunk], *, num_rows: int) -> npt.NDArray
 
 
 def build_inputs(
-    rows: Rows,
-    chunks: Seq[Chunk],
+    rows: BatchRows,
+    chunks: Seq[PrefillChunk],
     cache: PagedCache,
     resident: ResidentCache | None,
     *,
     num_rows: int,
     num_heads: int | None = None,
-) -> tuple[Tensor, Tensor, PagedContext, list[Chunk]]:
+) -> tuple[Tensor, Tensor, PagedContext, list[PrefillChunk]]:
     """(ids, positions, context) for the decoder in a step: the first `num_rows` rows, then the
     chunks one after another, and the chunks in that order. Loads the resident cache, so pending
     copies between pages must run before.
@@ -487,148 +356,109 @@ def build_inputs(
     num_heads: of the queries, for ops that read `AttentionWork` in place of padded blocks.
     """
     n, size, device = num_rows, rows.page_size, cache.keys.device
-    ids, positions = rows.last_ids[:n], rows.positions[:n]
-    page, offset = np.divmod(positions, size)
-    write_index = rows.pages[np.arange(n), page] * size + offset
     groups = _group_chunks(chunks, size) if num_heads is None else [[*range(len(chunks))]]
     ordered = [chunks[i] for group in groups for i in group]
-    starts, stops = np.array([(c.start, c.stop) for c in ordered], np.int64).reshape(-1, 2).T
+    of_chunks = np.array([(c.start, c.stop, c.sequence.held.slot) for c in ordered], np.int64)
+    of_rows = np.stack([rows.positions[:n], rows.positions[:n] + 1, rows.slots[:n]], 1)
+    starts, stops, slots = np.concatenate([of_rows, of_chunks.reshape(-1, 3)]).T
     lengths = stops - starts
-    before = np.cumsum(lengths) - lengths
-    table = np.full((len(ordered), -(-int(stops.max(initial=0)) // size)), ZERO_PAGE, np.int64)
-    if ordered:
-        for row, chunk in enumerate(ordered):
-            pages = chunk.sequence.held.pages[: table.shape[1]]
-            table[row, : len(pages)] = pages
-        for chunk, first in zip(ordered, (n + before).tolist(), strict=True):
-            chunk.place = slice(first, first + chunk.stop - chunk.start)
-        chunk_of = np.repeat(np.arange(len(ordered)), lengths)
-        at = np.arange(len(chunk_of)) + (starts - before)[chunk_of]
-        ids = np.concatenate([ids, *(c.sequence.ids[c.start : c.stop] for c in ordered)])
-        positions = np.concatenate([positions, at])
-        written = table[chunk_of, at // size] * size + at % size
-        write_index = np.concatenate([write_index, written])
+    firsts = np.cumsum(lengths) - lengths
+    for chunk, first in zip(ordered, firsts[n:].tolist(), strict=True):
+        chunk.place = slice(first, first + chunk.stop - chunk.start)
+    tables = np.full((len(starts), -(-int(stops.max()) // size)), ZERO_PAGE, np.int64)
+    tables[:n] = rows.pages[:n, : tables.shape[1]]
+    for row, chunk in enumerate(ordered, n):
+        pages = chunk.sequence.held.pages[: tables.shape[1]]
+        tables[row, : len(pages)] = pages
+    sequence_of = np.repeat(np.arange(len(starts)), lengths)
+    positions = np.arange(len(sequence_of)) + (starts - firsts)[sequence_of]
+    ids = np.concatenate([rows.last_ids[:n], *(c.sequence.ids[c.start : c.stop] for c in ordered)])
+    write_index = tables[sequence_of, positions // size] * size + positions % size
+    blocks, place_index, work, states = (), None, None, None
     if num_heads is None:
-        layout = _Layout(size, device)
-        if n:
-            found = None if resident is None else _load_resident(rows, resident, device)
-            layout.add_rows(rows.positions[:n], rows.pages, rows.num_pages[:n], found)
-        first = 0
-        for group in groups:
-            part = slice(first, first := first + len(group))
-            layout.add_chunks(n + before[part], lengths[part], starts[part], table[part])
-        blocks, place_index = layout.finish(len(ids))
-        work = None
+        found = _load_resident(rows, resident, device) if n and resident is not None else None
+        parts = _group_rows(stops[:n], size, is_whole=found is not None)
+        if groups:
+            ends = np.cumsum([len(group) for group in groups])
+            parts += np.split(np.arange(n, len(starts)), ends[:-1])
+        fed = parts, starts, lengths, tables
+        blocks, place_index = _blocks(*fed, size=size, resident=found, device=device)
     else:
-        blocks, place_index = (), None
-        of_rows = rows.pages[:n, : int(rows.num_pages[:n].max(initial=0))]
-        firsts = np.arange(n) * of_rows.shape[1], np.arange(len(table)) * table.shape[1]
         work = AttentionWork.of(
-            np.concatenate([np.ones(n, np.int64), lengths]),
-            np.concatenate([rows.positions[:n] + 1, stops]),
-            np.concatenate([firsts[0], of_rows.size + firsts[1]]),
-            np.concatenate([of_rows.reshape(-1), table.reshape(-1)]) * size,
+            lengths,
+            stops,
+            np.arange(len(tables)) * tables.shape[1],
+            tables.reshape(-1) * size,
             page_size=size,
             heads=(num_heads, cache.keys.shape[1]),
             device=device,
         )
-    states = None
     if cache.states is not None:
-        fed = rows.positions[:n]
-        states = StateStep.of(
-            cache.states.states,
-            np.concatenate([rows.slots[:n], [c.sequence.held.slot for c in ordered]]),
-            np.concatenate([fed, starts]),
-            np.concatenate([fed + 1, stops]),
-            num_rows=n,
-        )
+        states = StateStep.of(cache.states.states, slots, starts, stops, num_rows=n)
     context = PagedContext(
         cache.keys, cache.values, to_device(write_index, device), blocks, place_index, work, states
     )
-    ids = to_device(ids.astype(np.int64, copy=False), device)
-    return ids, to_device(positions, device), context, ordered
+    return to_device(ids, device), to_device(positions, device), context, ordered
 
 
-class _Layout:
-    """Builds the blocks of attention and the place of each token's output in them."""
-
-    def __init__(self, page_size: int, device: torch.device) -> None:
-        self._page_size, self._device = page_size, device
-        self._blocks: list[PagedBlock] = []
-        self._places: list[npt.NDArray[np.int64]] = []
-        """Token of each output, per block."""
-        self._is_ordered = True
-
-    def add_rows(
-        self,
-        positions: npt.NDArray[np.int64],
-        pages: npt.NDArray[np.int64],
-        num_pages: npt.NDArray[np.int64],
-        resident: ResidentRows | None,
-    ) -> None:
-        """Adds one query per row. Rows of very different length go to several blocks."""
-        width, n = int(num_pages.max()), len(positions)
-        wasted = (width * n - int(num_pages.sum())) * self._page_size
-        if wasted <= JOIN_PAIRS or resident is not None:
-            tokens, queries = np.arange(n)[:, None], positions[:, None]
-            self._add(tokens, queries, pages[:n, :width], is_ordered=True, resident=resident)
-            return
-        power = np.ceil(np.log2(num_pages)).astype(np.int64)
-        for value in np.unique(power):
-            rows = np.flatnonzero(power == value)
-            width = int(num_pages[rows].max())
-            self._add(rows[:, None], positions[rows, None], pages[rows, :width], is_ordered=False)
-
-    def add_chunks(
-        self,
-        first_tokens: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        table: npt.NDArray[np.int64],
-    ) -> None:
-        """Adds several queries per chunk, padded to the longest by repeating the last query."""
-        longest = int(lengths.max())
-        steps = np.minimum(np.arange(longest), lengths[:, None] - 1)
-        positions = starts[:, None] + steps
-        width = int(positions.max()) // self._page_size + 1
-        is_even = int(lengths.min()) == longest
-        self._add(first_tokens[:, None] + steps, positions, table[:, :width], is_ordered=is_even)
-
-    def _add(
-        self,
-        tokens: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        pages: npt.NDArray[np.int64],
-        *,
-        is_ordered: bool,
-        resident: ResidentRows | None = None,
-    ) -> None:
+def _blocks(
+    groups: Seq[npt.NDArray[np.int64]],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    tables: npt.NDArray[np.int64],
+    *,
+    size: int,
+    resident: ResidentRows | None,
+    device: torch.device,
+) -> tuple[tuple[PagedBlock, ...], Tensor | None]:
+    """(blocks, place_index) for `PagedContext`: a block for each group of sequences, padded to the
+    longest by repeating a last query. resident: of the first group."""
+    firsts = np.cumsum(lengths) - lengths
+    blocks: list[PagedBlock] = []
+    fed: list[npt.NDArray[np.int64]] = []
+    for group in groups:
+        steps = np.minimum(np.arange(int(lengths[group].max())), lengths[group, None] - 1)
+        tokens, positions = firsts[group, None] + steps, starts[group, None] + steps
         last = int(positions.max())
-        num_keys = min((last // KEY_QUANTUM + 1) * KEY_QUANTUM, pages.shape[1] * self._page_size)
+        pages = tables[group, : last // size + 1]
         block = PagedBlock(
-            None if is_ordered else to_device(tokens, self._device),
-            to_device(positions, self._device),
-            to_device(pages, self._device),
-            num_keys,
+            None if _is_ordered(tokens) else to_device(tokens, device),
+            to_device(positions, device),
+            to_device(pages, device),
+            min((last // KEY_QUANTUM + 1) * KEY_QUANTUM, pages.shape[1] * size),
             first_token=int(tokens[0, 0]),
-            resident=resident,
+            resident=None if blocks else resident,
         )
-        self._blocks.append(block)
-        self._places.append(tokens.reshape(-1))
-        self._is_ordered &= is_ordered
-
-    def finish(self, num_tokens: int) -> tuple[tuple[PagedBlock, ...], Tensor | None]:
-        """(blocks, place_index) for `PagedContext`."""
-        if self._is_ordered:
-            return tuple(self._blocks), None
-        # A padded place repeats its chunk's last token; the first place of a token is the real one.
-        tokens = np.concatenate(self._places)
-        places = np.empty(num_tokens, np.int64)
-        places[tokens[::-1]] = np.arange(len(tokens))[::-1]
-        return tuple(self._blocks), to_device(places, self._device)
+        blocks.append(block)
+        fed.append(tokens.reshape(-1))
+    tokens = np.concatenate(fed)
+    if _is_ordered(tokens):
+        return tuple(blocks), None
+    # A padded place repeats its chunk's last token; the first place of a token is the real one.
+    places = np.empty(int(lengths.sum()), np.int64)
+    places[tokens[::-1]] = np.arange(len(tokens))[::-1]
+    return tuple(blocks), to_device(places, device)
 
 
-def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
+def _is_ordered(tokens: npt.NDArray[np.int64]) -> bool:
+    return bool((np.diff(tokens.reshape(-1)) == 1).all())
+
+
+def _group_rows(
+    stops: npt.NDArray[np.int64], page_size: int, *, is_whole: bool
+) -> list[npt.NDArray[np.int64]]:
+    """Groups rows into blocks of attention: one, or several if their lengths differ much."""
+    if not len(stops):
+        return []
+    num_pages = -(-stops // page_size)
+    wasted = (int(num_pages.max()) * len(stops) - int(num_pages.sum())) * page_size
+    if is_whole or wasted <= JOIN_PAIRS:
+        return [np.arange(len(stops))]
+    power = np.ceil(np.log2(num_pages)).astype(np.int64)
+    return [np.flatnonzero(power == value) for value in np.unique(power)]
+
+
+def _group_chunks(chunks: Seq[PrefillChunk], page_size: int) -> list[list[int]]:
     """Groups chunks into padded blocks of attention: similar ones, while padding is cheap."""
     queries = [c.stop - c.start for c in chunks]
     keys = [-(-c.stop // page_size) * page_size for c in chunks]
@@ -646,7 +476,7 @@ def _group_chunks(chunks: Seq[Chunk], page_size: int) -> list[list[int]]:
 
 
 def _load_resident(
-    rows: Rows, resident: ResidentCache, device: torch.device
+    rows: BatchRows, resident: ResidentCache, device: torch.device
 ) -> ResidentRows | None:
     """The resident cache with all rows loaded; None if it would be too large."""
     n = rows.num

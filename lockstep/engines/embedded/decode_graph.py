@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.engines.embedded.batch import Rows, Rule, pack_draws, sample, uniforms
+from lockstep.engines.embedded.batch import BatchRows, pack_draws
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, PagedCache
+from lockstep.engines.sampling import DrawRule, sample, uniforms
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Routing
 from lockstep.ops.context import (
@@ -125,12 +126,14 @@ class DecodeGraphs:
     head and the draws run eagerly. Rows with adapters of their own are not for a graph.
     """
 
-    def __init__(self, rows: Rows, cache: PagedCache, make_capture: Callable[[], Capture]) -> None:
+    def __init__(
+        self, rows: BatchRows, cache: PagedCache, make_capture: Callable[[], Capture]
+    ) -> None:
         self._rows, self._cache, self._make_capture = rows, cache, make_capture
         self._read: tuple[object, ...] = ()
         """The objects that the graphs were captured over."""
-        self._replays: dict[tuple[int, Rule | None], Replay] = {}
-        self._rules: list[Rule] = []
+        self._replays: dict[tuple[int, DrawRule | None], Replay] = {}
+        self._rules: list[DrawRule] = []
         self._num_changes = -1
         """State of the rows that was sent."""
 
@@ -200,7 +203,7 @@ class DecodeGraphs:
         max_keys = self._rows.pages.shape[1] * self._rows.page_size
         return decode_capacity(size, max_keys, heads=self._heads, num_programs=self._num_programs)
 
-    def captured_rule(self) -> Rule | None:
+    def captured_rule(self) -> DrawRule | None:
         """The rule that all rows draw by, if a graph can draw by it."""
         rule = self._rows.shared_rule()
         if rule is None or rule.records_support or rule.is_constrained:
@@ -243,7 +246,7 @@ class DecodeGraphs:
         _fill(host["page_starts"], 1 + np.arange(n) * pages.shape[1], 0, size)
         self._inputs.send("pages", num_unused=len(host["pages"]) - 1 - pages.size)
 
-    def _body(self, model: Decoder, size: int, rule: Rule | None) -> None:
+    def _body(self, model: Decoder, size: int, rule: DrawRule | None) -> None:
         """One step of the first `size` rows, over the static tensors."""
         cache, sent = self._cache, self._inputs.device
         num_items, num_slots = self._capacity(size)

@@ -13,26 +13,24 @@ graph (`decode_graph`), and prefill runs beside it.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.engines.base import Capabilities, Engine, Scores
+from lockstep.engines.base import Capabilities, Scores
 from lockstep.engines.config import GPU_SHARE, EmbeddedConfig
 from lockstep.engines.embedded.batch import (
-    Chunk,
-    Draws,
-    Rows,
+    BatchRows,
+    PendingDraws,
+    PrefillChunk,
     Scoring,
     Sequence,
-    Weights,
+    WeightsKey,
     adapters_of,
     build_inputs,
 )
@@ -42,15 +40,11 @@ from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.engines.embedded.state_cache import StateCache
 from lockstep.engines.grammar import Vocabulary
 from lockstep.engines.ledger import (
-    Ledger,
-    check_abilities,
-    checked_prompt,
-    checked_text,
+    LedgerEngine,
     limit_of,
     no_adapter,
 )
-from lockstep.engines.worker_weights import TornWeightsError
-from lockstep.errors import CapabilityError, EngineError
+from lockstep.errors import CapabilityError, EngineError, TornWeightsError
 from lockstep.launch.event_loop import running
 from lockstep.models.adapters import AdapterStacks
 from lockstep.models.decoder import Decoder
@@ -63,9 +57,7 @@ from lockstep.ops.context import to_device
 from lockstep.ops.selftest import adapter_failure, fingerprint
 from lockstep.types import (
     Delta,
-    Distribution,
     FinishReason,
-    Float32Array,
     Int32Array,
     Ragged,
     Request,
@@ -78,7 +70,7 @@ YIELDS_AFTER_REPLY = 3
 parse the reply, call a tool that does not wait, and send its next turn into the next step."""
 
 
-class EmbeddedEngine(Engine):
+class EmbeddedEngine(LedgerEngine[Sequence]):
     """`Engine` over a `Decoder`. Handles token ids only.
 
     token_bytes: the bytes of each id, for stop strings and grammars; without it they are refused.
@@ -93,6 +85,8 @@ class EmbeddedEngine(Engine):
     >>> async for delta in engine.generate(request): print(delta.token_ids)     # doctest: +SKIP
     """
 
+    EVENTS = ("failed_requests", "preemptions")
+
     def __init__(
         self,
         model: Decoder,
@@ -103,6 +97,7 @@ class EmbeddedEngine(Engine):
         is_shared: bool = True,
         make_capture: Callable[[], Capture] | None = None,
     ) -> None:
+        super().__init__()
         shape, device = model.config, model.embedding.device
         if not (config.kv_cache_tokens and config.max_num_sequences):
             config = sized(config, model)
@@ -110,51 +105,29 @@ class EmbeddedEngine(Engine):
         self._shared = model if is_shared else None
         self._config, self._token_bytes = config, token_bytes
         self._vocabulary = Vocabulary(token_bytes or (), control_ids, shape.vocab_size)
-        self._base = Weights(0, 0)
-        self._adapters: dict[str, Weights] = {}
+        self._base = WeightsKey(0, 0)
+        self._adapters: dict[str, WeightsKey] = {}
         self._stacks, self._numbers = AdapterStacks(), count(1)
         self._tested: set[frozenset[tuple[int, ...]]] = set()
         """Shapes of adapters that the ops were tested with."""
-        num_pages = config.kv_cache_tokens // config.page_size
-        self.max_tokens = min(shape.max_positions, num_pages * config.page_size)
-        states = None
-        if shape.linear is not None:
-            states = StateCache(
-                shape.linear,
-                num_running=config.max_num_sequences,
-                num_kept=config.max_num_sequences if config.prefix_cache else 0,
-                dtype=model.embedding.dtype,
-                device=device,
-            )
-        self._cache = PagedCache(
-            num_layers=len(shape.attention_layers),
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.key_dim,
-            has_values=shape.latent is None,
-            num_pages=num_pages,
-            page_size=config.page_size,
-            is_caching=config.prefix_cache,
-            dtype=model.embedding.dtype,
-            device=device,
-            states=states,
-        )
+        self._cache = _make_cache(model, config)
+        self.max_tokens = min(shape.max_positions, self._cache.num_pages * config.page_size)
         self._resident = None
         dtype = model.ops.resident_dtype(model.embedding.dtype)
         if config.resident_rows and dtype is not None and not model.ops.reads_work(device):
             self._resident = ResidentCache(
                 self._cache, max_tokens=config.kv_cache_tokens, dtype=dtype
             )
-        self._rows = Rows(config.max_num_sequences, self.max_tokens, config.page_size)
+        self._rows = BatchRows(config.max_num_sequences, self.max_tokens, config.page_size)
         self._graphs = None
         if make_capture is None and device.type == "cuda" and config.cuda_graphs:
             make_capture = CudaGraphs
-        if make_capture is not None and model.ops.reads_work(device) and states is None:
+        if make_capture is not None and model.ops.reads_work(device) and shape.linear is None:
             self._graphs = DecodeGraphs(self._rows, self._cache, make_capture)
-        self._ledger: Ledger[Sequence] = Ledger()
         self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)
         self._watched: dict[Sequence, None] = {}
         """Requests that need code after every token: stop strings, streams."""
-        self._ahead: Draws | None = None
+        self._ahead: PendingDraws | None = None
         """A step that the device has begun before the tokens of the last one were handled."""
         self._arrivals = count(1)
         self._has_finished = False
@@ -190,47 +163,28 @@ class EmbeddedEngine(Engine):
     def version(self) -> int:
         return self._base.version
 
-    @property
-    def stats(self) -> Counter[str]:
-        """Events since the start."""
-        return self._ledger.stats
-
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        return self._ledger.answer(request, self._start, partial(self._end, reason="abort"))
-
-    async def score(
-        self,
-        token_ids: Int32Array,
-        *,
-        distribution: Distribution = "model",
-        temperature: float = 1.0,
-        priority: int = 0,
-        first: int = 1,
-        affinity: str = "",
-        adapter: str = "",
+    async def _score(
+        self, ids: Int32Array, temperature: float, *, first: int, priority: int, adapter: str
     ) -> Scores:
-        """See `Engine.score`. Leaves nothing in the prefix cache."""
-        found = self.capabilities
-        ids = checked_text(
-            token_ids, found, distribution=distribution, temperature=temperature, first=first
-        )
-        self._ledger.check_open()
+        """Leaves nothing in the prefix cache."""
         weights = self._weights_of(adapter, where="score")
-        future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
-        scoring = Scoring(
-            first=first,
-            temperature=temperature if distribution == "tempered" else 1.0,
-            logprobs=np.full(len(ids), np.nan, np.float32),
-            future=future,
-        )
+        values = np.full(len(ids), np.nan, np.float32)
         if len(ids) <= first:
-            return self._scores(scoring.logprobs, weights, num_cached=0, num_prefilled=0)
-        request = Request(
-            id="score", prompt_ids=ids, sampling=SamplingParams(max_tokens=1), priority=priority
-        )
-        order = next(self._arrivals)
+            return Scores(
+                logprobs=values,
+                policy_version=weights.version,
+                fingerprint=self._fingerprint_text,
+            )
+        future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         sequence = Sequence(
-            request=request, weights=weights, order=order, limit=0, ids=ids, scoring=scoring
+            request=Request(
+                id="score", prompt_ids=ids, sampling=SamplingParams(max_tokens=1), priority=priority
+            ),
+            weights=weights,
+            order=next(self._arrivals),
+            limit=0,
+            ids=ids,
+            scoring=Scoring(first=first, temperature=temperature, logprobs=values, future=future),
         )
         self._scheduler.add(sequence)
         self._drive()
@@ -240,34 +194,15 @@ class EmbeddedEngine(Engine):
             if future.cancelled():
                 self._scheduler.remove(sequence)
 
-    def _scores(
-        self, values: Float32Array, weights: Weights, *, num_cached: int, num_prefilled: int
-    ) -> Scores:
-        return Scores(
-            logprobs=values,
-            policy_version=weights.version,
-            num_cached_tokens=num_cached,
-            num_prefilled_tokens=num_prefilled,
-            fingerprint=self._fingerprint_text,
-        )
+    async def _abort(self, entry: Sequence) -> None:
+        self._end(entry, "abort")
 
-    def take_metrics(self) -> dict[str, float]:
-        """Requests that failed, and requests computed again for lack of pages."""
-        return self._ledger.take_counts("failed_requests", "preemptions")
-
-    async def abort(self, request_id: str) -> None:
-        if (reply := self._ledger.running.get(request_id)) is not None:
-            self._end(reply, "abort")
-
-    async def pause(self) -> None:
-        self._ledger.is_paused = True
+    async def _hold(self) -> None:
         self._drop_ahead()
 
-    async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
-        self._ledger.check_open()
-        if kv == "drop" and self._ledger.is_paused:
+    async def _go_on(self, *, drop_cache: bool) -> None:
+        if drop_cache:
             self._drop_cache()
-        self._ledger.is_paused = False
         self._drive()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
@@ -309,7 +244,7 @@ class EmbeddedEngine(Engine):
         self._ledger.check_open()
         adapted = self._adapted(name, source)
         self._test_ops(name, adapted)
-        weights = self._adapters.setdefault(name, Weights(0, version, name))
+        weights = self._adapters.setdefault(name, WeightsKey(0, version, name))
         sequences = [s for s in self._scheduler.sequences() if s.weights is weights]
         self._end_segments(sequences)
         before, weights.number, weights.version = weights.number, next(self._numbers), version
@@ -337,36 +272,20 @@ class EmbeddedEngine(Engine):
         self._stacks.drop(weights.number)
         self._cache.forget_root(weights.number)
 
-    async def sleep(self) -> None:
-        """Requests in flight are kept and computed again after `wake`; requests that arrive in
-        between are refused."""
-        self._ledger.check_open()
-        if not self._ledger.is_asleep:
-            self._drop_cache()
-            self._free_memory()
-            self._ledger.is_asleep = True
+    async def _free_memory(self) -> None:
+        self._drop_cache()
+        self._release()
 
-    async def wake(self) -> None:
-        self._ledger.check_open()
-        if self._ledger.is_asleep:
-            self._cache.allocate()
-            self._ledger.is_asleep = False
-            self._drive()
+    async def _take_memory(self) -> None:
+        self._cache.allocate()
 
-    async def close(self) -> None:
-        """Requests in flight fail; the memory is given back."""
-        if self._ledger.is_closed:
-            return
-        self._fail_all(EngineError("the engine was closed while the request was in flight."))
-        self._ledger.is_closed = True
+    async def _close(self) -> None:
         if not self._ledger.is_asleep:
-            self._free_memory()
+            self._release()
 
     # -- arrival ------------------------------------------------------------------------------
 
-    def _start(self, request: Request) -> Sequence:
-        ids = checked_prompt(request, self.capabilities)
-        check_abilities(request, self.capabilities)
+    def _start(self, request: Request, ids: Int32Array) -> Sequence:
         sampling, limit = request.sampling, limit_of(request, self.capabilities)
         weights = self._weights_of(request.adapter, where=f"request {request.id}")
         order = next(self._arrivals)
@@ -384,7 +303,7 @@ class EmbeddedEngine(Engine):
         self._drive()
         return sequence
 
-    def _weights_of(self, adapter: str, *, where: str) -> Weights:
+    def _weights_of(self, adapter: str, *, where: str) -> WeightsKey:
         if not adapter:
             return self._base
         if adapter not in self._adapters:
@@ -442,7 +361,7 @@ class EmbeddedEngine(Engine):
         ids, logprobs = draws.wait()
         self._after_sampling(ids[places], logprobs[places], draws.support)
 
-    def _launch(self) -> Draws | None:
+    def _launch(self) -> PendingDraws | None:
         """Begins a step. None if it only prefills."""
         rows, cache, draws = self._rows, self._cache, None
         chunks, broken = self._scheduler.plan(), []
@@ -465,7 +384,7 @@ class EmbeddedEngine(Engine):
                 packed, support = rows.sample(logits, self._model.ops, first=num_drawn)
                 drawn = packed if drawn is None else torch.cat([drawn[:, :num_fed], packed], 1)
             if drawn is not None:
-                draws = Draws(drawn, rows.num, support)
+                draws = PendingDraws(drawn, rows.num, support)
             if chunks and computed is not None:
                 broken = self._score_chunks(chunks, computed)  # waits for the device
         rows.places[: rows.num] = np.arange(rows.num)
@@ -481,7 +400,7 @@ class EmbeddedEngine(Engine):
     def _can_replay(self) -> bool:
         return not self._rows.adapters[: self._rows.num].any()
 
-    def _launch_ahead(self, draws: Draws, places: np.ndarray) -> Draws | None:
+    def _launch_ahead(self, draws: PendingDraws, places: np.ndarray) -> PendingDraws | None:
         """Begins the step after `draws`; `places` has the index of each row's draw. None if the
         rows may change, or do not draw inside a graph."""
         rows, graphs = self._rows, self._graphs
@@ -496,9 +415,11 @@ class EmbeddedEngine(Engine):
             drawn, _ = graphs.run(self._model, drawn_ids=ids)
             assert drawn is not None, "the rule is captured"
             rows.places[: rows.num] = np.arange(rows.num)
-            return Draws(drawn, rows.num)
+            return PendingDraws(drawn, rows.num)
 
-    def _compute(self, chunks: Seq[Chunk], *, num_rows: int) -> tuple[list[Chunk], torch.Tensor]:
+    def _compute(
+        self, chunks: Seq[PrefillChunk], *, num_rows: int
+    ) -> tuple[list[PrefillChunk], torch.Tensor]:
         """Feeds the first `num_rows` rows and the chunks, outside of a graph: (the chunks in the
         order of their tokens, hidden states [T, D])."""
         rows, cache, model = self._rows, self._cache, self._model
@@ -521,7 +442,7 @@ class EmbeddedEngine(Engine):
         return chunks, hidden
 
     def _predictors(
-        self, chunks: Seq[Chunk], hidden: torch.Tensor, *, num_rows: int
+        self, chunks: Seq[PrefillChunk], hidden: torch.Tensor, *, num_rows: int
     ) -> torch.Tensor:
         """Hidden states to draw tokens from: of rows, and of the last tokens of prompts, which
         become rows."""
@@ -530,7 +451,7 @@ class EmbeddedEngine(Engine):
         places = np.array([*range(num_rows), *self._finish_prefill(chunks)], np.int64)
         return hidden[to_device(places, hidden.device)]
 
-    def _finish_prefill(self, chunks: Seq[Chunk]) -> list[int]:
+    def _finish_prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
         """Adds rows for requests whose prefill ends in this step; returns the places of their last
         tokens."""
         ended = [chunk for chunk in chunks if chunk.is_last and not chunk.sequence.scoring]
@@ -539,13 +460,13 @@ class EmbeddedEngine(Engine):
             self._rows.append(chunk.sequence)
         return [chunk.place.stop - 1 for chunk in ended]
 
-    def _score_chunks(self, chunks: Seq[Chunk], hidden: torch.Tensor) -> list[Sequence]:
+    def _score_chunks(self, chunks: Seq[PrefillChunk], hidden: torch.Tensor) -> list[Sequence]:
         """Computes log-probs of scored texts. Returns the requests whose hidden states are not
         finite: their keys and values would be NaN. Requests that sample in this step are checked
         elsewhere."""
         finite = None
         broken: list[Sequence] = []
-        scored: dict[float, list[tuple[Scoring, Chunk]]] = {}
+        scored: dict[float, list[tuple[Scoring, PrefillChunk]]] = {}
         for chunk in chunks:
             scoring = chunk.sequence.scoring
             if chunk.is_last and scoring is None:
@@ -561,7 +482,7 @@ class EmbeddedEngine(Engine):
         return broken
 
     def _write_scores(
-        self, parts: Seq[tuple[Scoring, Chunk]], hidden: torch.Tensor, temperature: float
+        self, parts: Seq[tuple[Scoring, PrefillChunk]], hidden: torch.Tensor, temperature: float
     ) -> None:
         """Scores all chunks of one temperature at once, since many are a few tokens long."""
         wanted = [slice(chunk.start + 1, chunk.stop + 1) for _, chunk in parts]
@@ -577,7 +498,7 @@ class EmbeddedEngine(Engine):
         for (scoring, _), at, of_chunk in zip(parts, wanted, found, strict=True):
             scoring.logprobs[at] = of_chunk
 
-    def _after_chunk(self, chunk: Chunk) -> None:
+    def _after_chunk(self, chunk: PrefillChunk) -> None:
         sequence, scoring = chunk.sequence, chunk.sequence.scoring
         sequence.num_computed = chunk.stop
         if scoring is None:
@@ -591,10 +512,12 @@ class EmbeddedEngine(Engine):
             if not scoring.future.done():
                 scoring.logprobs[: scoring.first] = np.nan
                 num_cached = max(sequence.num_cached, 0)
-                num_prefilled = sequence.num_to_compute - num_cached
-                values, weights = scoring.logprobs, sequence.weights
-                scores = self._scores(
-                    values, weights, num_cached=num_cached, num_prefilled=num_prefilled
+                scores = Scores(
+                    logprobs=scoring.logprobs,
+                    policy_version=sequence.weights.version,
+                    num_cached_tokens=num_cached,
+                    num_prefilled_tokens=sequence.num_to_compute - num_cached,
+                    fingerprint=self._fingerprint_text,
                 )
                 scoring.future.set_result(scores)
 
@@ -658,9 +581,7 @@ class EmbeddedEngine(Engine):
         if sequence.row >= 0:
             rows, count = self._rows, int(self._rows.counts[sequence.row])
             return rows.sampled_ids[sequence.row, :count], rows.logprobs[sequence.row, :count]
-        if sequence.sampled_ids is None or sequence.sampled_logprobs is None:
-            return np.empty(0, np.int32), np.empty(0, np.float32)
-        return sequence.sampled_ids, sequence.sampled_logprobs
+        return sequence.sampled
 
     def _send(
         self, sequence: Sequence, reason: FinishReason | None = None, stop: int | str | None = None
@@ -683,7 +604,11 @@ class EmbeddedEngine(Engine):
             num_prefilled_tokens=prefilled,
             routed_experts=self._fresh_routes(sequence, len(ids)),
             support=None if support is None else Ragged.of_rows(support[fresh]),
-            fingerprint=self._fingerprint_of(sequence),
+            fingerprint=(
+                replace(self._fingerprint, kv="kept").text
+                if sequence.has_old_keys
+                else self._fingerprint_text
+            ),
         )
         self._ledger.deliver(sequence, delta)
 
@@ -705,11 +630,6 @@ class EmbeddedEngine(Engine):
         routes = np.concatenate([*sequence.routes, fresh])
         sequence.routes, sequence.num_routed = [], stop
         return routes
-
-    def _fingerprint_of(self, sequence: Sequence) -> str:
-        if sequence.has_old_keys:
-            return replace(self._fingerprint, kv="kept").text
-        return self._fingerprint_text
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None) -> None:
         """Sends the last delta and removes the request."""
@@ -769,7 +689,7 @@ class EmbeddedEngine(Engine):
             self._ahead.wait()
             self._ahead = None
 
-    def _free_memory(self) -> None:
+    def _release(self) -> None:
         """Frees the memory that is not the model's."""
         self._drop_ahead()
         self._cache.deallocate()
@@ -822,6 +742,24 @@ class EmbeddedEngine(Engine):
             load_weights(self._model, tensors, where=where)
         except Exception as error:
             raise TornWeightsError(f"{where}: the weights were half loaded: {error}") from error
+
+
+def _make_cache(model: Decoder, config: EmbeddedConfig) -> PagedCache:
+    shape, num_running, states = model.config, config.max_num_sequences, None
+    if shape.linear is not None:
+        num_kept = num_running if config.prefix_cache else 0
+        states = StateCache(
+            shape.linear, num_running=num_running, num_kept=num_kept, like=model.embedding
+        )
+    return PagedCache(
+        (len(shape.attention_layers), shape.num_kv_heads, shape.key_dim),
+        num_pages=config.kv_cache_tokens // config.page_size,
+        page_size=config.page_size,
+        is_caching=config.prefix_cache,
+        like=model.embedding,
+        has_values=shape.latent is None,
+        states=states,
+    )
 
 
 def sized(

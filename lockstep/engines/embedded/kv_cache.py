@@ -51,7 +51,7 @@ class PageNode:
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class PageLease:
     """The pages that one request holds, in the order of its positions."""
 
     epoch: int
@@ -132,24 +132,23 @@ class PagedCache:
 
     def __init__(
         self,
+        shape: tuple[int, int, int],
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
         num_pages: int,
         page_size: int,
         is_caching: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: torch.Tensor,
         has_values: bool = True,
         states: StateCache | None = None,
     ) -> None:
-        """has_values: False where keys hold the values; `values` is then `keys`. states: of a model
-        with linear attention; then only prefixes up to a kept state are reused."""
+        """shape: layers, heads of the keys, their width. like: a tensor with the keys' dtype and
+        device. has_values: False where keys hold the values; `values` is then `keys`. states: of a
+        model with linear attention; then only prefixes up to a kept state are reused."""
         self.has_values, self.states = has_values, states
         self.page_size, self.num_pages, self.is_caching = page_size, num_pages, is_caching
-        self._shape = (num_layers, num_kv_heads, num_pages + 1, page_size, head_dim)
-        self._dtype, self._device = dtype, device
+        num_layers, num_heads, width = shape
+        self._shape = (num_layers, num_heads, num_pages + 1, page_size, width)
+        self._dtype, self._device = like.dtype, like.device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
         self.epoch = 0
         self._below: dict[PageNode | int, dict[PageNode, None]] = {}
@@ -211,14 +210,14 @@ class PagedCache:
 
     # -- leases -------------------------------------------------------------------------------
 
-    def open(self, ids: Ids, *, reuse: int, root: int = 0) -> Lease | None:
+    def open(self, ids: Ids, *, reuse: int, root: int = 0) -> PageLease | None:
         """Pages for all of `ids`; cached positions among the first `reuse` need not be computed
         again. root: number of the weights that compute the keys; paths of different roots share
         nothing.
 
         None, without any change, if there are not enough pages.
         """
-        lease = Lease(self.epoch, root)
+        lease = PageLease(self.epoch, root)
         path, partial, length, border = self._find(ids, reuse, root)
         for node in path:
             self._use(node)
@@ -249,14 +248,14 @@ class PagedCache:
         lease.pages += [self._take() for _ in range(needed)]
         return lease
 
-    def grow(self, lease: Lease) -> int | None:
+    def grow(self, lease: PageLease) -> int | None:
         """Adds a page; None if none is available."""
         if not self.num_available:
             return None
         lease.pages.append(self._take())
         return lease.pages[-1]
 
-    def commit(self, lease: Lease, ids: Ids) -> None:
+    def commit(self, lease: PageLease, ids: Ids) -> None:
         """Enters the computed positions, whose tokens are `ids`, into the trie."""
         if not self.is_caching or lease.epoch != self.epoch or len(ids) <= lease.num_committed:
             return
@@ -287,7 +286,7 @@ class PagedCache:
                 node.borders += (offset,)
             self.states.keep(lease.slot, (node, offset))
 
-    def close(self, lease: Lease, ids: Ids, *, keep: bool = True) -> None:
+    def close(self, lease: PageLease, ids: Ids, *, keep: bool = True) -> None:
         """Ends a lease whose computed positions hold `ids`; keeps them cached if `keep`."""
         if keep:
             self.commit(lease, ids)
@@ -418,7 +417,7 @@ class PagedCache:
             del self._idle[node]
         node.num_users += 1
 
-    def _unuse(self, lease: Lease) -> None:
+    def _unuse(self, lease: PageLease) -> None:
         for node in reversed(lease.nodes):
             node.num_users -= 1
             if node.num_users == 0:

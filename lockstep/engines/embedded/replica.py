@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.worker_engine import WorkerEngine
-from lockstep.launch.workers import start_worker
+from lockstep.launch.workers import WorkerProcess
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.ops.base import Ops
@@ -29,8 +29,8 @@ def make_replica(model: Decoder, config: EmbeddedConfig, context: EngineContext)
     scratch = context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-"))
     gpu = context.gpus[context.replica : context.replica + 1]
     start = partial(
-        start_worker,
-        "lockstep.engines.worker_host:serve",
+        WorkerProcess,
+        "lockstep.engines.worker_engine:serve",
         name=f"engine {context.replica}",
         log=scratch / "engine.log",
         environment={"CUDA_VISIBLE_DEVICES": gpu[0]} if gpu else {},
@@ -61,15 +61,14 @@ def make_here(
     config: EmbeddedConfig,
     *,
     directory: str,
-    token_bytes: Sequence[bytes],
-    control_ids: Sequence[int],
     dtype: str,
     vocab_size: int,
     device: str,
     threads: int,
     ops: Ops,
+    **tokens: Any,
 ) -> EmbeddedEngine:
-    """The engine of a worker, which sees one GPU only."""
+    """The engine of a worker, which sees one GPU only. tokens: arguments of `EmbeddedEngine`."""
     if ops.name == "invariant":
         ask_for_reproducible_gemm()  # where the trainer's environment is not this one's
     torch.set_num_threads(threads)
@@ -77,6 +76,4 @@ def make_here(
         directory, dtype=getattr(torch, dtype), device=device, ops=ops, vocab_size=vocab_size
     )
     model.requires_grad_(False)
-    return EmbeddedEngine(
-        model, config, token_bytes=token_bytes, control_ids=control_ids, is_shared=False
-    )
+    return EmbeddedEngine(model, config, is_shared=False, **tokens)

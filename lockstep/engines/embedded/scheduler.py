@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.engines.embedded.batch import Chunk, Rows, Sequence
+from lockstep.engines.embedded.batch import BatchRows, PrefillChunk, Sequence
 from lockstep.engines.embedded.kv_cache import PagedCache
 from lockstep.ops.contract import CHUNK
 from lockstep.ops.packed import num_equal
@@ -23,7 +23,7 @@ class Scheduler:
     """Waiting, prefilling and running requests over one cache."""
 
     def __init__(
-        self, config: EmbeddedConfig, rows: Rows, cache: PagedCache, stats: Counter[str]
+        self, config: EmbeddedConfig, rows: BatchRows, cache: PagedCache, stats: Counter[str]
     ) -> None:
         self.rows, self.cache, self.stats = rows, cache, stats
         self.max_sequences, self.max_tokens = config.max_num_sequences, config.max_step_tokens
@@ -64,8 +64,8 @@ class Scheduler:
         rows, row = self.rows, sequence.row
         if row >= 0:
             count = int(rows.counts[row])
-            sequence.sampled_ids = rows.sampled_ids[row, :count].copy()
-            sequence.sampled_logprobs = rows.logprobs[row, :count].copy()
+            sampled = rows.sampled_ids[row, :count], rows.logprobs[row, :count]
+            sequence.sampled = sampled[0].copy(), sampled[1].copy()
             if sequence.routes is not None and count > sequence.num_sent:
                 # Save the routes that were sampled with; computed again, some may differ.
                 stop = int(rows.positions[row])
@@ -97,12 +97,12 @@ class Scheduler:
 
     # -- one step -----------------------------------------------------------------------------
 
-    def plan(self) -> list[Chunk]:
+    def plan(self) -> list[PrefillChunk]:
         """Allocates pages, admits requests, and returns this step's prefill chunks."""
         self._give_pages()
         self._admit()
         budget = self.max_tokens - self.rows.num
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         for sequence in self.prefilling:
             if budget <= 0:
                 break
@@ -113,7 +113,7 @@ class Scheduler:
                 # same prompt go on from the last one before its last token, which each must feed.
                 stop = max(min(stop, whole - 1) // CHUNK * CHUNK, begin + CHUNK)
             stop = min(stop, whole)
-            chunks.append(Chunk(sequence, sequence.num_computed, stop))
+            chunks.append(PrefillChunk(sequence, sequence.num_computed, stop))
             budget -= stop - sequence.num_computed
         self._is_settled = True
         return chunks

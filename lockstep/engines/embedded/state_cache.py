@@ -24,15 +24,10 @@ class StateCache:
     """Memory for states, and which of its slots are in use."""
 
     def __init__(
-        self,
-        shape: LinearShape,
-        *,
-        num_running: int,
-        num_kept: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: LinearShape, *, num_running: int, num_kept: int, like: Tensor
     ) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+        """like: a tensor with the dtype and device of the states' tails."""
+        self._shape, self._dtype, self._device = shape, like.dtype, like.device
         self._num_running, self._num_kept = num_running, num_kept
         self._kept: OrderedDict[Hashable, int] = OrderedDict()
         """Key -> kept state, the least recently used first."""
@@ -66,16 +61,14 @@ class StateCache:
     def begin(self, key: Hashable | None) -> int:
         """A slot for a sequence that goes on from the state kept at `key`, or from none."""
         slot, states = self._free.pop(), self.states
-        if key is None:
-            states.state[:, slot] = 0
-            states.tails[:, slot] = 0
-            states.border_tails[:, slot] = 0
-            return slot
-        self._kept.move_to_end(key)
-        kept = self._kept[key]
-        states.state[:, slot] = self._kept_states[:, kept]
-        states.tails[:, slot] = self._kept_tails[:, kept]
-        states.border_tails[:, slot] = self._kept_tails[:, kept]
+        if key is not None:
+            self._kept.move_to_end(key)
+        for running, kept in (
+            (states.state, self._kept_states),
+            (states.tails, self._kept_tails),
+            (states.border_tails, self._kept_tails),
+        ):
+            running[:, slot] = 0 if key is None else kept[:, self._kept[key]]
         return slot
 
     def end(self, slot: int) -> None:

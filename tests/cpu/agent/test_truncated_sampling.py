@@ -75,7 +75,7 @@ def test_an_engine_that_cannot_record_what_was_drawn_from_is_refused_before_the_
     engine = Tempered(lambda request: ANSWER)
     check_capabilities(engine, vocab_size=10, max_tokens=10)
     with pytest.raises(CapabilityError, match=r"one records log-probs of tempered; .*\(sampled\)"):
-        check_capabilities(engine, vocab_size=10, max_tokens=10, is_truncated=True)
+        check_capabilities(engine, vocab_size=10, max_tokens=10, needs=["truncation"])
 
 
 # -- episodes -------------------------------------------------------------------------------------

@@ -11,14 +11,11 @@ from lockstep.engines.embedded.kv_cache import PagedCache
 
 def make_cache(num_pages=8, page_size=4, is_caching=True):
     return PagedCache(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
+        (1, 1, 1),
         num_pages=num_pages,
         page_size=page_size,
         is_caching=is_caching,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        like=torch.empty(0),
     )
 
 

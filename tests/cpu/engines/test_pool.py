@@ -11,7 +11,7 @@ from test_check_engine import PROMPT, TOKEN_BYTES
 
 from lockstep.engines.config import EmbeddedConfig, PoolConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.engines.pool import EVENTS, Pool
+from lockstep.engines.pool import Pool
 from lockstep.errors import ConfigError, EngineDownError, EngineError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.observe.metrics import find_metric
@@ -161,7 +161,7 @@ def test_whatever_a_replica_does_each_reply_is_the_one_of_a_sound_engine(fault, 
         assert counts[COUNTED[fault]] > 0
     assert counts["failed_requests"] == 0
     assert all(find_metric(f"engine/{name}") for name in counts)
-    assert all(later[name] == 0 for name in EVENTS)  # told once
+    assert all(later[name] == 0 for name in Pool.EVENTS)  # told once
 
 
 def test_a_reply_that_goes_on_elsewhere_asks_for_what_is_left_alone():

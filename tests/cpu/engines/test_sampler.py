@@ -7,7 +7,7 @@ from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engines.embedded.batch import Rule, sample, stream_of, uniforms
+from lockstep.engines.sampling import DrawRule, sample, stream_of, uniforms
 from lockstep.ops.base import Ops
 
 OPS = Ops()
@@ -49,7 +49,7 @@ def test_a_draw_is_the_inverse_of_the_filtered_distribution(seed, temperature, t
     logits = rng.normal(0, 3, (6, 40)).astype(np.float32)
     u = rng.integers(0, 2**24, 6).astype(np.float32) / np.float32(2**24)
     filters = {"top_p": torch.full((6,), top_p), "top_k": torch.full((6,), top_k)}
-    rule = Rule(temperature, top_p < 1 or top_k > 0, "sampled")
+    rule = DrawRule(temperature, top_p < 1 or top_k > 0, "sampled")
     ids, logprobs, _ = sample(torch.from_numpy(logits), torch.from_numpy(u), rule, OPS, **filters)
     for row in range(6):
         # A filter decides at a sum of probabilities, which float32 rounds: ask also beside it.
@@ -72,7 +72,7 @@ def test_rows_of_different_filters_do_not_disturb_each_other():
     u = torch.from_numpy(rng.random(5).astype(np.float32))
     top_p = torch.tensor([1.0, 0.5, 0.9, 0.1, 1.0])
     top_k = torch.tensor([3, 0, 4, 0, 1])
-    rule = Rule(0.8, True, "sampled")
+    rule = DrawRule(0.8, True, "sampled")
     ids, logprobs, _ = sample(logits, u, rule, OPS, top_p=top_p, top_k=top_k)
     for i in range(5):
         alone = sample(
@@ -91,7 +91,7 @@ def test_a_token_without_probability_is_never_drawn():
     logits = torch.full((4, 10), -200.0)
     logits[:, 3] = 0.0
     u = torch.tensor([0.0, 2.0**-24, 0.5, 1 - 2.0**-24])
-    for rule in (Rule(1.0, False, "tempered"), Rule(1.0, True, "sampled")):
+    for rule in (DrawRule(1.0, False, "tempered"), DrawRule(1.0, True, "sampled")):
         filters = {"top_p": torch.full((4,), 0.9), "top_k": torch.zeros(4, dtype=torch.int64)}
         ids, logprobs, _ = sample(logits, u, rule, OPS, **(filters if rule.is_filtered else {}))
         assert ids.tolist() == [3] * 4 and logprobs.abs().max() == 0
@@ -99,7 +99,7 @@ def test_a_token_without_probability_is_never_drawn():
 
 def test_greedy_takes_the_largest_logit_and_ignores_the_uniform():
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 5.0, 1.0]])
-    ids, logprobs, _ = sample(logits, torch.rand(2), Rule(0.0, False, "tempered"), OPS)
+    ids, logprobs, _ = sample(logits, torch.rand(2), DrawRule(0.0, False, "tempered"), OPS)
     assert ids.tolist() == [1, 0]
     assert torch.allclose(logprobs, logits.log_softmax(-1).amax(-1))
 
@@ -107,9 +107,9 @@ def test_greedy_takes_the_largest_logit_and_ignores_the_uniform():
 def test_a_logit_that_is_no_number_shows_in_the_log_prob():
     logits = torch.tensor([[0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0], [0.0, 1.0, 2.0]])
     for rule in (
-        Rule(1.0, False, "tempered"),
-        Rule(0.0, False, "tempered"),
-        Rule(1.0, True, "sampled"),
+        DrawRule(1.0, False, "tempered"),
+        DrawRule(0.0, False, "tempered"),
+        DrawRule(1.0, True, "sampled"),
     ):
         filters = {"top_p": torch.full((3,), 0.9), "top_k": torch.zeros(3, dtype=torch.int64)}
         ids, logprobs, _ = sample(
@@ -126,7 +126,7 @@ def test_draws_follow_the_distribution():
     streams = np.array([stream_of(seed) for seed in range(n)])
     u = uniforms(streams, np.full(n, 17))
     logits = torch.from_numpy(np.log(probs).astype(np.float32)).expand(n, -1)
-    ids, _, _ = sample(logits, torch.from_numpy(u), Rule(1.0, False, "tempered"), OPS)
+    ids, _, _ = sample(logits, torch.from_numpy(u), DrawRule(1.0, False, "tempered"), OPS)
     counts = np.bincount(ids.numpy(), minlength=10)
     assert ((counts - n * probs) ** 2 / (n * probs)).sum() < 33.7
 

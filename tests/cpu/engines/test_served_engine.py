@@ -271,9 +271,9 @@ def test_a_run_whose_engine_takes_no_weights_is_refused():
     fixed, _ = served(distributions=("model",))
     fixed.wire.claims["weight_sources"] = ()
     engine_limits = {"vocab_size": 97, "max_tokens": 200}
-    check_capabilities(engine, **engine_limits, is_trained=True)
+    check_capabilities(engine, **engine_limits, needs=["training"])
     check_capabilities(fixed, **engine_limits)
     with pytest.raises(CapabilityError, match="takes no new weights"):
-        check_capabilities(fixed, **engine_limits, is_trained=True)
+        check_capabilities(fixed, **engine_limits, needs=["training"])
     with pytest.raises(CapabilityError, match=r"Set agent\.temperature=1"):
         check_capabilities(fixed, **engine_limits, temperature=0.7)

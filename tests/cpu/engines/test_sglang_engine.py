@@ -174,7 +174,7 @@ def test_an_adapter_goes_by_its_name_and_the_one_before_is_unloaded(tmp_path):
 
         asyncio.run(run())
         (name,) = server.adapters
-    assert name.endswith("-2") and server.bodies[-1][1]["lora_path"] == name
+    assert name.startswith("policy~") and server.bodies[-1][1]["lora_path"] == name
 
 
 def test_a_load_that_the_server_refuses_says_why(tmp_path):

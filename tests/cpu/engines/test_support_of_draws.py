@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_models import VOCAB, ask, deltas_of, make_engine, make_model, prompt, request
 
-from lockstep.engines.embedded.batch import Rule, sample
+from lockstep.engines.sampling import DrawRule, sample
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 
@@ -148,9 +148,9 @@ def test_a_token_for_which_nothing_was_cut_has_an_empty_entry():
 def test_a_sampler_that_is_not_asked_hands_back_nothing():
     logits, filters = torch.randn(3, 10), {"top_p": torch.ones(3), "top_k": torch.full((3,), 4)}
     for distribution in ("model", "tempered", "sampled"):
-        rule = Rule(0.7, True, distribution)
+        rule = DrawRule(0.7, True, distribution)
         assert sample(logits, torch.rand(3), rule, Ops(), **filters)[2] is None
-    rule = Rule(0.7, True, "sampled", records_support=True)
+    rule = DrawRule(0.7, True, "sampled", records_support=True)
     ids, _, kept = sample(logits, torch.rand(3), rule, Ops(), **filters)
     assert kept.sum(1).tolist() == [4, 4, 4]
     assert kept.gather(1, ids[:, None]).all()

@@ -15,7 +15,7 @@ from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.registry import make_engine
-from lockstep.engines.worker_weights import outlines_of, tensors_in, written
+from lockstep.engines.worker_engine import outlines_of, tensors_in, written
 from lockstep.errors import (
     CapabilityError,
     CheckpointError,

@@ -1,6 +1,7 @@
 """Workers: messages both ways, ends that are told, and none left behind."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -9,8 +10,8 @@ import time
 
 import pytest
 
-from lockstep.errors import ConfigError
-from lockstep.launch.workers import gpus_of_rank, start_worker
+from lockstep.errors import ConfigError, EngineError, ServerRefusedError
+from lockstep.launch.workers import WorkerProcess, gpus_of_rank, portable
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def start(tmp_path):
 
     def start(work):
         log = tmp_path / "worker.log"
-        started.append(start_worker(f"worker_functions:{work}", name="worker 3", log=log))
+        started.append(WorkerProcess(f"worker_functions:{work}", name="worker 3", log=log))
         return started[-1]
 
     yield start
@@ -72,8 +73,8 @@ def test_a_worker_that_is_killed_is_told_of_at_once(start):
 def test_a_worker_ignores_ctrl_c_and_ends_with_the_process_that_started_it(tmp_path):
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from lockstep.launch.workers import start_worker\n"
-        "worker = start_worker('worker_functions:echo', name='w', log=Path(sys.argv[1]))\n"
+        "from lockstep.launch.workers import WorkerProcess\n"
+        "worker = WorkerProcess('worker_functions:echo', name='w', log=Path(sys.argv[1]))\n"
         "worker.send([1]); worker.receive(seconds=60)\n"
         "print(worker.pid, flush=True); time.sleep(100)"
     )
@@ -113,3 +114,12 @@ def test_workers_take_the_gpus_that_no_trainer_of_their_machine_has():
         places(12, 4, 2, 7)
     with pytest.raises(ConfigError, match=r"engine\.replicas has 3 for 4 processes that train"):
         places(3, 4, 4, 8)
+
+
+def test_an_error_travels_as_its_own_kind_and_a_foreign_one_with_its_name():
+    class OwnError(ServerRefusedError):
+        """A kind that only this process knows."""
+
+    travelled = pickle.loads(pickle.dumps(portable(OwnError("refused", status=503))))
+    assert type(travelled) is ServerRefusedError and str(travelled) == "refused"
+    assert str(portable(KeyError("x"), kind=EngineError)) == "KeyError: 'x'"

@@ -156,7 +156,7 @@ def test_a_load_that_fails_half_way_says_that_what_the_engine_runs_is_unknown():
 
     engine = Taking(trainer.model, half)
     publisher = publisher_of(trainer, engine, qualify="off")
-    with pytest.raises(EngineError, match=r"did not take version 1 .*17 of 26.* is unknown"):
+    with pytest.raises(EngineError, match=r"did not take version 1 .*17 of 26.* are unknown"):
         publish(publisher, 0, 1)
     assert publisher.level == "none"
     half_healed = publish(publisher, 2)  # a later load is taken whole

@@ -27,7 +27,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
-from lockstep.sync.changes import Change, group_of
+from lockstep.sync.changes import WeightChange, group_of
 from lockstep.sync.qualify import Stage, judge
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
@@ -52,7 +52,7 @@ def is_same(before, model):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_change_alters_every_tensor_and_is_undone_bit_for_bit(name, dtype):
     model = make_trainer(name, dtype=dtype).model
-    before, change = bits(model), Change(model)
+    before, change = bits(model), WeightChange(model)
     with change.made(change.names):
         after = bits(model)
         assert not [n for n in before if torch.equal(before[n], after[n])]
@@ -67,7 +67,7 @@ def test_a_change_alters_every_tensor_and_is_undone_bit_for_bit(name, dtype):
 def test_a_change_of_an_adapter_that_adds_nothing_yet_adds_half_of_a_weight():
     model = make_trainer("tiny-gpt-oss").model
     add_adapter(model, lora_shape(LoraConfig(), model.config), seed=0)
-    before, change = bits(model), Change(model, is_adapter_only=True)
+    before, change = bits(model), WeightChange(model, is_adapter_only=True)
     assert list(change.groups()) == ["adapter"]
     adapter = model.layers[0].attention.qkv_proj.lora
     weight = model.layers[0].attention.qkv_proj.weight

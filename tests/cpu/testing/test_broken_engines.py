@@ -13,7 +13,7 @@ from lockstep.config import resolve
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.engines.pool import EVENTS
+from lockstep.engines.pool import Pool
 from lockstep.engines.registry import make_engine, open_engine
 from lockstep.errors import ConfigError, EngineError, RolloutError
 from lockstep.models.hf_io import copy_decoder
@@ -93,7 +93,7 @@ def sampled(run):
 
 def events(run):
     """Each event's number over all rows."""
-    return {name: sum(row.get(f"engine/{name}", 0) for row in run.metrics) for name in EVENTS}
+    return {name: sum(row.get(f"engine/{name}", 0) for row in run.metrics) for name in Pool.EVENTS}
 
 
 @pytest.mark.parametrize(

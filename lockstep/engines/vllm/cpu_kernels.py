@@ -1,10 +1,16 @@
-"""Attention heads of any width on vLLM's CPU kernels; runs in the process of vLLM's model.
+"""Mends of vLLM's CPU kernels; runs in the process of vLLM's model.
 
-The kernels support widths of 32, 64, 80 ... only, and the first step with another width ends the
-engine. Keys, queries and values are padded with zeros to the next width and the output is cut:
+Heads: the kernels support widths of 32, 64, 80 ... only, and the first step with another width ends
+the engine. Keys, queries and values are padded with zeros to the next width and the output is cut:
 every sum has the same terms and some zeros. The scale is an argument and uses the true width.
 
-Guard: tests/vllm/test_served.py::test_a_shipped_model_is_sampled_as_the_trainer_computes_it
+Adapters: vLLM 0.32 marks rows without an adapter by the index -1, which torch reads as the last
+adapter. Such rows get its product when another row has an adapter. And it multiplies the rows of a
+prompt's log-probs by the adapters of the requests, one each: with two requests the shapes differ,
+and the step ends the engine. Adapters have no factors for the head here, so nothing is added there.
+
+Guard: tests/vllm/test_served.py::test_a_shipped_model_is_sampled_as_the_trainer_computes_it,
+tests/vllm/test_local.py::test_adapters_are_taken_by_name_and_mixed_in_a_batch
 """
 
 # pyright: reportMissingImports=false
@@ -19,11 +25,15 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
 
-def widen_narrow_heads() -> None:
-    """Makes vLLM's attention in this process accept heads of any width, on a CPU. Idempotent;
-    changes nothing on a GPU."""
-    if not current_platform.is_cpu() or hasattr(Attention, "true_head_size"):
-        return
+def mend_cpu_kernels() -> None:
+    """Makes vLLM in this process accept heads of any width, and compute each row of a batch by its
+    own adapter. Idempotent; changes nothing on a GPU."""
+    if current_platform.is_cpu() and not hasattr(Attention, "true_head_size"):
+        _widen_narrow_heads()
+        _mend_mixed_adapters()
+
+
+def _widen_narrow_heads() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     supported = CPUAttentionBackend.get_supported_head_sizes()
@@ -60,3 +70,20 @@ def widen_narrow_heads() -> None:
 
     Attention.true_head_size = 0  # type: ignore[attr-defined]
     Attention.__init__, Attention.forward = __init__, forward  # type: ignore[method-assign]
+
+
+def _mend_mixed_adapters() -> None:
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU as Wrapper
+
+    shrink = Wrapper.add_shrink
+
+    def add_shrink(self: Any, y: Tensor, x: Tensor, *args: Any, **settings: Any) -> None:
+        shrink(self, y, x, *args, **settings)
+        is_base = self.token_lora_indices < 0
+        for part in y:
+            part[: len(is_base)][is_base] = 0
+
+    Wrapper.add_shrink, Wrapper.add_lora_logits = add_shrink, _add_nothing
+
+
+def _add_nothing(self: Any, *args: Any, **settings: Any) -> None: ...
