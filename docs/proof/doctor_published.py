@@ -39,9 +39,11 @@ from lockstep.types import Message
 
 HERE = Path(__file__).parent
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
-RIGHT = {"rerendered", "reencoded", "missing_final", "shifted", "boundary"}
+RIGHT = {
+    "rerendered", "reencoded", "missing_final", "shifted", "boundary", "observation_trained",
+}  # fmt: skip
 """Causes that this program has: its history is rendered from decoded text, the last reply is lost,
-and log-probs are laid by a wrong length."""
+and log-probs are laid by a wrong length, on one run of tokens that has tool replies in it."""
 
 
 @dataclass
@@ -125,6 +127,8 @@ def told(diagnosis: Any) -> dict[str, Any]:
     return {
         "outcome": diagnosis.outcome, "headline": diagnosis.headline, "causes": causes,
         "is_right": bool(causes) and causes[0]["cause"] in RIGHT,
+        "is_undecided": not causes and diagnosis.outcome != "consistent",
+        "next_steps": diagnosis.next_steps,
         "k1": round(gap["k1"], 3), "k2": round(gap["k2"], 3),
     }  # fmt: skip
 

@@ -10,8 +10,11 @@ file by `lockstep.diagnose`, at four levels of data (LEVELS).
 
 A verdict is *right* if the first cause that is named is the injected one, by the classes of
 causes.py; *wrong* if it is another; *undecided* if the doctor says that the sides differ, or that
-it cannot judge, and names no cause; *consistent* if it says that nothing is wrong. Dumps whose gap
-is less than three times that of the noise alone are counted apart: their defect moves little.
+it cannot judge, and names no cause; *not shown* if it says that nothing is wrong as far as
+recorded, and lists the injected cause among those that this dump cannot show; *consistent* if it
+does not list it. A cause is *falsely ruled out* if its hypothesis is, and nothing names the cause.
+Dumps whose gap is less than three times that of the noise alone are counted apart: their defect
+moves little.
 A cause that nobody injected and that is called "proved" is counted as such. doctor_split.json says
 which players are held: their verdicts are for judging alone. What came out is in
 doctor-wild-HALF.json, or doctor-wild-HALF-SAMPLER.json.
@@ -47,6 +50,7 @@ from wild_vllm import why_missing
 
 from lockstep import diagnose
 from lockstep.doctor.causes import CAUSES, is_same_class
+from lockstep.doctor.explain import HYPOTHESES
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -1002,6 +1006,10 @@ def asked(work: Work, lines: Sequence[Line], level: str) -> dict[str, Any]:
         return {
             "named": found, "shares": shares, "outcome": diagnosis.outcome,
             "seconds": round(time.perf_counter() - began, 2),
+            "cannot_show": sorted(diagnosis.cannot_show),
+            "ruled_out": sorted({
+                HYPOTHESES[c].cause for c in diagnosis.ruled_out if c in HYPOTHESES
+            }),
         }  # fmt: skip
 
 
@@ -1012,7 +1020,7 @@ def is_of(name: str, cause: str) -> bool:
 
 
 def judged(
-    found: Mapping[str, Any], causes: Sequence[str], also: Collection[str] = ()
+    found: dict[str, Any], causes: Sequence[str], also: Collection[str] = ()
 ) -> dict[str, Any]:
     """also: causes that are as right where "rerendered" was injected."""
     names = list(found["named"])
@@ -1025,11 +1033,17 @@ def judged(
     outcome = found.get("outcome", "raised")
     verdict = "right" if first else "wrong" if names else outcome
     verdict = "undecided" if verdict in ("differs", "not_judged") else verdict
+    told, ruled_out = found.pop("cannot_show", ()), found.pop("ruled_out", ())
+    if verdict == "consistent" and causes and all(any(is_of(n, c) for n in told) for c in causes):
+        verdict = "not shown"
     return {
         "verdict": verdict,
         "first": first,
         "all": all(any(is_right(n, c) for n in names) for c in causes),
         "false_proved": [n for n in proved if not any(is_right(n, c) for c in causes)],
+        "false_ruled_out": [
+            c for c in causes if c in ruled_out and not any(is_right(n, c) for n in names)
+        ],
         **({"also": sorted(also)} if also else {}),
         **found,
     }
@@ -1196,6 +1210,7 @@ def summary(part: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "moves little or nothing": dict(Counter(c["verdict"] for c in silent)),
             "false_proved": dict(Counter(
                 f"{'+'.join(c['causes'])} -> {n}" for c in own for n in c["false_proved"])),
+            "false_ruled_out": sum(bool(c.get("false_ruled_out")) for c in own),
             "wrong": dict(Counter(
                 f"{'+'.join(c['causes'])}: {next(iter(c['named']))}"
                 for c in own if c["verdict"] == "wrong")),

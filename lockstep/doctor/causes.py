@@ -7,7 +7,7 @@ classes were fixed before the doctor was tried on anything.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,6 +27,8 @@ class Cause:
     """The defect, in one sentence."""
     remedy: str
     """The repair, in any trainer."""
+    shown_by: Sequence[str] = ("model",)
+    """Records that show the cause where it moves log-probs little: any one of them does."""
     in_trainers: Mapping[str, str] = field(default_factory=dict[str, str])
     """Trainer -> the setting or command that repairs it there."""
     in_engines: Mapping[str, str] = field(default_factory=dict[str, str])

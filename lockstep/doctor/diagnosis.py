@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lockstep.display import block, table
 from lockstep.doctor.causes import CAUSES, Cause
 from lockstep.doctor.examine import Examination, Share
-from lockstep.doctor.findings import Evidence, Finding, Setting
-from lockstep.doctor.gap import SPLIT_BY, Gap, Place, Split
+from lockstep.doctor.explain import MIN_SHARE
+from lockstep.doctor.findings import FLOAT_NOISE, MOST, Evidence, Finding, Setting
+from lockstep.doctor.gap import Gap, Place, Split
 from lockstep.doctor.inputs.base import HOW_TO_GET, Dump
 from lockstep.doctor.row_choice import RowChoice
 from lockstep.observe.alarms import CRITICAL_LIMIT, mismatch
+from lockstep.observe.parts import PARTS
 from lockstep.store.files import encode_number
 
 Outcome = Literal["consistent", "differs", "not_judged"]
@@ -24,14 +27,6 @@ EXIT_CODES: Mapping[Outcome, int] = {"consistent": 0, "differs": 1, "not_judged"
 Certainty = Literal["proved", "likely", "possible"]
 """proved: records of the dump contradict each other, or other ids, scored again by the model, give
 the recorded numbers. likely: it explains most of the gap. possible: it explains a part."""
-
-MOST = 0.5
-"""Share of the gap that a repair must remove to prove its cause, and a fit to be likely: no other
-cause can then explain as much."""
-
-FLOAT_NOISE = 1e-4
-"""Upper bound in nats of |d| between two float32 computations of the same thing: metrics of a run
-call a token above it an outlier (`correction/metrics.py: OUTLIER_DIFF`)."""
 
 MAX_EXPECTED = 2000
 """Expected ids that are given for one place: more tell nothing, and would fill a page."""
@@ -68,7 +63,7 @@ class Diagnosis:
             ("input", f"{self.dump.format}, {examined.num_rows:,} rows"),
             ("compared", f"{examined.gap.tokens:,} of {examined.num_tokens:,} tokens"),
             ("k2", f"{gap['k2']:.2e}, largest difference {gap['max_abs_diff']:.2e}"),
-            ("ruled out", f"{len(self.with_verdict('consistent'))} facts and hypotheses"),
+            ("ruled out", f"{len(self.ruled_out)} facts and hypotheses"),
             ("not checkable", f"{len(self.with_verdict('not_checkable'))}"),
             *(("next", step) for step in self.next_steps),
         ]
@@ -131,7 +126,27 @@ class Diagnosis:
             if self.alarm > CRITICAL_LIMIT and self.examination.is_numeric:
                 told = f"a step of the run has a mismatch of {self.alarm:.3g}"
             return f"unexplained: {told}"
-        return ""
+        records = Counter(by[0] for by in self.cannot_show.values()).most_common(2)
+        more = " and ".join(record for record, _ in records)
+        return f"as far as recorded; {more} would show more" if more else ""
+
+    @property
+    def cannot_show(self) -> dict[str, Sequence[str]]:
+        """Cause -> records. Each of them shows the cause in rows that look consistent without it:
+        the cause moves log-probs by less than numerics do, or not at all."""
+        has = self.dump.has | self.setting.has
+        return {
+            cause.name: cause.shown_by
+            for cause in CAUSES.values()
+            if self.outcome == "consistent" and has.isdisjoint(cause.shown_by)
+        }
+
+    @property
+    def ruled_out(self) -> list[str]:
+        """Facts that hold, and hypotheses where next to nothing is left unexplained."""
+        is_open = self.is_unexplained and self.examination.unexplained_k2 >= MIN_SHARE
+        found = [f.check for f in self.with_verdict("consistent")]
+        return [c for c in found if c.startswith("facts") or not is_open]
 
     @property
     def next_steps(self) -> list[str]:
@@ -251,7 +266,8 @@ class Diagnosis:
             "only": list(self.only),
             "gap": _means(examined.gap),
             "causes": [self._cause_to_json(cause, finding) for cause, finding in self.causes],
-            "ruled_out": [f.check for f in self.with_verdict("consistent")],
+            "ruled_out": self.ruled_out,
+            "cannot_show": {cause: list(by) for cause, by in self.cannot_show.items()},
             "not_checkable": {
                 f.check: self.missing_for(f) for f in self.with_verdict("not_checkable")
             },
@@ -316,7 +332,7 @@ def split_to_json(split: Split) -> dict[str, Any]:
     """Every part with its labels, agreement of routes, the steps, and the sizes of d."""
     return {
         "parts": {
-            part.name: [_place(place) for place in split.places(part.name)] for part in SPLIT_BY
+            part.name: [_place(place) for place in split.places(part.name)] for part in PARTS
         },
         "routes": {
             name: _means(gap)

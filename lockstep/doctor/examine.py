@@ -22,11 +22,12 @@ from lockstep.doctor.explain import (
     evidence_of,
     explain,
     repaired,
+    size,
 )
 from lockstep.doctor.facts.base import FACTS, Tally
-from lockstep.doctor.findings import MAX_EVIDENCE, Finding, Setting, Verdict
+from lockstep.doctor.findings import MAX_EVIDENCE, MOST, Finding, Setting, Verdict
 from lockstep.doctor.gap import Gap, Split
-from lockstep.doctor.hypotheses.unlike import rest_of
+from lockstep.doctor.hypotheses.unlike import NOISE, rest_of
 from lockstep.doctor.rows import Rows
 from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND, WARNING_LIMIT
 
@@ -40,11 +41,6 @@ SAMPLE_TOKENS = 1 << 16
 BLOCK_ROWS = 8
 """Rows that are drawn together: a group's rows share prompts, and attention may leak between
 neighbours."""
-HALF = 0.5
-"""Share of the gap that must be explained for a record that was learnt from the rows to count."""
-NOISE_FACTOR = 4.0
-"""Largest ratio of a numeric gap to the mean square gap of bfloat16: another engine's kernels round
-twice as far."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +123,7 @@ def limit_of(setting: Setting, rows: Rows | None) -> float:
     if setting.is_one_process:
         return ONE_PROCESS_BAND[1] * 100
     if setting.model is not None and rows is not None and setting.model.has_own(rows):
-        return max(NOISE_FACTOR * setting.model.noise(rows) / 2, DENSE_BAND[0])
+        return max(NOISE * setting.model.noise(rows) / 2, DENSE_BAND[0])
     return WARNING_LIMIT if setting.is_moe else DENSE_BAND[1]
 
 
@@ -186,7 +182,7 @@ def examine(
     else:
         out.limit = limit_of(setting, None)
         out.findings += [_lacking(h, sides - known) for h in HYPOTHESES.values()]
-    if out.unexplained_k2 > HALF and not out.is_numeric:
+    if out.unexplained_k2 > MOST and not out.is_numeric:
         # A record that was learnt from rows whose gap nothing explains proves nothing.
         learnt = {
             f.cause
@@ -211,12 +207,13 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
     left = out.unexplained_k2
 
     def is_enough(view: View) -> bool:
-        d = view.rows.gap[view.rows.compared]
-        return not len(d) or float(np.square(d).mean()) <= 2 * within(limit, len(d))
+        d = view.rows.gap
+        return size(d) <= 2 * within(limit, int(np.isfinite(d).sum()))
 
     tried = [] if is_live and is_enough(view) else list(HYPOTHESES.values())
     found = explain(view, tried, is_enough=is_enough)
-    named = {judged.hypothesis.name: (judged, share, half) for judged, share, half in found.causes}
+    out.rivals = found.rivals
+    named = {judged.hypothesis.name for judged, *_ in found.causes}
     known = setting.has | view.rows.has
     for one in HYPOTHESES.values():
         if lacks := tuple(n for n in one.needs if n not in known):
@@ -225,15 +222,14 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
             out.findings.append(_finding(one, "not_checkable", found.errors[one.name]))
         elif one.name not in named:
             out.findings.append(_not_found(one, found))
-    before = view
     for judged, share, half in found.causes:
         share *= left
-        out.findings.append(_named(before, judged, share))
+        out.findings.append(_named(view, judged))
         least, most = max(share - half, 0.0), min(share + half, 1.0)
         out.shares.append(Share(cause=judged.cause, k2=share, least=least, most=most))
-        before = replace(before, rows=repaired(before, judged))
-    out.rivals = found.rivals
-    if setting.model is not None and not is_enough(before) and (told := rest_of(before)):
+        view = replace(view, rows=repaired(view, judged))
+    told = None if setting.model is None or is_enough(view) else rest_of(view, found)
+    if told is not None and told[0] not in {f.cause for f in out.findings}:
         cause, words = told
         rest, share = HYPOTHESES["hypotheses/rest"], out.unexplained_k2
         out.findings = [f for f in out.findings if f.check != rest.name]
@@ -241,7 +237,7 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
         out.shares.append(Share(cause=cause, k2=share, most=share))
     if found.causes:
         out.after = Split(tokenizer=setting.tokenizer)
-        out.after.add(before.rows)
+        out.after.add(view.rows)
 
 
 def _finding(one: Hypothesis, verdict: Verdict, measured: str, **more: Any) -> Finding:
@@ -252,7 +248,7 @@ def _lacking(one: Hypothesis, lacks: Iterable[str]) -> Finding:
     return _finding(one, "not_checkable", f"needs {', '.join(lacks)}", lacks=tuple(lacks))
 
 
-def _named(view: View, judged: Judged, share: float) -> Finding:
+def _named(view: View, judged: Judged) -> Finding:
     one, told = judged.hypothesis, judged.prediction
     num, rows = int(judged.hit.sum()), len(view.rows)
     return _finding(

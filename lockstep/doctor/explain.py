@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,18 +39,27 @@ Z = 3.5
 MIN_SHARE = 0.1
 """Share of the remaining gap that is named: less would not change what a user does."""
 TIE = 0.02
-"""Share within which two hypotheses explain equally well: the one with fewer fitted numbers wins.
-The error of a share in a sample of 32,768 tokens is about 1 %."""
+"""Share that makes no difference: two hypotheses explain equally well, or a bound holds. The error
+of a share in a sample of 32,768 tokens is about 1 %."""
 MAX_CAUSES = 3
 """Rounds: two causes, and one more to see that nothing is left."""
 CHUNK = 4
 """Neighbouring tokens that fall into the same half: errors of neighbours are correlated."""
 NUM_BLOCKS = 8
-"""Rows below which parts of rows count as rows: a standard error needs several."""
-BLOCK_TOKENS = 8
-SECONDS, ALL_SECONDS = 20.0, 90.0
+"""Least number of rows. Of fewer, parts of eight tokens count as rows: a standard error needs
+several."""
+SECONDS, ALL_SECONDS = 15.0, 60.0
 """Deadlines of one hypothesis in a round, and of all, in seconds of processor time: a diagnosis
 takes at most a minute on two cores, and finds the same on a busy machine."""
+
+
+SIDES = ("sampler", "trainer")
+
+
+def size(d: Float64Array) -> float:
+    """Mean square of the known differences."""
+    known = d[np.isfinite(d)]
+    return float(np.square(known).mean()) if len(known) else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,16 @@ class View:
         return out
 
     @property
+    def suspects(self) -> Sequence[str]:
+        """Sides that are further from the model than numerics; both where no model can tell."""
+        model = self.setting.model
+        if model is None or not model.has_own(self.rows):
+            return SIDES
+        plain = model.plain(self.rows)
+        far = [side for side in SIDES if size(getattr(self, side) - plain) > self.scale**2]
+        return far or SIDES
+
+    @property
     def is_late(self) -> bool:
         return time.process_time() > self.deadline
 
@@ -120,25 +140,14 @@ class Prediction:
     basis: Basis | None = None
 
     @classmethod
-    def of_side(
-        cls,
-        side: str,
-        values: Float64Array,
-        text: str,
-        *,
-        cause: str = "",
-        basis: Basis | None = None,
-        is_of_rows: bool = True,
-    ) -> Prediction:
+    def of_side(cls, side: str, values: Float64Array, text: str, **options: Any) -> Prediction:
         """A prediction of the column of one side: "sampler" or "trainer"."""
-        return cls(
-            text=text,
-            sampler=values if side == "sampler" else None,
-            trainer=values if side == "trainer" else None,
-            cause=cause,
-            basis=basis,
-            is_of_rows=is_of_rows,
-        )
+        options[side] = values
+        return cls(text=text, **options)
+
+    def is_of(self, sides: Sequence[str]) -> bool:
+        """True if it changes one of these sides."""
+        return any(getattr(self, side) is not None for side in sides)
 
 
 Predict = Callable[[View], Iterable[Prediction]]
@@ -186,22 +195,20 @@ def hypothesis(
     return register
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Judged:
-    """A hypothesis on some rows."""
+    """A hypothesis on some rows, in blocks: rows, or parts of rows where there are few."""
 
     hypothesis: Hypothesis
     prediction: Prediction
-    share: float
-    """Share of the gap, beyond chance, on rows that it was not fitted on."""
-    error: float
-    """Standard error of the share."""
-    null_error: float
-    """The same if there were nothing to explain."""
-    hit_share: float
-    """Share of the gap of the rows that it hits."""
-    num_blocks: int
-    """Rows, or parts of rows, that the error is of."""
+    gains: Float64Array
+    """[B] gain of each block on tokens that the prediction was not fitted on."""
+    lucky: Float64Array
+    """[B] gain by chance."""
+    whole: Float64Array
+    """[B] its gap."""
+    row: Any
+    """[B] its row."""
     hit: BoolArray
     """[R] rows that the prediction explains better."""
     after: Float64Array
@@ -211,11 +218,49 @@ class Judged:
     def cause(self) -> str:
         return self.prediction.cause or self.hypothesis.cause
 
+    @cached_property
+    def share(self) -> float:
+        """Share of the gap, beyond chance, on rows that it was not fitted on."""
+        return float((self.gains - self.lucky).sum() / self.whole.sum())
+
+    @cached_property
+    def error(self) -> float:
+        """Standard error of the share, which is a ratio: the error of its numerator."""
+        total = self.whole.sum()
+        return _norm(self.gains - self.gains.sum() / total * self.whole) / total
+
+    @property
+    def hit_share(self) -> float:
+        """Share of the gap of the blocks that it hits."""
+        is_hit = (self.gains > 0) | (not self.prediction.is_of_rows)
+        gained = (self.gains - self.lucky)[is_hit].sum()
+        return float(gained / max(self.whole[is_hit].sum(), 1e-12))
+
+    @property
+    def chance(self) -> float:
+        """Largest share that chance explains where nothing is wrong."""
+        null = min(self.error, _norm(self.gains - self.lucky) / self.whole.sum())
+        return Z * null * (1 + 4 / len(self.whole))  # of few blocks the error is unsure
+
     @property
     def is_beyond_chance(self) -> bool:
-        error = Z * self.null_error * (1 + 4 / self.num_blocks)  # of few blocks the error is unsure
         is_fit = self.hit_share >= self.hypothesis.least
-        return self.share > error and self.share >= MIN_SHARE and is_fit
+        return self.share > max(self.chance, MIN_SHARE) and is_fit
+
+    def within(self, rows: BoolArray, view: View) -> Judged:
+        """The same for a cause that hits these rows alone."""
+        is_in = rows[self.row]
+        return replace(
+            self,
+            gains=np.where(is_in, self.gains, 0.0),
+            lucky=np.where(is_in, self.lucky, 0.0),
+            hit=self.hit & rows,
+            after=np.where(rows[view.rows.row_of], self.after, view.rows.gap),
+        )
+
+
+def _norm(values: Float64Array) -> float:
+    return float(np.sqrt(np.square(values).sum()))
 
 
 def residual(view: View, prediction: Prediction) -> Float64Array:
@@ -254,34 +299,24 @@ def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction])
             gains[mine] = counted[chosen][:, mine].sum(0)
         else:
             gains += counted[int(parts[:, 1 - f].sum(1).argmax()), f]
-    best = int(fitted.sum(1).argmax())
-    prediction, total = predictions[best], float(whole.sum())
-    if not total:
+    prediction = predictions[int(fitted.sum(1).argmax())]
+    if not whole.any():
         return None
-    share = float(gains.sum() / total)
-    # A ratio over blocks: the error of its numerator, given the denominator.
-    error = float(np.sqrt(np.square(gains - share * whole).sum()) / total)
-    is_hit_block = (gains > 0) | (not prediction.is_of_rows)
-    lucky = prediction.chance * whole * is_hit_block
-    null = float(np.sqrt(np.square(gains - lucky).sum()) / total)
-    share -= float(lucky.sum()) / total
-    hit_share = float((gains - lucky)[is_hit_block].sum() / max(whole[is_hit_block].sum(), 1e-12))
     left = residual(view, prediction)
     hit = np.ones(len(rows), np.bool_)
     if prediction.is_of_rows:
-        gain = np.bincount(rows.row_of[at], recorded - view.loss(left[at]), len(rows))
-        hit = gain > 0
-    after = np.where(hit[rows.row_of], left, rows.gap)
+        hit = rows.row_sums(at, recorded - view.loss(left[at])) > 0
+    row = np.zeros(num, np.int64)
+    row[block] = rows.row_of[at]
     return Judged(
         hypothesis=hypothesis,
         prediction=prediction,
-        share=share,
-        error=error,
-        null_error=min(error, null),
-        hit_share=hit_share,
-        num_blocks=num,
+        gains=gains,
+        lucky=prediction.chance * whole * ((gains > 0) | (not prediction.is_of_rows)),
+        whole=whole,
+        row=row,
         hit=hit,
-        after=after,
+        after=np.where(hit[rows.row_of], left, rows.gap),
     )
 
 
@@ -297,9 +332,7 @@ def _blocks(rows: Rows) -> Any:
     """[N] number of the row, or of the part of a row where there are few rows."""
     if len(rows) >= NUM_BLOCKS:
         return rows.row_of
-    _, number = np.unique(
-        rows.row_of * (1 << 32) + _order(rows) // BLOCK_TOKENS, return_inverse=True
-    )
+    _, number = np.unique(rows.row_of * (1 << 32) + _order(rows) // NUM_BLOCKS, return_inverse=True)
     return number
 
 
@@ -316,45 +349,59 @@ class Explanation:
     errors: dict[str, str] = field(default_factory=dict[str, str])
     rivals: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """Cause -> causes that explain the same within their errors."""
-    view: View | None = None
-    """The view after all repairs."""
 
 
 def explain(
-    view: View,
-    hypotheses: Sequence[Hypothesis],
-    *,
-    is_enough: Callable[[View], bool],
-    whole: float | None = None,
+    view: View, hypotheses: Sequence[Hypothesis], *, is_enough: Callable[[View], bool]
 ) -> Explanation:
-    """Names the causes of the gap, the best first.
-
-    is_enough: whether what is left is numeric noise. whole: sum of d^2 that shares are of, where a
-    part of the gap has been explained by facts.
-    """
+    """Names the causes of the gap, the best first. is_enough: True if the rest is noise."""
     view = replace(view, deadline=time.process_time() + ALL_SECONDS)
-    out = Explanation(view=view)
-    whole = whole or _k2(view) or 1.0
+    out, whole = Explanation(), _k2(view) or 1.0
     for _ in range(MAX_CAUSES):
         before = _k2(view)
-        if is_enough(view) and (out.causes or not _may_be_exact(view)):
+        # Numeric noise hides a defect only if it is exact, and float32 none.
+        if is_enough(view) and (out.causes or size(view.rows.gap) <= 1e-9):
             break
         found = _round(view, hypotheses, out)
-        least = 0.8 if is_enough(view) else 0.0  # numeric noise hides a defect only if it is exact
+        least = 0.8 if is_enough(view) else 0.0
         named = [j for j in found if j.is_beyond_chance and j.share >= least]
         named = [j for j in named if j.cause not in {c.cause for c, *_ in out.causes}]
         if not named:
             break
-        best = max(named, key=lambda j: j.share)
-        tied = [j for j in named if best.share - j.share <= max(TIE, (1 - best.share) * TIE * 5)]
-        first = min(tied, key=lambda j: (j.hypothesis.fitted, -j.share))
-        out.rivals[first.cause] = sorted({j.cause for j in tied} - {first.cause})
+        first, rivals = _simplest(view, named)
+        out.rivals[first.cause] = sorted({j.cause for j in rivals} - {first.cause})
         view = replace(view, rows=repaired(view, first))
         after = _k2(view)
         share = max(before - after, 0.0) / whole
         out.causes.append((first, share, 2 * first.error * share))
-        out.view = view
     return out
+
+
+def _simplest(view: View, named: Sequence[Judged]) -> tuple[Judged, list[Judged]]:
+    """(the first cause, all causes that explain the same). A hypothesis that fits fewer numbers
+    goes before the best in the rows that it explains as well: a search over offsets explains every
+    row that is moved by one."""
+    best = max(named, key=lambda j: j.share)
+    rows, at = view.rows, view.rows.compared
+    slack = TIE * rows.row_sums(at, view.loss(rows.gap[at]))
+
+    def left(judged: Judged) -> Float64Array:
+        return rows.row_sums(at, view.loss(judged.after[at]))
+
+    allowed = left(best) * (1 + 5 * TIE) + slack
+    rivals, first = [best], best
+    for other in sorted(named, key=lambda j: (j.hypothesis.fitted, -j.share)):
+        is_as_good = left(other) <= allowed
+        if not other.prediction.is_of_rows:
+            is_as_good[:] = left(other).sum() <= allowed.sum()
+        part = other.within(is_as_good, view)
+        if not part.is_beyond_chance:
+            continue
+        if part.share >= best.share - 5 * TIE:
+            rivals.append(part := other)  # in all of its rows
+        if first is best and other.hypothesis.fitted < best.hypothesis.fitted:
+            first = part
+    return first, rivals
 
 
 def _k2(view: View) -> float:
@@ -362,15 +409,9 @@ def _k2(view: View) -> float:
     return float(np.square(d).sum())
 
 
-def _may_be_exact(view: View) -> bool:
-    """Whether there is any gap beyond float32 to explain."""
-    at = view.rows.compared
-    return bool(len(at)) and float(np.square(view.rows.gap[at]).mean()) > 1e-9
-
-
 def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> list[Judged]:
     found: list[Judged] = []
-    known = view.setting.has | view.rows.has
+    known, suspects = view.setting.has | view.rows.has, view.suspects
     for one in sorted(hypotheses, key=lambda h: "model" in h.needs):  # the cheap ones first
         if any(name not in known for name in one.needs):
             continue
@@ -378,7 +419,8 @@ def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> li
         predictions: list[Prediction] = []
         try:
             for prediction in one.predict(timed):
-                predictions.append(prediction)
+                if prediction.is_of(suspects):
+                    predictions.append(prediction)
                 if timed.is_late:
                     break
         except Exception as error:  # a plugin's bug, a template that refuses: the others go on

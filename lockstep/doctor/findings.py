@@ -22,6 +22,15 @@ Basis = Literal["shown", "repair", "fit"]
 """Why a cause is believed. shown: two records of the dump contradict each other. repair: other ids,
 scored again by the model, give the recorded numbers. fit: a function of the columns gives them."""
 
+MOST = 0.5
+"""Share of the gap that a repair must remove to prove its cause, a fit to be likely, and a record
+that was learnt from the rows to count: no other cause can then explain as much."""
+FLOAT_NOISE = 1e-4
+"""Upper bound in nats of |d| between two float32 computations of the same thing: metrics of a run
+call a token above it an outlier (`correction/metrics.py: OUTLIER_DIFF`)."""
+MIN_TOKENS = 32
+"""Tokens that a mean of squares takes, whose error is then a quarter; and numbers that must all lie
+on a grid: by chance, bfloat16 holds one float32 in 65,536."""
 MAX_EVIDENCE = 8
 """Places that a finding shows; its figures count all of them. A screen has room for one, the page
 for eight."""

@@ -6,23 +6,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.doctor.rows import Float64Array, Rows
-from lockstep.observe.parts import PARTS, Part
+from lockstep.observe.parts import PARTS
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import FORCED_LOGPROB, Int64Array
 
-SPELLINGS = ("word", "number", "punctuation", "space", "bytes", "control")
-"""Kinds of one token: has a letter; has a digit; neither; only blanks; part of a character; a
-control token."""
-SPELLING = Part("spelling", SPELLINGS, tuple(range(len(SPELLINGS))))
-SPLIT_BY = (*PARTS, SPELLING)
-"""Parts that the metrics of a step split by (`by_turn/0/k3`), and spelling."""
 RATIO_LIMIT = 20.0
 """Bound of log ratios before exp, as in correction/kl.py."""
 HISTOGRAM_EDGES = np.array([10.0**e for e in np.arange(-8.0, 2.01, 0.5)])
@@ -45,6 +39,11 @@ class Gap:
         self.k2 += other.k2
         self.k3 += other.k3
         self.max_abs = max(self.max_abs, other.max_abs)
+
+    def without(self, other: Gap) -> Gap:
+        """The sums that are not in the other's; the largest difference stays."""
+        names = ("tokens", "d", "k2", "k3")
+        return replace(self, **{n: getattr(self, n) - getattr(other, n) for n in names})
 
     def means(self) -> dict[str, float]:
         """k1 = mean(rollout - trainer), k2 and k3, as docs/correction.md defines them."""
@@ -115,7 +114,7 @@ class Place:
 
 @dataclass(kw_only=True)
 class Split:
-    """The gap of all added rows, split by SPLIT_BY, routes and steps.
+    """The gap of all added rows, split by PARTS, routes and steps.
 
     Memory does not grow with the rows.
 
@@ -135,7 +134,7 @@ class Split:
     """
 
     tokenizer: Tokenizer | None = None
-    """Needed to split by control tokens and spelling; None leaves these out."""
+    """Needed to split by control tokens; None leaves them out."""
     total: Gap = field(default_factory=Gap)
     steps: dict[int, Gap] = field(default_factory=lambda: defaultdict[int, Gap](Gap))
     routes: tuple[Gap, Gap] = field(default_factory=lambda: (Gap(), Gap()))
@@ -143,12 +142,10 @@ class Split:
     unless both sides' routes are recorded."""
 
     def __post_init__(self) -> None:
-        self._parts = {part.name: defaultdict[int, Gap](Gap) for part in SPLIT_BY}
+        self._parts = {part.name: defaultdict[int, Gap](Gap) for part in PARTS}
         """Part -> index of its label -> sums."""
         self._histogram = np.zeros((2, len(HISTOGRAM_EDGES) + 1), np.int64)
         self._num_equal = 0
-        self._spellings: dict[int, int] = {}
-        """Id -> index in SPELLINGS."""
 
     # -- taking in ----------------------------------------------------------------------------
 
@@ -159,7 +156,7 @@ class Split:
             return
         d = rows.gap[at]
         self.total.add(gap_of_all(rows))
-        for part in SPLIT_BY:
+        for part in PARTS:
             numbers = self._numbers(part.name, rows, at)
             if numbers is not None:
                 label = np.searchsorted(part.starts, numbers, side="right").clip(1) - 1
@@ -187,12 +184,7 @@ class Split:
             return rows.rollout_logprobs[at] > FORCED_LOGPROB
         if self.tokenizer is None:
             return None
-        ids, index = np.unique(rows.token_ids[at], return_inverse=True)
-        for id_ in ids.tolist():
-            if id_ not in self._spellings:
-                self._spellings[id_] = SPELLINGS.index(spelling_of(id_, self.tokenizer))
-        spelling = np.array([self._spellings[id_] for id_ in ids.tolist()])[index]
-        return spelling == SPELLINGS.index("control") if part == "kind" else spelling
+        return np.isin(rows.token_ids[at], list(self.tokenizer.control_ids))
 
     def _add_routes(self, rows: Rows, at: Int64Array, d: Float64Array) -> None:
         """Sums by agreement. A token is predicted by the routes of the position before it."""
@@ -210,7 +202,7 @@ class Split:
 
     def places(self, part: str) -> list[Place]:
         """The labels of a part that have compared tokens, in order."""
-        labels = next(p.labels for p in SPLIT_BY if p.name == part)
+        labels = next(p.labels for p in PARTS if p.name == part)
         return [
             Place(
                 part=part,
@@ -237,23 +229,8 @@ class Split:
         most concentrated first."""
         found = [
             place
-            for part in SPLIT_BY
+            for part in PARTS
             for place in self.places(part.name)
             if place.share_k2 > 0.5 and place.share_k2 >= 2 * place.share_tokens
         ]
         return sorted(found, key=lambda p: p.share_tokens / p.share_k2)[:limit]
-
-
-def spelling_of(id_: int, tokenizer: Tokenizer) -> str:
-    """Kind of text of one id; "bytes" for an id that the tokenizer does not have."""
-    if id_ in tokenizer.control_ids:
-        return "control"
-    is_known = 0 <= id_ < tokenizer.vocab_size
-    text = tokenizer.token_bytes(id_).decode(errors="replace") if is_known else ""
-    if not text or "\ufffd" in text:
-        return "bytes"
-    if text.isspace():
-        return "space"
-    if any(c.isalpha() for c in text):
-        return "word"
-    return "number" if any(c.isnumeric() for c in text) else "punctuation"

@@ -157,11 +157,13 @@ def _show_lists(diagnosis: Diagnosis, console: Console) -> None:
         for why, checks in needs.items()
     ]
 
-    def measured(verdict: str) -> list[str]:
-        return [f"{f.check}: {f.measured}" for f in diagnosis.with_verdict(verdict)]
-
+    ruled_out = diagnosis.ruled_out
+    tried: dict[bool, list[str]] = {True: [], False: []}
+    for finding in diagnosis.with_verdict("consistent"):
+        tried[finding.check in ruled_out].append(f"{finding.check}: {finding.measured}")
     for label, texts in (
-        ("ruled out", measured("consistent")),
+        ("ruled out", tried[True]),
+        ("not enough", tried[False]),
         ("not checked", missing),
     ):
         for text in texts[:NUM_LINES]:

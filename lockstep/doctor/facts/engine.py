@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.facts.base import MIN_PADDING, Contradiction, fact
+from lockstep.doctor.facts.base import MIN_EQUAL, Contradiction, fact
 from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows
 from lockstep.renderers.pieces import first_difference
@@ -16,37 +16,30 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array
 
 Ids = Int32Array
+_Found = dict[tuple[str, str, bool], list[tuple[int, int, Sequence[int]]]]
+"""(cause, note, whether the rest of the row follows from it) -> (begin, end, expected ids)."""
 
 
-@dataclass
 class _Places:
-    """Places by (cause, note, whether the rest of the row follows from it)."""
+    """Places by cause and note."""
 
-    found: dict[tuple[str, str, bool], list[tuple[int, int, Sequence[int]]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    def __init__(self) -> None:
+        self.found: _Found = defaultdict(list)
 
     def add(
-        self,
-        cause: str,
-        note: str,
-        begin: int,
-        end: int,
-        ids: Sequence[int] = (),
-        *,
-        on: bool = True,
+        self, cause: str, note: str, begin: int, end: int, ids: Any = (), *, on: bool = True
     ) -> None:
-        self.found[cause, note, on].append((begin, max(end, begin + 1), ids))
+        self.found[cause, note, on].append((begin, max(end, begin + 1), [int(i) for i in ids]))
 
     def all(self) -> Iterator[Contradiction]:
         for (cause, note, on), found in self.found.items():
             begin, end, ids = zip(*found, strict=True)
             yield Contradiction(
-                cause=cause,
-                note=note,
-                begin=np.array(begin),
-                end=np.array(end),
-                expected=ids if any(len(i) for i in ids) else (),
+                cause,
+                note,
+                np.array(begin),
+                np.array(end),
+                expected=ids if any(ids) else (),
                 reaches_on=on,
             )
 
@@ -54,30 +47,24 @@ class _Places:
 @fact("engine_ids", claim="the row trains the ids that the engine returned", needs=("engine_ids",))
 def engine_ids(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.engine_ids is not None, "the fact needs it"
-    out, spans_of = _Places(), rows.spans.of_rows(len(rows))
-    spans = rows.spans
+    out, spans = _Places(), rows.spans
+    spans_of = spans.of_rows(len(rows))
     for row, tokens in enumerate(rows.slices):
-        answered = rows.engine_ids[row]
-        if answered is None or not len(tokens_of(rows, tokens)):
+        answered = [reply for reply in rows.engine_ids[row] or () if len(reply)]
+        if not answered or tokens.start == tokens.stop:
             continue
-        answered = [reply for reply in answered if len(reply)]
         mine = [(int(spans.begin[s]), int(spans.end[s])) for s in spans_of[row]]
-        is_equal = len(mine) == len(answered) and all(
+        if len(mine) == len(answered) and all(
             np.array_equal(rows.token_ids[b:e], reply)
             for (b, e), reply in zip(mine, answered, strict=True)
-        )
-        if is_equal:
+        ):
             continue
         found = located(rows.token_ids[tokens], answered, [b - tokens.start for b, _ in mine])
         if found is not None:
             _wrong_masks(rows, [(tokens.start + b, tokens.start + e) for b, e in found], out)
         else:
-            _wrong_ids(rows, mine, answered, setting.tokenizer, out, tokens)
+            _wrong_ids(rows, mine, answered, setting.tokenizer, out, tokens.stop)
     yield from out.all()
-
-
-def tokens_of(rows: Rows, tokens: slice) -> Ids:
-    return rows.token_ids[tokens]
 
 
 def located(
@@ -107,35 +94,26 @@ def located(
 
 def _wrong_masks(rows: Rows, places: Sequence[tuple[int, int]], out: _Places) -> None:
     """The ids are there; other tokens are trained."""
-    row = int(rows.row_of[places[0][0]])
-    begin, end = int(rows.offsets[row]), int(rows.offsets[row + 1])
-    drawn = np.zeros(end - begin, np.bool_)
+    tokens = rows.slices[int(rows.row_of[places[0][0]])]
+    extra = np.zeros(tokens.stop - tokens.start + 2, np.int8)  # trained, and no engine's
+    extra[1:-1] = rows.loss_mask[tokens]
     for b, e in places:
-        drawn[b - begin : e - begin] = True
-    trained = rows.loss_mask[begin:end]
-    first, last = places[0][0] - begin, places[-1][1] - begin
-    more = np.flatnonzero(trained & ~drawn)
-    for run in np.split(more, np.flatnonzero(np.diff(more) > 1) + 1) if len(more) else ():
-        b, e = int(run[0]), int(run[-1]) + 1
-        if e <= first:
+        extra[b - tokens.start + 1 : e - tokens.start + 1] = 0
+        lost = np.flatnonzero(~rows.loss_mask[b:e]) + b
+        if len(lost) in (0, e - b) or (lost[0] > b and lost[-1] < e - 1):
+            continue
+        what, cause = ("first", "boundary") if lost[0] == b else ("last", "missing_final")
+        note = f"the {what} ids of the engine's reply are not trained"
+        out.add(cause, note, int(lost[0]), int(lost[-1]) + 1, on=False)
+    edges = np.flatnonzero(np.diff(extra)) + tokens.start
+    for b, e in edges.reshape(-1, 2).tolist():
+        if e <= places[0][0]:
             told = ("boundary", "tokens before the engine's first reply are trained")
-        elif b >= last:
+        elif b >= places[-1][1]:
             told = ("after_stop", "tokens after the engine's last reply are trained")
         else:
             told = ("observation_trained", "tokens between the engine's replies are trained")
-        out.add(*told, begin + b, begin + e, on=False)
-    for b, e in places:
-        mine = trained[b - begin : e - begin]
-        if not mine.any() or mine.all():
-            continue
-        lost = np.flatnonzero(~mine)
-        if not mine[0]:
-            told = ("boundary", "the first ids of the engine's reply are not trained")
-        elif not mine[-1]:
-            told = ("missing_final", "the last ids of the engine's reply are not trained")
-        else:
-            continue
-        out.add(*told, b + int(lost[0]), b + int(lost[-1]) + 1, on=False)
+        out.add(*told, b, e, on=False)
 
 
 def _wrong_ids(
@@ -144,30 +122,28 @@ def _wrong_ids(
     answered: Sequence[Ids],
     tokenizer: Tokenizer | None,
     out: _Places,
-    tokens: slice,
+    row_end: int,
 ) -> None:
     """The row lacks ids that the engine returned."""
+    is_equal = True
     for (begin, end), reply in zip(mine, answered, strict=False):
         ids = rows.token_ids[begin:end]
         if np.array_equal(ids, reply):
             continue
+        is_equal = False
         cause, note = compare(ids, reply, tokenizer)
         is_control = tokenizer is not None and int(reply[-1]) in tokenizer.control_ids
         if cause == "reencoded" and is_control and ids[-1] != reply[-1]:
             lost = "the end of the engine's reply is lost"
-            out.add("missing_final", lost, end - 1, end, [int(reply[-1])], on=False)
-        at = first_difference(ids.tolist(), reply.tolist())
-        lost = cause == "missing_final"
-        begin = begin + at if not lost else end - 1
-        out.add(cause, note, begin, end, () if lost else reply[at:].tolist())
-    if len(mine) < len(answered):
-        end = tokens.stop
+            out.add("missing_final", lost, end - 1, end, reply[-1:], on=False)
+        if cause == "missing_final":
+            out.add(cause, note, end - 1, end)
+        else:
+            at = first_difference(ids.tolist(), reply.tolist())
+            out.add(cause, note, begin + at, end, reply[at:])
+    if is_equal and len(mine) < len(answered):
         lost = f"the row lacks the last of the engine's {len(answered)} replies"
-        if not mine or all(
-            np.array_equal(rows.token_ids[b:e], r)
-            for (b, e), r in zip(mine, answered, strict=False)
-        ):
-            out.add("missing_final", lost, end - 1, end, answered[-1].tolist())
+        out.add("missing_final", lost, row_end - 1, row_end, answered[-1])
 
 
 def compare(ids: Ids, reply: Ids, tokenizer: Tokenizer | None) -> tuple[str, str]:
@@ -216,39 +192,32 @@ def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         mine = [int(spans.begin[s]) - start for s in spans_of[row]]
         found = located(ids, answered, mine)
         begins = [b for b, _ in found] if found is not None else mine
-        if not begins or (np.array_equal(ids[: begins[0]], sent[0]) and len(sent) == 1):
+        if not begins:
             continue
-        note = _of_prompt(ids[: begins[0]], sent[0], setting)
-        if note is not None:
+        if (told := _of_prompt(ids[: begins[0]], sent[0])) is not None:
             at = first_difference(ids.tolist(), sent[0].tolist())
-            out.add(*note, start + at, start + max(begins[0], at + 1), sent[0][at:].tolist())
+            out.add(*told, start + at, start + max(begins[0], at + 1), sent[0][at:])
             continue
         for turn in range(1, min(len(sent), len(begins), len(answered) + 1)):
-            before = len(sent[turn - 1]) + len(answered[turn - 1])
             history = np.concatenate([sent[turn - 1], answered[turn - 1]])
-            end = found[turn - 1][1] if found is not None else None
+            before = len(history)
             if not np.array_equal(sent[turn][:before], history):
-                note = ("rerendered", "the engine was sent a history that was rendered anew")
-                at = first_difference(sent[turn].tolist(), ids.tolist())
-                out.add(
-                    *note,
-                    start + min(at, len(ids) - 1),
-                    start + begins[turn],
-                    sent[turn][at:].tolist(),
-                )
+                note = "the engine was sent a history that was rendered anew"
+                at = min(first_difference(sent[turn].tolist(), ids.tolist()), len(ids) - 1)
+                out.add("rerendered", note, start + at, start + begins[turn], sent[turn][at:])
                 break
-            if end is None:
+            if found is None:
                 break
+            end = found[turn - 1][1]
             glue, theirs = ids[end : begins[turn]], sent[turn][before:]
-            if np.array_equal(glue, theirs):
-                continue
-            told = _of_glue(glue, theirs, setting)
-            out.add(*told, start + end, start + max(begins[turn], end + 1), theirs.tolist())
-            break
+            if not np.array_equal(glue, theirs):
+                told = _of_glue(glue, theirs)
+                out.add(*told, start + end, start + max(begins[turn], end + 1), theirs)
+                break
     yield from out.all()
 
 
-def _of_prompt(mine: Ids, sent: Ids, setting: Setting) -> tuple[str, str] | None:
+def _of_prompt(mine: Ids, sent: Ids) -> tuple[str, str] | None:
     """(cause, note) of a first prompt that is not the engine's; None for an equal one."""
     if np.array_equal(mine, sent):
         return None
@@ -256,10 +225,12 @@ def _of_prompt(mine: Ids, sent: Ids, setting: Setting) -> tuple[str, str] | None
         return "duplicated_prompt", "the prompt that the engine was sent stands in the row twice"
     if _is_padded(mine, sent):
         return "padding", "the prompt that the engine was sent, with padding"
+    if _is_padded(sent, mine):
+        return "dropped_images", "the row lacks a run of one id that the engine was sent"
     return "wrong_template", "the prompt is not what the engine was sent"
 
 
-def _of_glue(mine: Ids, sent: Ids, setting: Setting) -> tuple[str, str]:
+def _of_glue(mine: Ids, sent: Ids) -> tuple[str, str]:
     if _is_padded(mine, sent):
         return "padding", "padding stands between two turns"
     lost = len(sent) - len(mine)
@@ -271,7 +242,7 @@ def _of_glue(mine: Ids, sent: Ids, setting: Setting) -> tuple[str, str]:
 def _is_padded(mine: Ids, sent: Ids) -> bool:
     """Whether `mine` is `sent` with a run of one id in it."""
     more = len(mine) - len(sent)
-    if more < MIN_PADDING:
+    if more < MIN_EQUAL:
         return False
     at = first_difference(mine.tolist(), sent.tolist())
     inserted = mine[at : at + more]

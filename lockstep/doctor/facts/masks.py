@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.facts.base import Contradiction, fact, places
+from lockstep.doctor.facts.base import FAR, Contradiction, fact
 from lockstep.doctor.findings import Basis, Setting
 from lockstep.doctor.rows import Rows
 from lockstep.types import Int64Array
@@ -25,10 +25,10 @@ def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     # Just before the first reply the border is early; elsewhere an observation is trained.
     is_border = (end == first[rows.row_of[begin]]) if len(begin) else np.empty(0, np.bool_)
     note = "tokens before the first reply are trained, and no model drew them"
-    yield Contradiction(cause="boundary", note=note, begin=begin[is_border], end=end[is_border])
+    yield Contradiction("boundary", note, begin[is_border], end[is_border])
     note = "tokens are trained that no model drew, by the recorded turns"
     inner = ~is_border
-    yield Contradiction(cause="observation_trained", note=note, begin=begin[inner], end=end[inner])
+    yield Contradiction("observation_trained", note, begin[inner], end[inner])
     num = rows.num_in(trained, spans.begin, spans.end)
     for cause, note, at in (
         ("boundary", "the first drawn tokens of a reply are not trained", spans.begin),
@@ -37,9 +37,7 @@ def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         is_part = (num > 0) & ~trained[at]
         if cause == "missing_final" and rows.rollout_logprobs is not None:
             is_part &= np.isfinite(rows.rollout_logprobs[at])  # else nothing could be trained
-        yield Contradiction(
-            cause=cause, note=note, begin=spans.begin[is_part], end=spans.end[is_part]
-        )
+        yield Contradiction(cause, note, spans.begin[is_part], spans.end[is_part])
 
 
 @fact(
@@ -54,20 +52,23 @@ def prompt_length(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     row = np.flatnonzero(is_wrong)
     begin = rows.offsets[row] + np.minimum(first, np.maximum(rows.sizes - 1, 0))[row]
     note = "the recorded length of the prompt is negative, beyond the row, or behind trained tokens"
-    yield Contradiction(cause="boundary", note=note, begin=begin, end=begin + 1)
+    yield Contradiction("boundary", note, begin, begin + 1)
 
 
 def stop_ids(rows: Rows, setting: Setting) -> tuple[Int64Array, Basis]:
-    """Ids that end a reply: as told, or the one or two that nearly all replies end with which the
-    dialogue goes on after."""
+    """Ids that end a reply: the recorded ones, or else one or two ids that nearly all earlier
+    replies of a dialogue end with, and nearly no reply has inside."""
     if setting.stop_ids:
         return np.array(sorted(setting.stop_ids)), "shown"
-    spans = rows.spans
-    earlier = spans.end[~spans.is_last] if (~spans.is_last).any() else spans.end
-    ends = rows.token_ids[earlier - 1]
-    ids, count = np.unique(ends, return_counts=True)
-    for chosen in (ids[np.argsort(-count)[:num]] for num in (1, 2)):
-        if len(ends) >= 8 and np.isin(ends, chosen).mean() >= MOST:
+    spans, ids = rows.spans, rows.token_ids
+    is_earlier = ~spans.is_last
+    begin, end = (spans.begin[is_earlier], spans.end[is_earlier])
+    ends = ids[(end if len(end) else spans.end) - 1]
+    found, count = np.unique(ends, return_counts=True)
+    for chosen in (found[np.argsort(-count)[:num]] for num in (1, 2)):
+        inside = rows.num_in(np.isin(ids, chosen), begin, np.maximum(end - 1, begin)) > 0
+        is_rare = not len(end) or inside.mean() <= 1 - MOST
+        if len(ends) >= 8 and np.isin(ends, chosen).mean() >= MOST and is_rare:
             return chosen.astype(np.int64), "fit"
     return np.empty(0, np.int64), "fit"
 
@@ -90,9 +91,12 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     spans_of_row = np.bincount(spans.row, minlength=len(rows))
     is_merged = spans_of_row[spans.row[hit]] == 1  # else the mask does tell turns apart
     is_dialogue = (goes_on & is_merged).mean() > 0.5 and rows.is_sampled is None
+    if not is_dialogue and setting.model is not None:  # else drawn tokens of a dialogue merely sit
+        gap = np.abs(rows.gap[rows.within(begin, end)])
+        is_dialogue = len(gap) > 0 and float(np.nanmedian(gap)) > FAR  # nobody drew them there
     cause = "observation_trained" if is_dialogue else "after_stop"
     note = "tokens after the stop id of a reply are trained"
-    yield Contradiction(cause=cause, note=note, begin=begin, end=end, basis=basis)
+    yield Contradiction(cause, note, begin, end, basis=basis)
 
 
 @fact("missing_stop", claim="a reply that the dialogue goes on after ends with a stop id")
@@ -121,9 +125,7 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             is_wrong |= open_
     note = "a reply ended, and neither it nor what follows has a stop id"
     at = last[is_wrong]
-    yield Contradiction(
-        cause="missing_final", note=note, begin=at, end=at + 1, basis=basis, reaches_on=True
-    )
+    yield Contradiction("missing_final", note, at, at + 1, basis=basis, reaches_on=True)
 
 
 @fact("advantages", claim="each trained token has its own advantage", needs=("advantages",))
@@ -140,13 +142,7 @@ def advantages(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     early = inside & ~has[end - 1] & padded[begin - 1] & (rows.position[begin] > 0)
     for is_moved, at in ((late, begin), (early, end - 1)):
         note = "a trained token has the advantage 0, and an untrained one beside its run has one"
-        yield Contradiction(
-            cause="late_advantages",
-            note=note,
-            begin=at[is_moved],
-            end=at[is_moved] + 1,
-            repair=lambda rows: rows,
-        )
+        yield Contradiction("late_advantages", note, at[is_moved], at[is_moved] + 1, moves=False)
 
 
 @fact("routes", claim="a token's experts differ from each other", needs=("routed_experts",))
@@ -162,6 +158,4 @@ def routes(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         is_same = (experts == experts[:1]).all((1, 2)) & is_known
         is_twice = is_same if is_same.sum() == is_known.sum() > 16 else is_twice
     note = "one expert is listed twice for a token: a filler, not a route"
-    yield Contradiction(
-        cause="zero_routes", note=note, repair=lambda rows: rows, **places(rows, is_twice)
-    )
+    yield Contradiction("zero_routes", note, *rows.runs(is_twice), moves=False)

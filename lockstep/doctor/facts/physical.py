@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.findings import Finding, Setting
+from lockstep.doctor.findings import FLOAT_NOISE, Finding, Setting
 from lockstep.doctor.rows import BoolArray, Float64Array
 
 THEIR_NAMES: Mapping[str, Sequence[str]] = {
@@ -23,6 +23,7 @@ ROUNDING = 1.001
 """Tolerance for figures that were rounded, or computed in float32."""
 STEPS = 5
 """Steps in a row that a rule about several steps must hold in."""
+FIRST_KL = "the first update of a step begins with a KL beyond float noise and the mismatch"
 PHYSICAL = "facts/physical"
 CLAIM = "the statistics of training do not contradict each other"
 
@@ -45,19 +46,12 @@ def known_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-class _Columns:
-    """Metric -> [S] its value at each step, NaN where there is none; `asked` were read."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.rows, self.asked = rows, set[str]()
-
-    def __getitem__(self, name: str) -> Float64Array:
-        self.asked.add(name)
-        values: list[Any] = [row.get(name) for row in self.rows]
-        is_number = [hasattr(value, "__float__") and not np.ndim(value) for value in values]
-        return np.array(
-            [float(v) if ok else np.nan for v, ok in zip(values, is_number, strict=True)]
-        )
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Float64Array:
+    """[S] a metric's value at each step, NaN where there is none."""
+    values: list[Any] = [row.get(name) for row in rows]
+    return np.array(
+        [float(v) if hasattr(v, "__float__") and not np.ndim(v) else np.nan for v in values]
+    )
 
 
 def _still(values: Float64Array) -> BoolArray:
@@ -65,52 +59,40 @@ def _still(values: Float64Array) -> BoolArray:
     return np.append(False, values[1:] == values[:-1])[: len(values)]
 
 
-def _rules(c: _Columns) -> list[tuple[str, BoolArray, int]]:
-    """(contradiction in words, [S] where it holds, steps in a row that it takes)."""
-    k1, k2, k3 = c["mismatch/k1"], c["mismatch/k2"], c["mismatch/k3"]
-    largest, clipped = c["mismatch/max_abs_diff"], c["train/clip_fraction"]
-    grad, rate = c["train/grad_norm"], c["train/lr"]
-    reward, spread, loss = c["reward/mean"], c["reward/std"], c["train/loss"]
-    updates = (grad > 0) & (rate > 0)
+def _rules(c: Callable[[str], Float64Array]) -> dict[int, dict[str, BoolArray]]:
+    """Steps in a row that a rule takes -> contradiction in words -> [S] where it holds."""
+    k1, k2, k3 = c("mismatch/k1"), c("mismatch/k2"), c("mismatch/k3")
+    clipped, grad, loss = c("train/clip_fraction"), c("train/grad_norm"), c("train/loss")
+    largest, first = c("mismatch/max_abs_diff"), np.abs(c("train/approx_kl/0"))
+    reward, spread = c("reward/mean"), c("reward/std")
+    updates = (grad > 0) & (c("train/lr") > 0)
     # Rewards that differ within a step have another mean in the next.
     varies = np.where(np.isnan(spread), ~np.isin(reward, (-1.0, 0.0, 1.0)), spread > 0)
     flat = _still(reward) & ~_still(loss) & ~np.isnan(loss) & varies
-    return [
-        ("k3 is below 0", k3 < -1e-7, 1),
-        ("k2 is below k1^2 / 2", k2 * ROUNDING + 1e-12 < k1**2 / 2, 1),
-        (
-            "k2 is above half the square of the largest difference",
-            k2 > ROUNDING * largest**2 / 2 + 1e-12,
-            1,
-        ),
-        *(
-            (f"{name} is outside of 0 to 1", (c[name] < 0) | (c[name] > ROUNDING), 1)
-            for name in ("train/clip_fraction", "mismatch/forced_share", "mismatch/ess")
-        ),
-        ("nearly all tokens are clipped", clipped > 0.9, STEPS),
-        ("the mean reward is bitwise the same, but the loss changes", flat, 4 * STEPS),
-        ("the two sides are far apart, but no token is clipped", (k3 > 1) & (clipped == 0), STEPS),
-        (
-            "updates move the mean log-prob far, but no token is clipped",
-            (np.abs(c["train/approx_kl"]) > 0.5) & (clipped == 0),
-            STEPS,
-        ),
-        (
-            "advantages are not 0, but the gradient is",
-            (grad == 0) & (c["advantage/max_abs"] > 0),
-            3,
-        ),
-        (
-            "the sampler's weights stay at one version, but updates are made",
-            _still(c["policy_version"]) & updates,
-            STEPS,
-        ),
-        (
-            "the gap is bitwise the same before and after the update",
-            (k2 == c["mismatch_after/k2"]) & (k2 > 0) & updates,
-            1,
-        ),
-    ]
+    stands = _still(c("policy_version")) & updates
+    once = {
+        "k3 is below 0": k3 < -1e-7,
+        "k2 is below k1^2 / 2": k2 * ROUNDING + 1e-12 < k1**2 / 2,
+        "k2 is above half the square of the largest difference": k2
+        > ROUNDING * largest**2 / 2 + 1e-12,
+        "the gap is bitwise the same before and after the update": (k2 == c("mismatch_after/k2"))
+        & (k2 > 0)
+        & updates,
+        # Old log-probs are the trainer's own, so nothing has moved; or they are the sampler's.
+        FIRST_KL: first > FLOAT_NOISE + ROUNDING * np.abs(np.nan_to_num(k1)),
+    }
+    for name in ("train/clip_fraction", "mismatch/forced_share", "mismatch/ess"):
+        once[f"{name} is outside of 0 to 1"] = (c(name) < 0) | (c(name) > ROUNDING)
+    is_far, is_free = np.abs(c("train/approx_kl")) > 0.5, clipped == 0
+    lasting = {
+        "nearly all tokens are clipped": clipped > 0.9,
+        "the two sides are far apart, but no token is clipped": (k3 > 1) & is_free,
+        "updates move the mean log-prob far, but no token is clipped": is_far & is_free,
+        "the sampler's weights stay at one version, but updates are made": stands,
+    }
+    idle = {"advantages are not 0, but the gradient is": (grad == 0) & (c("advantage/max_abs") > 0)}
+    still = {"the mean reward is bitwise the same, but the loss changes": flat}
+    return {1: once, 3: idle, STEPS: lasting, 4 * STEPS: still}
 
 
 def _longest(holds: BoolArray) -> tuple[int, int]:
@@ -124,9 +106,8 @@ def contradictions(setting: Setting) -> Finding:
     """Contradictions in the metrics of steps."""
     named = known_metrics(setting.step_metrics)
     rows = [row for row in named if (THEIR_NAMES.keys() | {"mismatch/k2"}) & row.keys()]
-    columns = _Columns(rows)
     with np.errstate(invalid="ignore"):
-        rules = _rules(columns) if rows else []
+        rules = _rules(lambda name: _column(rows, name)) if rows else {}
     if not rows:
         found = sorted({name for row in setting.step_metrics for name in row})
         told = f"no rule could be tried. Found: {', '.join(found[:6]) or 'none'}; read are "
@@ -135,16 +116,18 @@ def contradictions(setting: Setting) -> Finding:
     steps = [int(row.get("step", i)) for i, row in enumerate(rows)]
     fired = [
         f"{words} (steps {steps[at[0]]} to {steps[at[1] - 1]})"
-        for words, holds, least in rules
+        for least, found in rules.items()
+        for words, holds in found.items()
         if (at := _longest(holds))[1] - at[0] >= least
     ]
     if fired:
-        return _finding("differs", "; ".join(fired))
+        is_first = all(words.startswith(FIRST_KL) for words in fired)
+        cause = "uneven_old_logprobs" if is_first else "unphysical"
+        return _finding("differs", "; ".join(fired), cause=cause)
     return _finding("consistent", f"no rule is broken in {len(steps)} steps")
 
 
-def _finding(verdict: Any, measured: str, *lacks: str) -> Finding:
-    cause = "unphysical" if verdict == "differs" else ""
+def _finding(verdict: Any, measured: str, *lacks: str, cause: str = "") -> Finding:
     return Finding(
         check=PHYSICAL,
         claim=CLAIM,

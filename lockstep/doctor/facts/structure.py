@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.facts.base import MIN_PADDING, Contradiction, fact
+from lockstep.doctor.facts.base import MIN_EQUAL, Contradiction, fact
 from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows
-
-MIN_PROMPT = 8
-"""Tokens of a prompt whose repetition is no accident: a template's header alone has some five."""
 
 
 @fact("prompt_twice", claim="a row holds its prompt once")
@@ -21,18 +18,13 @@ def prompt_twice(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     first = rows.firsts(np.flatnonzero(rows.sampled))
     for row, tokens in enumerate(rows.slices):
         size = min(int(first[row]), tokens.stop) - tokens.start
-        if size < 2 * MIN_PROMPT:
-            continue
         prompt = rows.token_ids[tokens.start : tokens.start + size]
-        for half in np.flatnonzero(prompt[MIN_PROMPT:] == prompt[0]) + MIN_PROMPT:
-            # Padding may stand between the two.
-            if 2 * half >= size and np.array_equal(prompt[half:], prompt[: size - half]):
-                if size - half >= MIN_PROMPT and 2 * half == size:
-                    begin.append(tokens.start + int(half))
-                    end.append(tokens.start + size)
-                break
+        half = size // 2
+        if half >= 2 * MIN_EQUAL and np.array_equal(prompt[:half], prompt[half:]):
+            begin.append(tokens.start + half)
+            end.append(tokens.start + size)
     note = "the prompt stands in the row twice"
-    yield Contradiction(cause="duplicated_prompt", note=note, begin=begin, end=end, reaches_on=True)
+    yield Contradiction("duplicated_prompt", note, begin, end, reaches_on=not setting.model)
 
 
 @fact("padding", claim="no padding stands inside of a row, or before it")
@@ -44,21 +36,22 @@ def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     begin, end = rows.runs(is_same & is_free)
     size = end - begin + 1
     pad = -1 if setting.pad_id is None else setting.pad_id
-    is_pad = (ids[np.maximum(begin, 0)] == pad) & (size >= MIN_PADDING)
+    is_pad = (ids[np.maximum(begin, 0)] == pad) & (size >= MIN_EQUAL)
     if setting.pad_id is None and len(begin):
         # Nobody names the id: it opens rows, stands right before a reply, or is longer than text.
         is_near = rows.sampled[np.minimum(end, rows.num_tokens - 1)] | (position[begin] == 1)
-        is_pad = (size >= 2 * MIN_PADDING) & (is_near | (size >= 4 * MIN_PADDING))
+        is_pad = (size >= 2 * MIN_EQUAL) & (is_near | (size >= 4 * MIN_EQUAL))
         control = setting.tokenizer.control_ids if setting.tokenizer is not None else frozenset()
         if control:
-            is_pad |= np.isin(ids[begin], list(control)) & (size >= MIN_PADDING)
+            is_pad |= np.isin(ids[begin], list(control)) & (size >= MIN_EQUAL)
     row_end = rows.offsets[rows.row_of[begin] + 1] if len(begin) else begin
     inside = is_pad & (end < row_end) & (begin > 0)
     sampled_after = rows.num_in(rows.sampled, begin, row_end) > 0
     chosen = inside & sampled_after
     note = "padding stands before or between tokens of a row"
+    # A model scores the row without it (hypotheses/structure): what else is wrong then shows.
     yield Contradiction(
-        cause="padding", note=note, begin=begin[chosen] - 1, end=end[chosen], reaches_on=True
+        "padding", note, begin[chosen] - 1, end[chosen], reaches_on=not setting.model
     )
 
 
@@ -73,10 +66,8 @@ def versions(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     age = rows.trainer_version[rows.row_of] - rows.policy_version
     begin, end = rows.runs(known & (age < 0))
     note = "a token's version is newer than the weights that trained on it"
-    yield Contradiction(
-        cause="late_version", note=note, begin=begin, end=end, repair=lambda rows: rows
-    )
+    yield Contradiction("late_version", note, begin, end, moves=False)
     if setting.max_staleness is not None:
         begin, end = rows.runs(known & (age > setting.max_staleness))
         note = f"tokens are more than max_staleness={setting.max_staleness} updates old"
-        yield Contradiction(cause="stale", note=note, begin=begin, end=end)
+        yield Contradiction("stale", note, begin, end)

@@ -44,9 +44,7 @@ def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
                     begin.append(tokens.start + token)
     note = "text of a message stands in the row as a control token"
     at = np.array(sorted(set(begin)), np.int64)
-    yield Contradiction(
-        cause="injected_control", note=note, begin=at, end=at + 1, repair=lambda rows: rows
-    )
+    yield Contradiction("injected_control", note, at, at + 1, moves=False)
 
 
 @fact("reply_text", claim="replies say what their messages say", needs=("messages", "tokenizer"))
@@ -74,7 +72,7 @@ def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             continue
         begin, end = np.array(where).T
         cause = "post_processed" if cause == "after_text" else cause
-        yield Contradiction(cause=cause, note=note, begin=begin, end=end)
+        yield Contradiction(cause, note, begin, end)
 
 
 def _text(setting: Setting, rows: Rows, begin: int, end: int) -> str:

@@ -9,20 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.facts.base import Contradiction, fact, places
-from lockstep.doctor.findings import Setting
+from lockstep.doctor.facts.base import FAR, MAX_SHIFT, MIN_EQUAL, Contradiction, fact
+from lockstep.doctor.findings import MIN_TOKENS, MOST, Setting
 from lockstep.doctor.rows import Rows
 from lockstep.types import MAX_LOGPROB, Float32Array
 
 SIDES = {"sampler": "rollout_logprobs", "trainer": "trainer_logprobs"}
-MIN_ALIKE = 4
-"""Equal float32 numbers that are no accident: two logits agree in 24 bits once in 2^20."""
-FAR = 1.0
-"""Nats by which the other side must deny a repeated number: engines differ by less (DENSE_BAND)."""
 ALIKE = 1e-3
 """Nats within which both sides have the same number: certain tokens have 0.0 on both."""
-MIN_GRID = 32
-"""Numbers that must all lie on a grid: by chance, bfloat16 holds one float32 in 65,536."""
 
 
 def sides(rows: Rows) -> Iterator[tuple[str, str, Float32Array, Float32Array | None]]:
@@ -43,7 +37,7 @@ def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         if is_wrong.any() and np.isfinite(values[rows.loss_mask]).any():
             kind = "NaN" if np.isnan(values[is_wrong]).any() else "infinite"
             note = f"the {who}'s log-prob of a trained token is {kind}"
-            yield Contradiction(cause="nonfinite", note=note, **places(rows, is_wrong))
+            yield Contradiction("nonfinite", note, *rows.runs(is_wrong))
 
 
 @fact("positive", claim="no log-prob is above 0")
@@ -57,17 +51,17 @@ def positive(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         kind = "a probability" if known.min() >= 0 and known.max() <= 1 else "above 0"
         begin, end = rows.runs(rows.loss_mask & np.isin(rows.row_of, rows.row_of[is_wrong]))
         note = f"the {who}'s log-prob of a trained token is {kind}"
-        yield Contradiction(cause="positive", note=note, begin=begin, end=end)
+        yield Contradiction("positive", note, begin, end)
 
 
 def on_grid(values: npt.NDArray[np.floating[Any]]) -> str:
     """The grid that all numbers lie on: "bfloat16", "float16", "2 decimals"; empty for none."""
-    found = values[np.isfinite(values) & (values < 0)].astype(np.float32)
+    found = values[np.isfinite(values) & (values <= 0)].astype(np.float32)
     known = np.unique(found)
-    if len(known) < MIN_GRID:  # whole numbers and tenths repeat
-        if len(found) < MIN_GRID or len(known) <= 2:
+    if len(known) < MIN_TOKENS:  # whole numbers and tenths repeat
+        if len(found) < MIN_TOKENS or len(known) <= 2:
             return ""
-        return _decimals(known, up_to=2 if len(known) >= MIN_GRID // 2 else 1)
+        return _decimals(known, up_to=2 if len(known) >= MIN_TOKENS // 2 else 1)
     if not (known.view(np.uint32) & 0xFFFF).any():
         return "bfloat16"
     if (known == known.astype(np.float16)).all():
@@ -102,7 +96,7 @@ def grid(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             repair = partial(_round_other, name=theirs, grid=found) if other is not None else None
             note = f"all of the {who}'s log-probs are numbers of {found}"
             begin, end = rows.runs(rows.loss_mask)
-            yield Contradiction(cause="quantised", note=note, begin=begin, end=end, repair=repair)
+            yield Contradiction("quantised", note, begin, end, repair=repair)
 
 
 def _round_other(rows: Rows, *, name: str, grid: str) -> Rows:
@@ -114,32 +108,38 @@ def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     for who, _, values, other in sides(rows):
         is_known = rows.loss_mask & np.isfinite(values)
         known = values[is_known]
-        if len(known) < MIN_ALIKE or on_grid(known):
+        if len(known) < MIN_EQUAL or on_grid(known):
             continue
         numbers, count = np.unique(known, return_counts=True)
-        for value in numbers[count >= MIN_ALIKE][:64]:
+        for value in numbers[count >= MIN_EQUAL][:64]:
             same = is_known & (values == value)
+            alike, different = np.zeros_like(same), rows.token_ids[same]
+            is_denied = same  # by nobody: zeros at nearly all tokens, of many ids
             if other is not None:
                 with np.errstate(invalid="ignore"):
                     is_denied = same & (other < value - FAR)
                     alike = is_known & (np.abs(other - value) < ALIKE)
-                if np.count_nonzero(same) - np.count_nonzero(alike) < MIN_ALIKE:
-                    continue  # the other side has it as often: it stands at other tokens
                 # Bounds and fillers replace numbers that differ; tokens of one context repeat.
-                if (
-                    np.count_nonzero(is_denied) < MIN_ALIKE
-                    or len(np.unique(other[is_denied])) < MIN_ALIKE
-                ):
-                    continue
-            elif value != 0.0 or len(np.unique(rows.token_ids[same])) < MIN_ALIKE:
-                continue
-            elif same.sum() < 0.9 * len(known):
+                different = other[is_denied]
+            elif value != 0.0 or same.sum() < 0.9 * len(known):
                 continue  # certain tokens have a log-prob of 0.0
-            else:
-                is_denied = same
+            # If the other side has it as often, it was moved.
+            is_new = np.count_nonzero(same) - np.count_nonzero(alike) >= MIN_EQUAL
+            if not is_new or len(np.unique(different)) < MIN_EQUAL:
+                continue
             mine = is_known & np.isin(rows.row_of, rows.row_of[is_denied])
             is_bound = value == values[mine].min() and value < -FAR / 2
-            cause = "clamped" if is_bound else "fillers"
-            word = "the bound" if is_bound else "the number"
+            cause, word = ("clamped", "the bound") if is_bound else ("fillers", "the number")
+            begin, end = rows.runs(same & (rows.span_of >= 0))
+            spans, span = rows.spans, rows.span_of[begin]
+            is_inner = (spans.begin[span] < begin) & (end < spans.end[span])
+            is_inner &= end - begin >= MIN_EQUAL
+            inner = int(rows.num_in(is_denied, begin, end)[is_inner].sum())
+            if not is_bound and inner > MOST * is_denied.sum():
+                cause = "observation_trained"  # nobody drew the inside of a trained run
             note = f"{word} {value:g} stands in place of the {who}'s log-probs"
-            yield Contradiction(cause=cause, note=note, **places(rows, is_denied))
+            # A shift moves such numbers, and brings few into a reply.
+            sign = same.astype(np.float64) - alike
+            more = np.bincount(rows.span_of + 1, sign)
+            basis = "shown" if is_bound or int(more.max()) > MAX_SHIFT else "fit"
+            yield Contradiction(cause, note, *rows.runs(is_denied), basis=basis)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.doctor.explain import Prediction, View, hypothesis
-from lockstep.doctor.rows import Float64Array
+from lockstep.doctor.findings import MOST
+from lockstep.doctor.rows import Float64Array, Rows
 from lockstep.doctor.scoring.layouts import layouts
-from lockstep.doctor.scoring.model import Variant
+from lockstep.doctor.scoring.model import Model, Variant
 from lockstep.types import Int64Array
 
 CAUSE_OF = {
@@ -41,7 +42,7 @@ def arithmetic(view: View) -> Iterator[Prediction]:
         for change in sorted(model.scorer.changes(loaded), key=lambda c: c.rank):
             cause = CAUSE_OF[change.kind]
             sides = ("sampler",) if change.kind == "quantised" else ("sampler", "trainer")
-            yield Variant(cause=cause, text=change.text, score=partial(within, change), sides=sides)
+            yield Variant(cause, change.text, partial(within, change), sides=sides)
 
     yield from model.tried(view, variants())
 
@@ -66,23 +67,37 @@ def half_head(view: View) -> Iterator[Prediction]:
         copied = model.scorer.copied_in_bfloat16(model.loaded(rows))
         return model.score(rows, chosen, of=copied, head=torch.float32)
 
+    def whole(chosen: Int64Array) -> Float64Array:
+        return np.where(np.isin(rows.row_of, chosen), model.bfloat16(rows), np.nan)
+
     head = partial(model.score, rows, head=torch.bfloat16)
+    narrow = "lost_updates" if moved_in_bfloat16(model, rows) < MOST else "precision"
     yield from model.tried(
         view,
         [
-            Variant(cause="half_head", text="with a head in bfloat16", score=head),
-            Variant(
-                cause="precision", text="in bfloat16 with a head in float32", score=in_bfloat16
-            ),
-            Variant(
-                cause="precision",
-                text="in bfloat16",
-                score=lambda chosen: np.where(
-                    np.isin(rows.row_of, chosen), model.bfloat16(rows), np.nan
-                ),
-            ),
+            Variant("half_head", "with a head in bfloat16", head),
+            Variant(narrow, "in bfloat16 with a head in float32", in_bfloat16),
+            Variant(narrow, "in bfloat16", whole),
         ],
     )
+
+
+def moved_in_bfloat16(model: Model, rows: Rows) -> float:
+    """Share of the elements changed since the weights before that bfloat16 shows; 1 if no earlier
+    weights are at hand, or none has changed."""
+    own = model.own(rows)
+    if own == 0:
+        return 1.0
+    before, after = (
+        {name: p.detach() for name, p in model.scorer.load(weights).named_parameters()}
+        for weights in model.weights.all[own - 1 : own + 1]
+    )
+    changed = moved = 0
+    for name in before.keys() & after.keys():
+        old, new = before[name], after[name]
+        changed += int((old != new).sum())
+        moved += int((old.bfloat16() != new.bfloat16()).sum())
+    return moved / changed if changed else 1.0
 
 
 @hypothesis(
@@ -101,7 +116,7 @@ def adapter(view: View) -> Iterator[Prediction]:
         score = partial(model.score, rows, every, of=changed)
         values = model.once(rows, ("all", text), score)
         cause = "adapter_not_merged" if text.startswith("without") else "adapter_scaled"
-        variant = Variant(cause=cause, text=text, score=lambda _, v=values: v)
+        variant = Variant(cause, text, lambda _, v=values: v)
         for side in variant.sides:
             yield model.prediction(view, variant, values, side)
 
@@ -120,18 +135,12 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
     def by(number: int, chosen: Int64Array) -> Float64Array:
         return model.score(rows, chosen, of=model.scorer.load(model.weights.all[number]))
 
-    others = [n for n in range(len(model.weights.all)) if n != own]
-    yield from model.tried(
-        view,
-        [
-            Variant(
-                cause="other_weights",
-                text=f"by the weights {model.weights.all[n].name}",
-                score=partial(by, n),
-            )
-            for n in reversed(others)
-        ],
-    )
+    variants = [
+        Variant("other_weights", f"by the weights {weights.name}", partial(by, number))
+        for number, weights in enumerate(model.weights.all)
+        if number != own
+    ]
+    yield from model.tried(view, reversed(variants))
 
 
 @hypothesis(
@@ -152,7 +161,7 @@ def layout(view: View) -> Iterator[Prediction]:
     yield from model.tried(
         view,
         [
-            Variant(cause=cause, text=text, score=partial(score, lay))
+            Variant(cause, text, partial(score, lay))
             for cause, text, lay in layouts(rows, pad_id=pad_id, max_positions=max_positions)
         ],
     )

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 from lockstep.doctor.explain import Prediction, View, hypothesis
-from lockstep.doctor.facts.base import MIN_PADDING
-from lockstep.doctor.facts.structure import MIN_PROMPT
+from lockstep.doctor.facts.base import MIN_EQUAL
+from lockstep.doctor.hypotheses.shifted import OFFSETS, moved
 from lockstep.doctor.rows import Float64Array
 from lockstep.doctor.scoring.layouts import Laid, Layout
 from lockstep.doctor.scoring.model import Variant
@@ -25,23 +25,23 @@ from lockstep.errors import LockstepError
 from lockstep.renderers.base import Renderer
 from lockstep.types import Int64Array, Message, ToolSchema
 
+Write = Callable[[Parts], Parts | None]
+"""The row's parts -> the parts as the sampler saw them; None where it changes nothing."""
 
-def variants_of(
-    view: View, written: list[tuple[str, str, Callable[[Parts], Parts | None]]]
-) -> list[Variant]:
-    """(cause, words, the row's parts as the sampler saw them) as variants."""
+
+def read(view: View, written: Sequence[tuple[str, str, Write]]) -> Iterator[Prediction]:
+    """Predictions of (cause, words, what the sampler read)."""
     model, rows = view.model, view.rows
     stops = frozenset(view.setting.stop_ids)
 
-    def score(write: Callable[[Parts], Parts | None], chosen: Int64Array) -> Float64Array:
+    def score(write: Write, chosen: Int64Array) -> Float64Array:
         return model.score_laid(rows, with_prompt(write, rows, chosen.tolist(), stops))
 
-    return [
-        Variant(
-            cause=cause, text=text, score=partial(score, write), sides=("sampler",), basis="repair"
-        )
+    variants = [
+        Variant(cause, text, partial(score, write), sides=("sampler",), basis="repair")
         for cause, text, write in written
     ]
+    yield from model.tried(view, variants)
 
 
 @hypothesis(
@@ -52,41 +52,27 @@ def variants_of(
     claim="the sampler read the row's ids, without padding and repetition",
 )
 def structure(view: View) -> Iterator[Prediction]:
-    model = view.model
-    tokenizer = view.setting.tokenizer
-    texts = () if tokenizer is None else ("\n", "\n\n", " ")
-    separators = [
-        (
-            "dropped_separator",
-            f"read {text!r} after each reply",
-            partial(_separated, ids=tokenizer.encode(text)),
-        )
-        for text in texts
-        if tokenizer is not None
+    cut = partial(_without_runs, pad=view.setting.pad_id)
+    written: list[tuple[str, str, Write]] = [
+        ("padding", "read the row without the runs of one id", cut),
+        ("duplicated_prompt", "read the prompt once", _once),
     ]
-    yield from model.tried(
-        view,
-        variants_of(
-            view,
-            [
-                *separators,
-                ("padding", "read the row without the runs of one id", _without_runs),
-                ("duplicated_prompt", "read the prompt once", _once),
-            ],
-        ),
-    )
+    if (tokenizer := view.setting.tokenizer) is not None:
+        for text in ("\n", "\n\n", " "):
+            separated = partial(_separated, ids=tokenizer.encode(text))
+            written.append(("dropped_separator", f"read {text!r} after each reply", separated))
+    yield from read(view, written)
 
 
-def _without_runs(parts: Parts) -> Parts | None:
+def _without_runs(parts: Parts, pad: int | None) -> Parts | None:
     def cut(ids: Ids) -> Ids:
         values = np.array(ids)
-        if len(values) < MIN_PADDING:
-            return ids
         edges = np.flatnonzero(np.diff(values) != 0) + 1
         runs = np.split(values, edges)
-        return [int(i) for run in runs if len(run) < 2 * MIN_PADDING for i in run]
+        least = {True: MIN_EQUAL, False: 2 * MIN_EQUAL}
+        return [int(i) for run in runs if len(run) < least[bool(run[0] == pad)] for i in run]
 
-    return parts.with_observed([cut(ids) for ids in parts.observed])
+    return parts.with_observed([cut(ids) if ids else ids for ids in parts.observed])
 
 
 def _separated(parts: Parts, ids: Ids) -> Parts | None:
@@ -95,11 +81,16 @@ def _separated(parts: Parts, ids: Ids) -> Parts | None:
 
 
 def _once(parts: Parts) -> Parts | None:
-    prompt = parts.observed[0]
+    prompt, *later = parts.observed
     half = len(prompt) // 2
-    if half < MIN_PROMPT or prompt[:half] != prompt[half:]:
-        return None
-    return parts.with_observed([prompt[:half], *parts.observed[1:]])
+    is_twice = half >= 2 * MIN_EQUAL and prompt[:half] == prompt[half:]
+    return parts.with_observed([prompt[:half], *later]) if is_twice else None
+
+
+def prompts_of(view: View) -> Prompts:
+    assert view.setting.tokenizer is not None, "hypotheses name it, or a renderer, in `needs`"
+    tools = tools_of(view.setting.tools)
+    return Prompts(view.setting.tokenizer, view.setting.renderer, tools)
 
 
 @hypothesis(
@@ -111,13 +102,8 @@ def _once(parts: Parts) -> Parts | None:
     claim="the sampler read the prompt that the row has",
 )
 def prompt(view: View) -> Iterator[Prediction]:
-    model, setting = view.setting.model, view.setting
-    assert model is not None and setting.tokenizer is not None, "needed"
-    prompts = Prompts(setting.tokenizer, setting.renderer)
-    written = [
-        ("wrong_template", f"read the prompt {text}", write) for text, write in prompts.all()
-    ]
-    yield from model.tried(view, variants_of(view, written))
+    every = prompts_of(view).all()
+    yield from read(view, [("wrong_template", f"read the prompt {t}", write) for t, write in every])
 
 
 @hypothesis(
@@ -130,24 +116,16 @@ def prompt(view: View) -> Iterator[Prediction]:
 def messages(view: View) -> Iterator[Prediction]:
     """The dialogue as the model's template writes it, extended turn by turn; and with the replies
     as the model would have written their messages."""
-    model, renderer = view.setting.model, view.setting.renderer
-    assert model is not None and renderer is not None and view.setting.tokenizer is not None
-    prompts = Prompts(view.setting.tokenizer, renderer)
-    told: list[tuple[str, str, Callable[[Parts], Parts | None]]] = []
-
-    def template(parts: Parts) -> Parts | None:
-        return prompts.by_messages(parts)
+    renderer, template = view.setting.renderer, prompts_of(view).by_messages
+    assert renderer is not None, "needed"
 
     def glue(parts: Parts) -> Parts | None:
         """The ids between turns as the template writes them, where only those differ."""
         other = template(parts)
-        if other is None:
-            return None
-        return parts.with_observed([parts.observed[0], *other.observed[1:]])
+        return other and parts.with_observed([parts.observed[0], *other.observed[1:]])
 
     def separator(parts: Parts) -> Parts | None:
-        other = glue(parts)
-        if other is None:
+        if (other := glue(parts)) is None:
             return None
         kept = [
             new if 0 < len(new) - len(old) <= 2 and new[len(new) - len(old) :] == old else old
@@ -155,65 +133,51 @@ def messages(view: View) -> Iterator[Prediction]:
         ]
         return parts.with_observed(kept)
 
-    told.append(("dropped_separator", "read the separators after replies", separator))
-    told.append(("wrong_template", "read between turns what the template writes", glue))
-    told.append(("wrong_template", "read the prompt as the template writes it", template))
-    for words, write in (("as their messages are written", renderer.render_reply),):
-        drawn = partial(_with_replies, renderer=renderer, write=write, then=None)
-        both = partial(_with_replies, renderer=renderer, write=write, then=template)
-        told.append(("thinking_dropped", "drew the thinking of its replies", _thinking(renderer)))
-        told.append(("rerendered", f"drew the replies {words}", drawn))
-        told.append(
-            ("rerendered", f"drew the replies {words}, and read the template's prompt", both)
-        )
-    yield from model.tried(view, variants_of(view, told))
+    def drawn(parts: Parts) -> Parts | None:
+        """The replies as the model writes their messages."""
+        found = _written(parts, renderer)
+        return None if found in (None, parts.replies) else replace(parts, replies=found)
+
+    def both(parts: Parts) -> Parts | None:
+        changed = drawn(parts)
+        return changed and (template(changed) or changed)
+
+    def thinking(parts: Parts) -> Parts | None:
+        if (found := _written(parts, renderer)) is None:
+            return None
+        said = (m for m in parts.messages or () if m.role == "assistant")
+        observed = [list(ids) for ids in parts.observed]
+        for before, whole, reply, message in zip(observed, found, parts.replies, said, strict=True):
+            lost = len(whole) - len(reply)
+            if message.thinking and lost > 0 and whole[lost:] == reply:
+                before += whole[:lost]  # drawn, and not in the row
+        return parts.with_observed(observed)
+
+    yield from read(
+        view,
+        [
+            ("dropped_separator", "read the separators after replies", separator),
+            ("wrong_template", "read between turns what the template writes", glue),
+            ("wrong_template", "read the prompt as the template writes it", template),
+            ("thinking_dropped", "drew the thinking of its replies", thinking),
+            ("rerendered", "drew the replies as their messages are written", drawn),
+            ("rerendered", "drew replies and read a prompt as messages are written", both),
+        ],
+    )
 
 
-def _replies(parts: Parts) -> list[Message] | None:
+def _written(parts: Parts, renderer: Renderer) -> list[Ids] | None:
+    """The replies as the model writes their messages; None where not every reply has one."""
     said = [m for m in parts.messages or () if m.role == "assistant"]
-    return said if len(said) == len(parts.replies) else None
-
-
-def _with_replies(
-    parts: Parts,
-    *,
-    renderer: Renderer,
-    write: Callable[[Message], Ids],
-    then: Callable[[Parts], Parts | None] | None,
-) -> Parts | None:
-    """The replies as the model writes their messages, where the row has other ids."""
-    if (said := _replies(parts)) is None:
+    if len(said) != len(parts.replies):
         return None
     out: list[Ids] = []
     for reply, message in zip(parts.replies, said, strict=True):
         try:
-            out.append(list(write(message)) if not message.parse_error else reply)
+            out.append(reply if message.parse_error else list(renderer.render_reply(message)))
         except LockstepError:
             out.append(reply)
-    if out == parts.replies:
-        return None
-    changed = replace(parts, replies=out)
-    return changed if then is None else then(changed) or changed
-
-
-def _thinking(renderer: Renderer) -> Callable[[Parts], Parts | None]:
-    def write(parts: Parts) -> Parts | None:
-        if (said := _replies(parts)) is None or not any(m.thinking for m in said):
-            return None
-        observed = [list(ids) for ids in parts.observed]
-        for number, (reply, message) in enumerate(zip(parts.replies, said, strict=True)):
-            if not message.thinking:
-                continue
-            try:
-                whole = list(renderer.render_reply(message))
-            except LockstepError:
-                return None
-            lost = len(whole) - len(reply)
-            if lost > 0 and whole[lost:] == reply:
-                observed[number] += whole[:lost]  # drawn, and not in the row
-        return parts.with_observed(observed)
-
-    return write
+    return out
 
 
 @hypothesis(
@@ -227,40 +191,31 @@ def _thinking(renderer: Renderer) -> Callable[[Parts], Parts | None]:
 def kept_messages(view: View) -> Iterator[Prediction]:
     """A program that keeps messages: each reply was drawn after the template's whole history, and
     all log-probs were laid onto the row's trained tokens in one list, maybe some places off."""
-    model, renderer, rows = view.setting.model, view.setting.renderer, view.rows
-    tokenizer = view.setting.tokenizer
-    assert model is not None and renderer is not None and tokenizer is not None, "needed"
-    prompts = Prompts(tokenizer, renderer)
-    assert rows.messages is not None and rows.rollout_logprobs is not None, "needed"
-    tools = tools_of(view.setting.tools)
+    model, rows, renderer = view.model, view.rows, view.setting.renderer
+    prompts = prompts_of(view)
+    assert renderer is not None and rows.rollout_logprobs is not None, "needed"
+    assert rows.messages is not None, "needed"
+    recorded = rows.rollout_logprobs.astype(np.float64)
+    is_listed = np.isfinite(recorded) & rows.loss_mask
+    listed = [np.flatnonzero(is_listed[t]) + t.start for t in rows.slices]
     for text, write in (
         ("text", lambda m: prompts.encode(m.content)),
         ("messages", renderer.render_reply),
     ):
         found: list[Laid] = []
-        listed: list[Int64Array] = []
-        for row, tokens in enumerate(rows.slices):
-            own = rows.rollout_logprobs[tokens]
-            at = np.flatnonzero(np.isfinite(own) & rows.loss_mask[tokens]) + tokens.start
-            listed.append(at)
-            for ids, drawn, first in _turns(rows.messages[row] or (), renderer, tools, write):
+        for said, at in zip(rows.messages, listed, strict=True):
+            for ids, drawn, first in _turns(said or (), renderer, prompts.tools, write):
                 mine = at[first : first + drawn]
                 place = np.full(len(ids), -1)
-                begin = len(ids) - drawn
-                place[begin : begin + len(mine)] = mine
+                place[len(ids) - drawn :][: len(mine)] = mine
                 found.append((ids, np.arange(len(ids)), place))
-        key = ("kept", text)
-        values = model.once(rows, key, lambda f=found: model.score_laid(rows, Layout.of(f, rows)))
-        recorded = rows.rollout_logprobs.astype(np.float64)
-        for by in (0, 1, -1, 2, -2):
-            moved = np.full(rows.num_tokens, np.nan)
-            for at in listed:
-                source = np.arange(len(at)) + by
-                inside = (source >= 0) & (source < len(at))
-                moved[at[inside]] = values[at[source[inside]]]
+        layout = Layout.of(found, rows)
+        values = model.once(rows, ("kept", text), lambda i=layout: model.score_laid(rows, i))
+        for by in (0, *OFFSETS[:4]):
+            predicted = moved(rows, values, np.concatenate(listed), by)
             yield Prediction(
                 text=f"drawn after a history of {text}, and laid {-by:+d} places off",
-                sampler=recorded - moved + model.plain(rows),
+                sampler=recorded - predicted + model.plain(rows),
             )
 
 
@@ -276,10 +231,8 @@ def _turns(
         if message.role != "assistant":
             continue
         try:
-            prompt, drawn = (
-                list(renderer.render(list(messages[:number]), tools)),
-                list(write(message)),
-            )
+            prompt = renderer.render(list(messages[:number]), tools)
+            drawn = write(message)
         except LockstepError:
             return
         yield [*prompt, *drawn], len(drawn), first
@@ -289,7 +242,6 @@ def _turns(
 def tools_of(told: str) -> list[ToolSchema]:
     """The tools that the dump names; none where it names none, or in another form."""
     try:
-        found = json.loads(told) if told else []
-        return [ToolSchema.from_dict(tool) for tool in found]
+        return [ToolSchema.from_dict(tool) for tool in json.loads(told or "[]")]
     except (ValueError, TypeError, LockstepError):
         return []

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from lockstep.doctor.explain import Prediction, View, hypothesis
-from lockstep.doctor.hypotheses.scale import TEMPERATURES, TOP_P
+from lockstep.doctor.hypotheses.scale import SETTINGS
 from lockstep.doctor.scoring.model import NUM_PROBES, Distribution, Variant
-
-TOP_K = (1, 5, 10, 20, 40, 50, 100)
-MIN_P = (0.01, 0.02, 0.05, 0.1)
-PENALTIES = (1.02, 1.05, 1.1, 1.2, 1.3)
-"""Values in the generation_config.json of published models, and in recipes."""
 
 
 def kinds(view: View) -> list[tuple[str, Distribution]]:
     """(cause, processing): the run's own, the model's defaults, then a grid."""
-    setting, own = view.setting, []
-    told = Distribution(
-        temperature=setting.temperature or 1.0,
-        top_p=setting.top_p or 1.0,
-        top_k=max(setting.top_k or 0, 0),
-    )
-    own.append(("processed", told))
-    defaults = {k: v for k, v in (setting.generation_defaults or {}).items() if v > 0}
-    if defaults:
-        whole = Distribution(**defaults | {"top_k": int(defaults.get("top_k", 0))})  # pyright: ignore[reportArgumentType]
-        own.append(("generation_defaults", whole))
-    cuts = [Distribution(top_p=p) for p in TOP_P] + [Distribution(top_k=k) for k in TOP_K]
-    cuts += [Distribution(min_p=p) for p in MIN_P]
-    grid = [Distribution(temperature=t) for t in TEMPERATURES] + cuts
-    grid += [Distribution(repetition_penalty=p) for p in PENALTIES]
+    setting = view.setting
+    told = {"temperature": setting.temperature, "top_p": setting.top_p, "top_k": setting.top_k}
+    own: list[tuple[str, Distribution]] = []
+    for cause, found in (("processed", told), ("generation_defaults", setting.generation_defaults)):
+        known: dict[str, Any] = {n: v for n, v in (found or {}).items() if v and v > 0}
+        own.append((cause, Distribution(**known | {"top_k": int(known.get("top_k", 0))})))
+    cuts = [
+        Distribution(**{name: value})
+        for name in ("top_p", "top_k", "min_p")
+        for value in SETTINGS[name]
+    ]
+    grid = [Distribution(temperature=t) for t in (*SETTINGS["temperature"], *SETTINGS["warm"])]
+    grid += cuts + [Distribution(repetition_penalty=p) for p in SETTINGS["repetition_penalty"]]
     grid += [
         Distribution(temperature=t, top_p=c.top_p, top_k=c.top_k, min_p=c.min_p)
         for t, c in product((0.6, 0.7, 0.8), cuts)
@@ -72,12 +67,7 @@ def processing(view: View) -> Iterator[Prediction]:
         return on_probes[key][kind]
 
     variants = [
-        Variant(
-            cause=cause,
-            text=f"after {kind.describe()}",
-            is_of_rows=False,
-            score=lambda chosen, kind=kind: score(kind, chosen),
-        )
+        Variant(cause, f"after {kind.describe()}", partial(score, kind), is_of_rows=False)
         for cause, kind in chosen_kinds
     ]
     yield from model.tried(view, variants)

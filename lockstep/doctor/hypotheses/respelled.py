@@ -20,8 +20,6 @@ from lockstep.types import Int64Array
 
 REACH = 12
 """Largest offset: respelt words of a reply add or take one token each."""
-MAX_TOKENS = 2048
-"""Tokens of a reply that are aligned."""
 
 
 @hypothesis(
@@ -34,10 +32,9 @@ MAX_TOKENS = 2048
 def respelled(view: View) -> Iterator[Prediction]:
     rows = view.rows
     spans = rows.spans
-    at = rows.compared
+    at = np.flatnonzero(rows.span_of >= 0)  # unknown ones too: they hold their places
     span = rows.span_of[at]
-    at, span = at[span >= 0], span[span >= 0]
-    if not len(at):
+    if not len(rows.compared):
         return
     num = np.bincount(span, minlength=len(spans))
     first = np.concatenate([[0], np.cumsum(num)])[:-1]
@@ -47,10 +44,10 @@ def respelled(view: View) -> Iterator[Prediction]:
     size = np.ceil(np.log2(np.maximum(num, 1))).astype(np.int64)
     for power in np.unique(size[num > 0]).tolist():  # replies of near lengths: little padding
         mine = np.flatnonzero((size == power) & (num > 0))
-        width = min(int(num[mine].max()), MAX_TOKENS)
+        width = int(num[mine].max())
         number = np.full(len(spans), -1)
         number[mine] = np.arange(len(mine))
-        keep = (number[span] >= 0) & (place < width)
+        keep = number[span] >= 0
         index = number[span[keep]], place[keep]
         t, s = np.full((2, len(mine), width), np.nan)
         t[index], s[index] = view.trainer[at[keep]], view.sampler[at[keep]]

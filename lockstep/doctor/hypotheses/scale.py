@@ -7,19 +7,22 @@ t/T - log(p^(1/T) + K^(1-1/T) (1-p)^(1/T)).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.explain import Prediction, View, hypothesis
+from lockstep.doctor.explain import SIDES, TIE, Prediction, View, hypothesis
 from lockstep.doctor.rows import Float64Array
 
-TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0)
-"""Sampling temperatures that recipes of verl, slime, TRL and prime-rl use, and their inverses."""
+SETTINGS: Mapping[str, Sequence[Any]] = tomllib.loads(
+    Path(__file__).with_name("settings.toml").read_text("utf-8")
+)
+"""Setting -> values that are tried, the smallest first."""
 NUM_RIVALS = (1, 4, 16, 64, 256)
-TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Values of top-p in the same recipes."""
+"""Rivals of a token, from a forced choice to free text."""
 BASES = {"to base 2": np.log(2.0), "to base 10": np.log(10.0), "negated": -1.0}
 
 
@@ -44,40 +47,42 @@ def at_temperature(values: Float64Array, temperature: float, rivals: int) -> Flo
 
 
 @hypothesis(
-    "temperature",
+    "processed",
     cause="processed",
     fitted=2,
     least=0.2,
-    claim="both sides take log-probs at one temperature",
+    claim="both sides take log-probs at one temperature, over the same tokens",
 )
-def temperature(view: View) -> Iterator[Prediction]:
-    for one, rivals in product(TEMPERATURES, NUM_RIVALS):
-        for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
-            values = at_temperature(getattr(view, other), one, rivals)
-            text = f"the {side} at about {one:g} times the {other}'s temperature"
-            yield Prediction.of_side(other, values, text, is_of_rows=False)
-
-
-@hypothesis(
-    "cut_support",
-    cause="processed",
-    fitted=1,
-    least=0.5,
-    claim="both sides normalise over the same tokens",
-)
-def cut_support(view: View) -> Iterator[Prediction]:
-    """Renormalised over what top-p leaves: 1 where the token alone is left, else larger by at most
-    1 / top-p, and nowhere smaller."""
-    for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
+def processed(view: View) -> Iterator[Prediction]:
+    """About what a temperature or a cut makes, where each token is within its exact bounds. With
+    the logits, `processing` gives the very numbers."""
+    if view.setting.model is not None:
+        return
+    for side, other in (SIDES, SIDES[::-1]):
         mine, theirs = getattr(view, side), getattr(view, other)
-        known = np.isfinite(mine) & np.isfinite(theirs)
-        rise = (mine - theirs)[known]
-        for top_p in TOP_P:
-            bound = -np.log(top_p)
+        ids = view.rows.token_ids
+
+        def within(low: Any, high: Any, mine: Any = mine) -> bool:
+            """True if nearly all tokens are within bounds; a second cause may hit the others."""
+            known = np.isfinite(mine)
+            is_beyond = (mine < low - view.scale) | (mine > high + view.scale)
+            return bool(known.any()) and float(is_beyond[known].mean()) < TIE
+
+        def of(values: Float64Array, text: str, side: str = side) -> Prediction:
+            whole = view.trainer + view.sampler - values
+            return Prediction.of_side(side, whole, f"the {side} {text}", is_of_rows=False)
+
+        for number, one in enumerate(SETTINGS["temperature"]):
+            # All rivals' probability on one of them, or spread over the vocabulary.
+            near = SETTINGS["temperature"][max(number - 1, 0) : number + 2]
+            ends = [at_temperature(theirs, t, k) for t in near for k in (1, int(ids.max()) + 1)]
+            if within(np.min(ends, 0), np.max(ends, 0)):
+                for rivals in NUM_RIVALS:
+                    text = f"at about {one:g} times the {other}'s temperature"
+                    yield of(at_temperature(theirs, one, rivals), text)
+        for top_p in SETTINGS["top_p"]:
             # A cut never lowers a log-prob, and raises none by more than its bound.
-            if not len(rise) or np.quantile(rise, 0.02) < -0.2 * bound:
-                continue
-            alone = theirs >= -bound
-            moved = np.where(alone, 0.0, np.minimum(theirs + bound / 2, 0.0))
-            text = f"the {side} after top-p of about {top_p:g}"
-            yield Prediction.of_side(other, moved, text, is_of_rows=False)
+            bound = -np.log(top_p)
+            if within(theirs, theirs + bound):
+                cut = np.where(theirs >= -bound, 0.0, np.minimum(theirs + bound / 2, 0.0))
+                yield of(cut, f"after top-p of about {top_p:g}")

@@ -7,35 +7,34 @@ from collections.abc import Iterator
 import numpy as np
 
 from lockstep.doctor.explain import CHUNK, Prediction, View, hypothesis
+from lockstep.doctor.facts.base import MAX_SHIFT
 from lockstep.doctor.rows import Float64Array, Rows
 from lockstep.types import Int64Array
 
-OFFSETS = (1, -1, 2, -2, 3, -3)
-"""A shift is made by an index into the predictor in place of the token; twice, or across a border,
-it is two or three."""
+OFFSETS = tuple(sign * by for by in range(1, MAX_SHIFT + 1) for sign in (1, -1))
 MAX_OWN = 256
 """Largest offset of a row by itself: the published program laid rows by up to one reply off."""
 
 
+def moved(rows: Rows, values: Float64Array, at: Int64Array, by: int) -> Float64Array:
+    """[N] the values of the tokens `at`, in their order, as far on in their rows; NaN elsewhere."""
+    out = np.full(rows.num_tokens, np.nan)
+    source = np.arange(len(at)) + by
+    inside = (source >= 0) & (source < len(at))
+    inside[inside] = rows.row_of[at[source[inside]]] == rows.row_of[at[inside]]
+    out[at[inside]] = values[at[source[inside]]]
+    return out
+
+
 @hypothesis("shifted", cause="shifted", claim="each log-prob stands beside its own token")
 def shifted(view: View) -> Iterator[Prediction]:
-    rows, sampler = view.rows, view.sampler
-    at = np.flatnonzero(rows.loss_mask & (rows.position > 0))
-    row, recorded = rows.row_of[at], _recorded(rows)
+    rows, recorded = view.rows, _recorded(view.rows)
+    trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
     for by in OFFSETS:
-        out = np.full(rows.num_tokens, np.nan)
-        source = np.arange(len(at)) + by
-        inside = (source >= 0) & (source < len(at))
-        inside[inside] = row[source[inside]] == row[inside]
-        out[at[inside]] = recorded[at[source[inside]]]
-        yield Prediction(text=f"moved by {-by:+d}", sampler=out)
+        yield Prediction(text=f"moved by {-by:+d}", sampler=moved(rows, recorded, trained, by))
     for by in OFFSETS[:2]:
-        source = np.arange(rows.num_tokens) + by
-        inside = (source >= 0) & (source < rows.num_tokens)
-        inside[inside] = rows.row_of[source[inside]] == rows.row_of[inside]
-        out = np.full(rows.num_tokens, np.nan)
-        out[inside] = recorded[source[inside]]
-        out[np.isnan(sampler)] = np.nan
+        out = moved(rows, recorded, np.arange(rows.num_tokens), by)
+        out[np.isnan(view.sampler)] = np.nan
         yield Prediction(text=f"moved by {-by:+d} place", sampler=out)
 
 

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lockstep.doctor.explain import Prediction, View, hypothesis
-
-MIN_TOKENS = 32
-"""Tokens of each age that a comparison takes: the mean of d^2 has then an error of a quarter."""
+from lockstep.doctor.findings import MIN_TOKENS
 
 
 @hypothesis(

@@ -13,29 +13,33 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.explain import Prediction, View, hypothesis
+from lockstep.doctor.explain import (
+    SIDES,
+    Explanation,
+    Prediction,
+    View,
+    hypothesis,
+    size,
+)
+from lockstep.doctor.findings import MIN_TOKENS, MOST
 from lockstep.doctor.rows import Float64Array, Rows
 
 NOISE = 4.0
-"""Ratio to the mean square that bfloat16 makes, from which on a side deviates: another engine's
-kernels round twice as far."""
+"""Largest ratio of a numeric deviation's mean square to the mean square of bfloat16: the kernels of
+another engine round twice as far."""
 STEADY = 0.2
 """Share of variance within equal contexts, between what weights leave (0.06 and less) and what
 dropout does (0.37 and more): proof of numerics, docs/doctor-causes.md."""
 MOSTLY = 0.95
-"""Share of a deviation that the last few ids leave, up to which it repeats: of noise they explain
-nothing (1.08 and more), of other weights a sixth and more."""
-EVEN = 0.25
-"""Ratio of the median to the root of the mean square, in units of noise on logits: 0.67 for noise
-on every token, near 0 where a few tokens or rows have all of it."""
-MIN_REPEATED = 40
-"""Tokens in repeated contexts that a variance takes: its error is then a fifth."""
+"""Largest share of a repeated deviation that the last few ids leave: they explain nothing of noise
+(1.08 and more is left), and a sixth and more of other weights."""
+CORE = 6.0
+"""Medians of noise within which its tokens are: four standard deviations."""
 MIN_SPREAD = 1e-3
 """Variance under unit noise on the logits that a token needs to tell anything about noise."""
-MAX_NOISE = 8.0
-"""Nats of one token that kernels never make: a factor of 3,000 in probability."""
-SHRINK = 1.0
-"""Observations that a mean of none counts for: one deviation is as much noise as signal."""
+NUM_FIRST = 5
+"""First tokens of a row's first reply: other spellings and shifts of later replies are not in
+them."""
 
 
 def contexts(rows: Rows) -> list[np.ndarray]:
@@ -66,21 +70,9 @@ def repeated(rows: Rows, d: Float64Array) -> Float64Array:
         of_row, num_row = np.bincount(own, rest), np.bincount(own)
         others = total[place] - of_row[own]
         count = num[place] - num_row[own]
-        guess = guess + others / (count + SHRINK)
+        guess = guess + others / (count + 1)  # one deviation is as much noise as signal
     out[at] = guess
     return out
-
-
-def deviations(view: View) -> dict[str, Float64Array]:
-    """Side -> [N] its deviation from the model."""
-    model = view.model
-    plain = model.plain(view.rows)
-    return {"sampler": view.sampler - plain, "trainer": view.trainer - plain}
-
-
-def size(d: Float64Array) -> float:
-    d = d[np.isfinite(d)]
-    return float(np.square(d).mean()) if len(d) else 0.0
 
 
 def steadiness(view: View, d: Float64Array) -> float:
@@ -96,7 +88,7 @@ def steadiness(view: View, d: Float64Array) -> float:
     is_repeated = num[place] > 1
     values, place, num = d[at][is_repeated], place[is_repeated], num
     # Repeated contexts must show the deviation: rows begin alike where nothing is wrong yet.
-    if len(values) < MIN_REPEATED or np.square(values).mean() < 0.25 * np.square(d[at]).mean():
+    if len(values) < MIN_TOKENS or np.square(values).mean() < 0.25 * np.square(d[at]).mean():
         return float("nan")
     mean = np.bincount(place, values, len(num)) / np.maximum(num, 1)
     left = (values - mean[place]) ** 2 * (num / np.maximum(num - 1, 1))[place]
@@ -106,12 +98,12 @@ def steadiness(view: View, d: Float64Array) -> float:
 def deviating(view: View) -> tuple[str, Float64Array] | None:
     """(side, its deviation) of the side that is further from the model than its noise; None where
     neither is, or where its weights are not at hand."""
-    model = view.setting.model
-    if model is None or not model.has_own(view.rows):
+    model, rows = view.setting.model, view.rows
+    if model is None or not model.has_own(rows):
         return None
-    found = deviations(view)
+    found = {side: getattr(view, side) - model.plain(rows) for side in SIDES}
     side = max(found, key=lambda name: size(found[name]))
-    return (side, found[side]) if size(found[side]) > NOISE * model.noise(view.rows) else None
+    return (side, found[side]) if size(found[side]) > NOISE * model.noise(rows) else None
 
 
 @hypothesis(
@@ -126,41 +118,75 @@ def rest(view: View) -> Iterator[Prediction]:
     return iter(())
 
 
-def rest_of(view: View) -> tuple[str, str] | None:
+def rest_of(view: View, found: Explanation) -> tuple[str, str] | None:
     """(cause, in words) of what no prediction explains; None if it cannot be decided.
 
-    A trainer that deviates alike in equal contexts ran other weights. A sampler that does may have
-    read another prompt as well: only its own ids would tell. Noise has another value each time, on
-    every token, and none that is larger than noise on logits can make.
+    A side that deviates alike in equal contexts, in nearly all rows, ran other weights; a sampler
+    may have read another prompt as well, and then a prompt that is tried explains a part. Noise
+    has another value each time, on every token.
     """
-    model, found = view.setting.model, deviating(view)
-    if model is None or found is None:
+    model, one = view.setting.model, deviating(view)
+    if model is None or one is None:
         return None
-    side, d = found
-    steady, rows = steadiness(view, d), view.rows
+    (side, d), rows = one, view.rows
+    spread = np.maximum(model.spread(rows), MIN_SPREAD)
+    numeric = (model.bfloat16(rows) - model.plain(rows)) / np.sqrt(spread)
+    steady = steadiness(view, d)
     left = size(d - repeated(rows, d)) / size(d)
-    if steady < STEADY or (np.isnan(steady) and left < MOSTLY):
-        if side == "sampler":
-            return None
+    repeats = steady < STEADY or (np.isnan(steady) and left < MOSTLY)
+    if not repeats and (told := _noise(view, side, d, numeric, bool(found.causes), steady)):
+        return told, f"the {side} differs from the model each time in another way"
+    told = f"the {side} deviates from the model alike in equal contexts"
+    if side == "trainer":
         cause = "after_update" if _follows_advantages(rows, d) else "other_weights"
-        return cause, "the trainer deviates from the model alike in equal contexts"
+        return (cause, told) if repeats else None
+    units, limit = d / np.sqrt(spread), NOISE * size(numeric)
+    first = np.minimum(rows.firsts(rows.spans.begin), rows.offsets[1:] - 1)[:, None]
+    early = np.minimum(first + np.arange(NUM_FIRST), rows.offsets[1:, None] - 1)
+    with np.errstate(invalid="ignore"):
+        is_early = (units[early] ** 2 > limit).any(1)
+    if view.setting.tokenizer is None or is_early.mean() < 1 - MOST / 2:
+        return None  # no other prompt was tried; what begins inside of replies is of other ids
+    read = [j for j in found.tried.values() if j.hypothesis.basis == "repair"]
+    if any(j.share > j.chance for j in read):
+        return "wrong_template", "another prompt explains a part of what the sampler deviates by"
+    if not repeats:
+        return None
+    drawn = units[rows.spans.begin]
+    drawn = drawn[np.isfinite(drawn)]
+    if len(drawn) >= MIN_TOKENS and size(drawn) <= limit:
+        return "captured_graphs", f"{told}, but at the first token of a reply"
+    return "other_weights", f"{told}, and no other prompt explains any of it"
+
+
+def _noise(
+    view: View,
+    side: str,
+    d: Float64Array,
+    numeric: Float64Array,
+    is_second: bool,
+    steady: float,
+) -> str:
+    """The cause of noise on every token; empty if that is not what the deviation is. numeric: [N]
+    noise of bfloat16, in units of noise on logits. is_second: whether another cause was found,
+    which may have left outliers."""
+    model, rows = view.model, view.rows
     at = np.flatnonzero(np.isfinite(d))
     spread = np.maximum(model.spread(rows)[at], MIN_SPREAD)
-    told = f"the {side} differs from the model each time in another way"
+    every = np.arange(len(rows))
     routes = model.once(
-        rows,
-        "routers",
-        lambda: model.scorer.router_variances(model.loaded(rows), rows, np.arange(len(rows))),
+        rows, "routers", lambda: model.scorer.router_variances(model.loaded(rows), rows, every)
     )
     fits = [_likelihood(d[at], spread), *(_likelihood(d[at], v[at]) for v in routes)]
     if int(np.argmax(fits)) > 0 and steady >= STEADY:
-        return "routing_flips", f"{told}, most where routers are near a tie"
-    units = np.abs(d[at]) / np.sqrt(spread)
-    typical = float(np.median(units) / np.sqrt(np.square(units).mean()))
-    least = 2 * EVEN if np.isnan(steady) else EVEN
-    if typical < least or float(np.abs(d[at]).max()) > MAX_NOISE:
-        return None
-    return ("dropout" if side == "trainer" else "kernel_noise"), told
+        return "routing_flips"
+    units = d[at] ** 2 / spread
+    typical = float(np.median(units))
+    if typical <= NOISE * float(np.nanmedian(numeric[at] ** 2)):
+        return ""
+    is_core = units <= CORE**2 * typical
+    is_most = np.square(d[at][is_core]).sum() >= MOST * np.square(d[at]).sum()
+    return "dropout" if side == "trainer" else "kernel_noise" if is_most or is_second else ""
 
 
 def _follows_advantages(rows: Rows, d: Float64Array) -> bool:

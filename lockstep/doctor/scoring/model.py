@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -73,7 +73,7 @@ class Distribution:
         return " ".join(f"{name}={value:g}" for name, value in kept.items())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Variant:
     """The model, or its input, with one defect."""
 
@@ -81,6 +81,7 @@ class Variant:
     text: str
     score: Callable[[Int64Array], Float64Array]
     """Rows -> [N] log-probs with the defect; NaN where it changes nothing."""
+    _: KW_ONLY
     sides: Sequence[str] = ("sampler", "trainer")
     basis: Basis = "fit"
     is_of_rows: bool = True
@@ -243,12 +244,14 @@ class Model:
         if not len(probes):
             return
         found: list[tuple[float, Variant, str]] = []
+        suspects = view.suspects
         is_of_probes = np.isin(rows.row_of, probes)
         for variant in variants:
             if view.is_late:
                 break
-            values = self._values(rows, variant, probes)
-            for side in variant.sides:
+            sides = [side for side in variant.sides if side in suspects]
+            values = self._values(rows, variant, probes) if sides else rows.gap
+            for side in sides:
                 share = self._share(view, variant, values, side, is_of_probes)
                 found.append((share, variant, side))
             if max((share for share, *_ in found), default=0.0) > 0.97:

@@ -135,8 +135,10 @@ def _edited(ways: Sequence[_Edit], parts: Parts) -> Parts | None:
 class Prompts:
     """The prompts that are tried for the rows of one tokenizer and renderer."""
 
-    def __init__(self, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
-        self.tokenizer, self.renderer = tokenizer, renderer
+    def __init__(
+        self, tokenizer: Tokenizer, renderer: Renderer | None, tools: Sequence[ToolSchema] = ()
+    ) -> None:
+        self.tokenizer, self.renderer, self.tools = tokenizer, renderer, tuple(tools)
         self._spelling = control_spelling(tokenizer)
 
     def all(self) -> Iterator[tuple[str, Write]]:
@@ -305,7 +307,7 @@ class Prompts:
         """None if the messages are not known and the prompt is of no known format."""
         texts = [self.tokenizer.decode(ids) for ids in parts.observed]
         ends = ["", *(self.tokenizer.decode(reply[-1:]) for reply in parts.replies)]
-        tools = tuple(tools_in(texts[0]))
+        tools = self.tools or tuple(tools_in(texts[0]))
         if parts.messages is not None:
             said: list[list[Message]] = [[]]
             for message in parts.messages:

@@ -46,6 +46,9 @@ def test_a_healthy_dump_is_consistent_and_what_was_tried_is_ruled_out():
     text = summary(found)
     assert text.startswith("CONSISTENT  dump.parquet")
     assert "ruled out" in text and "facts/mask_author" in text
+    assert "hypotheses/shifted" in found.ruled_out
+    assert "kernel_noise" in found.cannot_show and "boundary" in found.cannot_show
+    assert "fillers" not in found.cannot_show, "the numbers are there"
     assert "differs" not in text.lower()
 
 
@@ -59,6 +62,7 @@ def test_a_gap_that_no_cause_explains_differs_and_says_what_would_tell_more():
     assert found.examination.unexplained_k2 == 1
     assert "engine" in found.next_steps[0] and "--ladder" in found.next_steps[-1]
     assert found.headline.startswith("unexplained: k2 ")
+    assert found.cannot_show == {} and "hypotheses/shifted" not in found.ruled_out
     assert "--ladder" in summary(found)
     one = lockstep.diagnose(ArrayDump(rows.with_(trainer_logprobs=wild)), only=["facts/after_stop"])
     assert one.next_steps == [] and one.outcome != "differs"

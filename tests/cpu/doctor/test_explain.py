@@ -122,6 +122,33 @@ def test_ids_of_other_spellings_are_aligned_with_their_log_probs():
     assert causes(sampled(rows, values.reshape(-1)))[0][0] == "reencoded"
 
 
+def test_rows_that_are_moved_by_one_are_told_from_rows_of_other_spellings():
+    rows = make_rows(60)
+    values = rows.rollout_logprobs.reshape(60, -1).copy()
+    for number, row in enumerate(values):
+        for begin, end in ((10, 50), (70, 110)):
+            if number % 3:
+                row[begin + 12 : end - 1] = row[begin + 13 : end].copy()
+            else:
+                row[begin:end] = np.roll(row[begin:end], 1)
+    named, _ = causes(sampled(rows, values.reshape(-1)))
+    assert set(named) == {"shifted", "reencoded"}
+
+
+def test_noise_on_the_logits_is_no_temperature():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (20 * 120, 30))
+    drawn = (logits + rng.gumbel(size=logits.shape)).argmax(1)
+    noisy = logits + rng.normal(0, 1, logits.shape)
+
+    def logprob(values):
+        return values[np.arange(len(drawn)), drawn] - np.log(np.exp(values).sum(1))
+
+    rows = sampled(make_rows(20), logprob(logits))
+    trainer = np.where(rows.loss_mask, logprob(noisy), np.nan).astype(np.float32)
+    assert causes(rows.with_(trainer_logprobs=trainer))[0] == []
+
+
 def test_of_two_that_explain_the_same_the_one_with_fewer_fitted_numbers_is_named():
     rows = make_rows(20, shifted=range(20))
     shift = HYPOTHESES["hypotheses/shifted"]

@@ -6,6 +6,9 @@ from array_dumps import TURNS, ArrayDump, make_rows
 
 import lockstep
 from lockstep.doctor.facts.engine import compare
+from lockstep.doctor.facts.masks import stop_ids
+from lockstep.doctor.facts.physical import contradictions
+from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
@@ -76,7 +79,7 @@ def test_numbers_and_masks(name, where, value, cause):
     assert proved(rows) == {cause: {"row-3"}}
 
 
-@pytest.mark.parametrize("digits", [1, 2, 3])
+@pytest.mark.parametrize("digits", [0, 1, 2, 3])
 def test_rounded_numbers_are_on_a_grid_and_the_repair_rounds_the_other_side(digits):
     rows = ROWS.with_(rollout_logprobs=np.round(ROWS.rollout_logprobs, digits))
     assert set(proved(rows)) == {"quantised"}
@@ -90,6 +93,41 @@ def test_numbers_of_bfloat16_are_told():
 def test_certain_tokens_of_both_sides_are_no_fillers():
     rows = changed(ROWS, "rollout_logprobs", at(3, 10, 50), 0.0)
     assert proved(changed(rows, "trainer_logprobs", at(3, 10, 50), -1e-7)) == {}
+
+
+def test_certain_tokens_that_a_shift_moves_are_no_proof_of_fillers():
+    certain = np.random.default_rng(0).random(ROWS.num_tokens) < 0.3
+    rows = changed(
+        changed(ROWS, "rollout_logprobs", certain, 0.0), "trainer_logprobs", certain, 0.0
+    )
+    values = rows.rollout_logprobs.reshape(12, -1).copy()
+    for begin, end in TURNS:  # the last one stands twice
+        values[:, begin : end - 1] = values[:, begin + 1 : end].copy()
+        values[:, end - 2 : end] = 0.0
+    found = lockstep.diagnose(Dump(rows.with_(rollout_logprobs=values.reshape(-1))))
+    assert found.causes[0][0].name == "shifted"
+    sure = {cause.name: found.certainty_of(cause, f)[0] for cause, f in found.causes}
+    assert sure.get("fillers") != "proved"
+
+
+def test_an_id_that_stands_inside_of_replies_is_no_stop_id():
+    ids = np.where(ROWS.token_ids == 46, 45, ROWS.token_ids).reshape(12, -1)
+    for begin, end in TURNS:
+        ids[:, [begin + 9, end - 1]] = 46
+    rows = ROWS.with_(token_ids=ids.reshape(-1))
+    assert not len(stop_ids(rows, Setting())[0])
+    ids[:, [begin + 9 for begin, _ in TURNS]] = 47
+    assert stop_ids(ROWS.with_(token_ids=ids.reshape(-1)), Setting())[0].tolist() == [46]
+
+
+def test_a_first_update_that_begins_with_a_kl():
+    def told(**metrics):
+        steps = tuple({"mismatch/k1": 1e-3, "mismatch/k2": 1e-3, **metrics} for _ in range(3))
+        return contradictions(Setting(step_metrics=steps)).cause
+
+    assert told(**{"train/approx_kl/0": 0.02}) == "uneven_old_logprobs"
+    assert told(**{"train/approx_kl/0": 1e-7}) == told(**{"train/approx_kl/0": 1e-3}) == ""
+    assert told(**{"train/approx_kl/0": 0.02, "mismatch/k3": -1.0}) == "unphysical"
 
 
 def test_probabilities_are_told_in_all_rows():
@@ -182,6 +220,7 @@ def test_the_same_text_in_other_ids_is_encoded_again_and_changed_text_is_changed
     [
         (lambda ids: ids[1:], "wrong_template"),
         (lambda ids: np.delete(ids, slice(2, 8)), "wrong_template"),
+        (lambda ids: np.insert(ids, 3, [7] * 6), "dropped_images"),
     ],
 )
 def test_a_prompt_that_the_engine_was_not_sent(prompt, cause):

@@ -1,12 +1,16 @@
 """With the model: what one side computes otherwise, and what the sampler read, is scored again."""
 
+from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from array_dumps import ArrayDump
 
 import lockstep
+from lockstep.doctor.hypotheses.arithmetic import moved_in_bfloat16
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.rows import Rows
@@ -105,6 +109,79 @@ def test_noise_of_the_sampler_is_told_from_other_weights(sound):
     rng = np.random.default_rng(1)
     noisy = model.plain(rows) + 0.3 * spread * rng.standard_normal(rows.num_tokens)
     assert named(both(rows, np.minimum(noisy, 0), model.plain(rows)), model)[0] == ["kernel_noise"]
+
+
+def test_noise_of_the_trainer_is_dropout_however_large(sound):
+    rows, model = sound
+    rng = np.random.default_rng(1)
+    noisy = model.plain(rows) + 3 * np.sqrt(model.spread(rows)) * rng.standard_normal(
+        rows.num_tokens
+    )
+    assert named(both(rows, model.plain(rows), -np.abs(noisy)), model)[0] == ["dropout"]
+
+
+@pytest.fixture(scope="module")
+def moved(sound):
+    """(rows in pairs of equal ids, log-probs by the same model with one layer changed)"""
+    rows, model = sound
+    other = deepcopy(model.loaded(rows))
+    generator = torch.Generator().manual_seed(0)
+    for weight in (p for name, p in other.named_parameters() if "layers.0." in name):
+        if weight.ndim > 1:
+            weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=generator)
+    twice = rows.take([*range(12), *range(12)])
+    return twice, model.score(twice, np.arange(len(twice)), of=other)
+
+
+def test_other_weights_of_the_sampler_are_told_from_noise_and_from_another_prompt(sound, moved):
+    (_, model), (rows, values) = sound, moved
+    assert named(both(rows, values, model.plain(rows)), model)[0] == ["other_weights"]
+
+
+def test_captured_graphs_deviate_but_at_the_first_token_of_a_reply(sound, moved):
+    (_, model), (rows, values) = sound, moved
+    first = rows.spans.begin
+    values = values.copy()
+    values[first] = model.plain(rows)[first]
+    assert named(both(rows, values, model.plain(rows)), model)[0] == ["captured_graphs"]
+
+
+def test_a_second_cause_shows_behind_padding(sound):
+    rows, model = sound
+    values = model.plain(rows).copy()
+    at = np.flatnonzero(rows.loss_mask & (rows.row_of % 2 == 0))
+    values[at] = np.roll(values[at], 1)
+    padded = Rows.joined([
+        Rows(
+            row_ids=(str(row),), offsets=np.array([0, len(ids) + 12]),
+            token_ids=np.r_[np.full(12, 5, np.int32), ids],
+            loss_mask=np.r_[np.zeros(12, bool), rows.loss_mask[tokens]],
+            rollout_logprobs=np.r_[np.full(12, np.nan), values[tokens]].astype(np.float32),
+        )
+        for row, tokens in enumerate(rows.slices)
+        for ids in [rows.token_ids[tokens]]
+    ])  # fmt: skip
+    trainer = np.where(padded.loss_mask, model.plain(padded), np.nan).astype(np.float32)
+    causes, _ = named(padded.with_(trainer_logprobs=trainer), model, pad_id=5)
+    assert set(causes) == {"padding", "shifted"}
+
+
+def test_updates_that_bfloat16_does_not_show(sound):
+    rows, _ = sound
+    old, new = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    with torch.no_grad():
+        old.weight.fill_(1.0)
+        old.bias.fill_(1.0)
+        new.weight.fill_(1.0 + 2**-12)  # bfloat16 has steps of 2^-7 there
+        new.bias.fill_(1.125)
+
+    def model(own):
+        scorer = SimpleNamespace(load=lambda weights: weights)
+        weights = SimpleNamespace(all=(old, new))
+        return SimpleNamespace(own=lambda rows: own, scorer=scorer, weights=weights)
+
+    assert moved_in_bfloat16(model(1), rows) == 8 / 72
+    assert moved_in_bfloat16(model(0), rows) == 1.0
 
 
 def test_a_shift_is_found_as_without_a_model(sound):
