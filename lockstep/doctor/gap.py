@@ -34,10 +34,8 @@ class Gap:
     max_abs: float = 0.0
 
     def add(self, other: Gap) -> None:
-        self.tokens += other.tokens
-        self.d += other.d
-        self.k2 += other.k2
-        self.k3 += other.k3
+        for name in ("tokens", "d", "k2", "k3"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_abs = max(self.max_abs, other.max_abs)
 
     def without(self, other: Gap) -> Gap:

@@ -70,14 +70,13 @@ def _rules(c: Callable[[str], Float64Array]) -> dict[int, dict[str, BoolArray]]:
     varies = np.where(np.isnan(spread), ~np.isin(reward, (-1.0, 0.0, 1.0)), spread > 0)
     flat = _still(reward) & ~_still(loss) & ~np.isnan(loss) & varies
     stands = _still(c("policy_version")) & updates
+    is_above = k2 > ROUNDING * largest**2 / 2 + 1e-12
+    is_same = (k2 == c("mismatch_after/k2")) & (k2 > 0) & updates
     once = {
         "k3 is below 0": k3 < -1e-7,
         "k2 is below k1^2 / 2": k2 * ROUNDING + 1e-12 < k1**2 / 2,
-        "k2 is above half the square of the largest difference": k2
-        > ROUNDING * largest**2 / 2 + 1e-12,
-        "the gap is bitwise the same before and after the update": (k2 == c("mismatch_after/k2"))
-        & (k2 > 0)
-        & updates,
+        "k2 is above half the square of the largest difference": is_above,
+        "the gap is bitwise the same before and after the update": is_same,
         # Old log-probs are the trainer's own, so nothing has moved; or they are the sampler's.
         FIRST_KL: first > FLOAT_NOISE + ROUNDING * np.abs(np.nan_to_num(k1)),
     }

@@ -15,12 +15,7 @@ from lockstep.doctor.scoring.layouts import layouts
 from lockstep.doctor.scoring.model import Model, Variant
 from lockstep.types import Int64Array
 
-CAUSE_OF = {
-    "sinks": "ignored_sinks",
-    "window": "ignored_window",
-    "rope": "ignored_rope_scaling",
-    "quantised": "quantised_rollout",
-}
+CAUSE_OF = {"rope": "ignored_rope_scaling", "quantised": "quantised_rollout"}
 
 
 @hypothesis(
@@ -40,7 +35,7 @@ def arithmetic(view: View) -> Iterator[Prediction]:
                 return model.score(rows, chosen)
 
         for change in sorted(model.scorer.changes(loaded), key=lambda c: c.rank):
-            cause = CAUSE_OF[change.kind]
+            cause = CAUSE_OF.get(change.kind, f"ignored_{change.kind}")
             sides = ("sampler",) if change.kind == "quantised" else ("sampler", "trainer")
             yield Variant(cause, change.text, partial(within, change), sides=sides)
 

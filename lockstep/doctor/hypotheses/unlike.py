@@ -134,7 +134,7 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str] | None:
     steady = steadiness(view, d)
     left = size(d - repeated(rows, d)) / size(d)
     repeats = steady < STEADY or (np.isnan(steady) and left < MOSTLY)
-    if not repeats and (told := _noise(view, side, d, numeric, bool(found.causes), steady)):
+    if not repeats and (told := _noise(view, side, d / np.sqrt(spread), numeric, steady, found)):
         return told, f"the {side} differs from the model each time in another way"
     told = f"the {side} deviates from the model alike in equal contexts"
     if side == "trainer":
@@ -147,8 +147,9 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str] | None:
         is_early = (units[early] ** 2 > limit).any(1)
     if view.setting.tokenizer is None or is_early.mean() < 1 - MOST / 2:
         return None  # no other prompt was tried; what begins inside of replies is of other ids
+    named = {judged.cause for judged, *_ in found.causes}
     read = [j for j in found.tried.values() if j.hypothesis.basis == "repair"]
-    if any(j.share > j.chance for j in read):
+    if any(j.share > j.chance and j.cause not in named for j in read):
         return "wrong_template", "another prompt explains a part of what the sampler deviates by"
     if not repeats:
         return None
@@ -162,31 +163,29 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str] | None:
 def _noise(
     view: View,
     side: str,
-    d: Float64Array,
+    units: Float64Array,
     numeric: Float64Array,
-    is_second: bool,
     steady: float,
+    found: Explanation,
 ) -> str:
-    """The cause of noise on every token; empty if that is not what the deviation is. numeric: [N]
-    noise of bfloat16, in units of noise on logits. is_second: whether another cause was found,
-    which may have left outliers."""
-    model, rows = view.model, view.rows
-    at = np.flatnonzero(np.isfinite(d))
+    """The cause of noise on every token; empty if the deviation is no noise. units, numeric: [N]
+    the deviation, and the noise of bfloat16, in units of noise on logits."""
+    model, rows, at = view.model, view.rows, np.flatnonzero(np.isfinite(units))
     spread = np.maximum(model.spread(rows)[at], MIN_SPREAD)
-    every = np.arange(len(rows))
+    d2, units2, every = units[at] ** 2 * spread, units[at] ** 2, np.arange(len(rows))
     routes = model.once(
         rows, "routers", lambda: model.scorer.router_variances(model.loaded(rows), rows, every)
     )
-    fits = [_likelihood(d[at], spread), *(_likelihood(d[at], v[at]) for v in routes)]
+    fits = [_likelihood(d2, spread), *(_likelihood(d2, v[at]) for v in routes)]
     if int(np.argmax(fits)) > 0 and steady >= STEADY:
         return "routing_flips"
-    units = d[at] ** 2 / spread
-    typical = float(np.median(units))
+    typical = float(np.median(units2))
     if typical <= NOISE * float(np.nanmedian(numeric[at] ** 2)):
         return ""
-    is_core = units <= CORE**2 * typical
-    is_most = np.square(d[at][is_core]).sum() >= MOST * np.square(d[at]).sum()
-    return "dropout" if side == "trainer" else "kernel_noise" if is_most or is_second else ""
+    is_most = d2[units2 <= CORE**2 * typical].sum() >= MOST * d2.sum()
+    if side == "trainer":
+        return "dropout"
+    return "kernel_noise" if is_most or found.causes else ""  # another cause leaves outliers
 
 
 def _follows_advantages(rows: Rows, d: Float64Array) -> bool:
@@ -200,13 +199,13 @@ def _follows_advantages(rows: Rows, d: Float64Array) -> bool:
     return len(known) > 1 and float(known.mean()) > 3 * float(known.std() / np.sqrt(len(known)))
 
 
-def _likelihood(d: Float64Array, variance: Float64Array) -> float:
-    """Mean log-likelihood of d under Gaussian noise of this pattern, at its best scale, over a
-    floor."""
+def _likelihood(d2: Float64Array, variance: Float64Array) -> float:
+    """Mean log-likelihood of squares under Gaussian noise of this pattern, at its best scale, over
+    a floor."""
     best = -np.inf
     for floor in (1e-3, 1e-2, 0.1):
         pattern = variance / max(float(variance.mean()), 1e-12) + floor
-        scale = float((d**2 / pattern).mean())
+        scale = float((d2 / pattern).mean())
         value = -0.5 * float(np.log(scale * pattern + 1e-12).mean()) - 0.5
         best = max(best, value)
     return best
