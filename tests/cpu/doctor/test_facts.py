@@ -6,7 +6,7 @@ from array_dumps import TURNS, ArrayDump, make_rows
 
 import lockstep
 from lockstep.doctor.facts.engine import compare
-from lockstep.doctor.facts.masks import stop_ids
+from lockstep.doctor.facts.masks import after_stop, stop_ids
 from lockstep.doctor.facts.physical import contradictions
 from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows
@@ -118,6 +118,17 @@ def test_an_id_that_stands_inside_of_replies_is_no_stop_id():
     assert not len(stop_ids(rows, Setting())[0])
     ids[:, [begin + 9 for begin, _ in TURNS]] = 47
     assert stop_ids(ROWS.with_(token_ids=ids.reshape(-1)), Setting())[0].tolist() == [46]
+
+
+@pytest.mark.parametrize(("gap", "cause"), [(5.0, "observation_trained"), (0.0, "after_stop")])
+def test_tokens_after_a_stop_are_observations_where_the_model_denies_them(gap, cause):
+    ids = np.where(ROWS.token_ids == 46, 45, ROWS.token_ids)
+    ids[at(3, 30, 31)] = 46
+    rows = ROWS.with_(token_ids=ids, turn=None)
+    after = at(3, 31, 50)
+    rows = changed(rows, "rollout_logprobs", after, rows.trainer_logprobs[after] + gap)
+    (found,) = after_stop(rows, Setting(stop_ids=frozenset({46}), model=object()))
+    assert found.cause == cause and list(found.begin) == [3 * 120 + 31]
 
 
 def test_a_first_update_that_begins_with_a_kl():
