@@ -153,7 +153,7 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str] | None:
         return "wrong_template", "another prompt explains a part of what the sampler deviates by"
     if not repeats:
         return None
-    drawn = units[rows.spans.begin]
+    drawn = np.where(model.spread(rows) > MIN_SPREAD, units, np.nan)[rows.spans.begin]
     drawn = drawn[np.isfinite(drawn)]
     if len(drawn) >= MIN_TOKENS and size(drawn) <= limit:
         return "captured_graphs", f"{told}, but at the first token of a reply"
