@@ -281,7 +281,7 @@ def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction])
     block = _blocks(rows)[at]
     num = int(block.max()) + 1
     half = (_order(rows)[at] // CHUNK) % 2
-    whole = np.bincount(block, recorded, num)
+    whole: Any = np.bincount(block, recorded, num)
     parts = np.empty((len(predictions), 2, num))  # gain of each half of the tokens of a block
     for p, prediction in enumerate(predictions):
         gain = recorded - view.loss(residual(view, prediction)[at])
