@@ -8,6 +8,7 @@ import numpy as np
 
 from lockstep.doctor.facts.base import FAR, Contradiction, fact
 from lockstep.doctor.findings import Basis, Setting
+from lockstep.doctor.gap import gap_of
 from lockstep.doctor.rows import Rows
 from lockstep.types import Int64Array
 
@@ -91,10 +92,9 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     spans_of_row = np.bincount(spans.row, minlength=len(rows))
     is_merged = spans_of_row[spans.row[hit]] == 1  # else the mask does tell turns apart
     is_dialogue = (goes_on & is_merged).mean() > 0.5 and rows.is_sampled is None
-    if not is_dialogue and setting.model is not None:  # else drawn tokens of a dialogue merely sit
-        gap = np.abs(rows.gap[rows.within(begin, end)])
-        is_dialogue = len(gap) > 0 and float(np.nanmedian(gap)) > FAR  # nobody drew them there
-    cause = "observation_trained" if is_dialogue else "after_stop"
+    # Nobody drew tokens there that the trainer denies.
+    is_denied = gap_of(rows.gap[rows.within(begin, end)]).means()["k2"] > FAR**2 / 2
+    cause = "observation_trained" if is_dialogue or is_denied else "after_stop"
     note = "tokens after the stop id of a reply are trained"
     yield Contradiction(cause, note, begin, end, basis=basis)
 

@@ -147,6 +147,9 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str] | None:
         is_early = (units[early] ** 2 > limit).any(1)
     if view.setting.tokenizer is None or is_early.mean() < 1 - MOST / 2:
         return None  # no other prompt was tried; what begins inside of replies is of other ids
+    at = np.flatnonzero(np.isfinite(d))
+    if np.corrcoef(view.sampler[at], model.plain(rows)[at])[0, 1] < MOST:
+        return None  # weights and prompts leave likely tokens likely: these are of other tokens
     named = {judged.cause for judged, *_ in found.causes}
     read = [j for j in found.tried.values() if j.hypothesis.basis == "repair"]
     if any(j.share > j.chance and j.cause not in named for j in read):

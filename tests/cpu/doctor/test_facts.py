@@ -121,13 +121,13 @@ def test_an_id_that_stands_inside_of_replies_is_no_stop_id():
 
 
 @pytest.mark.parametrize(("gap", "cause"), [(5.0, "observation_trained"), (0.0, "after_stop")])
-def test_tokens_after_a_stop_are_observations_where_the_model_denies_them(gap, cause):
+def test_tokens_after_a_stop_are_observations_where_the_trainer_denies_them(gap, cause):
     ids = np.where(ROWS.token_ids == 46, 45, ROWS.token_ids)
     ids[at(3, 30, 31)] = 46
     rows = ROWS.with_(token_ids=ids, turn=None)
     after = at(3, 31, 50)
     rows = changed(rows, "rollout_logprobs", after, rows.trainer_logprobs[after] + gap)
-    (found,) = after_stop(rows, Setting(stop_ids=frozenset({46}), model=object()))
+    (found,) = after_stop(rows, Setting(stop_ids=frozenset({46})))
     assert found.cause == cause and list(found.begin) == [3 * 120 + 31]
 
 

@@ -138,6 +138,15 @@ def test_other_weights_of_the_sampler_are_told_from_noise_and_from_another_promp
     assert named(both(rows, values, model.plain(rows)), model)[0] == ["other_weights"]
 
 
+def test_log_probs_of_other_tokens_are_no_other_weights(sound, moved):
+    (_, model), (rows, _) = sound, moved
+    values, half = model.plain(rows).copy(), rows.num_tokens // 2  # rows in pairs: equal halves
+    at = np.flatnonzero(rows.loss_mask[:half])
+    values[at] = values[half + at] = values[np.random.default_rng(0).permutation(at)]
+    causes, found = named(both(rows, values, model.plain(rows)), model)
+    assert "other_weights" not in causes and found.outcome == "differs"
+
+
 def test_captured_graphs_deviate_but_at_the_first_token_of_a_reply(sound, moved):
     (_, model), (rows, values) = sound, moved
     mask, values = rows.loss_mask.copy(), values.copy()
