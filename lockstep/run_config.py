@@ -342,45 +342,42 @@ class Config(ModelChoice):
             return
         signal = f"distill.signal={distill.signal}"
         is_served = any(teacher.engine is not None for teacher in distill.teachers.values())
-        for is_bad, text in (
-            (
-                self.advantage.needs_critic and not distill.reward_coef,
+        is_whole = distill.signal != "sampled"
+        if self.advantage.needs_critic and not distill.reward_coef:
+            raise ConfigError(
                 f"advantage={tag(type(self.advantage))} with distill.reward_coef=0: nothing would "
                 "read the critic's advantages. Set distill.reward_coef above 0, or leave "
-                "advantage out.",
-            ),
-            (
-                not distill.reward_coef
-                and (self.credit != CreditConfig() or self.signal.max_extra_tasks > 0),
+                "advantage out."
+            )
+        pays = self.credit != CreditConfig() or self.signal.max_extra_tasks > 0
+        if pays and not distill.reward_coef:
+            raise ConfigError(
                 "credit.* or signal.max_extra_tasks with distill.reward_coef=0: rewards train "
                 "nothing, and these would do nothing. Set distill.reward_coef above 0, or leave "
-                "them out.",
-            ),
-            (
-                is_served and self.agent.temperature != 1,
+                "them out."
+            )
+        if is_served and self.agent.temperature != 1:
+            raise ConfigError(
                 f"distill: a server scores at temperature 1, and agent.temperature="
                 f"{self.agent.temperature:g}. Set agent.temperature=1, or load the teacher into "
-                "this process.",
-            ),
-            (
-                (is_served or distill.signal != "sampled") and self.agent.is_truncated,
+                "this process."
+            )
+        if (is_served or is_whole) and self.agent.is_truncated:
+            raise ConfigError(
                 f"{signal} with agent.top_p={self.agent.top_p:g} agent.top_k={self.agent.top_k}: "
                 "teacher and student would be compared over different ids. Set agent.top_p=1 "
-                "agent.top_k=0, or distill.signal=sampled with a teacher in this process.",
-            ),
-            (
-                distill.signal != "sampled" and self.fallback,
+                "agent.top_k=0, or distill.signal=sampled with a teacher in this process."
+            )
+        if is_whole and self.fallback:
+            raise ConfigError(
                 f"{signal} with fallback=true: the decoder alone gives more than one log-prob per "
-                "token. Set distill.signal=sampled.",
-            ),
-            (
-                distill.signal != "sampled" and self.parallel.sequence > 1,
+                "token. Set distill.signal=sampled."
+            )
+        if is_whole and self.parallel.sequence > 1:
+            raise ConfigError(
                 f"{signal} with parallel.sequence={self.parallel.sequence} works on whole rows. "
-                "Set distill.signal=sampled, or parallel.sequence=1.",
-            ),
-        ):
-            if is_bad:
-                raise ConfigError(text)
+                "Set distill.signal=sampled, or parallel.sequence=1."
+            )
 
     def _check_seats(self) -> None:
         kind, known = tag(type(self.task)), self.task.SEATS

@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
-LIMIT = 60_898
+LIMIT = 60_897
 """Code lines that the library may have. Who adds some removes as many; a commit that raises the
 limit says for which capability, and why nothing could go for it."""
 

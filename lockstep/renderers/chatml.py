@@ -53,6 +53,7 @@ class ChatMLRenderer(ShapeReader, TurnRenderer):
     """Messages to Qwen3 tokens and back; with `variant=qwen2.5`, to Qwen2.5 tokens.
 
     >>> from lockstep.testing.tokenizers import byte_tokenizer
+    >>> from lockstep.types import ToolCall
     >>> tokenizer = byte_tokenizer()
     >>> renderer = ChatMLRenderer(tokenizer, ChatMLConfig(has_empty_thinking=False))
     >>> print(tokenizer.decode(renderer.render([Message(role="user", content="hi")])), end="")

@@ -7,7 +7,7 @@ if it writes the probes of `proof` as the template does, token for token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,7 +128,7 @@ def compare(
     made: Renderer, template: JinjaRenderer, *, has_tools: bool, is_declared: bool = True
 ) -> tuple[int, str]:
     """Returns how many probes a renderer and a template write alike, and the first difference, ""
-    if there is none. Probes that the template refuses are left out.
+    if there is none. Probes that the template or both refuse are left out.
 
     has_tools: also compares probes with calls. is_declared: these declare their tool.
     """
@@ -136,15 +136,14 @@ def compare(
     has_thinking = template.shape.thinking is not None
     tools = (TOOL,) if is_declared else ()
     for name, probe in _probes(tools, has_thinking=has_thinking, has_tools=has_tools):
-        try:
-            if isinstance(probe, Message):
-                expected, found = template.reply_ids(probe), made.render_reply(probe)
-            else:
-                expected, found = template.render_whole(*probe), made.render(*probe)
-        except TemplateRefusal:
+        is_reply = isinstance(probe, Message)
+        expected = _ids(template.reply_ids if is_reply else template.render_whole, probe)
+        found = _ids(made.render_reply if is_reply else made.render, probe)
+        errors = [ids for ids in (expected, found) if isinstance(ids, RendererError)]
+        if len(errors) == 2 or any(isinstance(error, TemplateRefusal) for error in errors):
             continue
-        except RendererError as error:
-            return num_same, f"{name}: {error}"
+        if isinstance(found, RendererError) or isinstance(expected, RendererError):
+            return num_same, f"{name}: {errors[0]}"
         if found != expected:
             at = first_difference(found, expected)
             theirs, ours = show(expected[at : at + 6]), show(found[at : at + 6])
@@ -154,6 +153,13 @@ def compare(
 
 
 _Prompt = tuple[tuple[Message, ...], tuple[ToolSchema, ...]]
+
+
+def _ids(write: Callable[..., list[int]], probe: _Prompt | Message) -> list[int] | RendererError:
+    try:
+        return write(probe) if isinstance(probe, Message) else write(*probe)
+    except RendererError as error:
+        return error
 
 
 def _probes(

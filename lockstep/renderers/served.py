@@ -48,9 +48,7 @@ def write_template(
             source = head + source
             line = f"{path} writes what the run wrote: {', '.join([*variables, *form])} included."
         if form:
-            line += (
-                " A server reads its calls in the Hermes form (vLLM: --tool-call-parser hermes)."
-            )
+            line += " vLLM reads its calls with --tool-call-parser hermes."
         if head or own.template:
             path.write_text(source, encoding="utf-8")
             _take_out_others(directory)
@@ -58,12 +56,9 @@ def write_template(
             if own is config:
                 reader = replace(served, template="")
         template = JinjaRenderer(tokenizer, served)
-        _, found = compare(
-            trained,
-            template,
-            has_tools=has_tools(trained if isinstance(trained, JinjaRenderer) else template),
-            is_declared=config.tools_in_prompt,
-        )
+        calls = has_tools(trained if isinstance(trained, JinjaRenderer) else template)
+        is_declared = config.tools_in_prompt
+        _, found = compare(trained, template, has_tools=calls, is_declared=is_declared)
     except LockstepError as error:
         found = str(error)
     if found:

@@ -23,12 +23,13 @@ async def play_tasks(
     *,
     group_size: int | None = None,
     sampling: SamplingParams | None = None,
+    budget: Budget | None = None,
     is_rescored: bool = False,
     **options: Any,
 ) -> list[Group]:
-    """One group of scored episodes for each task. group_size, sampling: None takes the run's.
-    is_rescored: finished turns are scored again if the correction reads the average. options:
-    fields of `RolloutOptions`. A group of matches has the trajectories of all seats."""
+    """One group of scored episodes for each task. group_size, sampling, budget: None takes the
+    run's. is_rescored: finished turns are scored again if the correction reads the average.
+    options: fields of `RolloutOptions`. A group of matches has the trajectories of all seats."""
     agent, engine, correction = config.agent, parts.engine, config.chosen_correction
     if is_rescored and correction.behaviour == "averaged":
         options["rescorer"] = Rescorer(
@@ -44,7 +45,7 @@ async def play_tasks(
     policy, task_config = Policy(engine, parts.renderer, sampling), config.task
     how: dict[str, Any] = {
         "group_size": config.group_size if group_size is None else group_size,
-        "budget": Budget.of(agent, max_tokens=config.max_tokens),
+        "budget": budget or Budget.of(agent, max_tokens=config.max_tokens),
         "run_seed": config.seed,
         "options": RolloutOptions(**usual | options),
     }

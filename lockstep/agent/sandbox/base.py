@@ -209,14 +209,19 @@ def result_of(
     parts = [part for part in (printed.rstrip("\n"), error) if part]
     # A lone surrogate cannot be encoded as UTF-8, and so not as tokens either.
     output = "\n".join(parts).encode("utf-8", "replace").decode("utf-8")
-    counted = ["programs", *([ending] if ending != "ok" else []), *["truncated"] * is_truncated]
     return ProgramResult(
         output=output,
         ending=ending,
         is_truncated=is_truncated,
         seconds=seconds,
-        metrics={f"sandbox/{name}": 1.0 for name in counted},
+        metrics=metrics_of(ending, is_truncated=is_truncated),
     )
+
+
+def metrics_of(ending: Ending, *, is_truncated: bool) -> dict[str, float]:
+    """Counters of one program."""
+    counted = ["programs", *([ending] if ending != "ok" else []), *["truncated"] * is_truncated]
+    return {f"sandbox/{name}": 1.0 for name in counted}
 
 
 def unreadable(code: str) -> str:

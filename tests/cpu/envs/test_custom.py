@@ -467,5 +467,5 @@ def test_a_run_says_at_its_start_that_functions_of_its_process_cannot_be_ended()
     in_process = config_of().task
     assert "Python's lock cannot be ended" in in_process.limits_notice
     assert CustomConfig(workers=1).limits_notice == ""
-    with pytest.raises(ConfigError, match="live:reward is no function"):
+    with pytest.raises(ConfigError, match="live:reward"):
         CustomConfig(reward="live:reward", workers=1)
