@@ -717,6 +717,44 @@ def investigation_rows() -> str:
     return "\n".join(lines) + "\n"
 
 
+def pretrained() -> dict[str, Any]:
+    """What `python docs/proof/pretrained.py` measured."""
+    return json.loads((ROOT / "docs" / "proof" / "pretrained.json").read_text())
+
+
+def pretrained_runs(part: str) -> str:
+    seeds = dict(sorted(pretrained()[part].items()))
+
+    def cells(of: Callable[[dict[str, Any]], object]) -> str:
+        return " | ".join(str(of(runs)) for runs in seeds.values())
+
+    def held_out(runs: dict[str, Any], name: str, at: int) -> str:
+        return "{} / {}".format(*list(runs[name]["held_out"].values())[at])
+
+    steps = len(next(iter(seeds.values()))["rl"]["reward"])
+    lines = [
+        f"| held-out reward, sampled / greedy | {' | '.join(f'seed {seed}' for seed in seeds)} |",
+        "|---|" + "---|" * len(seeds),
+    ]
+    if part == "sums":
+        lines.append(f"| as published | {cells(lambda runs: held_out(runs, 'rl', 0))} |")
+    else:
+        lines.append(f"| as published | {cells(lambda runs: held_out(runs, 'base', 0))} |")
+        lines.append(
+            f"| after 8 steps on demonstrations | {cells(lambda r: held_out(r, 'rl', 0))} |"
+        )
+    unequal = cells(lambda r: f"{r['rl']['unequal_tokens']} of {r['rl']['compared_tokens']:,}")
+    minutes = cells(
+        lambda r: f"{sum(run['minutes'] for run in r.values() if 'minutes' in run):.0f}"
+    )
+    return "\n".join([
+        *lines,
+        f"| after {steps} steps of RL | {cells(lambda runs: held_out(runs, 'rl', -1))} |",
+        f"| sampled tokens whose two log-probs differ in a bit | {unequal} |",
+        f"| minutes | {minutes} |",
+    ]) + "\n"  # fmt: skip
+
+
 def causes_table() -> str:
     sys.path.insert(0, str(ROOT / "docs" / "proof"))
     from doctor import CASES
@@ -806,6 +844,10 @@ TABLES = {
     "methods": methods_table,
     "fallbacks": fallbacks_table,
     "investigation": investigation_rows,
+    **{
+        f"pretrained-{part}": partial(pretrained_runs, part)
+        for part in ("calculator", "search")
+    },
     "metrics": metrics_table,
     "sandbox": sandbox_table,
     "gpu_host": gpu_host_table,
