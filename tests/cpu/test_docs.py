@@ -844,7 +844,10 @@ TABLES = {
     "methods": methods_table,
     "fallbacks": fallbacks_table,
     "investigation": investigation_rows,
-    **{f"pretrained-{part}": partial(pretrained_runs, part) for part in ("calculator", "search")},
+    **{
+        f"pretrained-{part}": partial(pretrained_runs, part)
+        for part in ("calculator", "search", "sums")
+    },
     "metrics": metrics_table,
     "sandbox": sandbox_table,
     "gpu_host": gpu_host_table,
