@@ -74,7 +74,7 @@ $(VLLM_VENV)/.installed: tests/vllm/repair.py
 	touch $@
 
 test-vllm: install-dev $(VLLM_VENV)/.installed
-	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest tests/vllm
+	PYTHONPATH=$(CURDIR)/src $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 # Peers' packages, below. Each is made again when this file changes, so that a new version in it is the
 # one that is tested; from nothing, since pip leaves in such a folder what an interrupted install wrote.
@@ -197,7 +197,7 @@ proof: install-dev
 # What one GPU computes, whether the contract holds there, and how fast it is: at most 8 minutes each.
 # No network: where there is no $(VENV), the machine's own Python.
 gpu:
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),python3) docs/proof/gpu.py $(or $(PART),truth) --resume
+	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) docs/proof/gpu.py $(or $(PART),truth) --resume
 
 # What steps ask of a GPU, found without one: 4 minutes.
 gpu-host: install-dev
@@ -221,8 +221,8 @@ models: install
 	rm -rf build/models
 	for model in tiny-gpt-oss tiny-qwen3 tiny-qwen3-next tiny-math tiny-instructions; do \
 	  $(BIN)/lockstep sft $$model --plugin examples/tiny_models.py out=build/models/$$model && \
-	  rm -rf lockstep/models/shipped/$$model && \
-	  cp -r build/models/$$model/model lockstep/models/shipped/$$model || exit 1; \
+	  rm -rf src/lockstep/models/shipped/$$model && \
+	  cp -r build/models/$$model/model src/lockstep/models/shipped/$$model || exit 1; \
 	done
 
 clean:

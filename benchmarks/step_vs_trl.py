@@ -207,7 +207,7 @@ class Side:
         Raises SideFailed.
         """
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), packages))),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), packages))),
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
             "TOKENIZERS_PARALLELISM": "false",

@@ -171,7 +171,7 @@ def train(model: str, steps: int, out: Path) -> list[dict[str, Any]]:
         [*command, f"steps={steps}", f"lora.rank={RANK}", f"out={out}", *settings, "--json"],
         check=True,
         stdout=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "train/loss" in row][WARMUP_STEPS:]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("lockstep/*.py", "benchmarks/*.py", "examples/*.py", "docs/*.md", "*.md")
+PLACES = ("src/*.py", "benchmarks/*.py", "examples/*.py", "docs/*.md", "*.md")
 PATTERNS = (
     # A pronoun in place of the noun.
     r"\b(?:those|that) of\b|\bthose (?:that|which|who|in|with|whose)\b",

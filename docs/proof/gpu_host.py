@@ -24,7 +24,7 @@ CHIPS = (80, 90, 100)
 
 
 def figures(model: str, chip: int) -> dict[str, object]:
-    paths = (Path(__file__).parent, ROOT, os.environ.get("PYTHONPATH", ""))
+    paths = (Path(__file__).parent, ROOT / "src", os.environ.get("PYTHONPATH", ""))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, ROOT / "tests" / "gpu_host" / "figures.py", model, str(chip)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)

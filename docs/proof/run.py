@@ -97,7 +97,7 @@ def models() -> dict[str, Any]:
             subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,
                            stdout=subprocess.DEVNULL)  # fmt: skip
             seconds = time.perf_counter() - began
-            shipped = ROOT / "lockstep" / "models" / "shipped" / model
+            shipped = ROOT / "src" / "lockstep" / "models" / "shipped" / model
             weights = "model.safetensors"
             figures[model] = {
                 "rebuild_seconds": round(seconds, 1),

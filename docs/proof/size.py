@@ -13,7 +13,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "lockstep"
+PACKAGE = Path(__file__).parents[2] / "src" / "lockstep"
 
 LIMIT = 60_897
 """Code lines that the library may have. Who adds some removes as many; a commit that raises the

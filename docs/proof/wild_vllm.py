@@ -62,7 +62,7 @@ class Engine:
         self._process = subprocess.Popen(
             [python(), __file__, directory, dtype, "raw" if is_raw else "processed"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=environment | {"PYTHONPATH": str(ROOT)},
+            env=environment | {"PYTHONPATH": str(ROOT / "src")},
         )  # fmt: skip
         weakref.finalize(self, _end, self._process)
         self.version: str = self._answer()["version"]

@@ -103,7 +103,7 @@ API: dict[str, tuple[str, str, list[str]]] = {
 }
 """Page -> title, first paragraph, and the modules or names that it documents."""
 
-OUTSIDE = re.compile(r"\]\((?:\.\./)+((?:examples|lockstep)/[^)#]+)\)")
+OUTSIDE = re.compile(r"\]\((?:\.\./)+((?:examples|src)/[^)#]+)\)")
 """A link from a page of docs/ to a source file beside docs/."""
 
 
@@ -141,7 +141,7 @@ def on_config(config: Any) -> Any:
     reference.append(
         {"Python API": [{title: f"api/{page}.md"} for page, (title, *_) in API.items()]}
     )
-    config.watch += [str(ROOT / "lockstep"), str(ROOT / "CHANGELOG.md")]
+    config.watch += [str(ROOT / "src"), str(ROOT / "CHANGELOG.md")]
     return config
 
 

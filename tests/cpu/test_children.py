@@ -70,7 +70,7 @@ def child(tmp_path: Path):
 def child_of(source: str, folder: Path, **options) -> Child:
     script = folder / "program.py"
     script.write_text(textwrap.dedent(source))
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     command = [sys.executable, str(script)]
     return Child(command, name="the child", environment=environment, **options)
 

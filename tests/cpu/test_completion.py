@@ -42,7 +42,7 @@ def test_a_shell_asks_and_shows_what_it_is_told(shell, tmp_path):
     program = tmp_path / "lockstep"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m lockstep.cli "$@"\n')
     program.chmod(0o755)
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[2] / "src")
     environment = {
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": root,

@@ -29,7 +29,7 @@ def gpu(monkeypatch):
 
 
 def run(*arguments, **env):
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, SCRIPT, *map(str, arguments)],
         capture_output=True,

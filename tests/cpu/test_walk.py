@@ -15,7 +15,7 @@ from lockstep.training.packing import PackedBatch
 from lockstep.types import Sample, Segment
 
 ROOT = Path(lockstep.__file__).parent
-WALK = ROOT.parent / "docs" / "walk.md"
+WALK = Path(__file__).parents[2] / "docs" / "walk.md"
 
 VERBS = {
     "sample": ("agent/turns.py", "TurnSampler.sample"),
@@ -88,5 +88,5 @@ def test_a_container_of_tokens_is_made_in_the_file_of_its_verb(step, kind):
 
 
 def test_the_page_has_the_same_verbs_and_files():
-    rows = re.findall(r"^\| \d \| (\w+) \| `lockstep/([\w/]+\.py)`", WALK.read_text(), re.M)
+    rows = re.findall(r"^\| \d \| (\w+) \| `src/lockstep/([\w/]+\.py)`", WALK.read_text(), re.M)
     assert dict(rows) == {verb: file for verb, (file, _) in VERBS.items()}

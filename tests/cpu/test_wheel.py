@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("lockstep", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("src", "pyproject.toml", "README.md", "LICENSE")
 pytestmark = pytest.mark.skipif(find_spec("build") is None, reason="pip install build")
 
 
@@ -64,8 +64,8 @@ def run(installed, tmp_path):
 
 def test_wheel_and_sdist_hold_every_file_of_the_package(built, installed):
     wanted = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "lockstep").rglob("*")
+        path.relative_to(ROOT / "src").as_posix()
+        for path in (ROOT / "src" / "lockstep").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     found = {path.relative_to(installed).as_posix() for path in installed.rglob("*")}
@@ -73,7 +73,11 @@ def test_wheel_and_sdist_hold_every_file_of_the_package(built, installed):
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert wanted - names == set() and {"README.md", "LICENSE", "pyproject.toml"} <= names
+    assert {f"src/{name}" for name in wanted} - names == set() and {
+        "README.md",
+        "LICENSE",
+        "pyproject.toml",
+    } <= names
 
 
 def test_the_metadata_say_who_can_use_it(installed):
@@ -101,7 +105,7 @@ def test_no_message_names_a_file_that_the_wheel_lacks():
     """Docstrings may: their reader has the sources."""
     named = re.compile(r"\b(?:docs|examples|tests|benchmarks)/[\w/-]+\.(?:md|py)\b")
     found = []
-    for path in (ROOT / "lockstep").rglob("*.py"):
+    for path in (ROOT / "src" / "lockstep").rglob("*.py"):
         tree = ast.parse(path.read_text())
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         found += [

@@ -35,7 +35,7 @@ def case(request, tmp_path_factory):
     name, chip, dtype = request.param
     # In a process of its own: the stand-in changes torch and Triton.
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    env["PYTHONPATH"] = os.pathsep.join([str(PROOFS), str(PROOFS.parents[1])])
+    env["PYTHONPATH"] = os.pathsep.join([str(PROOFS), str(PROOFS.parents[1] / "src")])
     env.pop("TRITON_INTERPRET", None)
     script = Path(__file__).with_name("figures.py")
     command = [sys.executable, script, name, str(chip), "--dtype", dtype]

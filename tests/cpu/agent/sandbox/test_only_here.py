@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-LOCKSTEP = Path(__file__).parents[4] / "lockstep"
+LOCKSTEP = Path(__file__).parents[4] / "src" / "lockstep"
 
 RUNS_CODE = {"exec", "eval", "compile", "__import__", "run_path", "run_module"}
 STARTS_PROGRAMS = {
