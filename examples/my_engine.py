@@ -2,7 +2,7 @@
 
 `python my_engine.py` proves it with `check_engine`. A real one differs in `_logprobs` alone: there
 it asks a server or a GPU. An engine knows ids only: no text, no messages, no template. Registered
-with `make_engine.register`, it is a choice of the setting `engine`: src/lockstep/engines/registry.py.
+with `make_engine.register`, it is a choice of the setting `engine`: lockstep/engines/registry.py.
 """
 
 from __future__ import annotations
