@@ -1,6 +1,6 @@
 """The dump that `lockstep doctor example` reads: the quickstart's agent, dumped with two defects.
 
-    python docs/proof/example.py          about 5 seconds; writes src/lockstep/doctor/example.parquet
+    python docs/proof/example.py          5 seconds; writes src/lockstep/doctor/example.parquet
 
 96 episodes of tiny-gpt-oss, with the sampler's kernels a little off the trainer's. What a program
 then did to them on their way to the trainer: a third of the rows was decoded to text and encoded

@@ -1,7 +1,7 @@
 """Every key of every family's config.json, changed alone: Lockstep computes what transformers does,
 or refuses the config in one line that names the key. The fast profile tries a part of the changes.
 
-    PYTHONPATH=src:tests python tests/parity/test_config_keys.py [CASE ...]    prints the whole table
+    PYTHONPATH=src:tests python tests/parity/test_config_keys.py [CASE ...]   prints the whole table
 """
 
 import json
