@@ -1,6 +1,10 @@
 """The page trie: what is reused is what was computed; no page is lost, or shared by mistake."""
 
+import resource
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from full_counts import PROOF
 from hypothesis import given, settings
@@ -167,3 +171,26 @@ def test_any_history_reuses_what_was_computed_and_keeps_every_page(seed, page_si
         for node in nodes:
             known = cache._tokens[node.page, : node.length]
             assert (store.flat()[node.page, : node.length].numpy() == known).all()
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_takes_the_memory_of_the_tokens_that_it_has_held(dtype):
+    before = resident_bytes()
+    cache = PagedCache(
+        (4, 4, 64),
+        num_pages=16_384,
+        page_size=16,
+        is_caching=True,
+        like=torch.empty(0, dtype=dtype),
+    )
+    size = 2 * cache.keys.nbytes
+    assert cache.keys.dtype == dtype and cache.keys.data_ptr() % 64 == 0
+    lease = cache.open(np.arange(64, dtype=np.int32), reuse=0)
+    assert not cache.keys[:, :, lease.pages].any() and not cache.values[:, :, lease.pages].any()
+    cache.keys[:, :, lease.pages] = 1.0
+    assert resident_bytes() - before < size / 4

@@ -32,6 +32,8 @@ ZERO_PAGE = 0
 """Never allocated. Fills the unused places of page tables. Ops that read these places find zeros
 there: masked keys and values must be finite, whatever other requests computed. With ops that do
 not, rows that fill up the batch of a graph write to it."""
+_ALIGNMENT = 64
+"""Bytes; torch's own on a CPU. Kernels may add up in another order where a tensor is unaligned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +70,19 @@ class PageLease:
     """Slot of its states, in a model with linear attention."""
 
 
+def zeros_on_demand(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros, aligned as torch aligns. On a CPU the system gives each page of them when it is first
+    written, so a large cache takes the memory of the tokens that it has held."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[begin : begin + size]).view(dtype).view(shape)
+
+
 class ResidentCache:
     """A contiguous copy of the running rows' keys and values: see `ResidentRows`.
 
@@ -95,8 +110,10 @@ class ResidentCache:
             return None
         layers, groups, _, _, width = self._cache.keys.shape
         shape = (layers, num_rows, groups, length, width)
-        self.keys = torch.zeros(shape, dtype=self._dtype, device=self._cache.keys.device)
-        self.values = torch.zeros_like(self.keys) if self._cache.has_values else self.keys
+        device = self._cache.keys.device
+        self.keys = zeros_on_demand(shape, self._dtype, device)
+        has_values = self._cache.has_values
+        self.values = zeros_on_demand(shape, self._dtype, device) if has_values else self.keys
         self.num_rows, self.length = num_rows, length
         self.first_places = np.arange(num_rows * groups).reshape(num_rows, groups) * length
         self._memo = {}
@@ -165,8 +182,9 @@ class PagedCache:
 
     def allocate(self) -> None:
         """Allocates the memory as zeros: a masked place is multiplied by 0 and must be finite."""
-        self.keys = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        self.values = torch.zeros_like(self.keys) if self.has_values else self.keys
+        place = self._dtype, self._device
+        self.keys = zeros_on_demand(self._shape, *place)
+        self.values = zeros_on_demand(self._shape, *place) if self.has_values else self.keys
         self._allocate_routes()
         if self.states is not None:
             self.states.allocate()
