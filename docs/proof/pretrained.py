@@ -5,7 +5,8 @@
 
 Parts: calculator and search (demonstrations, then RL with a tool; search has several turns), sums
 (RL alone, without a tool), story (the faults of the published program, and the noise of other
-numerics; its last rows need `make .venv-vllm/.installed`). Needs `lockstep fetch smollm2-135m`.
+numerics; its last rows need `make .venv-vllm/.installed`), equal (tokens of other formats and of all
+weights, compared bit for bit). Needs `lockstep fetch smollm2-135m`.
 Writes pretrained.json and docs/tasks/pretrained.png after each run; what is not measured again
 stays.
 """
@@ -57,6 +58,12 @@ SUMS = [
     "lora.rank=16", "trainer.lr=5e-4", "trainer.warmup_updates=0", "max_tokens=128",
     "agent.max_turn_tokens=48", "steps=20", "evaluation.every=10",
 ]  # fmt: skip
+LONG = ["max_tokens=256", "agent.max_turn_tokens=128", "steps=10", "evaluation.num_tasks=2"]
+FORMS = {
+    "all weights, float32": ["trainer.lr=1e-6"],
+    "all weights, bfloat16": ["trainer.lr=1e-6", "dtype=bfloat16"],
+    "LoRA, bfloat16": ["trainer.lr=1e-5", "lora.rank=16", "dtype=bfloat16"],
+}
 VLLM = ("contract=none", "engine=vllm", "engine.decoder=vllm", "engine.kv_cache_gib=1",
         f"engine.python={ROOT}/.venv-vllm/bin/python")  # fmt: skip
 NUMERICS = {
@@ -133,6 +140,15 @@ def sums(seed: int, place: Path) -> dict[str, Any]:
     return {"rl": run(["train", "custom", f"model={MODEL}", *SUMS, "out=sums"], place, seed)}
 
 
+def equal(seed: int, place: Path) -> dict[str, Any]:
+    """The tokens of long replies in each form of training: all weights or LoRA, each format."""
+    form = [f"model={MODEL}", *SUMS[:2], *LONG]
+    return {
+        name: run(["train", "custom", *form, *settings, f"out={number}"], place, seed)
+        for number, (name, settings) in enumerate(FORMS.items())
+    }
+
+
 def story(seed: int, place: Path) -> dict[str, Any]:
     """k1, k2 of each rung of `doctor --ladder` and of the published program; the noise table."""
     os.chdir(place)
@@ -182,13 +198,14 @@ def plot(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parts = {"calculator": calculator, "search": search, "sums": sums, "story": story}
+    parts = {"calculator": calculator, "search": search, "sums": sums}
+    parts |= {"equal": equal, "story": story}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     options = parser.parse_args()
     for part in options.parts:
-        for seed in options.seeds[:1] if part == "story" else options.seeds:
+        for seed in options.seeds[:1] if part in ("equal", "story") else options.seeds:
             with tempfile.TemporaryDirectory() as place:
                 measured = parts[part](seed, Path(place))
             found = json.loads(JSON.read_text()) if JSON.is_file() else {}
