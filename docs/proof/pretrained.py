@@ -4,9 +4,9 @@
     python docs/proof/pretrained.py calculator --seeds 0   one part, one seed
 
 Parts: calculator and search (demonstrations, then RL with a tool; search has several turns), sums
-(RL alone, without a tool), story (the faults of the published program, and the noise of other
-numerics; its last rows need `make .venv-vllm/.installed`), equal (tokens of other formats and of all
-weights, compared bit for bit). Needs `lockstep fetch smollm2-135m`.
+(RL alone, without a tool), equal (the tokens of other number formats and of all weights), story
+(the faults of the published program, and the noise of other numerics; its last rows need
+`make .venv-vllm/.installed`). Needs `lockstep fetch smollm2-135m`.
 Writes pretrained.json and docs/tasks/pretrained.png after each run; what is not measured again
 stays.
 """
