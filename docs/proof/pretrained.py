@@ -186,7 +186,7 @@ def plot(found: dict[str, Any]) -> None:
 
     _, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True)
     for axis, part in zip(axes, ("calculator", "search", "sums"), strict=True):
-        for seed, runs in found.get(part, {}).items():
+        for seed, runs in sorted(found.get(part, {}).items()):
             tests = runs["rl"]["held_out"]
             steps, greedy = map(int, tests), [greedy for _, greedy in tests.values()]
             axis.plot(list(steps), greedy, marker="o", label=f"seed {seed}")
