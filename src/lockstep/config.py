@@ -522,7 +522,7 @@ def _with(annotation: Any, current: Any, keys: Sequence[str], text: str, path: s
         )
     if text == "none" and type(None) in _union(annotation):
         return None
-    presets: Mapping[str, Callable[[], Any]] = {} if kinds else getattr(nested, "PRESETS", {})
+    presets = _presets(annotation)
     if (kinds or presets) and text not in (kinds or presets):
         kind = "kind" if kinds else "preset"
         meant = KINDS.get(f"{path}={text}")
@@ -587,32 +587,17 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
     if value is None and type(None) in members:
         return None
     if isinstance(value, str) and str not in members:
-        nested = _dataclass_of(annotation, value)
-        presets: Mapping[str, Callable[[], Any]] = getattr(nested, "PRESETS", {})
+        presets = _presets(annotation)
         if choices(annotation):
             value = {"type": value}
         elif value in presets:
             return presets[value]()
     if isinstance(value, Mapping):
-        value = cast(Mapping[str, Any], value)
-        kinds = choices(annotation)
-        if kinds:
-            name = value.get("type", "")
-            if name not in kinds:
-                raise ConfigError(f"{path}.type={name}: no such kind.{did_you_mean(name, kinds)}")
-            return cast(Any, _from_dict(kinds[name], value, path))
-        nested = _dataclass_of(annotation, value)
-        if nested is not None and "type" in value and _field_names(nested):
-            raise ConfigError(f"unknown setting '{path}.type': {path} has one kind.")
-        if nested is not None and "type" in value:
-            raise ConfigError(
-                f"{path}.type={value['type']}: no kind of {nested.__name__} is known here. Import "
-                "the module that has it (lockstep.recipes brings the built-in ones; --plugin)."
-            )
-        if nested is not None:
-            return cast(Any, _from_dict(nested, value, path))
+        tree = cast(Mapping[str, Any], value)
+        if (kind := _kind_of(annotation, tree, path)) is not None:
+            return cast(Any, _from_dict(kind, tree, path))
         if (inner := _entry_of(annotation)) is not None:
-            return {k: _value(inner, v, f"{path}.{k}") for k, v in value.items()}
+            return {k: _value(inner, v, f"{path}.{k}") for k, v in tree.items()}
     for member in members:
         origin, inner = typing.get_origin(member) or member, typing.get_args(member)
         if origin is Any and not isinstance(cast(object, value), _FOREIGN):
@@ -623,16 +608,7 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             known = [str(i) for i in inner]
             raise ConfigError(f"{path}={value}: not one of them.{did_you_mean(str(value), known)}")
         if origin in (tuple, list) and isinstance(value, list | tuple):
-            found = list(cast(Sequence[Any], value))
-            is_fixed = origin is tuple and inner and inner[-1] is not ...
-            if is_fixed and len(inner) != len(found):
-                raise ConfigError(f"{path}: expected {len(inner)} values, found {found}.")
-            kinds = inner if is_fixed else [inner[0] if inner else Any] * len(found)
-            values: list[Any] = [
-                _value(k, v, f"{path}[{i}]")
-                for i, (k, v) in enumerate(zip(kinds, found, strict=True))
-            ]
-            return tuple(values) if origin is tuple else values
+            return origin(_values(origin, inner, list(cast(Sequence[Any], value)), path))
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if origin in (bool, int, str) and type(value) is origin:
@@ -644,6 +620,34 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
         whole = " Write it in quotes."
     raise ConfigError(
         f"{path}: expected {_name(annotation)}, found {value!r} ({type(value).__name__}).{whole}"
+    )
+
+
+def _values(origin: type, inner: Sequence[Any], found: Sequence[Any], path: str) -> Iterable[Any]:
+    """The entries of a list or tuple, each as its annotated type."""
+    is_fixed = origin is tuple and inner and inner[-1] is not ...
+    if is_fixed and len(inner) != len(found):
+        raise ConfigError(f"{path}: expected {len(inner)} values, found {found}.")
+    kinds = inner if is_fixed else [inner[0] if inner else Any] * len(found)
+    for at, (kind, value) in enumerate(zip(kinds, found, strict=True)):
+        yield _value(kind, value, f"{path}[{at}]")
+
+
+def _kind_of(annotation: Any, tree: Mapping[str, Any], path: str) -> type | None:
+    """The dataclass that this JSON object is of; None for an annotation without one."""
+    name = tree.get("type", "")
+    if kinds := choices(annotation):
+        if name not in kinds:
+            raise ConfigError(f"{path}.type={name}: no such kind.{did_you_mean(name, kinds)}")
+        return kinds[name]
+    nested = _dataclass_of(annotation, tree)
+    if nested is None or "type" not in tree:
+        return nested
+    if _field_names(nested):
+        raise ConfigError(f"unknown setting '{path}.type': {path} has one kind.")
+    raise ConfigError(
+        f"{path}.type={name}: no kind of {nested.__name__} is known here. Import the module that "
+        "has it (lockstep.recipes brings the built-in ones; --plugin)."
     )
 
 
@@ -678,6 +682,11 @@ def _show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
+
+
+def _presets(annotation: Any) -> Mapping[str, Callable[[], Any]]:
+    """Name -> maker of the values that have a name; a choice between kinds has none."""
+    return {} if choices(annotation) else getattr(_dataclass_of(annotation, None), "PRESETS", {})
 
 
 def _field_names(cls: type) -> list[str]:

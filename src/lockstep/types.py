@@ -512,23 +512,24 @@ class SamplingParams:
     distribution "sampled", unless the request is greedy."""
 
     def __post_init__(self) -> None:
-        for ok, text in (
-            (self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1"),
-            (self.temperature >= 0, f"temperature={self.temperature} must be at least 0"),
-            (0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]"),
-            (self.top_k >= 0, f"top_k={self.top_k} must be at least 0 (0 is off)"),
-            ("" not in self.stop_strings, "an empty stop string would stop at once"),
-            (
-                not self.record_support or self.distribution == "sampled",
-                f"record_support=True needs distribution='sampled', found {self.distribution!r}",
-            ),
-            (
-                not self.grammar or self.temperature == 0 or self.distribution == "sampled",
-                f"a grammar needs distribution='sampled', found {self.distribution!r}",
-            ),
-        ):
-            if not ok:
-                raise ConfigError(f"sampling: {text}.")
+        problem, is_sampled = "", self.distribution == "sampled"
+        found = f"distribution='sampled', found {self.distribution!r}"
+        if self.max_tokens < 1:
+            problem = f"max_tokens={self.max_tokens} must be at least 1"
+        elif not self.temperature >= 0:
+            problem = f"temperature={self.temperature} must be at least 0"
+        elif not 0 < self.top_p <= 1:
+            problem = f"top_p={self.top_p} must lie in (0, 1]"
+        elif self.top_k < 0:
+            problem = f"top_k={self.top_k} must be at least 0 (0 is off)"
+        elif "" in self.stop_strings:
+            problem = "an empty stop string would stop at once"
+        elif self.record_support and not is_sampled:
+            problem = f"record_support=True needs {found}"
+        elif self.grammar and self.temperature > 0 and not is_sampled:
+            problem = f"a grammar needs {found}"
+        if problem:
+            raise ConfigError(f"sampling: {problem}.")
 
     @property
     def is_truncated(self) -> bool:
@@ -918,35 +919,20 @@ class Trajectory:
         ids = frozen_ids(token_ids, where=where)
         self._check_prompt(where, parent, prompt_ids)
         values = np.array(logprobs, dtype=np.float32).reshape(-1)
-        if len(values) != len(ids):
-            raise TokenError(f"{where}: {len(ids)} sampled ids but {len(values)} log-probs.")
-        bad = np.flatnonzero(~np.isfinite(values) | (values > MAX_LOGPROB))
-        if bad.size:
-            at = int(bad[0])
-            raise TokenError(
-                f"{where}: token {at} (id {int(ids[at])}) has the log-prob {values[at]:g}; "
-                f"expected a finite number <= {MAX_LOGPROB:g}. Probabilities, or a shifted row?"
-            )
-        stop, support = facts.get("stop"), facts.get("support")
-        if isinstance(stop, int):
-            early = np.flatnonzero(ids == stop)
-            if not early.size or early[0] != len(ids) - 1:
-                found = f"token {int(early[0])} of {len(ids)}" if early.size else "missing"
-                raise TokenError(
-                    f"{where}: the stop id {stop} must be the last sampled id, and is {found}."
-                )
-        if support is not None:
+        _check_logprobs(where, ids, values)
+        _check_stop(where, ids, facts.get("stop"))
+        if (support := facts.get("support")) is not None:
             _check_support(where, ids, support)
+        own_routes = boundary_routes = None
         if routed_experts is not None:
             self._check_routes(where, parent, len(ids), routed_experts, routes_from)
+            if len(ids):
+                own_routes, boundary_routes = self._lay_routes(parent, routed_experts, routes_from)
         if num_above := int((values > 0).sum()):
             self.metrics["clamped_logprobs"] = self.metrics.get("clamped_logprobs", 0) + num_above
             np.minimum(values, 0.0, out=values)
         values.setflags(write=False)
         stored = SampledFacts(policy_version=0, finish_reason="stop") | facts
-        own_routes = boundary_routes = None
-        if routed_experts is not None and len(ids):
-            own_routes, boundary_routes = self._lay_routes(parent, routed_experts, routes_from)
         return self._add(
             Segment(
                 parent=parent,
@@ -1182,6 +1168,29 @@ class Trajectory:
             raise TokenError(f"{where}: it has no ids.")
         self.segments.append(segment)
         return len(self.segments) - 1
+
+
+def _check_logprobs(where: str, ids: Int32Array, logprobs: Float32Array) -> None:
+    if len(logprobs) != len(ids):
+        raise TokenError(f"{where}: {len(ids)} sampled ids but {len(logprobs)} log-probs.")
+    bad = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > MAX_LOGPROB))
+    if bad.size:
+        at = int(bad[0])
+        raise TokenError(
+            f"{where}: token {at} (id {int(ids[at])}) has the log-prob {logprobs[at]:g}; "
+            f"expected a finite number <= {MAX_LOGPROB:g}. Probabilities, or a shifted row?"
+        )
+
+
+def _check_stop(where: str, ids: Int32Array, stop: int | str | None) -> None:
+    if not isinstance(stop, int):
+        return
+    places = np.flatnonzero(ids == stop)
+    if not places.size or places[0] != len(ids) - 1:
+        found = f"token {int(places[0])} of {len(ids)}" if places.size else "missing"
+        raise TokenError(
+            f"{where}: the stop id {stop} must be the last sampled id, and is {found}."
+        )
 
 
 def _check_support(where: str, ids: Int32Array, support: Ragged) -> None:

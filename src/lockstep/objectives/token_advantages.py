@@ -49,20 +49,8 @@ def gae(
     >>> gae(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.5, 0.5]), layout, lam=0.5)
     (tensor([0.1250, 0.2500, 0.5000]), tensor([0.6250, 0.7500, 1.0000]))
     """
-    layout.check(rewards=rewards, values=values)
-    if layout.group is not None:
-        raise AlignmentError(
-            "these rows are split over ranks, and a token's advantage is a sum over all that "
-            "follow it: gather whole rows first."
-        )
-    if bootstrap is not None and tuple(bootstrap.shape) != (layout.num_rows,):
-        raise AlignmentError(
-            f"bootstrap has the shape {list(bootstrap.shape)}; expected one value per row, "
-            f"[{layout.num_rows}]."
-        )
+    _check_whole_rows(layout, rewards, values, bootstrap)
     rewards, values = rewards.detach(), values.detach()
-    _check_finite(layout, rewards=rewards, values=values)
-
     # Rows from the left, without the tokens that do not count, and 0.0 behind their ends.
     is_counted = _counted(layout, values.device)
     lengths_R = layout.row_counts(values.device).long()
@@ -136,8 +124,21 @@ def _sum_from_the_right(delta_RS: Tensor, decay: float) -> Tensor:
     return out_RS
 
 
-def _check_finite(layout: Layout, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
+def _check_whole_rows(
+    layout: Layout, rewards: Tensor, values: Tensor, bootstrap: Tensor | None
+) -> None:
+    layout.check(rewards=rewards, values=values)
+    if layout.group is not None:
+        raise AlignmentError(
+            "these rows are split over ranks, and a token's advantage is a sum over all that "
+            "follow it: gather whole rows first."
+        )
+    if bootstrap is not None and tuple(bootstrap.shape) != (layout.num_rows,):
+        raise AlignmentError(
+            f"bootstrap has the shape {list(bootstrap.shape)}; expected one value per row, "
+            f"[{layout.num_rows}]."
+        )
+    for name, tensor in (("rewards", rewards), ("values", values)):
         is_bad = ~torch.isfinite(tensor) & _counted(layout, tensor.device)
         if bool(is_bad.any()):
             at = int(is_bad.reshape(-1).nonzero()[0, 0])

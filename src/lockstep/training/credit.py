@@ -65,27 +65,7 @@ def segment_advantages(
         for path, value in zip(paths, at_leaves.tolist(), strict=True)
         for i in (WHOLE, *(i for turn in path.turns for i in turn))
     )
-    terms: list[tuple[float, Mapping[Key, float]]] = []
-    """(weight, turn -> value): what turns have beside the advantage of their episode."""
-    if credit.compare != "episode":
-        returns = _by_turn(paths, lambda path: path.returns(in_return, credit.gamma))
-        terms.append((credit.turn_weight, _compared(advantage, paths, returns, credit.compare)))
-    if credit.branches == "parent":
-        parted = {
-            turn: of_episode[turn] - of_episode[before]
-            for path in paths
-            for before, turn in pairwise([(path.number, WHOLE), *path.names])
-        }
-        terms.append((credit.branch_weight, parted))
-    if credit.process in ("turn", "group"):
-        own = _by_turn(paths, lambda path: path.own)
-        own = _compared(advantage, paths, own, credit.process)
-        if credit.process == "group":
-            one = own
-            own = _by_turn(
-                paths, lambda path: discounted([one[t] for t in path.names], credit.gamma)
-            )
-        terms.append((credit.process_weight, own))
+    terms = _turn_terms(paths, advantage, credit, of_episode, in_return)
     as_it_is = credit.process_weight if credit.process == "added" else 0.0
     return {
         (path.number, i): credit.episode_weight * of_episode[path.number, i]
@@ -189,6 +169,38 @@ def _paths(scored: Scored) -> list[_Path]:
             parts = groupby(sampled, key=lambda i, t=trajectory: t.segments[i].turn)
             out.append(_Path(group, number, trajectory, reward, [[*part] for _, part in parts]))
     return out
+
+
+def _turn_terms(
+    paths: Sequence[_Path],
+    advantage: AdvantageConfig,
+    credit: CreditConfig,
+    of_episode: Mapping[Key, float],
+    in_return: float,
+) -> list[tuple[float, Mapping[Key, float]]]:
+    """(weight, turn -> value) of each term that turns have beside the advantage of their
+    episode."""
+    terms: list[tuple[float, Mapping[Key, float]]] = []
+    if credit.compare != "episode":
+        returns = _by_turn(paths, lambda path: path.returns(in_return, credit.gamma))
+        terms.append((credit.turn_weight, _compared(advantage, paths, returns, credit.compare)))
+    if credit.branches == "parent":
+        parted = {
+            turn: of_episode[turn] - of_episode[before]
+            for path in paths
+            for before, turn in pairwise([(path.number, WHOLE), *path.names])
+        }
+        terms.append((credit.branch_weight, parted))
+    if credit.process in ("turn", "group"):
+        one = own = _compared(
+            advantage, paths, _by_turn(paths, lambda path: path.own), credit.process
+        )
+        if credit.process == "group":
+            own = _by_turn(
+                paths, lambda path: discounted([one[t] for t in path.names], credit.gamma)
+            )
+        terms.append((credit.process_weight, own))
+    return terms
 
 
 def _by_turn(

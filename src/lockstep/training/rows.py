@@ -16,6 +16,7 @@ from lockstep.objectives.config import GAE, AdvantageConfig, CreditConfig
 from lockstep.objectives.token_advantages import gae, whiten
 from lockstep.training.credit import (
     BySegment,
+    Scored,
     means_over_leaves,
     sampled_path,
     scored_trajectories,
@@ -27,6 +28,8 @@ from lockstep.types import Group, Ragged, Sample, Trajectory
 OverStale = Literal["correct", "drop"]
 """Treatment of rows with a token over the age limit: trained like any other, by the correction, or
 left out."""
+NumberedRow = tuple[int, Sample]
+"""(number of the row's trajectory among the scored ones, the row)."""
 
 
 def rows_for_training(
@@ -70,19 +73,9 @@ def rows_for_training(
     scored = scored_trajectories(groups)
     for _, trajectory in scored:
         _check_rewards(trajectory)
-    control = np.array(sorted(control_ids), np.int32)
-    rows: list[tuple[int, Sample]] = []
-    """(number of the trajectory among `scored`, its row)"""
-    for number, (index, trajectory) in enumerate(scored):
-        for sample in trajectory.rows():
-            sample.set("token_kind", np.isin(sample.token_ids, control).astype(np.int32))
-            sample.group = index
-            rows.append((number, sample))
+    rows = _labelled_rows(scored, np.array(sorted(control_ids), np.int32))
     if not rows:
         return []
-    if any("support" in sample.ragged for _, sample in rows):  # rows of a batch have equal columns
-        for sample in (each for _, each in rows if "support" not in each.ragged):
-            sample.set("support", Ragged.empty(len(sample)))
     if isinstance(advantage, GAE):
         if critic is None:
             raise ConfigError("advantage=gae needs a critic: rows_for_training(critic=...).")
@@ -159,7 +152,21 @@ def without_over_long(
     return kept, float(len(rows) - len(kept))
 
 
-def _fill(rows: Sequence[tuple[int, Sample]], name: str, of_segment: BySegment) -> None:
+def _labelled_rows(scored: Scored, control_ids: npt.NDArray[np.int32]) -> list[NumberedRow]:
+    """The rows without advantages. All have equal columns: a support, if one row has it."""
+    rows: list[NumberedRow] = []
+    for number, (index, trajectory) in enumerate(scored):
+        for sample in trajectory.rows():
+            sample.set("token_kind", np.isin(sample.token_ids, control_ids).astype(np.int32))
+            sample.group = index
+            rows.append((number, sample))
+    if any("support" in sample.ragged for _, sample in rows):
+        for sample in (each for _, each in rows if "support" not in each.ragged):
+            sample.set("support", Ragged.empty(len(sample)))
+    return rows
+
+
+def _fill(rows: Sequence[NumberedRow], name: str, of_segment: BySegment) -> None:
     """Sets a column from the trajectories' segments; 0.0 where a row trains nothing."""
     for number, sample in rows:
         column = np.zeros(len(sample), np.float32)
@@ -172,7 +179,7 @@ def _fill(rows: Sequence[tuple[int, Sample]], name: str, of_segment: BySegment) 
 
 
 def _fill_by_values(
-    rows: Sequence[tuple[int, Sample]],
+    rows: Sequence[NumberedRow],
     trajectories: Sequence[Trajectory],
     advantage: GAE,
     critic: Critic,
