@@ -15,7 +15,6 @@ import threading
 import tomllib
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -31,11 +30,11 @@ from lockstep.config import (
     file_form,
     flatten,
     from_dict,
+    from_settings,
     nested,
     read_tree,
     resolve,
     to_dict,
-    unchecked,
 )
 from lockstep.display import show_once, warn
 from lockstep.errors import (
@@ -326,11 +325,12 @@ def _sft(options: argparse.Namespace) -> int:
     if options.help:
         return _show_settings(options, find_supervised_recipe, SupervisedConfig)
     path, given = _config_file(options.target), {s.partition("=")[0].strip() for s in settings}
-    make = partial(find_supervised_recipe, options.target or "sft")
     if path is not None:
         tree = nested(read_tree(path))
-        make, given = partial(from_dict, SupervisedConfig, tree), given | {*flatten(tree)}
-    config = fitted_supervised(_resolved(make, settings, SupervisedConfig), given)
+        config, given = from_settings(SupervisedConfig, tree, settings), given | {*flatten(tree)}
+    else:
+        config = resolve(find_supervised_recipe(options.target or "sft"), settings)
+    config = fitted_supervised(config, given)
     run = None
     if _is_resume(own):
         config, run = _continued(config, own, path)
@@ -622,16 +622,15 @@ def _training_config(
         raise ConfigError("resume=true continues a run and from=RUN@STEP starts one: choose one.")
     path = _config_file(target)
     if fork and target is None:
-        make = partial(from_dict, Config, load_run(fork[0]).config)
+        config = from_settings(Config, load_run(fork[0]).config, settings)
     elif target is None:
         raise ConfigError(
             "which recipe? For example: lockstep train quickstart. `lockstep recipes` lists them."
         )
     elif path is not None:
-        make = partial(read_config, path, settings)
+        config = read_config(path, settings)
     else:
-        make = partial(_find_recipe, target, settings)
-    config = _resolved(make, settings, Config)
+        config = _find_recipe(target, settings)
     if "method" in own:
         config = resolve(with_method(config, own["method"]), settings)
     if not is_resume:
@@ -667,19 +666,6 @@ def _continued(config: T, own: Mapping[str, str], path: Path | None) -> tuple[T,
             f"on with other settings start a new run from its checkpoint: from={where}@STEP."
         )
     return from_dict(type(config), stored), Path(where)
-
-
-def _resolved(make: Callable[[], T], settings: Sequence[str], cls: type[T]) -> T:
-    """A recipe's or file's config with the settings of the command line. It is checked only with
-    them, since it may need them to be valid."""
-    try:
-        return resolve(make(), settings)
-    except ConfigError:
-        if not settings:
-            raise
-    with unchecked(cls):
-        config = make()
-    return resolve(config, settings)
 
 
 def _find_recipe(target: str, settings: Sequence[str]) -> Any:
@@ -810,7 +796,7 @@ def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: t
             f"{options.target} is a section of a recipe's settings: lockstep {options.verb} RECIPE "
             f"--help {options.target}."
         )
-    config = _resolved(lambda: find(options.target), settings, cls)
+    config = resolve(find(options.target), settings)
     rows = list(describe(config))
     known = [*sections, *(row[0] for row in rows)]
     for section in wanted:

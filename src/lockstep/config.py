@@ -27,7 +27,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from functools import cache
 from itertools import pairwise
@@ -57,29 +57,38 @@ def resolve(config: T, overrides: Sequence[str]) -> T:
     Raises ConfigError for an unknown key (with the nearest known one), a value of another type, and
     whatever a dataclass' own checks refuse.
     """
-    tree = to_dict(config)
+    return from_settings(type(config), to_dict(config), overrides)
+
+
+def from_settings(cls: type[T], tree: Mapping[str, Any], overrides: Sequence[str]) -> T:
+    """The dataclass `cls` from its JSON form and overrides as in `resolve`.
+
+    It is checked once, with the overrides in it. So a file may be valid only with the settings of a
+    command line.
+    """
     for override in overrides:
         key, equals, text = override.partition("=")
         if not (equals and key):
             raise ConfigError(f"{override!r} is not of the form key=value.{_joined(overrides)}")
         try:
-            tree = _with_field(type(config), tree, key.strip().split("."), text, key.strip())
+            tree = _with_field(cls, tree, key.strip().split("."), text, key.strip())
         except UnknownSettingError as error:
-            known = [*tree, *flatten(tree), *error.candidates, *_paths(type(config))]
+            known = [*tree, *flatten(tree), *error.candidates, *_paths(cls)]
             hinted = hint(key.strip(), text, known)
             raise ConfigError(f"unknown setting {key.strip()!r}.{hinted}") from None
-    return from_dict(type(config), tree)
+    return from_dict(cls, tree)
 
 
-def overlaid(config: T, tree: Mapping[str, Any]) -> T:
-    """`config` with the settings of a tree, as a file holds them. A kind may be its tag alone, and
-    a path may be written with dots: {"engine": "vllm", "trainer.lr": 1e-6}.
+def overlaid(config: T, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> T:
+    """`config` with the settings of a tree, as a file holds them, and with overrides over these. A
+    kind may be its tag alone, and a path may be written with dots: {"engine": "vllm",
+    "trainer.lr": 1e-6}.
 
     Raises ConfigError as `resolve` does.
     """
     hints = _hints(type(config))
     plain = {key: _plain(value, hints.get(key)) for key, value in tree.items()}
-    return from_dict(type(config), merged(to_dict(config), nested(plain)))
+    return from_settings(type(config), merged(to_dict(config), nested(plain)), overrides)
 
 
 def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -452,21 +461,6 @@ class UnknownSettingError(ConfigError):
         self.candidates, self.where = candidates, where
 
 
-@contextlib.contextmanager
-def unchecked(cls: type) -> Generator[None]:
-    """Within it, `cls` and all that its settings can hold are made without checks of their own: a
-    config that is wrong until the settings of a command line are in it."""
-    checked = [c for c in _reachable(cls) if "__post_init__" in c.__dict__]
-    checks = [c.__dict__["__post_init__"] for c in checked]
-    try:
-        for each in checked:
-            setattr(each, "__post_init__", _no_check)  # noqa: B010
-        yield
-    finally:
-        for each, check in zip(checked, checks, strict=True):
-            setattr(each, "__post_init__", check)  # noqa: B010
-
-
 # -- mechanism ----------------------------------------------------------------------------------
 
 
@@ -495,13 +489,26 @@ def _with_field(
     key, rest = keys[0], keys[1:]
     if key not in (fields := _field_names(cls)):
         raise UnknownSettingError([f"{path.removesuffix('.'.join(keys))}{f}" for f in fields])
-    return {**tree, key: _with(_hints(cls)[key], tree.get(key, {}), rest, text, path)}
+    current = tree[key] if key in tree else _default_form(cls, key)
+    return {**tree, key: _with(_hints(cls)[key], current, rest, text, path)}
+
+
+def _default_form(cls: type, name: str) -> Any:
+    """The JSON form of a field's default; an empty object for a field without one."""
+    field = {f.name: f for f in dataclasses.fields(cast(Any, cls))}[name]
+    if field.default_factory is not dataclasses.MISSING:
+        return _plain(field.default_factory(), _hints(cls)[name])
+    return {} if field.default is dataclasses.MISSING else _plain(field.default, _hints(cls)[name])
 
 
 def _with(annotation: Any, current: Any, keys: Sequence[str], text: str, path: str) -> Any:
     """The JSON value of `annotation` with `text` at `keys` below it, or in its place without keys.
     current: the value so far, if any."""
-    kinds, nested = choices(annotation), _dataclass_of(annotation, current)
+    kinds, presets = choices(annotation), _presets(annotation)
+    if isinstance(current, str) and keys:  # a file may name a kind or a preset alone
+        named = to_dict(presets[current]()) if current in presets else current
+        current = {"type": current} if kinds else named
+    nested = _dataclass_of(annotation, current)
     below = cast(Mapping[str, Any], current if isinstance(current, Mapping) else {})
     here = path.removesuffix("." + ".".join(keys))
     if keys and (inner := _entry_of(annotation)) is not None:
@@ -522,7 +529,6 @@ def _with(annotation: Any, current: Any, keys: Sequence[str], text: str, path: s
         )
     if text == "none" and type(None) in _union(annotation):
         return None
-    presets = _presets(annotation)
     if (kinds or presets) and text not in (kinds or presets):
         kind = "kind" if kinds else "preset"
         meant = KINDS.get(f"{path}={text}")
@@ -702,24 +708,6 @@ def _union(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
-
-
-def _no_check(config: object) -> None:
-    """Replaces a `__post_init__` and checks nothing."""
-
-
-def _reachable(cls: type) -> set[type]:
-    """The dataclasses that a `cls` can be made of, with their bases."""
-    found: set[type] = set()
-    waiting: list[Any] = [cls]
-    while waiting:
-        annotation = waiting.pop()
-        waiting += filter(None, [_entry_of(annotation)])
-        for each in [*_union(annotation), *choices(annotation).values()]:
-            if dataclasses.is_dataclass(each) and each not in found:
-                found |= {c for c in cast(type, each).__mro__ if dataclasses.is_dataclass(c)}
-                waiting += _hints(cast(type, each)).values()
-    return found
 
 
 def _joined(words: Sequence[str]) -> str:

@@ -393,19 +393,18 @@ class Config(ModelChoice):
                 f"every seat of task={kind} is frozen ({', '.join(known)}): nothing would be "
                 f"trained. Set seats.{known[0]}=policy."
             )
-        for is_bad, text in (
-            (self.advantage.needs_critic, "advantage with a critic: set advantage=grpo or rloo"),
-            (self.distill is not None, "distill: leave it out"),
-            (
-                self.chosen_correction.behaviour == "averaged",
-                "correction.behaviour=averaged: leave it out, as sampler and trainer are one",
-            ),
-        ):
-            if self.own_seats and is_bad:
-                raise ConfigError(
-                    f"seats.{self.own_seats[0]}=own has an adapter and nothing beside it, and the "
-                    f"run has {text}."
-                )
+        problem = ""
+        if self.advantage.needs_critic:
+            problem = "advantage with a critic: set advantage=grpo or rloo"
+        elif self.distill is not None:
+            problem = "distill: leave it out"
+        elif self.chosen_correction.behaviour == "averaged":
+            problem = "correction.behaviour=averaged: leave it out, as sampler and trainer are one"
+        if self.own_seats and problem:
+            raise ConfigError(
+                f"seats.{self.own_seats[0]}=own has an adapter and nothing beside it, and the run "
+                f"has {problem}."
+            )
 
     def _check_staleness(self) -> None:
         if not self.max_staleness and self.sync.kv == "keep":

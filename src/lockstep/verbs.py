@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lockstep.config import from_dict, overlaid, resolve
+from lockstep.config import from_dict, overlaid
 from lockstep.dialogues import read_messages, read_tools
 from lockstep.display import Named, block, table, warn
 from lockstep.doctor import rendering
@@ -63,7 +63,7 @@ def evaluate(run: RunPath, *, overrides: Sequence[str] = (), **settings: Any) ->
     """
     path, step = split_address(run)
     stored = from_dict(Config, load_run(path).config)
-    config = resolve(overlaid(stored, settings), overrides)
+    config = overlaid(stored, settings, overrides)
     metrics, name = evaluate_run(config, path, step=step)
     return Evaluation(run=path, checkpoint=name, metrics=Named(metrics))
 

@@ -23,12 +23,11 @@ from lockstep.agent.references import check_not_importing, reference_to
 from lockstep.config import (
     FILE_FORMS,
     flatten,
-    from_dict,
+    from_settings,
     merged,
     nested,
     overlaid,
     read_tree,
-    resolve,
 )
 from lockstep.envs.custom import MAX_TASKS, CustomConfig, Reward
 from lockstep.errors import ConfigError
@@ -59,7 +58,7 @@ def configure(
     command line replace them. Open settings follow the model and the data."""
     base = find_recipe(recipe)
     tree = dict(tree or {})
-    config = resolve(overlaid(base, tree), overrides)
+    config = overlaid(base, tree, overrides)
     given = {*flatten(tree), *(text.partition("=")[0].strip() for text in overrides)}
     if config.fallback or config.placement.is_elsewhere():
         return config
@@ -87,7 +86,7 @@ def read_config(
     try:
         if recipe is not None:
             return configure(str(recipe), tree=tree, overrides=overrides)
-        return resolve(from_dict(Config, tree), overrides)
+        return from_settings(Config, tree, overrides)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 

@@ -277,25 +277,21 @@ def check_side_by_side(configs: Sequence[Config]) -> None:
 def check_shared_base(config: Config, where: str) -> None:
     """Raises ConfigError, which begins with `where`, unless several adapters can be trained over
     the model of this run."""
-    for holds, text in (
-        (config.lora, "each needs an adapter of its own. Set lora.rank=16"),
-        (
-            config.is_in_step and not config.engine.num_workers,
+    problem = ""
+    if config.lora is None:
+        problem = "each needs an adapter of its own. Set lora.rank=16"
+    elif not config.is_in_step or config.engine.num_workers:
+        problem = (
             "the engine samples in this process, in the trainer's dtype, for the weights in "
             "training. Set engine=embedded, and leave engine.replicas, engine.dtype and "
-            "max_staleness out",
-        ),
-        (
-            not config.engine.share_device,
-            "the engine cannot sleep while others sample. Leave engine.share_device out",
-        ),
-        (
-            config.parallel.num_processes(os.environ) == 1 and not config.placement.is_elsewhere(),
-            "they train in one process. Leave parallel and placement out",
-        ),
-    ):
-        if not holds:
-            raise ConfigError(f"{where}: {text}.")
+            "max_staleness out"
+        )
+    elif config.engine.share_device:
+        problem = "the engine cannot sleep while others sample. Leave engine.share_device out"
+    elif config.parallel.num_processes(os.environ) > 1 or config.placement.is_elsewhere():
+        problem = "they train in one process. Leave parallel and placement out"
+    if problem:
+        raise ConfigError(f"{where}: {problem}.")
 
 
 def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> None:
@@ -510,28 +506,21 @@ def check_fallback(config: ModelChoice) -> None:
     before it is loaded, and before transformers is imported."""
     if not config.fallback:
         return
-    cases = {
-        "adapters are put on the decoder's projections; leave lora out": config.lora is not None,
-        "the decoder's blocks alone are run again; set trainer.recompute=none": (
-            config.trainer.recompute != "none"
-        ),
-        "routers are known of the decoder alone; set trainer.routing_replay=none": (
-            config.trainer.routing_replay != "none"
-        ),
-        "engine=embedded runs the decoder alone; choose an engine outside of this process": (
-            isinstance(getattr(config, "engine", None), EmbeddedConfig)
-        ),
-    }
+    problems: list[str] = []
+    if config.lora is not None:
+        problems.append("adapters are put on the decoder's projections; leave lora out")
+    if config.trainer.recompute != "none":
+        problems.append("only the decoder's blocks are run again; set trainer.recompute=none")
+    if config.trainer.routing_replay != "none":
+        problems.append("only the decoder's routers are known; set trainer.routing_replay=none")
+    if isinstance(getattr(config, "engine", None), EmbeddedConfig):
+        problems.append("engine=embedded runs the decoder; choose an engine in another process")
     if isinstance(config, Config):
-        cases |= {
-            f"contract={TRUE_ON_POLICY} is a promise of the decoder's ops; set contract=none": (
-                config.contract == TRUE_ON_POLICY
-            ),
-            "a critic is a decoder: name one with critic.model": (
-                config.advantage.needs_critic and not config.critic.model
-            ),
-        }
-    if problems := [text for text, is_asked in cases.items() if is_asked]:
+        if config.contract == TRUE_ON_POLICY:
+            problems.append(f"{TRUE_ON_POLICY} is a promise of our ops; set contract=none")
+        if config.advantage.needs_critic and not config.critic.model:
+            problems.append("a critic is a decoder: name one with critic.model")
+    if problems:
         raise ConfigError(f"fallback=true: {'; '.join(problems)}.")
     if find_spec("transformers") is None:
         raise MissingExtraError.of("transformers", extra="transformers", needed_for="fallback=true")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import from_dict, overlaid, read_json, resolve
+from lockstep.config import from_dict, overlaid, read_json
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models import peft_format
@@ -59,7 +59,7 @@ def find_served(
     names = [*(tree or {}), *(setting.partition("=")[0].strip() for setting in settings)]
     named = [each.partition("=")[2] for each in settings if each.startswith("model=")]
     base = named[-1] if named else (tree or {}).get("model", "")
-    config = resolve(overlaid(_config_of(target, base), tree or {}), settings)
+    config = overlaid(_config_of(target, base), tree or {}, settings)
     if "max_tokens" not in names:
         kind = FallbackConfig if config.fallback else ModelConfig
         limit = kind.from_directory(locate_model(config.model)).max_positions
@@ -88,7 +88,7 @@ def _of_run(
     stored = run.config | (run.config.get("agent") or {})
     kept = {name: value for name, value in stored.items() if name in own}
     return Served(
-        config=resolve(overlaid(from_dict(ServeConfig, kept), tree), settings),
+        config=overlaid(from_dict(ServeConfig, kept), tree, settings),
         weights=weights,
         version=max(step_of(weights.parent.name), 0),
     )

@@ -269,29 +269,20 @@ class TrainingRun:
         self.num_skipped_steps = self.num_skipped_steps + 1 if is_skipped else 0
         alarm = mismatch_alarm(row, family, is_one_process=self.is_one_process)
         is_critical = alarm.level == "critical" or row.get("doctor/causes", 0) > 0
-        for holds, reason in (
-            (
-                is_critical and config.doctor.on_critical == "stop",
-                "sampler and trainer differ (doctor.on_critical=stop)",
-            ),
-            (
-                any(one.get("sync/alarm", 0) > 0 for one in rows)
-                and config.sync.on_alarm == "stop",
-                "the engine does not run the trainer's weights (sync.on_alarm=warn goes on)",
-            ),
-            (
-                row.get("signal/missing", 0) > 0 and config.signal.on_shortage == "stop",
-                f"{row.get('signal/missing', 0):.0f} of {config.groups_per_step} groups had no "
-                f"signal after {config.signal.max_extra_tasks} more tasks (signal.on_shortage)",
-            ),
-            (
-                0 < config.trainer.max_skipped_steps <= self.num_skipped_steps,
+        if is_critical and config.doctor.on_critical == "stop":
+            return "sampler and trainer differ (doctor.on_critical=stop)"
+        if config.sync.on_alarm == "stop" and any(one.get("sync/alarm", 0) > 0 for one in rows):
+            return "the engine does not run the trainer's weights (sync.on_alarm=warn goes on)"
+        if (num_missing := row.get("signal/missing", 0)) and config.signal.on_shortage == "stop":
+            return (
+                f"{num_missing:.0f} of {config.groups_per_step} groups had no signal after "
+                f"{config.signal.max_extra_tasks} more tasks (signal.on_shortage)"
+            )
+        if 0 < config.trainer.max_skipped_steps <= self.num_skipped_steps:
+            return (
                 f"{self.num_skipped_steps} steps in a row made no update "
-                "(trainer.max_skipped_steps)",
-            ),
-        ):
-            if holds:
-                return reason
+                "(trainer.max_skipped_steps)"
+            )
         return ""
 
     # -- checkpoints ----------------------------------------------------------------------------
