@@ -157,14 +157,7 @@ def build(
     the engine that this run shares with others. scratch: where the engine may leave logs and
     weights on their way. on_wait: told what the engine waits for.
     """
-    import torch
-
-    from lockstep.engines.registry import Need, check_capabilities
-    from lockstep.models.critic import load_value_model
     from lockstep.ops.invariant import ask_for_reproducible_gemm
-    from lockstep.sync.publisher import Publisher
-    from lockstep.training.critic import Critic
-    from lockstep.training.trainer import Trainer
 
     if config.contract != "none":
         ask_for_reproducible_gemm()
@@ -173,7 +166,6 @@ def build(
     over = None if base is None else base.decoder
     model = load_model(config, model_files, weights=weights, over=over)
     numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))
-    mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
     context = engine_context(
         config,
@@ -197,6 +189,32 @@ def build(
         numerics = with_engine(config.contract, engine, numerics, model, is_merged=is_merged)
     if ranks is not None:
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
+    _check_engine(config, model_files, engine, is_training=is_training)
+    mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
+    load = partial(load_model, config, model_files, mesh=mesh, ops=model.ops)
+    reference = critic = teachers = publisher = None
+    if is_training and config.objective.reads_reference_logprobs and model_files.lora is None:
+        reference = load().requires_grad_(False)
+    trained = hooks.make_trained(model) if mesh is None else load(weights=weights)
+    if is_training and config.distill is not None:
+        teachers = load_teachers(config.distill, context, model)
+    trainer = _make_trainer(config, model_files, trained, numerics, ranks, teachers)
+    trainer.reference = reference
+    if config.lora is not None and config.lora.path and config.objective.reference == "start":
+        trainer.take_reference()
+    if is_training or engine.capabilities.weight_sources:
+        publisher = _make_publisher(config, context, engine, trainer, model_files, hooks)
+    if is_training and config.advantage.needs_critic:
+        critic = _load_critic(config, model_files, model, mesh, ranks)
+    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks)
+
+
+def _check_engine(
+    config: Config, model_files: ModelFiles, engine: Engine, *, is_training: bool
+) -> None:
+    """Raises ConfigError or EngineError if the engine lacks an ability that the run needs."""
+    from lockstep.engines.registry import Need, check_capabilities
+
     needs: dict[Need, bool] = {
         "training": is_training,
         "truncation": config.agent.is_truncated,
@@ -211,63 +229,88 @@ def build(
         temperature=config.agent.temperature,
         needs=[need for need, is_needed in needs.items() if is_needed],
     )
-    reference = None
-    needs_reference = config.objective.reads_reference_logprobs and model_files.lora is None
-    if is_training and needs_reference:
-        reference = load_model(config, model_files, mesh=mesh, ops=model.ops).requires_grad_(False)
-    trained = hooks.make_trained(model)
-    if mesh is not None:
-        trained = load_model(config, model_files, weights=weights, mesh=mesh, ops=model.ops)
-    teachers = None
-    if is_training and config.distill is not None:
-        teachers = load_teachers(config.distill, context, model)
-    trainer = Trainer(
-        trained,
+
+
+def _make_trainer(
+    config: Config,
+    model_files: ModelFiles,
+    model: Decoder,
+    numerics: Numerics,
+    ranks: Ranks | None,
+    teachers: Teachers | None,
+) -> Trainer:
+    from lockstep.training.trainer import Trainer
+
+    num_steps = config.steps - config.critic.steps_before_policy
+    return Trainer(
+        model,
         config.trainer,
         like=model_files.directory,
         temperature=config.agent.temperature,
-        total_updates=(config.steps - config.critic.steps_before_policy)
-        * config.trainer.updates_per_batch,
-        reference=reference,
+        total_updates=num_steps * config.trainer.updates_per_batch,
         contract=numerics.fingerprint if numerics.is_kept else None,
         ranks=ranks,
-        distill=config.distill,
-        teachers=() if teachers is None else teachers.read_in_update,
+        distill=None if teachers is None else teachers.in_update,
     )
-    if config.lora is not None and config.lora.path and config.objective.reference == "start":
-        trainer.take_reference()
-    publisher = None
-    if is_training or engine.capabilities.weight_sources:
-        left_out = model_files.renderer.tokenizer.control_ids
-        probed = {"left_out": left_out, "max_tokens": config.max_tokens}
-        publisher = Publisher(
-            engine,
-            trainer,
-            model,
-            config.sync,
-            place=_weights_place(config, context),
-            ranks=ranks,
-            probed=probed if hooks.verifies_sync else None,
-        )
-    critic = None
-    if is_training and config.advantage.needs_critic:
-        name = config.critic.model
-        directory = locate_model(name) if name else model_files.directory
-        critic = Critic(
-            load_value_model(
-                directory,
-                dtype=getattr(torch, config.compute_dtype),
-                device=model.embedding.device,
-                mesh=mesh,
-                ops=model.ops,
-            ),
-            config.critic,
-            config.trainer,
-            like=directory,
-            total_updates=config.steps * config.critic.updates_per_batch,
-            ranks=ranks,
-        )
-    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks)
+
+
+def _make_publisher(
+    config: Config,
+    context: EngineContext,
+    engine: Engine,
+    trainer: Trainer,
+    model_files: ModelFiles,
+    hooks: RunHooks,
+) -> Publisher:
+    from lockstep.sync.publisher import Publisher
+
+    place = None if context.scratch is None else context.scratch / "weights"
+    if config.sync.directory:
+        place = Path(config.sync.directory).expanduser() / context.run
+    left_out = model_files.renderer.tokenizer.control_ids
+    probed = {"left_out": left_out, "max_tokens": config.max_tokens}
+    return Publisher(
+        engine,
+        trainer,
+        context.model,
+        config.sync,
+        place=place,
+        ranks=trainer.ranks,
+        probed=probed if hooks.verifies_sync else None,
+    )
+
+
+def _load_critic(
+    config: Config,
+    model_files: ModelFiles,
+    like: Decoder,
+    mesh: DeviceMesh | None,
+    ranks: Ranks | None,
+) -> Critic:
+    """The critic, from its own model or the policy's, on the device and with the ops of `like`."""
+    import torch
+
+    from lockstep.models.critic import load_value_model
+    from lockstep.training.critic import Critic
+
+    directory = model_files.directory
+    if config.critic.model:
+        directory = locate_model(config.critic.model)
+    model = load_value_model(
+        directory,
+        dtype=getattr(torch, config.compute_dtype),
+        device=like.embedding.device,
+        mesh=mesh,
+        ops=like.ops,
+    )
+    return Critic(
+        model,
+        config.critic,
+        config.trainer,
+        like=directory,
+        total_updates=config.steps * config.critic.updates_per_batch,
+        ranks=ranks,
+    )
 
 
 def engine_context(
@@ -314,13 +357,6 @@ def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder)
                 teacher.engine, replace(context, model=None, directory=directory, run=run)
             )
     return Teachers(config=distill, models=models, engines=engines)
-
-
-def _weights_place(config: Config, context: EngineContext) -> Path | None:
-    """The directory of versions for engines that read files; None is a temporary one."""
-    if config.sync.directory:
-        return Path(config.sync.directory).expanduser() / context.run
-    return None if context.scratch is None else context.scratch / "weights"
 
 
 def engine_gpus(engine: EngineConfig, rank: int, world: int, device: torch.device) -> list[str]:

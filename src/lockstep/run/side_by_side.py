@@ -14,7 +14,7 @@ from lockstep.launch.event_loop import run_to_end
 from lockstep.run.build import SharedBase, load_model
 from lockstep.run.preflight import ModelFiles
 from lockstep.run.steps import run_steps
-from lockstep.run.training_run import TrainingRun, open_run
+from lockstep.run.training_run import RunOptions, TrainingRun, open_run
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome
 from lockstep.training.learner import uninterrupted
@@ -26,14 +26,14 @@ Ended = dict[Path, Outcome | Exception]
 def train_over_base(
     configs: Mapping[Path, Config], model_files: Sequence[ModelFiles], **options: Any
 ) -> Ended:
-    """See `lockstep.run.train.train_side_by_side`. options: see `open_run`."""
+    """See `lockstep.run.train.train_side_by_side`. options: see `RunOptions`."""
     first, *_ = configs.values()
     base = SharedBase(load_model(replace(first, lora=None), model_files[0]))
     failed: dict[Path, Exception] = {}
     with ExitStack() as stack:
         runs = [
             stack.enter_context(
-                open_run(None, config, files, out=path, start=None, base=base, **options)
+                open_run(None, config, files, RunOptions(out=path, **options), base=base)
             )
             for (path, config), files in zip(configs.items(), model_files, strict=True)
         ]

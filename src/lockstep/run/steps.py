@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run.seats import build_policies
 from lockstep.run.step_metrics import check_failures, health_metrics, step_metrics
-from lockstep.run.training_run import TrainingRun, make_gateway, open_run
+from lockstep.run.training_run import RunOptions, TrainingRun, make_gateway, open_run
 from lockstep.run_config import Config
 from lockstep.store.checkpoints import checkpoint_of
 from lockstep.store.run import Outcome, Status, load_run
@@ -59,15 +60,15 @@ TASK_CLOSE_SECONDS = 60.0
 
 
 def train_on_rank(
-    ranks: Ranks | None, config: Config, model_files: ModelFiles | None, **options: Any
+    ranks: Ranks | None, config: Config, model_files: ModelFiles | None, options: RunOptions
 ) -> Outcome:
-    """The work of one process of a run. options: see `open_run`.
+    """The work of one process of a run.
 
     An interrupt saves and ends with the status "interrupted"; an error saves the updates that no
     checkpoint holds, and is raised again.
     """
     model_files = model_files or read_model_files(config)
-    with open_run(ranks, config, model_files, **options) as run:
+    with open_run(ranks, config, model_files, options) as run:
         try:
             run.status = run_to_end(run_steps(run))
         except KeyboardInterrupt:
@@ -123,35 +124,20 @@ async def _steps(run: TrainingRun) -> Status:
 
 async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     """sample, score, align, measure, correct, update, record, sync. None if no task is left."""
-    config, step, in_thread = run.config, run.step, run.buffer.in_thread
-    began = time.perf_counter()
-    seed_globals(config.seed, "step", step)
-    torch.manual_seed(derive_seed(config.seed, "torch", step))
+    step, in_thread, began = run.step, run.buffer.in_thread, time.perf_counter()
+    seed_globals(run.config.seed, "step", step)
+    torch.manual_seed(derive_seed(run.config.seed, "torch", step))
     batch = await run.buffer.take(step, partial(sample, run))
     groups = [part for group in batch.groups for part in group.by_seat()]
     if not groups:
         return None
-    sampled = time.perf_counter()
-    played = [*groups, *batch.replaced]
-    try:
-        check_failures(played, config.max_failed_share, where=f"step {step}")
-    except RolloutError:
-        run.record(step, played)
-        raise
-    run.view.phase("training")
-    version = run.parts.trainer.version
-    rows, sampled_rows = [], []
-    signal = signal_metrics(run, batch)
-    try:
+    sampled, played = time.perf_counter(), [*groups, *batch.replaced]
+    with kept_on_error(run, played) as sampled_rows:
+        check_failures(played, run.config.max_failed_share, where=f"step {step}")
+        run.view.phase("training")
+        version, signal = run.parts.trainer.version, signal_metrics(run, batch)
         await run.leave_engine()
-        rows, sampled_rows, metrics = await in_thread(partial(align, run, groups, run.parts))
-        if (teachers := run.parts.teachers) is not None:
-            metrics |= await teachers.score(rows, groups, run.parts.trainer, in_thread)
-        metrics |= await in_thread(partial(update, run, rows, sampled_rows, run.parts))
-        for seat in run.parts.own:
-            own_rows, figures = await in_thread(partial(train_own, run, seat, groups))
-            sampled_rows = [*sampled_rows, *own_rows]
-            metrics |= figures
+        rows, metrics = await train_policies(run, groups, sampled_rows)
         with uninterrupted():  # a step is kept with its episodes and its row, or made again
             run.record(step, played, samples=sampled_rows)
             row = step_metrics(step, groups, sampled_rows, metrics) | signal
@@ -159,20 +145,20 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             row["tokens/sampled"] += signal.get("tokens/replaced", 0)
             try:
                 row |= await in_thread(partial(run.watch, step, rows, groups, version=version))
-            except Exception:  # says nothing about the update, which is whole
+            finally:  # an error there says nothing about the update, which is whole
                 run.advance(row)
-                raise
-            trained = time.perf_counter()
-            run.elapsed_seconds += trained - began
-            row |= {
-                "time/sample_seconds": batch.sample_seconds,
-                "time/wait_seconds": batch.wait_seconds,
-                "time/idle_seconds": run.buffer.take_idle_seconds(),
-                "time/train_seconds": trained - sampled,
-                "time/step_seconds": trained - began,
-                "time/elapsed_seconds": run.elapsed_seconds,
-            }
-            run.advance(row)
+            row |= time_metrics(run, batch, began=began, sampled=sampled)
+    row |= await run.sync()
+    return await end_step(run)
+
+
+@contextmanager
+def kept_on_error(run: TrainingRun, played: Sequence[Group]) -> Generator[list[Sample]]:
+    """Yields a list for the sampled rows of a step. If an error ends the step, its episodes are
+    stored with these rows. The errors of a step say how to go on."""
+    step, rows = run.step, list[Sample]()
+    try:
+        yield rows
     except UnequalTokenError as broken:
         run.save_if_whole()  # the state that samples this step again
         raise ContractError(
@@ -183,7 +169,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error) or run.step > step:
             raise
-        budget, least = config.trainer.max_tokens_per_microbatch, config.max_tokens
+        budget, least = run.config.trainer.max_tokens_per_microbatch, run.config.max_tokens
         raise OutOfMemoryError(
             f"step {step} needs more memory than there is ({named(error)}). {run.undone}; "
             f"the steps before it are in {run.path}. Go on from there with a smaller "
@@ -191,10 +177,42 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             f"or with trainer.recompute=blocks: lockstep train from={run.path}@{step} ..."
         ) from error
     finally:
-        if run.step == step:  # an error: the sampled rows show why
-            run.record(step, played, samples=sampled_rows)
-    run.row |= await run.sync()
-    return await end_step(run)
+        if run.step == step:
+            run.record(step, played, samples=rows)
+
+
+async def train_policies(
+    run: TrainingRun, groups: Sequence[Group], sampled_rows: list[Sample]
+) -> tuple[list[Sample], dict[str, Any]]:
+    """align, measure, correct, update: every policy of the run. Returns the rows that the first one
+    was trained on, and the metrics. Adds the rows as they were sampled to `sampled_rows`."""
+    in_thread, parts = run.buffer.in_thread, run.parts
+    rows, own_rows, metrics = await in_thread(partial(align, run, groups, parts))
+    sampled_rows += own_rows
+    if parts.teachers is not None:
+        metrics |= await parts.teachers.score(rows, groups, parts.trainer, in_thread)
+    metrics |= await in_thread(partial(update, run, rows, own_rows, parts))
+    for seat in parts.own:
+        own_rows, figures = await in_thread(partial(train_own, run, seat, groups))
+        sampled_rows += own_rows
+        metrics |= figures
+    return rows, metrics
+
+
+def time_metrics(
+    run: TrainingRun, batch: Batch, *, began: float, sampled: float
+) -> dict[str, float]:
+    """The seconds of a step that ends now. began, sampled: when it began, and had its episodes."""
+    trained = time.perf_counter()
+    run.elapsed_seconds += trained - began
+    return {
+        "time/sample_seconds": batch.sample_seconds,
+        "time/wait_seconds": batch.wait_seconds,
+        "time/idle_seconds": run.buffer.take_idle_seconds(),
+        "time/train_seconds": trained - sampled,
+        "time/step_seconds": trained - began,
+        "time/elapsed_seconds": run.elapsed_seconds,
+    }
 
 
 async def end_step(run: TrainingRun) -> dict[str, Any]:

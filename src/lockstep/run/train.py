@@ -49,6 +49,7 @@ def train(
     check_out(out, resume=resume)
     model_files = _begin(config, out, view, start=start)
     from lockstep.run.steps import train_on_rank  # imports torch
+    from lockstep.run.training_run import RunOptions
 
     is_elsewhere = config.placement.is_elsewhere()
     is_alone = not is_elsewhere and config.parallel.num_processes(os.environ) == 1
@@ -58,14 +59,10 @@ def train(
             train_on_rank,
             config,
             model_files if is_alone else None,  # each of several processes reads its own
+            RunOptions(out=out, resume=resume, start=start, view=view, monitor=monitor),
             device="cpu" if is_elsewhere else resolve_device(config),
             placement=config.placement,
             num_engines=config.engine.num_workers,
-            out=out,
-            resume=resume,
-            start=start,
-            view=view,
-            monitor=monitor,
         )
 
 

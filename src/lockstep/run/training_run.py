@@ -39,7 +39,7 @@ from lockstep.run_config import Config
 from lockstep.store.checkpoints import POLICY, checkpoint_of
 from lockstep.store.config import LastConfig, SampleConfig
 from lockstep.store.files import decode_number, encode_number
-from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, load_run
+from lockstep.store.run import Outcome, RunDirectory, Status, load_run
 from lockstep.sync.publisher import Level, Publisher
 from lockstep.training.checkpoint import SEATS, CheckpointStore
 from lockstep.training.critic import CRITIC, Critic
@@ -153,6 +153,21 @@ class TrainingRun:
     def warn(self, text: str) -> None:
         """Shows one line that must not be lost."""
         self.view.note(text, "warning")
+
+    def add_numerics(self) -> None:
+        """Stores how sampler and trainer compute."""
+        if self.directory is None:
+            return
+        numerics = self.parts.numerics
+        self.directory.add_facts(
+            {
+                "is_one_process": self.is_one_process,
+                "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
+                "numerics": numerics.line,
+                "fingerprint": asdict(numerics.fingerprint),
+                "processes": 1 if self.ranks is None else self.ranks.world,
+            }
+        )
 
     # -- engine and trainer ---------------------------------------------------------------------
 
@@ -510,28 +525,54 @@ def finish_run(path: Path, view: View, health: Health | None) -> dict[str, Any]:
     return out | next(filter(None, reversed(tested)), {})
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run is started, beside its settings: see `lockstep.run.train.train`."""
+
+    out: Path
+    resume: bool = False
+    start: tuple[Path, int | None] | None = None
+    view: ViewKind = "live"
+    monitor: OpenMonitor | None = None
+
+    def find_origin(self, config: Config) -> tuple[Path | None, dict[str, Any]]:
+        """(the checkpoint that the run began with, what environment.json says about it)."""
+        if self.start is not None:
+            parent = load_run(self.start[0])
+            origin = checkpoint_of(parent, self.start[1])
+            changed = differences(parent.config, to_dict(config))
+            return origin, {"from": {"checkpoint": str(origin), "changed": changed}}
+        if self.resume and (stored := load_run(self.out).environment.get("from")):
+            return Path(stored["checkpoint"]), {}
+        return None, {}
+
+    def open_directory(self, config: Config, facts: Mapping[str, Any]) -> RunDirectory:
+        """Opens the run's directory for writing. Raises ConfigError for other faults than its."""
+        if not self.resume:
+            return RunDirectory.create(self.out, to_dict(config), record=config.record, facts=facts)
+        if (had := load_run(self.out).environment.get("faults", [])) != facts["faults"]:
+            raise ConfigError(
+                "resume=true continues the run as it was, and its faults differ: "
+                f"{had} -> {facts['faults']}. Give it the same ones."
+            )
+        return RunDirectory.open(self.out, record=config.record, facts=facts)
+
+
 @contextmanager
 def open_run(
     ranks: Ranks | None,
     config: Config,
     model_files: ModelFiles,
+    options: RunOptions,
     *,
-    out: str | Path | None,
-    resume: bool,
-    start: tuple[Path, int | None] | None,
-    view: ViewKind,
-    monitor: OpenMonitor | None,
     base: SharedBase | None = None,
 ) -> Generator[TrainingRun]:
     """A run with its directory and parts, at the step where it begins or continues.
 
     The first rank writes and shows; all others follow. base: shared with the runs beside this one.
-    Other arguments: see `lockstep.run.train.train`.
     """
-    is_leader = ranks is None or ranks.is_leader
-    path = Path(out) if out else default_run_path(config.name)
+    is_leader, model = ranks is None or ranks.is_leader, model_files.model
     config = replace(config, dtype=config.compute_dtype)  # a run's config names its actual dtype
-    model = model_files.model
     facts: dict[str, Any] = {
         "architecture": model.architecture,
         "family": model.family,
@@ -543,30 +584,14 @@ def open_run(
         config = replace(config, renderer=model_files.renderer_config)
     if ranks is not None:
         ranks.check_same(to_dict(config))
-        path = ranks.from_leader(path)
-    origin = None
-    if start is not None:
-        parent = load_run(start[0])
-        origin = checkpoint_of(parent, start[1])
-        changed = differences(parent.config, to_dict(config))
-        facts["from"] = {"checkpoint": str(origin), "changed": changed}
-    elif resume and "from" in (had := load_run(path).environment):
-        origin = Path(had["from"]["checkpoint"])
-    directory = None
-    if is_leader and resume:
-        if (had := load_run(path).environment.get("faults", [])) != facts["faults"]:
-            raise ConfigError(
-                "resume=true continues the run as it was, and its faults differ: "
-                f"{had} -> {facts['faults']}. Give it the same ones."
-            )
-        directory = RunDirectory.open(path, record=config.record, facts=facts)
-    elif is_leader:
-        directory = RunDirectory.create(path, to_dict(config), record=config.record, facts=facts)
+        options = replace(options, out=ranks.from_leader(options.out))
+    origin, of_origin = options.find_origin(config)
+    directory = options.open_directory(config, facts | of_origin) if is_leader else None
     name = config.name if base is not None else ""
-    shown = open_view(is_json=view == "json" or not is_leader, name=name)
+    shown = open_view(is_json=options.view == "json" or not is_leader, name=name)
     loggers = Loggers(
         config.record.loggers if is_leader else (),
-        run_path=path,
+        run_path=options.out,
         project=config.record.project,
         config=to_dict(config),
         warn=lambda text: shown.note(text, "warning"),
@@ -574,42 +599,32 @@ def open_run(
     with directory or nullcontext():
         config = replace(config, engine=sized_engine(config, model_files, resolve_device(config)))
         parts = build_policies(
-            config, model_files, ranks=ranks, base=base, scratch=path, on_wait=shown.note
+            config, model_files, ranks=ranks, base=base, scratch=options.out, on_wait=shown.note
         )
         run = TrainingRun(
             config,
             model_files,
             parts,
-            path,
+            options.out,
             directory,
             shown,
             loggers,
             ranks,
             base=base,
-            view_kind=view,
+            view_kind=options.view,
         )
-        if directory is not None:
-            numerics = parts.numerics
-            directory.add_facts(
-                {
-                    "is_one_process": run.is_one_process,
-                    "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
-                    "numerics": numerics.line,
-                    "fingerprint": asdict(numerics.fingerprint),
-                    "processes": 1 if ranks is None else ranks.world,
-                }
+        run.add_numerics()
+        if directory is not None and options.monitor is not None:
+            run.monitor = options.monitor(
+                config,
+                run.path,
+                renderer=parts.renderer,
+                is_moe=model.is_moe,
+                vocab_size=model.vocab_size,
+                is_one_process=run.is_one_process,
+                warn=run.warn,
             )
-            if monitor is not None:
-                run.monitor = monitor(
-                    config,
-                    path,
-                    renderer=parts.renderer,
-                    is_moe=model.is_moe,
-                    vocab_size=model.vocab_size,
-                    is_one_process=run.is_one_process,
-                    warn=run.warn,
-                )
-        if resume:
+        if options.resume:
             run.restore_newest(origin)
         elif origin is not None:
             run.restore_origin(origin)

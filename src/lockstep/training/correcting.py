@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.correction import kl
 from lockstep.correction.config import Correction
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import MismatchReport
@@ -34,89 +35,130 @@ BEHAVIOUR = {"rollout": "rollout_logprobs", "averaged": "averaged_logprobs"}
 WEIGHTS = "importance_weights"
 
 
-def keep_tokens(
-    batch: PackedBatch,
-    logprobs: Tensor,
-    entropy: Tensor,
-    correction: Correction | None,
-    *,
-    version: int,
-    extra: Mapping[str, Tensor] = {},
-) -> tuple[TokenBatch, Corrected | None]:
-    """The trained tokens of a micro-batch, as a loss sees them. Also the correction's report, if it
-    weighed or judged them by this forward; only then this waits for the GPU.
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Rows with the column `old_logprobs`: the policy before the update."""
 
-    logprobs, entropy: [N] float32 of this forward, with gradient. correction: None keeps every
-    token; a correction that changes no token keeps all tokens with a recorded log-prob. Rows with
-    the column `importance_weights` were weighed over their whole batch before. version: of the
-    policy, for the age of tokens. extra: more fields of the batch, [N, ...].
-
-    A correction that rejects token 1 of three gives a batch of two, `kept=[0, 2]`; its `spread`
-    puts their losses back at places 0 and 2, and 0.0 at place 1.
-    """
-    columns, on_host, device = dict(batch.columns), batch.host_columns, logprobs.device
-    weights = keep = weighed = None
-    if correction is not None:
-        name = BEHAVIOUR[correction.behaviour]
-        if WEIGHTS in columns:
-            weights, keep = columns[WEIGHTS], on_host[WEIGHTS] > 0
-        elif name in columns and correction.changes_tokens:
-            weighed = _weigh(batch, logprobs.detach(), on_host[name], correction, version)
-            keep = weighed.keep
-            if correction.level != "none":
-                weights = to_device(weighed.weights.numpy(), device)
-        elif name in columns:
-            keep = on_host[name].isfinite()
-        if correction.anchor == "on_policy":
-            columns["old_logprobs"] = logprobs.detach()
-        elif correction.anchor == "rollout" and name in columns:
-            columns["old_logprobs"] = columns[name]
-    sizes, kept = batch.sizes, None
-    if keep is not None and not keep.all():
-        places = np.flatnonzero(keep.numpy())
-        row = np.repeat(np.arange(batch.num_rows), sizes)[places]
-        sizes, kept = np.bincount(row, minlength=batch.num_rows), to_device(places, device)
-
-    def at_kept(values: Tensor) -> Tensor:
-        return values if kept is None else values.index_select(0, kept)
-
-    tokens = TokenBatch(
-        logprobs=at_kept(logprobs),
-        entropy=at_kept(entropy),
-        columns={name: at_kept(column) for name, column in columns.items()},
-        row=at_kept(batch.row),
-        num_rows=batch.num_rows,
-        weights=None if weights is None else at_kept(weights),
-        kept=kept,
-        num_all=len(logprobs),
-        sizes=sizes,
-        **{name: at_kept(values) for name, values in extra.items()},
-    )
-    return tokens, weighed
+    rows: Sequence[Sample]
+    is_by_forward: bool = True
+    """False if all of them are the sampler's log-probs."""
 
 
-def reports_of(
-    batch: PackedBatch,
-    logprobs: Tensor,
-    correction: Correction | None,
-    weighed: Corrected | None,
-    *,
-    version: int,
-    is_measured: bool,
-) -> Reports:
-    """The mismatch of a micro-batch that was trained. weighed: what `keep_tokens` gave with it.
-    is_measured: rows that were weighed over their whole batch before are measured all the same."""
-    columns = batch.host_columns
-    if correction is None or WEIGHTS in columns:
-        has_some = "rollout_logprobs" in columns if correction is None else is_measured
-        return {"mismatch": measure_batch(batch, logprobs, version)} if has_some else {}
-    behaviour = columns.get(BEHAVIOUR[correction.behaviour])
-    if behaviour is None:
-        return {}
-    found = (weighed or _weigh(batch, logprobs, behaviour, correction, version)).report
-    if correction.behaviour == "rollout":
-        return {"mismatch": found}
-    return {"mismatch": measure_batch(batch, logprobs, version), "mismatch_averaged": found}
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Scored rows with the column `importance_weights`, judged over their whole batch."""
+
+    rows: Sequence[Sample]
+    correction: Correction
+    metrics: Mapping[str, float]
+    """Figures of the mismatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenJudge:
+    """Says which tokens of a micro-batch are trained, and with what weight."""
+
+    correction: Correction | None
+    """None keeps every token."""
+    _: KW_ONLY
+    version: int
+    """Version of the policy, for the age of tokens."""
+    is_weighed: bool = False
+    """True if the rows were weighed over their whole batch."""
+
+    @property
+    def counts_kept_only(self) -> bool:
+        """True if a mean is over the kept tokens instead of all."""
+        is_kept = self.correction is not None and self.correction.denominator == "kept"
+        return self.is_weighed and is_kept
+
+    def keep_tokens(
+        self,
+        batch: PackedBatch,
+        logprobs: Tensor,
+        entropy: Tensor,
+        *,
+        extra: Mapping[str, Tensor] = {},
+    ) -> tuple[TokenBatch, Corrected | None]:
+        """The trained tokens of a micro-batch, as a loss sees them. Also the correction's report,
+        if it weighed or judged them by this forward; only then this waits for the GPU.
+
+        logprobs, entropy: [N] float32 of this forward, with gradient. extra: more fields of the
+        batch, [N, ...]. A correction that changes no token keeps all tokens with a recorded
+        log-prob.
+
+        A correction that rejects token 1 of three gives a batch of two, `kept=[0, 2]`; its `spread`
+        puts their losses back at places 0 and 2, and 0.0 at place 1.
+        """
+        columns, on_host, correction = dict(batch.columns), batch.host_columns, self.correction
+        weights = keep = weighed = None
+        if correction is not None:
+            name = BEHAVIOUR[correction.behaviour]
+            if self.is_weighed:
+                weights, keep = columns[WEIGHTS], on_host[WEIGHTS] > 0
+            elif name in columns and correction.changes_tokens:
+                weighed = _weigh(batch, logprobs.detach(), on_host[name], correction, self.version)
+                keep = weighed.keep
+                if correction.level != "none":
+                    weights = to_device(weighed.weights.numpy(), logprobs.device)
+            elif name in columns:
+                keep = on_host[name].isfinite()
+            if correction.anchor == "on_policy":
+                columns["old_logprobs"] = logprobs.detach()
+            elif correction.anchor == "rollout" and name in columns:
+                columns["old_logprobs"] = columns[name]
+        sizes, kept = batch.sizes, None
+        if keep is not None and not keep.all():
+            places = np.flatnonzero(keep.numpy())
+            row = np.repeat(np.arange(batch.num_rows), sizes)[places]
+            sizes = np.bincount(row, minlength=batch.num_rows)
+            kept = to_device(places, logprobs.device)
+
+        def at_kept(values: Tensor) -> Tensor:
+            return values if kept is None else values.index_select(0, kept)
+
+        tokens = TokenBatch(
+            logprobs=at_kept(logprobs),
+            entropy=at_kept(entropy),
+            columns={name: at_kept(column) for name, column in columns.items()},
+            row=at_kept(batch.row),
+            num_rows=batch.num_rows,
+            weights=None if weights is None else at_kept(weights),
+            kept=kept,
+            num_all=len(logprobs),
+            sizes=sizes,
+            **{name: at_kept(values) for name, values in extra.items()},
+        )
+        return tokens, weighed
+
+    def with_penalty(self, loss: Tensor, tokens: TokenBatch) -> Tensor:
+        """[K]: the loss with the KL penalty of a correction that puts it there."""
+        correction = self.correction
+        if correction is None or not correction.changes_loss:
+            return loss
+        return loss + kl.pull(
+            tokens.logprobs,
+            tokens.column(BEHAVIOUR[correction.behaviour]),
+            coef=correction.kl_penalty_coef,
+            clip=correction.kl_penalty_clip,
+        )
+
+    def reports(
+        self, batch: PackedBatch, logprobs: Tensor, weighed: Corrected | None, *, is_measured: bool
+    ) -> Reports:
+        """The mismatch of a micro-batch that was trained. weighed: what `keep_tokens` gave with it.
+        is_measured: measures also rows that were weighed over their whole batch."""
+        columns, correction, version = batch.host_columns, self.correction, self.version
+        if correction is None or self.is_weighed:
+            has_some = "rollout_logprobs" in columns if correction is None else is_measured
+            return {"mismatch": measure_batch(batch, logprobs, version)} if has_some else {}
+        behaviour = columns.get(BEHAVIOUR[correction.behaviour])
+        if behaviour is None:
+            return {}
+        found = (weighed or _weigh(batch, logprobs, behaviour, correction, version)).report
+        if correction.behaviour == "rollout":
+            return {"mismatch": found}
+        return {"mismatch": measure_batch(batch, logprobs, version), "mismatch_averaged": found}
 
 
 def measure_batch(batch: PackedBatch, logprobs: Tensor, version: int) -> MismatchReport:
@@ -139,16 +181,14 @@ def _weigh(
     return weigh(logprobs.cpu(), behaviour, correction, layout=layout, facts=facts)
 
 
-def weigh_samples(
-    samples: Sequence[Sample], correction: Correction, *, version: int
-) -> tuple[list[Sample], dict[str, float]]:
-    """Weighs a whole batch by its column `old_logprobs`, before the first update.
+def weigh_scored(scored: Scored, correction: Correction, *, version: int) -> Weighed:
+    """Weighs a whole batch before the first update.
 
     Fills `importance_weights`: 0.0 for a rejected token, 1.0 everywhere if the sampler's log-probs
-    are unknown. Returns the rows to train and the metrics of the mismatch. The rows are the
-    samples, with the KL penalty added to their advantages. Raises AlignmentError for a penalty
-    without advantages.
+    are unknown. The rows are the scored ones, with the KL penalty added to their advantages. Raises
+    AlignmentError for a penalty without advantages.
     """
+    samples = scored.rows
     for sample in samples:
         if correction.changes_advantages and "advantages" not in sample.columns:
             raise AlignmentError(
@@ -166,7 +206,7 @@ def weigh_samples(
     if old is None or behaviour is None:
         for sample in samples:
             sample.set(WEIGHTS, sample.loss_mask.astype(np.float32))
-        return list(samples), {}
+        return Weighed(samples, correction, {})
     positions = np.concatenate([np.flatnonzero(s.loss_mask) for s in samples])
     facts = _facts(at_trained, torch.from_numpy(positions), version)
     weighed = weigh(old, behaviour, correction, layout=layout, facts=facts)
@@ -192,7 +232,7 @@ def weigh_samples(
             advantages[sample.loss_mask] += penalty
             row = replace(sample, columns={**sample.columns, "advantages": advantages})
         rows.append(row)
-    return rows, metrics
+    return Weighed(rows, correction, metrics)
 
 
 def loss_weights(

@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.engines.base import Engine
 from lockstep.errors import AlignmentError, EngineError, LockstepError, named
 from lockstep.training.distill_config import DistillConfig
-from lockstep.training.trainer import Metrics, Trainer
+from lockstep.training.trainer import Distillation, Metrics, Trainer
 from lockstep.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ class Teachers:
     engines: Mapping[str, Engine]
 
     @property
-    def read_in_update(self) -> Sequence[Decoder]:
-        """The models that the trainer compares with in its own forward, by the column `teacher`."""
-        return [*self.models.values()] if self.config.signal == "full" else []
+    def in_update(self) -> Distillation:
+        """What the trainer's own forward compares with."""
+        is_full = self.config.signal == "full"
+        return Distillation(self.config, [*self.models.values()] if is_full else ())
 
     async def score(
         self, rows: Sequence[Sample], groups: Sequence[Group], trainer: Trainer, in_thread: InThread

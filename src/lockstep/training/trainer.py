@@ -1,8 +1,9 @@
-"""The policy in training: `forward`, `forward_backward`, `optim_step`, `save`, `load`; `update` is
-these in order.
+"""The policy in training: `score`, `weigh`, `forward_backward`, `optim_step`, `save`, `load`.
+`update` is these in order. Types say what is known of the rows: `Sample`s, `Scored`, `Weighed`.
 
     trainer = Trainer(load_checkpoint(path), TrainerConfig(lr=1e-3), like=path)
-    metrics = trainer.forward_backward(rows, make_loss(PPOClip()))   # measured before the update
+    weighed = trainer.weigh(trainer.score(rows), Correction.mis())
+    metrics = trainer.forward_backward(weighed, make_loss(PPOClip()))
     metrics |= trainer.optim_step()
 
 # T packed tokens  N trained tokens  R rows
@@ -11,16 +12,15 @@ these in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.correction import kl
 from lockstep.correction.config import Correction
 from lockstep.correction.metrics import MismatchReport, merge_reports, split_by_age
 from lockstep.correction.weighing import Corrected
@@ -40,14 +40,15 @@ from lockstep.training.config import TrainerConfig
 from lockstep.training.correcting import (
     BEHAVIOUR,
     WEIGHTS,
+    Scored,
+    TokenJudge,
     UnequalTokenError,
+    Weighed,
     check_equal,
     check_versions,
-    keep_tokens,
     loss_weights,
     measure_batch,
-    reports_of,
-    weigh_samples,
+    weigh_scored,
 )
 from lockstep.training.distill_config import DistillConfig
 from lockstep.training.expert_load import count_rows, router_aux_loss
@@ -63,10 +64,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Parts = list[tuple[PackedBatch, Tensor]]
 """Micro-batches, and [N] values at the trained tokens of each."""
-
-ScoredBy = Literal["training", "sampler", "forward"]
-"""Source of the old policy's log-probs: the training forward itself, the sampler's record (equal
-under the contract), or a forward before the first update."""
 
 OLD_ROUTES = COLUMN["recompute"]
 POLICY = "policy"
@@ -88,6 +85,15 @@ class _Trained:
     """Found by the correction, if it needed this forward's log-probs on the host."""
 
 
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """How `Trainer.update` learns from teachers, which have scored the rows before."""
+
+    config: DistillConfig
+    teachers: Sequence[Decoder] = ()
+    """The models that the column `teacher` numbers, read with signal=full alone."""
+
+
 class Trainer(Learner):
     """One policy in training. Needs no run: any code that has `Sample`s can call its verbs."""
 
@@ -101,22 +107,16 @@ class Trainer(Learner):
         like: str | Path,
         temperature: float = 1.0,
         total_updates: int | None = None,
-        reference: Decoder | None = None,
         contract: Fingerprint | None = None,
         ranks: Ranks | None = None,
-        distill: DistillConfig | None = None,
-        teachers: Sequence[Decoder] = (),
+        distill: Distillation | None = None,
     ) -> None:
         """model: a `Decoder`, or a `FallbackModel`. like, total_updates, ranks: see `Learner`.
 
         temperature: of the distribution of the rollout's recorded log-probs.
-        reference: the frozen policy of a reference KL. A model with an adapter needs none: its
-        adapter is switched off instead, or replaced by the adapter of `take_reference`.
         contract: numerics that make the sampler's log-probs equal this trainer's bit for bit. Then
         recorded log-probs replace a forward of the old policy, and a token of the current version
         that differs raises ContractError before anything is updated.
-        distill: how `update` learns from teachers, who have scored the rows before. teachers: the
-        models that the column `teacher` numbers, read with signal=full alone.
         """
         if not 0 < temperature < float("inf"):
             raise ConfigError(
@@ -126,10 +126,12 @@ class Trainer(Learner):
         config.check_device(model.embedding.device.type)
         config.check_routers(model.config, has_adapter=model.lora is not None)
         super().__init__(model, config, like=like, total_updates=total_updates, ranks=ranks)
-        self.model, self.reference, self.contract = model, reference, contract
+        self.model, self.contract = model, contract
+        self.temperature, self.distill = temperature, distill
+        self.reference: Decoder | None = None
+        """The frozen policy of a reference KL. A model with an adapter needs none: its adapter is
+        switched off instead, or replaced by `reference_adapter`."""
         self.reference_adapter: list[Tensor] | None = None
-        self.temperature = temperature
-        self.distill, self.teachers = distill, teachers
         self.num_recomputed = 0
         """Trained tokens whose log-probs were computed again without a gradient, in all."""
 
@@ -199,6 +201,30 @@ class Trainer(Learner):
             sample.set(TEACHER_IDS, ids_of_row.astype(np.int32))
             sample.set(f"{TEACHER_IDS}_logprobs", of_row)
 
+    def score(self, samples: Sequence[Sample]) -> Scored:
+        """Fills `old_logprobs`, the policy before the update.
+
+        Under the contract, rows that only the version in training drew take the sampler's
+        log-probs, which are equal. A forward scores the others; then all rows also have `logprobs`.
+        """
+        is_known = self.contract is not None and self.config.routing_replay != "recompute"
+        others: list[Sample] = []
+        for sample in samples:
+            versions = sample.columns["policy_version"][sample.loss_mask] if is_known else None
+            if versions is not None and (versions == self.version).all():
+                recorded = np.where(sample.loss_mask, sample.columns["rollout_logprobs"], np.nan)
+                sample.set("old_logprobs", recorded.astype(np.float32))
+            else:
+                others.append(sample)
+        if others:
+            self.forward(others)
+            _store_column(samples, [s.columns["old_logprobs"] for s in samples], "logprobs")
+        return Scored(samples, is_by_forward=bool(others))
+
+    def weigh(self, scored: Scored, correction: Correction) -> Weighed:
+        """Weights and rejections of the tokens, judged over the whole batch."""
+        return weigh_scored(scored, correction, version=self.version)
+
     def measure(
         self, samples: Sequence[Sample], *, column: str | None = None, is_checking: bool = False
     ) -> MismatchReport:
@@ -225,7 +251,7 @@ class Trainer(Learner):
 
     def forward_backward(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[Sample] | Weighed,
         loss_fn: LossFn,
         *,
         aggregate: Aggregate = "token_mean",
@@ -241,65 +267,49 @@ class Trainer(Learner):
         or rows (the others), for a batch that comes in several calls or a sum of loss weights. A
         loss that is not finite makes `optim_step` skip.
 
-        correction: weights and rejections of tokens, judged by this forward, or by the column
-        `importance_weights` if a whole batch was weighed before. None trains every token by the
-        samples' own `old_logprobs`. Raises ConfigError for a correction that must see the whole
-        batch first and has not: `update` does that.
+        samples: rows of `weigh` keep their weights. correction: weighs and rejects tokens of other
+        rows by this forward; None trains every token by the samples' own `old_logprobs`. Raises
+        ConfigError for a correction that must see the whole batch first.
         column: the samples keep this forward's log-probs under this name. The mismatch is measured
-        in this forward if they are kept or the rows were not weighed before.
+        in this forward if they are kept or the rows are not `Weighed`.
         """
-        is_weighed = bool(samples) and WEIGHTS in samples[0].columns
-        if correction is not None and correction.needs_whole_batch and not is_weighed:
+        rows, is_weighed = samples, False
+        if isinstance(samples, Weighed):
+            rows, is_weighed, correction = samples.rows, True, samples.correction
+        elif correction is not None and correction.needs_whole_batch:
             raise ConfigError(
                 "this correction depends on the whole batch (normalize, kl_penalty_form=advantage "
                 "or denominator=kept), which one forward_backward cannot see before it trains. Use "
-                "Trainer.update, or fill the column importance_weights first."
+                "Trainer.update, or give it the rows of Trainer.weigh."
             )
-        is_kept_only = is_weighed and correction is not None and correction.denominator == "kept"
+        judge = TokenJudge(correction, version=self.version, is_weighed=is_weighed)
         weights_of = loss_weights(
-            samples,
+            rows,
             aggregate,
             fixed_length=fixed_length,
             denominator=denominator,
-            is_kept_only=is_kept_only,
+            is_kept_only=judge.counts_kept_only,
         )
-        num_trained = sum(sample.num_trained for sample in samples)
-        backward = partial(self._backward, loss_fn, weights_of, correction, num_trained)
-        self._passes.append((samples, backward))
+        num_trained = sum(sample.num_trained for sample in rows)
+        backward = partial(self._backward, loss_fn, weights_of, judge, num_trained)
+        self._passes.append((rows, backward))
         totals = Totals(self.device, num_experts=self.model.config.num_experts)
-        trained = [backward(batch, totals) for batch in self.pack(samples)]
+        trained = [backward(batch, totals) for batch in self.pack(rows)]
         # Nothing above waits for the device, so it computes while the host continues.
         logprobs = [(part.batch, part.logprobs.cpu()) for part in trained]
-        self._check_contract(samples, logprobs)
+        self._check_contract(rows, logprobs)
         for part, (batch, logprobs_N) in zip(trained, logprobs, strict=True):
             if not batch.is_filler:
-                found = reports_of(
-                    batch,
-                    logprobs_N,
-                    correction,
-                    part.weighed,
-                    version=self.version,
-                    is_measured=column is not None,
+                found = judge.reports(
+                    batch, logprobs_N, part.weighed, is_measured=column is not None
                 )
                 totals.reports = merge_reports(totals.reports, found)
         if column is not None:
-            _store_column(samples, self._by_row(samples, logprobs), column)
+            _store_column(rows, self._by_row(rows, logprobs), column)
         if correction is not None and correction.changes_tokens and not is_weighed:
             weights = [(part.batch, part.weights) for part in trained]
-            _store_column(samples, self._by_row(samples, weights, fill=0.0), WEIGHTS)
-        if self.ranks is not None:
-            totals = reduce(Totals.merge, self.ranks.gather_data(totals.on_host()))
-        self._num_kept += totals.counts["kept"]
-        if self.config.expert_bias_rate:
-            self._expert_load = self._expert_load + totals.sums.get("load", 0.0)
-        metrics = totals.to_metrics()
-        if (name := "train/router_aux_loss") in metrics:
-            metrics["train/loss"] += self.config.router_aux_loss_coef * metrics[name]
-        if not np.isfinite(metrics["train/loss"]):
-            losses = [(part.batch, part.losses) for part in trained]
-            found = self._by_row(samples, losses, fill=0.0)
-            self._bad_loss = self._bad_loss or _name_bad_losses(samples, found)
-        return metrics
+            _store_column(rows, self._by_row(rows, weights, fill=0.0), WEIGHTS)
+        return self._finish_pass(rows, trained, totals)
 
     def update(
         self,
@@ -317,20 +327,19 @@ class Trainer(Learner):
         The mismatch is reported before the first update. Other metrics are means over the updates
         (maxima of `*_max`, sums of counts).
         """
-        correction = correction or Correction.bypass()
+        correction, num_recomputed = correction or Correction.bypass(), self.num_recomputed
         self._prepare(samples, objective, correction)
-        num_recomputed = self.num_recomputed
-        scored_by = self._scored_by(samples, correction)
-        if scored_by == "forward":
-            self._score(samples)
-        elif scored_by == "sampler":
-            _store_column(samples, [s.columns["rollout_logprobs"] for s in samples], "old_logprobs")
-        rows, weighed = list(samples), {}
-        if scored_by != "training":
-            rows, weighed = weigh_samples(samples, correction, version=self.version)
-        metrics = self._step(rows, objective, correction, is_scored=scored_by == "forward")
-        # The sampler's log-probs are compared in the first update's forward, not while weighing.
-        metrics = weighed | metrics if scored_by == "sampler" else metrics | weighed
+        is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
+        if not self.config.scores_first(correction, is_measured=is_measured):
+            metrics = self._step(samples, objective, correction, is_scored=False)
+        else:
+            scored = self.score(samples)
+            weighed = self.weigh(scored, correction)
+            metrics = self._step(weighed, objective, correction, is_scored=scored.is_by_forward)
+            if scored.is_by_forward:
+                metrics |= weighed.metrics
+            else:  # the sampler's log-probs are compared in the first update's forward
+                metrics = weighed.metrics | metrics
         metrics |= split_by_age(metrics, is_exact=self.contract is not None)
         return metrics | {"tokens/recomputed": float(self.num_recomputed - num_recomputed)}
 
@@ -373,8 +382,8 @@ class Trainer(Learner):
                 self.forward(samples, column="reference_logprobs", model=self.model)
         else:
             raise ConfigError(
-                "objective.kl_coef is above 0, and this trainer has no reference policy: give "
-                "Trainer(reference=...), a frozen copy of the policy."
+                "objective.kl_coef is above 0, and this trainer has no reference policy: set "
+                "Trainer.reference to a frozen copy of the policy."
             )
 
     def take_reference(self, directory: Path | None = None) -> None:
@@ -392,34 +401,9 @@ class Trainer(Learner):
                 for theirs, mine in pairs:
                     local_part(theirs).copy_(local_part(mine))
 
-    def _scored_by(self, samples: Sequence[Sample], correction: Correction) -> ScoredBy:
-        is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
-        if not self.config.scores_first(correction, is_measured=is_measured):
-            return "training"
-        if self.config.routing_replay == "recompute" or self.contract is None:
-            return "forward"
-        return "sampler" if all(map(self._is_current, samples)) else "forward"
-
-    def _is_current(self, sample: Sample) -> bool:
-        """True if the version in training drew every trained token. Under the contract the recorded
-        log-probs then equal a forward's."""
-        return bool((sample.columns["policy_version"][sample.loss_mask] == self.version).all())
-
-    def _score(self, samples: Sequence[Sample]) -> None:
-        """Fills `old_logprobs` and `logprobs` by a forward, or under the contract from what the
-        sampler recorded where no older version drew a token of the row."""
-        is_known = self.contract is not None and self.config.routing_replay != "recompute"
-        current = [s for s in samples if is_known and self._is_current(s)]
-        others = [s for s in samples if not (is_known and self._is_current(s))]
-        for sample in current:
-            recorded = np.where(sample.loss_mask, sample.columns["rollout_logprobs"], np.nan)
-            sample.set("old_logprobs", recorded.astype(np.float32))
-        self.forward(others)
-        _store_column(samples, [s.columns["old_logprobs"] for s in samples], "logprobs")
-
     def _step(
         self,
-        rows: Sequence[Sample],
+        batch: Sequence[Sample] | Weighed,
         objective: ObjectiveConfig,
         correction: Correction,
         *,
@@ -431,16 +415,17 @@ class Trainer(Learner):
         later updates leave NaN: their policy is not the sampler's.
         """
         num_updates = self.config.updates_per_batch
+        rows = batch.rows if isinstance(batch, Weighed) else batch
         if not is_scored and num_updates > 1:
             _store_column(rows, [np.full(len(s), np.nan, np.float32) for s in rows], "logprobs")
         # A loss without a ratio, or with a ratio of 1 by definition, is linear in log-probs.
         loss_fn = make_loss(objective)
-        if self.distill is not None and self.distill.signal != "sampled":
-            loss_fn = with_teacher(loss_fn, coef=self.distill.coef, order=self.distill.divergence)
+        if self.distill is not None and (distill := self.distill.config).signal != "sampled":
+            loss_fn = with_teacher(loss_fn, coef=distill.coef, order=distill.divergence)
         parts: list[Metrics] = []
         for number, part in enumerate(split_updates(rows, num_updates) or [[]]):
             metrics = self.forward_backward(
-                part,
+                replace(batch, rows=part) if isinstance(batch, Weighed) else part,
                 loss_fn,
                 aggregate=objective.aggregate,
                 fixed_length=objective.fixed_length,
@@ -450,13 +435,31 @@ class Trainer(Learner):
             parts.append(metrics | self.optim_step())
         return merge_metrics(parts)
 
+    def _finish_pass(
+        self, rows: Sequence[Sample], trained: Sequence[_Trained], totals: Totals
+    ) -> Metrics:
+        """The metrics of a `forward_backward`, over all ranks. Names a loss that is not finite."""
+        if self.ranks is not None:
+            totals = reduce(Totals.merge, self.ranks.gather_data(totals.on_host()))
+        self._num_kept += totals.counts["kept"]
+        if self.config.expert_bias_rate:
+            self._expert_load = self._expert_load + totals.sums.get("load", 0.0)
+        metrics = totals.to_metrics()
+        if (name := "train/router_aux_loss") in metrics:
+            metrics["train/loss"] += self.config.router_aux_loss_coef * metrics[name]
+        if not np.isfinite(metrics["train/loss"]):
+            losses = [(part.batch, part.losses) for part in trained]
+            found = self._by_row(rows, losses, fill=0.0)
+            self._bad_loss = self._bad_loss or _name_bad_losses(rows, found)
+        return metrics
+
     # -- one micro-batch ------------------------------------------------------------------------
 
     def _backward(
         self,
         loss_fn: LossFn,
         weights_of: Callable[[PackedBatch], Tensor],
-        correction: Correction | None,
+        judge: TokenJudge,
         num_trained: int,
         batch: PackedBatch,
         totals: Totals | None = None,
@@ -469,21 +472,12 @@ class Trainer(Learner):
         if routing is not None and aux_coef:
             routing.weight_T = count_rows(batch)
         logprobs, entropy, extra = self._score_trained(batch, routing)
-        tokens, weighed = keep_tokens(
-            batch, logprobs, entropy, correction, version=self.version, extra=extra
-        )
+        tokens, weighed = judge.keep_tokens(batch, logprobs, entropy, extra=extra)
         weight_N = weights_of(batch)
         loss_N, total, out, aux = torch.zeros_like(logprobs.detach()), None, None, None
         if not batch.is_filler and len(tokens.logprobs):
             out = loss_fn(tokens)
-            loss = _weighed(out, tokens)
-            if correction is not None and correction.changes_loss:
-                loss = loss + kl.pull(
-                    tokens.logprobs,
-                    tokens.column(BEHAVIOUR[correction.behaviour]),
-                    coef=correction.kl_penalty_coef,
-                    clip=correction.kl_penalty_clip,
-                )
+            loss = judge.with_penalty(_weighed(out, tokens), tokens)
             total = (loss * tokens.select(weight_N)).sum()
             if routing is not None and aux_coef:
                 aux = router_aux_loss(batch, routing) * (len(logprobs) / num_trained)
@@ -508,12 +502,12 @@ class Trainer(Learner):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(log-probs [N], entropy [N], fields of a `TokenBatch` for the comparison with a
         teacher)."""
-        listed = batch.columns.get(TEACHER_IDS)
+        listed, distill = batch.columns.get(TEACHER_IDS), self.distill
         if listed is not None and batch.support is None:
             targets = torch.cat([batch.targets[:, None], listed.long()], 1)
             found, entropy = self._log_probs(batch, routing, targets=targets)
             return found[:, 0], entropy, {"listed": found[:, 1:]}
-        if listed is None and not self.teachers:
+        if listed is None and (distill is None or not distill.teachers):
             return *self._log_probs(batch, routing), {}
         model = self.model
         hidden = take_rows(
@@ -527,11 +521,12 @@ class Trainer(Learner):
             support=batch.support,
             vocab_size=model.config.vocab_size,
         )
-        if listed is not None:  # teachers are compared over the vocabulary, whatever was drawn from
+        if distill is None or listed is not None:  # over the vocabulary, whatever was drawn from
+            assert listed is not None, "rows without listed ids have returned above"
             found, _ = model.log_probs(hidden, listed.long(), temperature=self.temperature)
             return logprobs, entropy, {"listed": found}
         kl, where = torch.zeros_like(logprobs), batch.columns["teacher"]
-        for number, teacher in enumerate(self.teachers):
+        for number, teacher in enumerate(distill.teachers):
             mine = (where == number).nonzero()[:, 0]
             if not len(mine):
                 continue
@@ -547,7 +542,7 @@ class Trainer(Learner):
                     teacher.head,
                     temperature=self.temperature,
                     vocab_size=model.config.vocab_size,
-                    order=self.distill.divergence if self.distill else "reverse",
+                    order=distill.config.divergence,
                 ),
             )
         return logprobs, entropy, {"teacher_kl": kl}

@@ -13,6 +13,7 @@ from lockstep.objectives.config import Reinforce
 from lockstep.ops.context import PackedContext
 from lockstep.training.distill_config import DistillConfig, TeacherConfig
 from lockstep.training.packing import pack, plan_microbatches, split_updates
+from lockstep.training.trainer import Distillation
 from lockstep.types import Ragged, Sample
 
 
@@ -112,7 +113,8 @@ def test_a_teachers_ids_are_scored_over_the_vocabulary_and_tokens_over_their_sup
     plain, trainer = make_trainer(tmp_path / "a"), make_trainer(tmp_path / "b")
     found, teacher = [], make_trainer(tmp_path / "c", seed=7).model
     for one, rows in ((plain, make_rows([20, 31])), (trainer, with_support(make_rows([20, 31])))):
-        one.distill = DistillConfig(teacher=TeacherConfig(model="a"), signal="top_k", top_k=5)
+        config = DistillConfig(teacher=TeacherConfig(model="a"), signal="top_k", top_k=5)
+        one.distill = Distillation(config)
         one.list_likely(rows, teacher, top_k=5)
         for row in rows:
             row.columns["advantages"][:] = 0

@@ -26,7 +26,7 @@ def parts(tmp_path, config, *, kind="qwen3", seeds=(7,)):
         for name, seed in zip(config.teachers, seeds, strict=True)
     }
     teachers = Teachers(config=config, models=models, engines={})
-    trainer.distill, trainer.teachers = config, teachers.read_in_update
+    trainer.distill = teachers.in_update
     rows = make_rows(LENGTHS)
     for at, row in enumerate(rows):
         row.group = at % 2
