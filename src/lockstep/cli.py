@@ -436,7 +436,6 @@ def _doctor(options: argparse.Namespace) -> int:
     example: lockstep doctor runs/quickstart-20260101-120000
     """
     from lockstep.doctor.diagnosis import EXIT_CODES
-    from lockstep.doctor.terminal import show
 
     if options.ladder:
         return _ladder(options)
@@ -463,7 +462,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(diagnosis.to_json() | {"page": page}, allow_nan=False))
         return EXIT_CODES[diagnosis.outcome]
-    show(diagnosis, _console(width=80), page=page)
+    diagnosis.show(_console(width=80), page=page)
     return EXIT_CODES[diagnosis.outcome]
 
 

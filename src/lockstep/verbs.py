@@ -21,7 +21,7 @@ from lockstep.config import from_dict, overlaid
 from lockstep.dialogues import read_messages, read_tools
 from lockstep.display import Named, block, table, warn
 from lockstep.doctor import rendering
-from lockstep.doctor.replay import as_html
+from lockstep.doctor.terminal import as_html
 from lockstep.errors import ConfigError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.origins import Rendering, trace

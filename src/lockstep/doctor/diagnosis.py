@@ -9,15 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lockstep.display import block, table
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
 from lockstep.doctor.causes import CAUSES, Cause
 from lockstep.doctor.examine import Examination, Share
 from lockstep.doctor.explain import MIN_SHARE
 from lockstep.doctor.findings import FLOAT_NOISE, MOST, Evidence, Finding, Setting
 from lockstep.doctor.gap import Gap, Place, Split
 from lockstep.doctor.inputs.base import HOW_TO_GET, Dump
-from lockstep.doctor.row_choice import RowChoice
+from lockstep.doctor.row_choice import RowChoice, fetch
+from lockstep.doctor.rows import Rows
+from lockstep.doctor.terminal import LABEL_WIDTH, as_html, proof_table, show_line
+from lockstep.errors import printable
 from lockstep.observe.alarms import CRITICAL_LIMIT, mismatch
+from lockstep.observe.live import format_seconds
 from lockstep.observe.parts import PARTS
 from lockstep.store.files import encode_number
 
@@ -30,6 +37,18 @@ the recorded numbers. likely: it explains most of the gap. possible: it explains
 
 MAX_EXPECTED = 2000
 """Expected ids that are given for one place: more tell nothing, and would fill a page."""
+MIN_RANGE = 0.1
+"""Smallest width of an interval that is shown beside a share."""
+NUM_SHOWN = 2
+"""Causes that are shown with their tokens; each other cause gets a line."""
+NUM_LINES = 4
+"""Facts and hypotheses in each of the lists `ruled out` and `not checked`."""
+_WORDS = {
+    "consistent": ("CONSISTENT", "bold green"),
+    "differs": ("DIFFERS", "bold red"),
+    "not_judged": ("NOT JUDGED: exit code 2", "bold yellow"),
+}
+_CERTAINTY = {"proved": "red", "likely": "yellow", "possible": "dim"}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -56,24 +75,8 @@ class Diagnosis:
         return f"Diagnosis({self.outcome}: {found or 'no cause found'}, {self.name!r})"
 
     def _repr_html_(self) -> str:
-        """The verdict in a notebook, with each cause, its share, and its remedy."""
-        told = ("certainty", "measured", "remedy")
-        examined, gap = self.examination, self.examination.gap.means()
-        facts = [
-            ("input", f"{self.dump.format}, {examined.num_rows:,} rows"),
-            ("compared", f"{examined.gap.tokens:,} of {examined.num_tokens:,} tokens"),
-            ("k2", f"{gap['k2']:.2e}, largest difference {gap['max_abs_diff']:.2e}"),
-            ("ruled out", f"{len(self.ruled_out)} facts and hypotheses"),
-            ("not checkable", f"{len(self.with_verdict('not_checkable'))}"),
-            *(("next", step) for step in self.next_steps),
-        ]
-        causes = [
-            (f"{c['cause']}\n{c['title']}", f"{c['share_k2']:.0%}", *(c[name] for name in told))
-            for c in (self._cause_to_json(cause, finding) for cause, finding in self.causes)
-        ]
-        head = ("cause", "of k2", *told)
-        found = table(causes, head=head) if causes else ""
-        return block(f"{self.outcome}: {self.name}", found, table(facts))
+        """The output of the command, in its colours."""
+        return as_html(self.show)
 
     @property
     def name(self) -> str:
@@ -249,6 +252,118 @@ class Diagnosis:
 
     def _shares(self, cause: str) -> list[Share]:
         return [s for s in self.examination.shares if s.cause == cause]
+
+    # -- on a screen --------------------------------------------------------------------------
+
+    def show(self, console: Console, *, page: str = "") -> None:
+        """Prints the verdict, worst cause first. page: file of the HTML page, if it was written."""
+        word, style = _WORDS[self.outcome]
+        console.print(Text.assemble((word, style), f"  {printable(self.name)}"))
+        self._show_head(console)
+        shown = self.causes[:NUM_SHOWN]
+        names = {finding.evidence[0].row for _, finding in shown if finding.evidence}
+        rows = {rows.row_ids[0]: rows for rows in fetch(self.dump, names=names).values()}
+        for number in range(len(shown)):
+            self._show_cause(console, number, rows)
+        console.print()
+        for cause, finding in self.causes[NUM_SHOWN:]:
+            share = self.share_of(cause.name)
+            show_line(console, "also", f"{cause.name} ({share:.1%} of k2): {finding.measured}")
+        self._show_rest(console)
+        self._show_lists(console)
+        if page:
+            show_line(console, "page", page, "cyan")
+
+    def _show_head(self, console: Console) -> None:
+        examined, gap = self.examination, self.examination.gap
+        text = (
+            f"{self.dump.format}: {examined.num_rows:,} rows, {examined.num_tokens:,} tokens "
+            f"({gap.tokens:,} compared), {format_seconds(self.seconds)}"
+        )
+        show_line(console, "input", text)
+        if self.headline:
+            show_line(console, "verdict", self.headline, "bold")
+        for note in self.dump.notes:
+            show_line(console, "note", note)
+        means = gap.means()
+        figures = "  ".join(f"{name} {means[name]:.2e}" for name in ("k1", "k2", "k3"))
+        measured = f"{figures}  largest {means['max_abs_diff']:.2e}"
+        lost = "not measured: no token has both log-probs"
+        show_line(console, "gap", measured if gap.tokens else lost)
+
+    def _show_cause(self, console: Console, number: int, rows: dict[str, Rows]) -> None:
+        cause, finding = self.causes[number]
+        certainty, why = self.certainty_of(cause, finding)
+        share = self.share_of(cause.name)
+        least, most = self.range_of(cause.name)
+        moves = f"  {share:.1%} of k2  " if share >= 0.001 else "  moves few log-probs, or none  "
+        if most - least >= MIN_RANGE:
+            moves = f"  {share:.1%} of k2 ({least:.0%} to {most:.0%})  "
+        title = (f"\n{number + 1}. {cause.name}", "bold red")
+        console.print(Text.assemble(title, (moves, "bold"), (certainty, _CERTAINTY[certainty])))
+        show_line(console, "what", cause.title)
+        show_line(console, "measured", finding.measured)
+        show_line(console, "sure", why)
+        for evidence in finding.evidence[:1]:
+            if evidence.row in rows:
+                last = evidence.end - 1
+                to = f"s {evidence.begin} to {last}" if last > evidence.begin else f" {last}"
+                show_line(console, "proof", f"row {evidence.row}, token{to}: {evidence.note}")
+                table = proof_table(evidence, rows[evidence.row], self.setting.tokenizer)
+                console.print(Padding(table, (0, 0, 0, LABEL_WIDTH)))
+        show_line(console, "remedy", self.remedy_for(cause), "green")
+        for name, text in cause.in_engines.items():
+            show_line(console, f"in {name}"[: LABEL_WIDTH - 1], text, "green")
+        show_line(console, "again", self.command_for(finding), "cyan")
+
+    def _show_rest(self, console: Console) -> None:
+        """The gap that no cause explains, and its places."""
+        left = self.examination.after.total
+        for step in self.next_steps:
+            show_line(console, "next", step, "green")
+        if not left.tokens:
+            return
+        means = left.means()
+        text = f"k2 {means['k2']:.2e}, largest {means['max_abs_diff']:.2e}"
+        if self.is_float_noise:
+            show_line(console, "gap", f"both sides agree to float noise ({text})")
+            return
+        if self.causes:
+            text = f"{max(self.examination.unexplained_k2, 0.0):.1%} of k2 ({text})"
+        places = [
+            f"{place.share_k2:.0%} of it in {place.part} {place.label} "
+            f"({place.share_tokens:.0%} of the tokens)"
+            for place in self.unexplained
+        ]
+        even = "float noise" if left.max_abs < FLOAT_NOISE else "spread over turns and positions"
+        label = "unexplained" if self.causes or self.is_unexplained else "gap"
+        show_line(console, label, "; ".join([text, *(places or [even])]))
+
+    def _show_lists(self, console: Console) -> None:
+        needs: dict[str, list[str]] = {}
+        for finding in self.with_verdict("not_checkable"):
+            lacks = "; ".join(self.missing_for(finding))
+            why = f"needs {lacks}" if lacks else finding.measured
+            needs.setdefault(why, []).append(finding.check)
+        missing = [
+            f"{checks[0]}{f' and {len(checks) - 1} more' * bool(checks[1:])}: {why}"
+            for why, checks in needs.items()
+        ]
+
+        ruled_out = self.ruled_out
+        tried: dict[bool, list[str]] = {True: [], False: []}
+        for finding in self.with_verdict("consistent"):
+            tried[finding.check in ruled_out].append(f"{finding.check}: {finding.measured}")
+        for label, texts in (
+            ("ruled out", tried[True]),
+            ("not enough", tried[False]),
+            ("not checked", missing),
+        ):
+            for text in texts[:NUM_LINES]:
+                show_line(console, label, text)
+            if len(texts) > NUM_LINES:
+                told = f"... and {len(texts) - NUM_LINES} more: --json lists them"
+                show_line(console, label, told, "dim")
 
     # -- as data ------------------------------------------------------------------------------
 

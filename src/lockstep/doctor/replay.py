@@ -4,8 +4,6 @@ of both sides. Only what is stored is read: no model is loaded.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -15,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.terminal import gap_style, token_table
+from lockstep.doctor.terminal import as_html, gap_style, token_table
 from lockstep.doctor.tokenization import find_tokenization
 from lockstep.errors import ConfigError, RunError, printable
 from lockstep.renderers.tokenizer import Tokenizer
@@ -110,17 +108,6 @@ def find(target: str) -> Replay:
         shown = ", ".join(map(str, leaves))
         raise RunError(f"trajectory {trajectory.id} has no leaf {leaf}; it has {shown}.")
     return Replay(run=run, record=record, split=split, leaf=leaf)
-
-
-def as_html(show: Callable[[Console], None]) -> str:
-    """The text that `show` prints to a terminal, in its colours."""
-    console = Console(
-        file=io.StringIO(), record=True, width=100, force_jupyter=False, highlight=False
-    )
-    show(console)
-    style = "white-space:pre;overflow-x:auto;line-height:1.3;font-size:12px"
-    form = f'<pre style="{style}"><code>{{code}}</code></pre>'
-    return console.export_html(inline_styles=True, code_format=form)
 
 
 def show(

@@ -16,7 +16,6 @@ from lockstep.doctor.diagnosis import EXIT_CODES, evidence_to_json
 from lockstep.doctor.facts.base import FACTS, Contradiction, fact
 from lockstep.doctor.findings import Evidence
 from lockstep.doctor.row_choice import RowChoice, fetch
-from lockstep.doctor.terminal import show
 from lockstep.errors import ConfigError
 from lockstep.store.run import RunDirectory
 from lockstep.testing.tokenizers import byte_tokenizer
@@ -27,7 +26,7 @@ EXAMPLE = str(files("lockstep.doctor").joinpath("example.parquet"))
 def summary(diagnosis):
     """The screen as plain text."""
     out = io.StringIO()
-    show(diagnosis, Console(file=out, width=80, highlight=False, no_color=True))
+    diagnosis.show(Console(file=out, width=80, highlight=False, no_color=True))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -97,7 +96,7 @@ def test_the_screen_shows_the_tokens_that_prove_it_with_both_sides(broken):
 
 def test_a_terminal_gets_colours_and_a_pipe_gets_none(broken):
     out = io.StringIO()
-    show(broken, Console(file=out, force_terminal=True, width=80, color_system="truecolor"))
+    broken.show(Console(file=out, force_terminal=True, width=80, color_system="truecolor"))
     assert "\x1b[" in out.getvalue() and "\x1b[" not in summary(broken)
 
 
@@ -117,7 +116,7 @@ def test_sampled_and_expected_ids_stand_side_by_side_and_hostile_text_moves_noth
     finally:
         del FACTS["facts/substituted"]
     out = io.StringIO()
-    show(diagnosis, Console(file=out, width=80, no_color=True))
+    diagnosis.show(Console(file=out, width=80, no_color=True))
     text = out.getvalue()
     assert "\x1b" not in text and "\u202e" not in text and "\\x1b[31m[bold]" in text
     cause, finding = diagnosis.causes[0]
