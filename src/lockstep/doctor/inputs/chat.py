@@ -33,7 +33,6 @@ class ChatDump(LineDump):
     """A JSONL file of dialogues with ids, or a directory of them."""
 
     format: ClassVar[str] = "chat"
-    trainer: ClassVar[str] = ""
 
     @classmethod
     def is_own_line(cls, line: Mapping[str, Any]) -> bool:

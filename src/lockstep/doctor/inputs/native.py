@@ -54,7 +54,6 @@ class RowsDump(FileDump):
     # A directory is read as its *.parquet files, or as its *.jsonl files if it has none. All must
     # have the same columns.
     format: ClassVar[str] = "rows"
-    trainer: ClassVar[str] = ""
 
     def __init__(self, path: Path) -> None:
         self._heads: dict[Path, tuple[frozenset[str], Facts]] = {}

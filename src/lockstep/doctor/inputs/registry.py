@@ -5,33 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.config import did_you_mean
-from lockstep.doctor.inputs.base import Dump
-from lockstep.doctor.inputs.chat import ChatDump
+from lockstep.doctor.inputs import chat, run_dump, trainers  # noqa: F401 - they define formats
+from lockstep.doctor.inputs.base import DECLARED, Dump
 from lockstep.doctor.inputs.native import RowsDump
 from lockstep.doctor.inputs.places import check_place, why_no_rows
-from lockstep.doctor.inputs.run_dump import RunDump
-from lockstep.doctor.inputs.trainers import (
-    NemoRlDump,
-    PrimeRlDump,
-    SlimeDump,
-    TinkerDump,
-    TrlDump,
-    VerlDump,
-)
 from lockstep.errors import DataError
 
-FORMATS: tuple[type[Dump], ...] = (
-    RunDump,
-    PrimeRlDump,
-    NemoRlDump,
-    RowsDump,
-    VerlDump,
-    TrlDump,
-    TinkerDump,
-    ChatDump,
-    SlimeDump,
+FORMATS = sorted(
+    (kind for kind in Dump.formats if kind.format in DECLARED),
+    key=lambda kind: [*DECLARED].index(kind.format),
 )
-"""The formats of the package. They are tried in this order: the most specific first."""
+"""The formats of the package, in the order of formats.toml."""
 
 EXAMPLE = Path(__file__).parents[1] / "example.parquet"
 """A dump with two defects, written by docs/proof/example.py: `lockstep doctor example`."""

@@ -34,8 +34,6 @@ class RunDump(RowDump):
     """
 
     format: ClassVar[str] = "lockstep"
-    no_row: ClassVar[str] = "no stored episode has a reward (record.keep), or no step ended."
-    why: ClassVar[Mapping[str, str]] = {"trainer_version": "metrics.jsonl lacks staleness/version"}
 
     def __init__(self, path: Path) -> None:
         self._run: Run = load_run(path)
