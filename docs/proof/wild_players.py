@@ -374,6 +374,11 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64,
         "sliding_window": None,
     }),
+    "qwen2": ("qwen2", {"head_dim": None}),
+    "gemma2": ("gemma2", {
+        "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
 }  # fmt: skip
 """Architecture -> the model_type of transformers, and its settings besides _SMALL."""
 
@@ -467,6 +472,8 @@ PLAYERS = _parts(
     "neox-granite     gpt_neox     own-bytelevel  granite    parquet",
     "opt-zephyr       opt          own-metaspace  zephyr     parquet",
     "mixtral-thinking mixtral      own-bytelevel  thinking   parquet",
+    "qwen2-kimi       qwen2        own-bytelevel  kimi       parquet",
+    "gemma2-mistral   gemma2       own-metaspace  mistral    parquet",
 )
 
 
