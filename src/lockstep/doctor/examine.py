@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.doctor import hypotheses
 from lockstep.doctor.explain import (
     HYPOTHESES,
+    MIN_SHARE,
     Explanation,
     Hypothesis,
     Judged,
@@ -25,6 +26,7 @@ from lockstep.doctor.explain import (
     size,
 )
 from lockstep.doctor.facts.base import FACTS, Tally
+from lockstep.doctor.facts.values import step_of
 from lockstep.doctor.findings import MAX_EVIDENCE, MOST, Finding, Setting, Verdict
 from lockstep.doctor.gap import Gap, Split
 from lockstep.doctor.hypotheses.unlike import NOISE, rest_of
@@ -202,8 +204,10 @@ def examine(
 def _explain(out: Examination, view: View, *, is_live: bool) -> None:
     """Adds the hypotheses' findings: of the gap that facts leave."""
     setting = view.setting
-    limit = out.limit = limit_of(setting, view.rows)
-    view = replace(view, scale=float(np.sqrt(2 * max(limit, DENSE_BAND[0]))))
+    step = max(step_of(side[np.isfinite(side)]) for side in (view.sampler, view.trainer))
+    # Two numbers that were rounded one by one differ by step^2 / 6 in the mean square.
+    limit = out.limit = max(limit_of(setting, view.rows), step**2 / 12)
+    view = replace(view, step=step, scale=float(np.sqrt(2 * max(limit, DENSE_BAND[0]))))
     left = out.unexplained_k2
 
     def is_enough(view: View) -> bool:
@@ -227,12 +231,14 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
         out.findings.append(_named(view, judged))
         least, most = max(share - half, 0.0), min(share + half, 1.0)
         out.shares.append(Share(cause=judged.cause, k2=share, least=least, most=most))
-        view = replace(view, rows=repaired(view, judged))
+        view = repaired(view, judged)
     told = None if setting.model is None or is_enough(view) else rest_of(view, found)
     if told is not None and told[0] not in {f.cause for f in out.findings}:
-        cause, words = told
-        rest, share = HYPOTHESES["hypotheses/rest"], out.unexplained_k2
+        cause, words, part = told
+        rest, share = HYPOTHESES["hypotheses/rest"], part * out.unexplained_k2
         out.findings = [f for f in out.findings if f.check != rest.name]
+        if cause in ("other_weights", "captured_graphs") and share >= MIN_SHARE:
+            out.findings = [_untried(f) for f in out.findings]
         out.findings.append(_finding(rest, "differs", words, cause=cause))
         out.shares.append(Share(cause=cause, k2=share, most=share))
     if found.causes:
@@ -261,6 +267,15 @@ def _named(view: View, judged: Judged) -> Finding:
         figures={"share": judged.share, "error": judged.error, "hit_rows": num},
         evidence=evidence_of(view, judged, MAX_EVIDENCE),
     )
+
+
+def _untried(finding: Finding) -> Finding:
+    """The same, but that a repair is not ruled out: the model that scored it is not the one that
+    sampled."""
+    one = HYPOTHESES.get(finding.check)
+    if one is None or one.basis != "repair" or finding.verdict != "consistent":
+        return finding
+    return replace(finding, verdict="not_checkable")
 
 
 def _not_found(one: Hypothesis, found: Explanation) -> Finding:

@@ -68,11 +68,13 @@ class View:
 
     rows: Rows
     setting: Setting
-    cache: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    """Results that rounds share."""
     deadline: float = float("inf")
     scale: float = 0.045
     """Nats that numerics make: sqrt(2 k2) at the limit of k2 (`examine.limit_of`)."""
+    step: float = 0.0
+    """Distance of neighbouring numbers of a side that was rounded; 0 if neither was."""
+    above: Float64Array | float = 0.0
+    """[N] log-probs of the input that the sampler had, minus the row's: of the causes so far."""
 
     def loss(self, d: Float64Array) -> Float64Array:
         """Each difference's part of the gap."""
@@ -83,6 +85,11 @@ class View:
         """The model of a hypothesis that needs one: it runs only if a model was given."""
         assert self.setting.model is not None, "hypotheses name it in `needs`"
         return self.setting.model
+
+    @property
+    def plain(self) -> Float64Array:
+        """[N] log-probs that both sides should have, by the model and the causes so far."""
+        return self.model.plain(self.rows) + self.above
 
     @property
     def sampler(self) -> Float64Array:
@@ -105,19 +112,12 @@ class View:
         model = self.setting.model
         if model is None or not model.has_own(self.rows):
             return SIDES
-        plain = model.plain(self.rows)
-        far = [side for side in SIDES if size(getattr(self, side) - plain) > self.scale**2]
+        far = [side for side in SIDES if size(getattr(self, side) - self.plain) > self.scale**2]
         return far or SIDES
 
     @property
     def is_late(self) -> bool:
         return time.process_time() > self.deadline
-
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The result of `make`, computed once for this sample."""
-        if key not in self.cache:
-            self.cache[key] = make()
-        return self.cache[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,9 @@ class Prediction:
     sampler: Float64Array | None = None
     """[N] NaN where nothing is predicted: these tokens keep their gap."""
     trainer: Float64Array | None = None
+    above: Float64Array | None = None
+    """[N] the sampler's log-probs minus the trainer's, if a model gives both: a further cause is
+    then sought in the sampler's numbers as they are recorded."""
     cause: str = ""
     """If it is not that of the hypothesis."""
     is_of_rows: bool = True
@@ -168,7 +171,8 @@ class Hypothesis:
     basis: Basis = "fit"
     least: float = 0.3
     """Share of the gap that it must explain in the rows that it hits: 0.6 where the right one gives
-    the very numbers, 0.3 where it is an approximation, or a second cause may hide half of it."""
+    the very numbers (0.8 where any text before the row explains a half of them), 0.3 where it is an
+    approximation, or a second cause may hide half of it."""
 
 
 HYPOTHESES: dict[str, Hypothesis] = {}
@@ -235,6 +239,12 @@ class Judged:
         is_hit = (self.gains > 0) | (not self.prediction.is_of_rows)
         gained = (self.gains - self.lucky)[is_hit].sum()
         return float(gained / max(self.whole[is_hit].sum(), 1e-12))
+
+    @property
+    def certain_share(self) -> float:
+        """Share of the gap that it must explain within numeric noise: a repair that the model
+        scores leaves the noise of the rows that it does not hit."""
+        return self.hit_share if self.hypothesis.basis == "repair" else self.share
 
     @property
     def chance(self) -> float:
@@ -364,13 +374,13 @@ def explain(
             break
         found = _round(view, hypotheses, out)
         least = 0.8 if is_enough(view) else 0.0
-        named = [j for j in found if j.is_beyond_chance and j.share >= least]
+        named = [j for j in found if j.is_beyond_chance and j.certain_share >= least]
         named = [j for j in named if j.cause not in {c.cause for c, *_ in out.causes}]
         if not named:
             break
         first, rivals = _simplest(view, named)
         out.rivals[first.cause] = sorted({j.cause for j in rivals} - {first.cause})
-        view = replace(view, rows=repaired(view, first))
+        view = repaired(view, first)
         after = _k2(view)
         share = max(before - after, 0.0) / whole
         out.causes.append((first, share, 2 * first.error * share))
@@ -443,10 +453,14 @@ def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> li
     return found
 
 
-def repaired(view: View, judged: Judged) -> Rows:
-    """The rows without a cause, in the rows that it hits."""
+def repaired(view: View, judged: Judged) -> View:
+    """The view without a cause, in the rows that it hits."""
     rows, prediction = view.rows, judged.prediction
     is_hit = judged.hit[rows.row_of]
+    if prediction.above is not None:
+        above = np.where(is_hit & np.isfinite(prediction.above), prediction.above, 0.0)
+        trainer = (view.trainer + above).astype(np.float32)
+        return replace(view, rows=rows.with_(trainer_logprobs=trainer), above=view.above + above)
     changed: dict[str, Any] = {}
     for name, new in (
         ("rollout_logprobs", prediction.sampler),
@@ -455,7 +469,7 @@ def repaired(view: View, judged: Judged) -> Rows:
         if new is not None:
             old = getattr(rows, name)
             changed[name] = np.where(is_hit & np.isfinite(new), new, old).astype(np.float32)
-    return rows.with_(**changed)
+    return replace(view, rows=rows.with_(**changed))
 
 
 def evidence_of(view: View, judged: Judged, limit: int) -> tuple[Evidence, ...]:

@@ -125,7 +125,9 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             is_wrong |= open_
     note = "a reply ended, and neither it nor what follows has a stop id"
     at = last[is_wrong]
-    yield Contradiction("missing_final", note, at, at + 1, basis=basis, reaches_on=True)
+    # A model scores the row with the stop id (hypotheses/structure): what else is wrong then shows.
+    reaches_on = setting.model is None
+    yield Contradiction("missing_final", note, at, at + 1, basis=basis, reaches_on=reaches_on)
 
 
 @fact("advantages", claim="each trained token has its own advantage", needs=("advantages",))

@@ -76,6 +76,14 @@ def _decimals(known: npt.NDArray[np.float32], up_to: int) -> str:
     return ""
 
 
+def step_of(values: npt.NDArray[np.floating[Any]]) -> float:
+    """Distance of neighbouring numbers on the grid that all numbers lie on; 0 without a grid."""
+    bits = {"": np.inf, "bfloat16": 8, "float16": 11}
+    if (found := on_grid(values)) in bits:
+        return float(np.median(np.abs(values)) * 2.0 ** -bits[found]) if len(values) else 0.0
+    return 10.0 ** -int(found[0])
+
+
 def rounded(values: npt.NDArray[Any], grid: str) -> npt.NDArray[np.float32]:
     """Numbers on the grid, as the side that has it would store them."""
     plain = values.astype(np.float32)

@@ -142,7 +142,7 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
     "layout",
     cause="wrong_positions",
     needs=("model",),
-    least=0.6,
+    least=0.8,
     claim="both sides see the row alone, at positions from 0",
 )
 def layout(view: View) -> Iterator[Prediction]:

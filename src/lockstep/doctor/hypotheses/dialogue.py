@@ -57,6 +57,10 @@ def structure(view: View) -> Iterator[Prediction]:
         ("padding", "read the row without the runs of one id", cut),
         ("duplicated_prompt", "read the prompt once", _once),
     ]
+    stops = view.setting.stop_ids
+    for stop in sorted(stops):
+        ended = partial(_ended, stop=stop, stops=stops)
+        written.append(("missing_final", f"drew the stop id {stop} after each reply", ended))
     if (tokenizer := view.setting.tokenizer) is not None:
         for text in ("\n", "\n\n", " "):
             separated = partial(_separated, ids=tokenizer.encode(text))
@@ -78,6 +82,13 @@ def _without_runs(parts: Parts, pad: int | None) -> Parts | None:
 def _separated(parts: Parts, ids: Ids) -> Parts | None:
     first, *later = parts.observed
     return parts.with_observed([first, *(o if o[: len(ids)] == ids else ids + o for o in later)])
+
+
+def _ended(parts: Parts, stop: int, stops: frozenset[int]) -> Parts | None:
+    first, *later = parts.observed
+    pairs = zip(parts.replies, later, strict=False)
+    closed = [ids if stops & {*said[-1:], *ids[:1]} else [stop, *ids] for said, ids in pairs]
+    return parts.with_observed([first, *closed])
 
 
 def _once(parts: Parts) -> Parts | None:

@@ -35,6 +35,9 @@ MOSTLY = 0.95
 (1.08 and more is left), and a sixth and more of other weights."""
 CORE = 6.0
 """Medians of noise within which its tokens are: four standard deviations."""
+QUARTER = 0.4
+"""Least ratio of the lower quartile of noise to its median: 0.47 for a Gaussian, and 0.43 if
+another cause hits 30 % of the tokens. Other ids leave tokens of all sizes: 0.38 and less."""
 MIN_SPREAD = 1e-3
 """Variance under unit noise on the logits that a token needs to tell anything about noise."""
 NUM_FIRST = 5
@@ -101,7 +104,8 @@ def deviating(view: View) -> tuple[str, Float64Array] | None:
     model, rows = view.setting.model, view.rows
     if model is None or not model.has_own(rows):
         return None
-    found = {side: getattr(view, side) - model.plain(rows) for side in SIDES}
+    found = {side: getattr(view, side) - view.plain for side in SIDES}
+    found = {side: np.where(np.abs(d) <= view.step, 0.0, d) for side, d in found.items()}
     side = max(found, key=lambda name: size(found[name]))
     return (side, found[side]) if size(found[side]) > NOISE * model.noise(rows) else None
 
@@ -118,8 +122,8 @@ def rest(view: View) -> Iterator[Prediction]:
     return iter(())
 
 
-def rest_of(view: View, found: Explanation) -> tuple[str, str] | None:
-    """(cause, in words) of what no prediction explains; None if it cannot be decided.
+def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
+    """(cause, in words, its part) of what no prediction explains; None if it cannot be decided.
 
     A side that deviates alike in equal contexts, in nearly all rows, ran other weights; a sampler
     may have read another prompt as well, and then a prompt that is tried explains a part. Noise
@@ -134,12 +138,14 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str] | None:
     steady = steadiness(view, d)
     left = size(d - repeated(rows, d)) / size(d)
     repeats = steady < STEADY or (np.isnan(steady) and left < MOSTLY)
-    if not repeats and (told := _noise(view, side, d / np.sqrt(spread), numeric, steady, found)):
-        return told, f"the {side} differs from the model each time in another way"
+    if not repeats:
+        cause, part = _noise(view, side, d / np.sqrt(spread), numeric, steady)
+        if cause:
+            return cause, f"the {side} differs from the model each time in another way", part
     told = f"the {side} deviates from the model alike in equal contexts"
     if side == "trainer":
         cause = "after_update" if _follows_advantages(rows, d) else "other_weights"
-        return (cause, told) if repeats else None
+        return (cause, told, 1.0) if repeats else None
     units, limit = d / np.sqrt(spread), NOISE * size(numeric)
     first = np.minimum(rows.firsts(rows.spans.begin), rows.offsets[1:] - 1)[:, None]
     early = np.minimum(first + np.arange(NUM_FIRST), rows.offsets[1:, None] - 1)
@@ -148,19 +154,20 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str] | None:
     if view.setting.tokenizer is None or is_early.mean() < 1 - MOST / 2:
         return None  # no other prompt was tried; what begins inside of replies is of other ids
     at = np.flatnonzero(np.isfinite(d))
-    if np.corrcoef(view.sampler[at], model.plain(rows)[at])[0, 1] < MOST:
+    if np.corrcoef(view.sampler[at], view.plain[at])[0, 1] < MOST:
         return None  # weights and prompts leave likely tokens likely: these are of other tokens
     named = {judged.cause for judged, *_ in found.causes}
     read = [j for j in found.tried.values() if j.hypothesis.basis == "repair"]
     if any(j.share > j.chance and j.cause not in named for j in read):
-        return "wrong_template", "another prompt explains a part of what the sampler deviates by"
+        told = "another prompt explains a part of what the sampler deviates by"
+        return "wrong_template", told, 1.0
     if not repeats:
         return None
     drawn = np.where(model.spread(rows) > MIN_SPREAD, units, np.nan)[rows.spans.begin]
     drawn = drawn[np.isfinite(drawn)]
     if len(drawn) >= MIN_TOKENS and size(drawn) <= limit:
-        return "captured_graphs", f"{told}, but at the first token of a reply"
-    return "other_weights", f"{told}, and no other prompt explains any of it"
+        return "captured_graphs", f"{told}, but at the first token of a reply", 1.0
+    return "other_weights", f"{told}, and no other prompt explains any of it", 1.0
 
 
 def _noise(
@@ -169,10 +176,10 @@ def _noise(
     units: Float64Array,
     numeric: Float64Array,
     steady: float,
-    found: Explanation,
-) -> str:
-    """The cause of noise on every token; empty if the deviation is no noise. units, numeric: [N]
-    the deviation, and the noise of bfloat16, in units of noise on logits."""
+) -> tuple[str, float]:
+    """(cause of noise on every token, its part of the deviation); no cause if the deviation is no
+    noise. units, numeric: [N] the deviation, and the noise of bfloat16, in units of noise on
+    logits."""
     model, rows, at = view.model, view.rows, np.flatnonzero(np.isfinite(units))
     spread = np.maximum(model.spread(rows)[at], MIN_SPREAD)
     d2, units2, every = units[at] ** 2 * spread, units[at] ** 2, np.arange(len(rows))
@@ -181,14 +188,15 @@ def _noise(
     )
     fits = [_likelihood(d2, spread), *(_likelihood(d2, v[at]) for v in routes)]
     if int(np.argmax(fits)) > 0 and steady >= STEADY:
-        return "routing_flips"
+        return "routing_flips", 1.0
     typical = float(np.median(units2))
     if typical <= NOISE * float(np.nanmedian(numeric[at] ** 2)):
-        return ""
-    is_most = d2[units2 <= CORE**2 * typical].sum() >= MOST * d2.sum()
+        return "", 0.0
     if side == "trainer":
-        return "dropout"
-    return "kernel_noise" if is_most or found.causes else ""  # another cause leaves outliers
+        return "dropout", 1.0
+    low, middle = np.quantile(np.sqrt(units2[spread > MIN_SPREAD]), (0.25, 0.5))
+    part = float(d2[units2 <= CORE**2 * typical].sum() / d2.sum())  # outliers: of another cause
+    return ("kernel_noise", part) if low >= QUARTER * middle else ("", 0.0)
 
 
 def _follows_advantages(rows: Rows, d: Float64Array) -> bool:

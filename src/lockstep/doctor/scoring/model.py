@@ -281,10 +281,12 @@ class Model:
     def prediction(
         self, view: View, variant: Variant, values: Float64Array, side: str
     ) -> Prediction:
+        above = values - self.plain(view.rows)
         return Prediction.of_side(
             side,
-            getattr(view, side) - (values - self.plain(view.rows)),
+            getattr(view, side) - above,
             f"the {side} {variant.text}",
+            above=above if side == "sampler" else None,
             cause=variant.cause,
             basis=variant.basis,
             is_of_rows=variant.is_of_rows,
