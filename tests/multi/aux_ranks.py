@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cpu.training.tiny_training import make_rows
 from trainer_ranks import gradients_of, make_arm
 
-from lockstep.launch.place import Place
+from lockstep.launch.place import Rank
 from lockstep.launch.ranks import Ranks
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
@@ -38,7 +38,7 @@ def work(rank, directory):
     """arm -> figures and gradients of this rank."""
     world, out = dist.get_world_size(), {}
     for number, (sequence, is_sharded, recompute) in enumerate(ARMS):
-        place = Place(rank=rank, world=world, local_rank=rank, meeting="")
+        place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
         store = dist.FileStore(f"{directory}/told-{number}", world)
         ranks = Ranks(place, store, sequence=sequence, device=torch.device("cpu"))
         at = Path(directory) / f"{rank}-{number}"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from cpu.training.tiny_training import make_rows, make_trainer
 
-from lockstep.launch.place import Place
+from lockstep.launch.place import Rank
 from lockstep.launch.ranks import Ranks
 from lockstep.models.moe import Router
 from lockstep.models.sharding import copy_whole, shard, whole
@@ -53,7 +53,7 @@ def biases(model):
 def work(rank, directory):
     """is_sharded -> what this rank found."""
     world = dist.get_world_size()
-    place = Place(rank=rank, world=world, local_rank=rank, meeting="")
+    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", world)
     ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
     out = {}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cpu.training.tiny_training import make_critic, make_rows
 
-from lockstep.launch.place import Place
+from lockstep.launch.place import Rank
 from lockstep.launch.ranks import Ranks
 from lockstep.models.critic import load_value_model
 from lockstep.models.sharding import shard, whole_like
@@ -62,7 +62,7 @@ def script(critic, directory):
 def work(rank, directory):
     """Everything that one rank does in all tests."""
     world = dist.get_world_size()
-    place = Place(rank=rank, world=world, local_rank=rank, meeting="")
+    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", world)
     out = {}
     for sequence, is_sharded in LAYOUTS:

@@ -10,7 +10,7 @@ from cpu.training.tiny_training import fill_adapter, make_rows, make_trainer
 from trainer_ranks import gradients_of
 
 from lockstep.correction.config import Correction
-from lockstep.launch.place import Place
+from lockstep.launch.place import Rank
 from lockstep.launch.ranks import Ranks
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
@@ -58,7 +58,7 @@ def script(trainer, directory):
 
 def work(rank, directory):
     world = dist.get_world_size()
-    place = Place(rank=rank, world=world, local_rank=rank, meeting="")
+    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", world)
     ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
     at = Path(directory) / "ranks"

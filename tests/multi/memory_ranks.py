@@ -7,7 +7,7 @@ import torch.distributed as dist
 from cpu.training.tiny_training import make_rows
 from trainer_ranks import make_arm
 
-from lockstep.launch.place import Place
+from lockstep.launch.place import Rank
 from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import whole
 from lockstep.objectives.config import PPOClip
@@ -36,7 +36,7 @@ def script(directory, ranks=None, **settings):
 
 def work(rank, directory):
     world = dist.get_world_size()
-    place = Place(rank=rank, world=world, local_rank=rank, meeting="")
+    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", world)
     ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
     out = {}

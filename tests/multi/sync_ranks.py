@@ -14,7 +14,7 @@ from cpu.training.tiny_training import make_trainer
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
-from lockstep.launch.place import Place
+from lockstep.launch.place import Rank
 from lockstep.launch.ranks import Ranks
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import hf_tensors
@@ -53,7 +53,7 @@ class Copying(EmbeddedEngine):
 
 
 def on_rank(rank, directory):
-    place = Place(rank=rank, world=2, local_rank=rank, meeting="")
+    place = Rank(rank=rank, world=2, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", 2)
     ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
     out = {}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cpu.training.tiny_training import KINDS, OTHER_LAYERS, make_rows, make_trainer
 
 from lockstep.correction.config import Correction
-from lockstep.launch.place import Place
+from lockstep.launch.place import Rank
 from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import local_part, shard, whole_like
 from lockstep.objectives.config import PPOClip, Reinforce
@@ -147,7 +147,7 @@ class _Slope(torch.autograd.Function):
 def work(rank, directory):
     """Everything that one rank does in all tests."""
     world = dist.get_world_size()
-    place = Place(rank=rank, world=world, local_rank=rank, meeting="")
+    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
     store = dist.FileStore(f"{directory}/told", world)
     out = {}
     for sequence, is_sharded in LAYOUTS[world]:

@@ -49,7 +49,7 @@ class ForeignExit(RolloutError):
     own. The original is the `__cause__`."""
 
 
-class Refused(TypeError):
+class Unusable(TypeError):
     """Foreign code returned something that cannot be used."""
 
 
@@ -202,7 +202,7 @@ def described(error: BaseException) -> str:
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     while frames and frames[-1].filename in ("<string>", lockstep.types.__file__):
         frames.pop()  # a constructor that refused its fields
-    if isinstance(error, Refused):
+    if isinstance(error, Unusable):
         return str(error)
     if not own and (not frames or frames[-1].filename == __file__):
         return text
@@ -222,11 +222,11 @@ def checked_number(found: Any, where: str) -> float:
         is_real = isinstance(found, int | float | np.integer | np.floating)
         number = float(found) if is_real else math.nan
     except OverflowError:
-        raise Refused(f"{where} is too large for a float; expected a finite number") from None
+        raise Unusable(f"{where} is too large for a float; expected a finite number") from None
     if not math.isfinite(number):
-        raise Refused(f"{where} is {shortened(found)}; expected a finite number")
+        raise Unusable(f"{where} is {shortened(found)}; expected a finite number")
     if abs(number) > MAX_NUMBER:
-        raise Refused(f"{where} is {number:g}; expected a number of at most {MAX_NUMBER:g}")
+        raise Unusable(f"{where} is {number:g}; expected a number of at most {MAX_NUMBER:g}")
     return number
 
 
@@ -240,7 +240,7 @@ def checked_numbers(found: Any, where: str) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in _pairs(found, where, "a mapping from names to finite numbers"):
         if not isinstance(name, str):
-            raise Refused(f"{where} has the key {shortened(name)}; expected text")
+            raise Unusable(f"{where} has the key {shortened(name)}; expected text")
         numbers[str.__str__(name)] = checked_number(value, f"{where}.{str.__str__(name)}")
     return numbers
 
@@ -250,7 +250,7 @@ def checked_messages(found: Any) -> tuple[Message, ...]:
     plain: list[Message] = []
     for message in _listed(found, "messages"):
         if not isinstance(message, Message):
-            raise Refused(f"returned {shortened(message)} among its messages; expected a Message")
+            raise Unusable(f"returned {shortened(message)} among its messages; expected a Message")
         # Made anew: a subclass, or a field that was set by force, has not been checked.
         plain.append(
             Message(**{each.name: getattr(message, each.name) for each in fields(Message)})
@@ -261,7 +261,7 @@ def checked_messages(found: Any) -> tuple[Message, ...]:
 def checked_observation(found: Any) -> Observation:
     """An answer to a turn; what ends the episode has no messages."""
     if not isinstance(found, Observation):
-        raise Refused(f"returned {shortened(found)}; expected an Observation")
+        raise Unusable(f"returned {shortened(found)}; expected an Observation")
     return Observation(
         messages=() if found.done else checked_messages(found.messages),
         done=bool(found.done),
@@ -273,7 +273,7 @@ def checked_tools(found: Any) -> tuple[ToolSchema, ...]:
     """Tools that a prompt offers."""
     for entry in (tools := tuple(_listed(found, "tools"))):
         if not isinstance(entry, ToolSchema):
-            raise Refused(f"tools has {shortened(entry)}; expected a ToolSchema, or @tool")
+            raise Unusable(f"tools has {shortened(entry)}; expected a ToolSchema, or @tool")
     return tools
 
 
@@ -281,12 +281,12 @@ def checked_score(found: Any, *, num_turns: int) -> Score:
     """A score that can be trained on."""
     if not isinstance(found, Score):
         what = type(found).__name__
-        raise Refused(f"returned {what}; expected lockstep.agent.environment.Score")
+        raise Unusable(f"returned {what}; expected lockstep.agent.environment.Score")
     turn_rewards: dict[int, float] = {}
     for turn, reward in _pairs(found.turn_rewards, "turn_rewards", "a mapping from turns"):
         if not isinstance(turn, int) or turn not in range(num_turns):
             text = f"turn_rewards has turn {shortened(turn)}"
-            raise Refused(f"{text}; the episode has turns 0 to {num_turns - 1}")
+            raise Unusable(f"{text}; the episode has turns 0 to {num_turns - 1}")
         turn_rewards[int(turn)] = checked_number(reward, f"turn_rewards[{turn}]")
     reward = checked_number(found.reward, "reward")
     parts = checked_numbers(found.parts, "parts")
@@ -295,11 +295,11 @@ def checked_score(found: Any, *, num_turns: int) -> Score:
 
 def _listed(found: Any, what: str) -> Sequence[Any]:
     if isinstance(found, str | bytes) or not isinstance(found, Sequence):
-        raise Refused(f"returned {shortened(found)}; expected a list of {what}")
+        raise Unusable(f"returned {shortened(found)}; expected a list of {what}")
     return cast("Sequence[Any]", found)
 
 
 def _pairs(found: Any, where: str, expected: str) -> Iterable[tuple[Any, Any]]:
     if not isinstance(found, Mapping):
-        raise Refused(f"{where} is {shortened(found)}; expected {expected}")
+        raise Unusable(f"{where} is {shortened(found)}; expected {expected}")
     return cast("Mapping[Any, Any]", found).items()

@@ -47,7 +47,7 @@ async def collect_matches(
     slots = options.slots or EpisodeSlots()
 
     async def work(task: Task, name: str, seed: int) -> list[Trajectory]:
-        table = _Table(
+        table = _RunningMatch(
             seats=seats,
             task=task,
             id=name,
@@ -79,7 +79,7 @@ class _Player(Environment):
     """One conversation, as the agent loop sees it: its observations are the questions of the
     match."""
 
-    def __init__(self, table: _Table, seat: str, player: int) -> None:
+    def __init__(self, table: _RunningMatch, seat: str, player: int) -> None:
         self._table, self._seat, self._player = table, seat, player
         self._heard: asyncio.Queue[Sequence[Message] | None] = asyncio.Queue()
         self._reply: asyncio.Future[Message] | None = None
@@ -136,7 +136,7 @@ class _Player(Environment):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Table:
+class _RunningMatch:
     """One match in the making."""
 
     seats: Mapping[str, Policy]

@@ -18,7 +18,7 @@ from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.tokenization import find_tokenization
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.origins import ORIGINS, Origin, Prompt, Rendering
+from lockstep.renderers.origins import ORIGINS, Compared, Origin, Rendering
 from lockstep.types import Message, ToolSchema
 
 NUM_AROUND = 12
@@ -109,7 +109,7 @@ def to_json(rendering: Rendering, renderer: Renderer, model: str, why: str = "")
     }
 
 
-def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+def _prompt_to_json(prompt: Compared) -> dict[str, Any]:
     first = prompt.first_difference
     around = slice(0, 0) if prompt.is_same else slice(first, first + NUM_AROUND)
     return {

@@ -67,10 +67,10 @@ RETRY_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class AnswerChunk:
     """One part of a server's answer to a call: the tokens since the part before.
 
-    >>> Chunk(token_ids=[7, 2], logprobs=[-0.5, -1.25], finish_reason="stop", stop=2).stop
+    >>> AnswerChunk(token_ids=[7, 2], logprobs=[-0.5, -1.25], finish_reason="stop", stop=2).stop
     2
     """
 
@@ -107,14 +107,14 @@ class Wire(Protocol):
     keeps_labels: bool = False
     """The server stores a text beside its weights: `read_label` and `write_label` work."""
 
-    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    def generate(self, request: Request) -> AsyncIterator[AnswerChunk]:
         """Makes one call. `request.id` is unique among all calls, its max_tokens is the length left
         for the reply, and `stream` asks for chunks as they come."""
         ...
 
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
-    ) -> Chunk:
+    ) -> AnswerChunk:
         """`token_ids[first:]` with the model's log-probs of them; 1 <= first < their number.
         adapter: as in `Request`."""
         raise CapabilityError(f"score: engine {self.capabilities.name} scores nothing.")
@@ -216,7 +216,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         if len(ids) <= first:
             return Scores(logprobs=values, policy_version=self._weights_of(adapter)[1])
 
-        async def call(call_id: str) -> tuple[Chunk, int]:
+        async def call(call_id: str) -> tuple[AnswerChunk, int]:
             name, version = self._weights_of(adapter)
             how = {"first": first, "priority": priority}
             return await self.wire.score(call_id, ids, **how, adapter=name), version
@@ -469,7 +469,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             self._send(reply, *end)
         return reply.is_done
 
-    def _receive(self, reply: _ServedEntry, chunk: Chunk) -> None:
+    def _receive(self, reply: _ServedEntry, chunk: AnswerChunk) -> None:
         """Adds the tokens of a chunk. Raises EngineError for tokens that cannot be."""
         where, at = reply.where, len(reply.token_ids)
         found = self.capabilities
@@ -502,7 +502,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         reply.logprobs += values.tolist()
         self.stats["sampled_tokens"] += len(ids)
 
-    def _end_call(self, reply: _ServedEntry, chunk: Chunk, num_sampled: int) -> None:
+    def _end_call(self, reply: _ServedEntry, chunk: AnswerChunk, num_sampled: int) -> None:
         """Ends the reply where this call completes it. Raises EngineError for an end that the
         request did not ask for."""
         ids, sampling, reason = reply.token_ids, reply.request.sampling, chunk.finish_reason

@@ -24,7 +24,7 @@ from lockstep.engines.http_wire import (
     labels_of,
 )
 from lockstep.engines.lease import Lease
-from lockstep.engines.served import Chunk, ServedEngine
+from lockstep.engines.served import AnswerChunk, ServedEngine
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Int32Array, Request, Routes
 
@@ -130,7 +130,7 @@ class SGLangWire(HttpWire):
 
     # -- calls --------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request) -> AsyncIterator[AnswerChunk]:
         body = self._generate_body(request)
         if not request.stream:
             yield self._chunk(await self._client.post("/generate", body), request, 0)
@@ -181,7 +181,7 @@ class SGLangWire(HttpWire):
             body["lora_path"] = adapter
         return body
 
-    def _chunk(self, answer: Any, request: Request, num_before: int) -> Chunk:
+    def _chunk(self, answer: Any, request: Request, num_before: int) -> AnswerChunk:
         """num_before: tokens of the answer that came with earlier events."""
         about = answer["meta_info"]
         ids, logprobs = answer["output_ids"], _entries(about, "output_token_logprobs")
@@ -196,7 +196,7 @@ class SGLangWire(HttpWire):
         routes = None
         if request.sampling.record_routes and about.get("routed_experts") is not None:
             routes = self._routes(about["routed_experts"])
-        return Chunk(
+        return AnswerChunk(
             token_ids=ids[num_before:],
             logprobs=logprobs[1][num_before:],
             finish_reason=kind,
@@ -221,14 +221,14 @@ class SGLangWire(HttpWire):
 
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
-    ) -> Chunk:
+    ) -> AnswerChunk:
         settings = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         body = self._body(call_id, token_ids, settings, priority, adapter)
         # The first entry belongs to the id at this index and has no log-prob.
         body["logprob_start_len"] = first - 1
         answer = await self._client.post("/generate", body)
         about = answer["meta_info"]
-        return Chunk(
+        return AnswerChunk(
             token_ids=token_ids[first:].tolist(),
             logprobs=_entries(about, "input_token_logprobs")[1][1:],
             prompt_ids=answer.get("prompt_token_ids"),

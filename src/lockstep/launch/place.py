@@ -15,7 +15,7 @@ END_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Rank:
     """Rank of a process in a group that trains together."""
 
     rank: int
@@ -26,7 +26,7 @@ class Place:
     """Address where the ranks meet, as torch.distributed takes it."""
 
     @classmethod
-    def from_torchrun(cls) -> Place | None:
+    def from_torchrun(cls) -> Rank | None:
         """The place that torchrun gave this process; None if it is alone."""
         found = os.environ
         if int(found.get("WORLD_SIZE", "0")) < 2:

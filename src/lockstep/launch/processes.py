@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from lockstep.children import NOTICE_SECONDS, NUM_LINES, end_of, how_ended
 from lockstep.errors import ConfigError, LockstepError, RankError
 from lockstep.launch.config import ParallelConfig
-from lockstep.launch.place import END_SECONDS, Place, end_by_sigterm, free_port
+from lockstep.launch.place import END_SECONDS, Rank, end_by_sigterm, free_port
 from lockstep.launch.placement import PlacementConfig, RayPlacement
 
 T = TypeVar("T")
@@ -62,11 +62,11 @@ def on_all_ranks(
     if world == 1:
         return work(None, *args, **settings)
     call = partial(_call, parallel, device, work, args, settings)
-    if (place := Place.from_torchrun()) is not None:
+    if (place := Rank.from_torchrun()) is not None:
         return call(place)
     meeting = f"tcp://127.0.0.1:{free_port()}"
     places = [
-        Place(rank=rank, world=world, local_rank=rank, meeting=meeting) for rank in range(world)
+        Rank(rank=rank, world=world, local_rank=rank, meeting=meeting) for rank in range(world)
     ]
     followers: list[_Follower] = []
 
@@ -88,7 +88,7 @@ def on_all_ranks(
 class _Follower:
     """The process of a rank from 1 up, as rank 0 sees it. Its output is passed on."""
 
-    def __init__(self, place: Place, call: Callable[..., Any]) -> None:
+    def __init__(self, place: Rank, call: Callable[..., Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._output, theirs = context.Pipe(duplex=False)
         self._printed: deque[str] = deque(maxlen=NUM_LINES)
@@ -155,7 +155,7 @@ def _heard_at_once(end_others: Callable[[], object]) -> Generator[None]:
         os.close(reading)
 
 
-def _rank_main(place: Place, call: Callable[..., Any], output: Connection) -> None:
+def _rank_main(place: Rank, call: Callable[..., Any], output: Connection) -> None:
     """The main function of ranks 1 and up. It prints nothing: rank 0 explains why a run stopped."""
     os.environ |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank)}
     for number in (1, 2):
@@ -192,7 +192,7 @@ def _call(
     work: Callable[..., T],
     args: Any,
     settings: dict[str, Any],
-    place: Place,
+    place: Rank,
     why_lost: Callable[[float], str] = lambda seconds: "",
 ) -> T:
     """Joins the other ranks and makes the call. why_lost: waits up to the given seconds for a

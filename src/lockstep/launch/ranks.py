@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.config import differences
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.place import Place, hearing_interrupts
+from lockstep.launch.place import Rank, hearing_interrupts
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ NUM_NAMED = 5  # differing settings to name; more would hide the first
 class Ranks:
     """This process and the others of its run. All ranks must make each collective call."""
 
-    def __init__(self, place: Place, store: Store, *, sequence: int, device: torch.device) -> None:
+    def __init__(self, place: Rank, store: Store, *, sequence: int, device: torch.device) -> None:
         self.rank, self.world, self.device = place.rank, place.world, device
         self._store = store
         self._is_stop_asked = False
@@ -55,7 +55,7 @@ class Ranks:
     @classmethod
     def join(
         cls,
-        place: Place,
+        place: Rank,
         *,
         sequence: int,
         device: str,
@@ -222,7 +222,7 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _open_store(place: Place, timeout: timedelta) -> Store:
+def _open_store(place: Rank, timeout: timedelta) -> Store:
     """The store through which the ranks find each other, once all are there. Raises RuntimeError
     naming the missing ranks."""
     if place.meeting == "env://":

@@ -254,7 +254,7 @@ def _rebuilt(inner: nn.Module, parameters: Any) -> list[tuple[Any, str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Slice:
     """The weight of one linear map [..., N, K], which may be part of a decoder's fused weight."""
 
     weight: nn.Parameter
@@ -331,14 +331,14 @@ class RoundingOps(Ops):
         return super().expert_linear(self._inputs(x, weight), weight, *inputs)
 
 
-def linear_maps(model: Any) -> list[list[Part]]:
+def linear_maps(model: Any) -> list[list[Slice]]:
     """The maps that engines quantise: attention, MLPs and experts. Maps that read the same input
     are grouped."""
     return _decoder_maps(model) if isinstance(model, Decoder) else _fallback_maps(model)
 
 
-def _decoder_maps(model: Decoder) -> list[list[Part]]:
-    out: list[list[Part]] = []
+def _decoder_maps(model: Decoder) -> list[list[Slice]]:
+    out: list[list[Slice]] = []
     layers: Any = model.layers
     for block in layers:
         c = block.attention
@@ -346,25 +346,25 @@ def _decoder_maps(model: Decoder) -> list[list[Part]]:
         ends = [sum(sizes[: i + 1]) for i in range(3)]
         qkv = c.qkv_proj.weight
         out.append(
-            [Part(weight=qkv, rows=slice(e - n, e)) for n, e in zip(sizes, ends, strict=True)]
+            [Slice(weight=qkv, rows=slice(e - n, e)) for n, e in zip(sizes, ends, strict=True)]
         )
-        out.append([Part(weight=c.o_proj.weight)])
+        out.append([Slice(weight=c.o_proj.weight)])
         for name in ("gate_up_proj", "down_proj"):
             map_: Any = getattr(block.mlp, name)
             weight: Any = map_ if isinstance(map_, nn.Parameter) else map_.weight
             half = weight.shape[-2] // 2
             rows = [slice(0, half), slice(half, None)] if name == "gate_up_proj" else [slice(None)]
-            out.append([Part(weight=weight, rows=part) for part in rows])
+            out.append([Slice(weight=weight, rows=part) for part in rows])
     return out
 
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def _fallback_maps(model: FallbackModel) -> list[list[Part]]:
+def _fallback_maps(model: FallbackModel) -> list[list[Slice]]:
     width, kept = model.config.hidden_size, {id(model.embedding), id(model.head)}
     few = (1, model.config.num_experts)  # outputs of a router, or of a gate
-    found: dict[tuple[str, ...], list[Part]] = {}
+    found: dict[tuple[str, ...], list[Slice]] = {}
     for path, module in model.inner.named_modules():
         parent, _, name = path.rpartition(".")
         if isinstance(module, nn.Linear):
@@ -372,11 +372,11 @@ def _fallback_maps(model: FallbackModel) -> list[list[Part]]:
             is_kept = id(weight) in kept or weight.shape[0] in few
             if isinstance(weight, nn.Parameter) and not is_kept:
                 fused = next((names for names in _FUSED if name in names), (name,))
-                found.setdefault((parent, *fused), []).append(Part(weight=weight))
+                found.setdefault((parent, *fused), []).append(Slice(weight=weight))
             continue
         for own, weight in module.named_parameters(recurse=False):
             if weight.dim() == 3 and own in ("gate_up_proj", "down_proj"):
                 is_up = own == "gate_up_proj"
                 is_transposed = weight.shape[-1 if is_up else -2] != width
-                found[path, own] = [Part(weight=weight, is_transposed=is_transposed)]
+                found[path, own] = [Slice(weight=weight, is_transposed=is_transposed)]
     return list(found.values())

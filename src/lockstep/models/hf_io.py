@@ -35,8 +35,8 @@ from lockstep.models.shapes import (
     CHOICE_BIAS,
     EMBEDDING,
     HEAD,
+    HFPiece,
     ParameterLayout,
-    Piece,
     decoder_layout,
     named,
 )
@@ -284,11 +284,11 @@ def _layout_of(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Par
     for name, layout in out.items():
         joined = f"{config.prefix}{name.replace('.mlp.', '.mlp.experts.')}"
         if len(layout.pieces) > 1 and len(layout.shape) == 3 and joined in tensors:
-            out[name] = ParameterLayout(layout.shape, (Piece(joined, layout.shape, lambda x: x),))
+            out[name] = ParameterLayout(layout.shape, (HFPiece(joined, layout.shape, lambda x: x),))
     return out
 
 
-def _load_piece(piece: Piece, out: Tensor, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
+def _load_piece(piece: HFPiece, out: Tensor, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
     source = tensors.get(piece.name)
     if isinstance(source, StoredTensor):
         source.copy_to(out)
@@ -324,7 +324,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return scaled.flatten(-2)
 
 
-def _parts(piece: Piece, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _parts(piece: HFPiece, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """name -> shape of the tensors that `piece` is read from: itself, or blocks and scales of
     experts that are packed in MXFP4."""
     blocks, scales = f"{piece.name}_blocks", f"{piece.name}_scales"

@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertFactors
-from lockstep.models.lora_config import LoraShape, Site, lora_sites
+from lockstep.models.lora_config import AdapterSite, LoraShape, lora_sites
 from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor
@@ -74,7 +74,7 @@ class LowRank(nn.Module):
     """
 
     def __init__(
-        self, parts: Sequence[tuple[Site, int]], sizes: Sequence[int], shape: LoraShape
+        self, parts: Sequence[tuple[AdapterSite, int]], sizes: Sequence[int], shape: LoraShape
     ) -> None:
         """parts: the adapted parts, each with its index among all; sizes: outputs of all parts."""
         super().__init__()
@@ -111,7 +111,7 @@ class LowRank(nn.Module):
 class ExpertLowRank(nn.Module):
     """Adapter of one projection of all experts, with factors for each expert."""
 
-    def __init__(self, site: Site, shape: LoraShape) -> None:
+    def __init__(self, site: AdapterSite, shape: LoraShape) -> None:
         super().__init__()
         E, R = site.num_experts, shape.rank
         self.rank, self.scale, self.is_on = R, shape.scale, True

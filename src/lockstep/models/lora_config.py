@@ -51,7 +51,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class AdapterSite:
     """One projection of Hugging Face's model; the decoder may fuse several into one."""
 
     name: str
@@ -76,7 +76,7 @@ class LoraShape:
     rank: int
     alpha: float
     rslora: bool
-    sites: tuple[Site, ...]
+    sites: tuple[AdapterSite, ...]
     base: str = ""
     """Name of the base model on the hub; empty for a directory."""
 
@@ -106,11 +106,11 @@ def lora_shape(config: LoraConfig, model: ModelConfig, *, base: str = "") -> Lor
     )
 
 
-def _chosen(targets: tuple[str, ...], sites: list[Site]) -> tuple[Site, ...]:
+def _chosen(targets: tuple[str, ...], sites: list[AdapterSite]) -> tuple[AdapterSite, ...]:
     if not targets:
         return tuple(sites)
 
-    def is_of(site: Site, target: str) -> bool:
+    def is_of(site: AdapterSite, target: str) -> bool:
         return site.group == target if target in GROUPS else fnmatchcase(site.name, target)
 
     idle = [t for t in targets if not any(is_of(site, t) for site in sites)]
@@ -123,9 +123,9 @@ def _chosen(targets: tuple[str, ...], sites: list[Site]) -> tuple[Site, ...]:
     return tuple(site for site in sites if any(is_of(site, t) for t in targets))
 
 
-def lora_sites(config: ModelConfig) -> list[Site]:
+def lora_sites(config: ModelConfig) -> list[AdapterSite]:
     """Every projection that can have an adapter, in the order of the forward."""
-    out: list[Site] = []
+    out: list[AdapterSite] = []
     for name, parameter in decoder_layout(config).items():
         projection = name.removesuffix(".weight")
         if not projection.endswith("_proj"):
@@ -139,7 +139,7 @@ def lora_sites(config: ModelConfig) -> list[Site]:
         for in_file, shape in places:
             hf_name = in_file.replace(config.prefix, config.module_prefix, 1)
             out.append(
-                Site(
+                AdapterSite(
                     name=f"{owner}.{hf_name.rpartition('.')[2]}",
                     group=group,
                     projection=projection,

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.config import read_json
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.config import ModelConfig
-from lockstep.models.lora_config import LoraConfig, LoraShape, Site, lora_shape, lora_sites
+from lockstep.models.lora_config import AdapterSite, LoraConfig, LoraShape, lora_shape, lora_sites
 from lockstep.models.shapes import misfits
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
@@ -168,7 +168,7 @@ def identity_of(shape: LoraShape, base: str | Path) -> dict[str, str]:
     return {"name": shape.base or str(Path(base).resolve()), "digest": digest_of(base)}
 
 
-def tensor_keys(sites: Sequence[Site]) -> dict[str, tuple[str, str]]:
+def tensor_keys(sites: Sequence[AdapterSite]) -> dict[str, tuple[str, str]]:
     """Site -> PEFT's names of its A and B, for an adapter of exactly these sites."""
     wrapped = [site.hf_name.rpartition(".")[0] for site in sites if site.num_experts]
     out: dict[str, tuple[str, str]] = {}
@@ -218,14 +218,14 @@ def _unknown_settings(settings: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _sites_of(header: Mapping[str, list[int]], sites: Sequence[Site]) -> list[Site]:
+def _sites_of(header: Mapping[str, list[int]], sites: Sequence[AdapterSite]) -> list[AdapterSite]:
     """Sites that have a tensor. For experts with a single wrapped parameter, its sizes tell which
     parameter it is."""
 
     def is_there(stem: str) -> bool:
         return any(f"{PREFIX}{stem}.lora_{x}.weight" in header for x in "AB")
 
-    out: list[Site] = []
+    out: list[AdapterSite] = []
     for site in sites:
         stem = site.hf_name.rpartition(".")[0]
         if not site.num_experts:
@@ -243,21 +243,21 @@ def _sites_of(header: Mapping[str, list[int]], sites: Sequence[Site]) -> list[Si
 
 
 def _short_names(
-    sites: Sequence[Site], everywhere: Sequence[Site], *, of_parameters: bool
+    sites: Sequence[AdapterSite], everywhere: Sequence[AdapterSite], *, of_parameters: bool
 ) -> list[str]:
     """Names of modules, or of parameters, without the layer's number where all layers are adapted;
     else full names. In a mixture, PEFT takes a module gate_proj, up_proj or down_proj for one of an
     expert: there the weights of dense layers and shared experts are named as parameters."""
     is_mixture = any(site.num_experts for site in everywhere)
 
-    def full(site: Site) -> str:
+    def full(site: AdapterSite) -> str:
         is_module = of_parameters and not site.num_experts
         return f"{site.hf_name}.weight" if is_module else site.hf_name
 
-    def short(site: Site) -> str:
+    def short(site: AdapterSite) -> str:
         return ".".join(full(site).split(".")[-3 if of_parameters else -1 :])
 
-    def is_named_here(site: Site) -> bool:
+    def is_named_here(site: AdapterSite) -> bool:
         return (is_mixture and site.group != "attention") == of_parameters
 
     mine = [site for site in sites if is_named_here(site)]

@@ -17,7 +17,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint, load_into, replacing, save_checkpoint
 from lockstep.models.lora import ExpertLowRank, LowRank, adapter_at, add_adapter
-from lockstep.models.lora_config import LoraShape, Site
+from lockstep.models.lora_config import AdapterSite, LoraShape
 from lockstep.models.peft_format import (
     BASE,
     CONFIG,
@@ -148,7 +148,7 @@ def peft_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield key_b, B
 
 
-def _factors(model: Decoder) -> Iterator[tuple[Site, Tensor, Tensor]]:
+def _factors(model: Decoder) -> Iterator[tuple[AdapterSite, Tensor, Tensor]]:
     """(site, A [R, K], B [N, R]), with a leading dim of experts for experts: views of
     parameters."""
     seen: dict[str, int] = {}

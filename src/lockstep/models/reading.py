@@ -69,7 +69,7 @@ def text_of(source: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family:
+class ModelFamily:
     """How configs of one model_type are read."""
 
     read: Callable[[Reading], dict[str, Any]]
@@ -78,7 +78,7 @@ class Family:
     reads: tuple[str, ...]
 
 
-FAMILIES: dict[str, Family] = {}
+FAMILIES: dict[str, ModelFamily] = {}
 """model_type -> family."""
 
 
@@ -96,7 +96,7 @@ def family(
     def add(read: Callable[[Reading], dict[str, Any]]) -> Callable[[Reading], dict[str, Any]]:
         if model_type in FAMILIES:
             raise CheckpointError(f"there is a family {model_type} already.")
-        FAMILIES[model_type] = Family(read, defaults, reads)
+        FAMILIES[model_type] = ModelFamily(read, defaults, reads)
         return read
 
     return add

@@ -22,7 +22,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HFPiece:
     """One Hugging Face tensor, and its place in a parameter of the decoder."""
 
     name: str
@@ -42,7 +42,7 @@ class ParameterLayout:
     """
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[HFPiece, ...]
 
 
 def decoder_layout(config: ModelConfig) -> dict[str, ParameterLayout]:
@@ -186,19 +186,19 @@ def misfits(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[
 
 
 def _single(name: str, *shape: int) -> ParameterLayout:
-    return ParameterLayout(shape, (Piece(name, shape, lambda parameter: parameter),))
+    return ParameterLayout(shape, (HFPiece(name, shape, lambda parameter: parameter),))
 
 
 def _rows(sizes: Mapping[str, int], part: str, *width: int) -> ParameterLayout:
     """Modules of `sizes` rows each, one after another."""
-    pieces: list[Piece] = []
+    pieces: list[HFPiece] = []
     first = 0
     for module, size in sizes.items():
 
         def view(parameter: Any, first: int = first, size: int = size) -> Any:
             return parameter.narrow(0, first, size)
 
-        pieces.append(Piece(f"{module}.{part}", (size, *width), view))
+        pieces.append(HFPiece(f"{module}.{part}", (size, *width), view))
         first += size
     return ParameterLayout((first, *width), tuple(pieces))
 
@@ -210,7 +210,7 @@ def _gpt_oss_experts(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
     experts = f"{mlp}.experts"
 
     def one(name: str, shape: Shape, theirs: Shape, view: Callable[[Any], Any]) -> ParameterLayout:
-        return ParameterLayout(shape, (Piece(f"{experts}.{name}", theirs, view),))
+        return ParameterLayout(shape, (HFPiece(f"{experts}.{name}", theirs, view),))
 
     return {
         "mlp.router.weight": _single(f"{mlp}.router.weight", E, D),
@@ -238,11 +238,11 @@ def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
     """A tensor per expert and projection, and the tensors of the shared experts."""
     D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
 
-    def piece(expert: int, name: str, shape: Shape, first: int) -> Piece:
+    def piece(expert: int, name: str, shape: Shape, first: int) -> HFPiece:
         def view(parameter: Any) -> Any:
             return parameter[expert].narrow(0, first, shape[0])
 
-        return Piece(f"{mlp}.experts.{expert}.{name}_proj.weight", shape, view)
+        return HFPiece(f"{mlp}.experts.{expert}.{name}_proj.weight", shape, view)
 
     halves = (("gate", 0), ("up", F))
     gate_up = (piece(e, name, (F, D), first) for e in range(E) for name, first in halves)

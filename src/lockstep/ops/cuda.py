@@ -233,7 +233,7 @@ class CudaOps(GemmOps):
 # -- gradients ------------------------------------------------------------------------------------
 
 
-class _Run(torch.autograd.Function):
+class _Recomputed(torch.autograd.Function):
     """Forward by a kernel; backward by differentiating the stock function, which is computed again.
     That is elementwise work, and small compared to a GEMM."""
 
@@ -267,4 +267,4 @@ def _is_fused(x: Tensor) -> bool:
 def _run(kernel: Callable[..., Tensor], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return kernel(*inputs)
-    return _Run.apply(kernel, function, *inputs)  # pyright: ignore[reportReturnType]
+    return _Recomputed.apply(kernel, function, *inputs)  # pyright: ignore[reportReturnType]

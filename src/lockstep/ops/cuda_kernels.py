@@ -53,7 +53,7 @@ NORM_ELEMENTS = 4096  # of one program of a norm: one long row, or several short
 VOCABULARY_BLOCK = 4096  # logits summed in one piece: part of the numerics
 
 
-class Tile(NamedTuple):
+class GemmTile(NamedTuple):
     """Shape of the output that one program of a GEMM computes.
 
     Two tiles give the same bits if each output is the same chain of the same instruction over K.
@@ -72,21 +72,21 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-FLOAT32_TILE = Tile(64, 64, 32, 4, 2)
+FLOAT32_TILE = GemmTile(64, 64, 32, 4, 2)
 
 
 class Tiles(NamedTuple):
     """Tiles of two-byte GEMMs by their size. Part of the fingerprint."""
 
-    narrow: Tile
+    narrow: GemmTile
     """For few rows and few outputs: enough programs to read a weight at full bandwidth."""
-    few: Tile
+    few: GemmTile
     """For few rows."""
-    large: Tile
-    huge: Tile
+    large: GemmTile
+    huge: GemmTile
     """For many rows."""
 
-    def of(self, num_rows: int, num_outputs: int, *, is_gated: bool) -> Tile:
+    def of(self, num_rows: int, num_outputs: int, *, is_gated: bool) -> GemmTile:
         if num_rows <= DECODE_ROWS:
             return self.narrow if num_outputs < WIDE_OUTPUTS else self.few
         tile = self.huge if num_rows >= HUGE_ROWS else self.large
@@ -96,16 +96,16 @@ class Tiles(NamedTuple):
 
 TILES = {
     8: Tiles(
-        Tile(64, 32, 64, 4, 4),
-        Tile(64, 64, 64, 4, 4),
-        Tile(128, 128, 64, 8, 3),
-        Tile(128, 128, 64, 8, 3),
+        GemmTile(64, 32, 64, 4, 4),
+        GemmTile(64, 64, 64, 4, 4),
+        GemmTile(128, 128, 64, 8, 3),
+        GemmTile(128, 128, 64, 8, 3),
     ),
     9: Tiles(
-        Tile(64, 32, 128, 4, 4),
-        Tile(64, 64, 128, 4, 4),
-        Tile(128, 128, 64, 8, 4),
-        Tile(128, 256, 64, 8, 3),
+        GemmTile(64, 32, 128, 4, 4),
+        GemmTile(64, 64, 128, 4, 4),
+        GemmTile(128, 128, 64, 8, 4),
+        GemmTile(128, 256, 64, 8, 3),
     ),
 }
 """First generation of the chip -> its tiles."""
@@ -216,7 +216,7 @@ def gemm(
 
 
 def _blocks_of(
-    x_MK: Tensor, weight: Tensor, tile: Tile, *, is_plain: bool
+    x_MK: Tensor, weight: Tensor, tile: GemmTile, *, is_plain: bool
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     """Descriptors for the copy engine (TMA) of Hopper and later chips, for many rows of whole 16
     bytes; otherwise None."""

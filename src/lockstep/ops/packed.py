@@ -178,7 +178,7 @@ def num_equal(a: Int32Array | Int64Array, b: Int32Array | Int64Array) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class PackedLayout:
     """A context cut into pieces, for one window."""
 
     stems: tuple[Stem, ...]
@@ -195,14 +195,14 @@ class Layout:
     """True if some token belongs to several rows."""
 
 
-def layout_of(context: PackedContext, window: int | None) -> Layout:
+def layout_of(context: PackedContext, window: int | None) -> PackedLayout:
     """The layout, made once per context and window."""
     if window not in context.memo:
         context.memo[window] = _make_layout(context, window)
     return context.memo[window]
 
 
-def _make_layout(context: PackedContext, window: int | None) -> Layout:
+def _make_layout(context: PackedContext, window: int | None) -> PackedLayout:
     stems: list[Stem] = []
     if window is None or context.lengths.max() <= window:
         found, runs = stems_of(context.rows)
@@ -243,7 +243,7 @@ def _make_layout(context: PackedContext, window: int | None) -> Layout:
     num_tokens = base if context.place_index is None else len(context.place_index)
     is_shared = num_real > num_tokens
     if not chunks:
-        return Layout(tuple(stems), tuple(pieces), None, None, None, is_shared)
+        return PackedLayout(tuple(stems), tuple(pieces), None, None, None, is_shared)
     index_NC, is_owned_NC, reach_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     key_index = F.pad(index_NC.flatten(), (before * CHUNK, 0), value=int(index_NC[0, 0]))
     # A chunk whose tokens are all owned elsewhere is read as keys and asks nothing.
@@ -256,7 +256,7 @@ def _make_layout(context: PackedContext, window: int | None) -> Layout:
     assert window is not None, "only a window makes chunks"
     mask = _band_masks(window, before, key_index.device)
     owned = is_owned_NC.flatten().nonzero()[:, 0] + before * CHUNK
-    return Layout((), tuple(pieces), mask, key_index, owned, is_shared)
+    return PackedLayout((), tuple(pieces), mask, key_index, owned, is_shared)
 
 
 def _runs(claims: list[bool]) -> Iterator[tuple[int, int]]:
@@ -458,7 +458,7 @@ class SinkAttention(torch.autograd.Function):
         return *attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings), None, None
 
 
-def _mask_of(piece: Piece, layout: Layout, dtype: torch.dtype) -> Tensor | None:
+def _mask_of(piece: Piece, layout: PackedLayout, dtype: torch.dtype) -> Tensor | None:
     """[B, 1, C, K], or None: causal."""
     if piece.reach is None or layout.mask is None:
         return None

@@ -33,7 +33,7 @@ class OriginatedToken(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class Compared:
     """The prompt before one reply, or the end of the dialogue: extended, and re-rendered as a
     whole."""
 
@@ -58,7 +58,7 @@ class Rendering:
     """A dialogue as tokens."""
 
     tokens: list[OriginatedToken] = field(default_factory=list[OriginatedToken])
-    prompts: list[Prompt] = field(default_factory=list[Prompt])
+    prompts: list[Compared] = field(default_factory=list[Compared])
 
     @property
     def has_prefix_property(self) -> bool:
@@ -96,7 +96,7 @@ def trace(
         out.tokens.extend(_observed(renderer, ids, new, begin))
         extended_ids = [token.id for token in out.tokens]
         whole_ids = renderer.render(messages[:at], tools)
-        out.prompts.append(Prompt(before=at, extended_ids=extended_ids, whole_ids=whole_ids))
+        out.prompts.append(Compared(before=at, extended_ids=extended_ids, whole_ids=whole_ids))
         if at == len(messages):
             break
         try:

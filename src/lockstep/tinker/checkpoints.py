@@ -42,7 +42,7 @@ def path_of(model_id: str, segment: str, name: str) -> str:
     return f"{SCHEME}{model_id}/{segment}/{name}"
 
 
-class CheckpointStore:
+class CheckpointFiles:
     """The directory, and the records of the checkpoints in it."""
 
     def __init__(self, directory: Path, journal: Journal) -> None:

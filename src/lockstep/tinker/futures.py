@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import named
-from lockstep.tinker.journal import CLONE, Journal, Record, Request
+from lockstep.tinker.journal import CLONE, Accepted, Journal, Record
 from lockstep.tinker.requests import TinkerError, invalid, not_found
 from lockstep.tinker.sessions import Sessions
 from lockstep.tinker.wire import MAX_SAMPLE_SEQ_ID, MAX_SEQ_ID, PROTOBUF
@@ -81,7 +81,7 @@ class Futures:
             raise TinkerError(outcome.result.decode(), status=int(outcome.category))
         return request.id
 
-    async def settle(self, request: Request, outcome: Done | BaseException) -> None:
+    async def settle(self, request: Accepted, outcome: Done | BaseException) -> None:
         """Writes an outcome, and wakes the clients that wait for it. While the disk is full, it
         tries again: the request is not executed twice."""
         if isinstance(outcome, Exception) and not isinstance(outcome, Refusal):
@@ -97,7 +97,7 @@ class Futures:
             if (event := self._settled.pop(name, None)) is not None:
                 event.set()
 
-    def write(self, request: Request, outcome: Done | BaseException) -> None:
+    def write(self, request: Accepted, outcome: Done | BaseException) -> None:
         """Writes an outcome to the journal, whole or not at all."""
         with self._journal.transaction():
             match outcome:

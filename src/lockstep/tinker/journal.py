@@ -35,7 +35,7 @@ _SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Accepted:
     """One accepted request."""
 
     session: str
@@ -53,7 +53,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Ending:
     """How a request ended, or that it has not."""
 
     state: State
@@ -81,7 +81,7 @@ class Session:
 
 
 @dataclass(slots=True, kw_only=True)
-class Model:
+class Trained:
     """One model in training: a training run in the words of the wire."""
 
     KIND: ClassVar[str] = "model"
@@ -143,7 +143,7 @@ class Checkpoint:
 
 
 @dataclass(slots=True, kw_only=True)
-class Loss:
+class UploadedLoss:
     """A custom loss that was uploaded."""
 
     KIND: ClassVar[str] = "loss"
@@ -152,8 +152,8 @@ class Loss:
     body: dict[str, Any]
 
 
-Record = Session | Model | Sampler | Checkpoint | Loss
-R = TypeVar("R", Session, Model, Sampler, Checkpoint, Loss)
+Record = Session | Trained | Sampler | Checkpoint | UploadedLoss
+R = TypeVar("R", Session, Trained, Sampler, Checkpoint, UploadedLoss)
 
 
 def digest_of(kind: str, body: bytes) -> bytes:
@@ -225,14 +225,14 @@ class Journal:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def refuse(self, request: Request, digest: bytes, text: str, status: int) -> None:
+    def refuse(self, request: Accepted, digest: bytes, text: str, status: int) -> None:
         """Notes a request that was refused: its seq_id is used."""
         request = replace(request, body=b"")
         self.add(request, digest, state="refused", result=text.encode(), category=str(status))
 
     def add(
         self,
-        request: Request,
+        request: Accepted,
         digest: bytes,
         *,
         state: State = "waiting",
@@ -250,15 +250,20 @@ class Journal:
             ),
         )
 
-    def finish(self, request: Request, result: bytes, *, keeps_body: bool = False) -> None:
+    def finish(self, request: Accepted, result: bytes, *, keeps_body: bool = False) -> None:
         """Stores a result. keeps_body: a restart must repeat the request."""
         self._end(request, "done", result, None, keeps_body)
 
-    def fail(self, request: Request, text: str, category: str = "server") -> None:
+    def fail(self, request: Accepted, text: str, category: str = "server") -> None:
         self._end(request, "failed", text.encode("utf-8", "replace"), category, False)
 
     def _end(
-        self, request: Request, state: State, result: bytes, category: str | None, keeps_body: bool
+        self,
+        request: Accepted,
+        state: State,
+        result: bytes,
+        category: str | None,
+        keeps_body: bool,
     ) -> None:
         self._finished += 1
         body = "body" if keeps_body else "NULL"
@@ -275,7 +280,7 @@ class Journal:
             (target, up_to),
         )
 
-    def find(self, target: str, seq_id: int) -> tuple[Request, Outcome] | None:
+    def find(self, target: str, seq_id: int) -> tuple[Accepted, Ending] | None:
         """Returns the request that has this seq_id, without its body, and how it ended."""
         row = self._db.execute(
             "SELECT session, kind, state, digest, result, category FROM requests "
@@ -285,12 +290,12 @@ class Journal:
         if row is None:
             return None
         session, kind, state, digest, result, category = row
-        request = Request(session=session, target=target, seq_id=seq_id, kind=kind)
-        return request, Outcome(
+        request = Accepted(session=session, target=target, seq_id=seq_id, kind=kind)
+        return request, Ending(
             state=state, digest=digest, result=result or b"", category=category or ""
         )
 
-    def outcome(self, request_id: str) -> tuple[Request, Outcome] | None:
+    def outcome(self, request_id: str) -> tuple[Accepted, Ending] | None:
         """The same, by the request's id."""
         target, _, number = request_id.rpartition("/")
         is_seq_id = len(number) < 19 and number.removeprefix("-").isdecimal()
@@ -299,23 +304,23 @@ class Journal:
     def mark_fetched(self, request_id: str) -> None:
         self._fetched.setdefault(request_id, time.time())
 
-    def waiting(self) -> list[Request]:
+    def waiting(self) -> list[Accepted]:
         """Returns the accepted requests without a result."""
         return self._requests("state = 'waiting'", ())
 
-    def to_repeat(self, target: str, after: int) -> list[Request]:
+    def to_repeat(self, target: str, after: int) -> list[Accepted]:
         """Returns the executed requests of a model whose effect is in no saved state, in order."""
         where = "target = ? AND seq_id > ? AND state = 'done' AND body IS NOT NULL"
         return self._requests(where, (target, after))
 
-    def _requests(self, where: str, values: tuple[Any, ...]) -> list[Request]:
+    def _requests(self, where: str, values: tuple[Any, ...]) -> list[Accepted]:
         rows = self._db.execute(
             "SELECT session, target, seq_id, kind, body FROM requests "
             f"WHERE {where} ORDER BY target, seq_id",
             values,
         )
         names = ("session", "target", "seq_id", "kind", "body")
-        return [Request(**dict(zip(names, row, strict=True))) for row in rows]
+        return [Accepted(**dict(zip(names, row, strict=True))) for row in rows]
 
     def progress(self, target: str) -> tuple[int, list[int]]:
         """The first seq_id of a model that was neither executed nor refused, and the refused ones
@@ -342,7 +347,7 @@ class Journal:
     # -- drawn replies ----------------------------------------------------------------------------
 
     def add_drawn(
-        self, request: Request, prompt_ids: Int32Array, replies: Sequence[SampledSequence]
+        self, request: Accepted, prompt_ids: Int32Array, replies: Sequence[SampledSequence]
     ) -> None:
         """replies: all to one prompt. `drawn` finds a reply by the id of the request, a dot and its
         number."""

@@ -35,7 +35,7 @@ from lockstep.store.files import write_json
 from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.losses import (
     Loss,
-    Totals,
+    Sums,
     check_datum,
     has_gradient,
     loss_of,
@@ -150,7 +150,7 @@ class TinkerLearner:
         the collected gradients are dropped, and the next update is not made.
         """
         loss = self._check(request, custom)
-        totals, outputs = Totals(), list[Mapping[str, npt.NDArray[Any]]]([{}] * len(request.data))
+        totals, outputs = Sums(), list[Mapping[str, npt.NDArray[Any]]]([{}] * len(request.data))
         inputs = {i: datum.token_ids for i, datum in enumerate(request.data)}
         lengths = {i: len(datum) for i, datum in enumerate(request.data)}
         plan = plan_forest(inputs, lengths, self.config.max_tokens_per_microbatch)
@@ -301,7 +301,7 @@ class TinkerLearner:
         request: ForwardBackward,
         loss: Loss | None,
         custom: GraphLoss | None,
-        totals: Totals,
+        totals: Sums,
     ) -> Tensor:
         """Forward of a micro-batch, and backward if it is wanted. [M] log-probs, no gradient."""
         is_live_M = torch.ones_like(batch.entries, dtype=torch.bool)

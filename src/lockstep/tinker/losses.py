@@ -138,7 +138,7 @@ def check_datum(index: int, datum: Datum, loss: Loss, name: str) -> None:
         raise wrong_input(index, missing[0], f"it is missing, and the loss {name} reads it")
 
 
-def sum_loss(loss: Loss, tokens: TokenBatch, totals: Totals) -> Tensor:
+def sum_loss(loss: Loss, tokens: TokenBatch, totals: Sums) -> Tensor:
     """[] the loss summed over the targets of whole datums; its figures go into `totals`.
 
     Means and extremes are over the targets that have a gradient: others may hold any log-prob of
@@ -167,10 +167,10 @@ def has_gradient(loss: Loss, columns: Mapping[str, Tensor], *, like: Tensor) -> 
     return torch.ones_like(like, dtype=torch.bool)
 
 
-class Totals:
+class Sums:
     """The metrics of one call, over its micro-batches; `name:reduction` says how they add up.
 
-    >>> totals = Totals()
+    >>> totals = Sums()
     >>> totals.add("loss:sum", torch.tensor([1.0, 2.0]))
     >>> totals.add("loss:sum", torch.tensor([4.0]))
     >>> totals.add("ratio:mean", torch.tensor([1.0, 3.0]))

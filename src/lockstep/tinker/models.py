@@ -14,11 +14,11 @@ from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
 from lockstep.tinker.checkpoints import check_ttl, path_of
 from lockstep.tinker.futures import Done, as_json
-from lockstep.tinker.journal import Checkpoint, Loss, Model, Request, digest_of
+from lockstep.tinker.journal import Accepted, Checkpoint, Trained, UploadedLoss, digest_of
 from lockstep.tinker.requests import ModelSpec, TinkerError, invalid, not_found
 from lockstep.tinker.resources import Resources
 from lockstep.tinker.samplers import Samplers
-from lockstep.tinker.training_run import TrainingRun
+from lockstep.tinker.training_run import TinkerRun
 from lockstep.tinker.wire import (
     canonical,
     check_optimizer,
@@ -37,15 +37,15 @@ UNLOAD = -1
 
 
 class Models:
-    """All models that the journal has; the loaded ones each have a `TrainingRun`."""
+    """All models that the journal has; the loaded ones each have a `TinkerRun`."""
 
     def __init__(self, resources: Resources, samplers: Samplers) -> None:
         self._resources, self._journal, self._store = resources, resources.journal, resources.store
         self._sessions, self._futures = resources.sessions, resources.futures
         self._samplers = samplers
-        self.known = self._journal.all(Model)
-        self.runs: dict[str, TrainingRun] = {}
-        self._losses = self._journal.all(Loss)
+        self.known = self._journal.all(Trained)
+        self.runs: dict[str, TinkerRun] = {}
+        self._losses = self._journal.all(UploadedLoss)
         self._custom = {each.id: custom_loss_of(Value(each.body)) for each in self._losses.values()}
 
     # -- life -------------------------------------------------------------------------------------
@@ -61,15 +61,15 @@ class Models:
         for run in self.runs.values():
             run.start()
 
-    def resume(self, run: TrainingRun, request: Request) -> None:
+    def resume(self, run: TinkerRun, request: Accepted) -> None:
         """Takes a request that a process accepted before it ended."""
         if request.kind == "unload_model":
             run.end("the client asked for it", request)
         else:
             run.submit(request)
 
-    def _make_run(self, model: Model) -> TrainingRun:
-        run = TrainingRun(model, self._resources, samplers=self._samplers, read=self._read)
+    def _make_run(self, model: Trained) -> TinkerRun:
+        run = TinkerRun(model, self._resources, samplers=self._samplers, read=self._read)
         self.runs[model.id] = run
         return run
 
@@ -113,7 +113,7 @@ class Models:
         with self._journal.transaction():
             if model_id not in self.known:
                 now = time.time()
-                model = Model(
+                model = Trained(
                     id=model_id,
                     session=session.id,
                     spec=asdict(spec),
@@ -126,7 +126,7 @@ class Models:
                 self._make_run(model).start()
             return self._submit(self.run(model_id), kind, 0, canonical(body), body)
 
-    def run(self, model_id: str) -> TrainingRun:
+    def run(self, model_id: str) -> TinkerRun:
         """Raises TinkerError (404), (410)."""
         model = self.known.get(model_id)
         if model is None:
@@ -188,14 +188,14 @@ class Models:
 
     def unload(self, body: Value) -> dict[str, Any]:
         run = self.run(body["model_id"].text())
-        request = Request(run.record.session, run.record.id, UNLOAD, "unload_model")
+        request = Accepted(run.record.session, run.record.id, UNLOAD, "unload_model")
         if self._journal.find(request.target, UNLOAD) is None:
             self._journal.add(request, b"")
             self.resume(run, request)
         return {"request_id": request.id, "model_id": run.record.id}
 
     def _submit(
-        self, run: TrainingRun, kind: str, seq_id: int, raw: bytes, body: Any
+        self, run: TinkerRun, kind: str, seq_id: int, raw: bytes, body: Any
     ) -> dict[str, Any]:
         """Accepts a request of a model once. raw: the form of `body` that is kept. A refusal uses
         up the seq_id, as the client goes on with the next."""
@@ -208,20 +208,20 @@ class Models:
             except Refusal as error:
                 self._refuse(run, kind, seq_id, digest, error)
                 raise
-            request = Request(run.record.session, run.record.id, seq_id, kind, raw)
+            request = Accepted(run.record.session, run.record.id, seq_id, kind, raw)
             self._journal.add(request, digest)
             run.submit(replace(request, value=value))
             request_id = request.id
         return {"request_id": request_id, "model_id": run.record.id}
 
     def _refuse(
-        self, run: TrainingRun, kind: str, seq_id: int, digest: bytes, error: Refusal
+        self, run: TinkerRun, kind: str, seq_id: int, digest: bytes, error: Refusal
     ) -> None:
-        request = Request(run.record.session, run.record.id, seq_id, kind)
+        request = Accepted(run.record.session, run.record.id, seq_id, kind)
         self._journal.refuse(request, digest, str(error), error.status)
         run.skip(seq_id)
 
-    def _read(self, request: Request) -> Any:
+    def _read(self, request: Accepted) -> Any:
         """Reads the body of a journalled request again, unless it is still at hand."""
         if request.value is not None:
             return request.value
@@ -231,7 +231,7 @@ class Models:
             body = Value(json.loads(request.body))
         return self._checked(self.runs[request.target], request.kind, body, is_new=False)
 
-    def _checked(self, run: TrainingRun, kind: str, body: Any, *, is_new: bool) -> Any:
+    def _checked(self, run: TinkerRun, kind: str, body: Any, *, is_new: bool) -> Any:
         """The body as the run executes it. is_new: False for a body that was accepted before.
         Raises Refusal."""
         if kind == "forward_backward":
@@ -246,7 +246,7 @@ class Models:
             self._check_weights(run, kind, body)
         return body.object()
 
-    def _check_weights(self, run: TrainingRun, kind: str, body: Value) -> None:
+    def _check_weights(self, run: TinkerRun, kind: str, body: Value) -> None:
         """Raises Refusal for a request about checkpoints that cannot be executed."""
         if kind == "save_weights_external":
             raise not_found(
@@ -285,8 +285,8 @@ class Models:
             return {"request_id": earlier}
         custom = custom_loss_of(body)
         self._resources.backend.check_loss(custom)
-        loss = Loss(id=f"{target}:{number}", session=session.id, body=body.object())
-        request = Request(session.id, target, number, "create_custom_loss")
+        loss = UploadedLoss(id=f"{target}:{number}", session=session.id, body=body.object())
+        request = Accepted(session.id, target, number, "create_custom_loss")
         payload = as_json({"loss_id": loss.id, "type": "create_custom_loss"})
         with self._journal.transaction():
             self._journal.add(request, digest)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
-from lockstep.tinker.journal import Journal, Request
+from lockstep.tinker.journal import Accepted, Journal
 from lockstep.tinker.provenance import DrawnIndex, Provenance, trace_datum
 from lockstep.tinker.requests import Datum, ForwardBackward, Sampling, SamplingResult, invalid
 from lockstep.tinker_config import TinkerConfig
@@ -24,7 +24,7 @@ class Origins:
         for sequence_id, prompt_ids in journal.prompts():
             self._index.add(sequence_id, prompt_ids)
 
-    def add(self, request: Request, asked: Sampling, result: SamplingResult) -> None:
+    def add(self, request: Accepted, asked: Sampling, result: SamplingResult) -> None:
         """Remembers the replies to a request, within the transaction that writes its result."""
         if self._config.provenance == "off":
             return

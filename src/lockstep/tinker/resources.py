@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.agent.gateway.reading import Value
-from lockstep.tinker.checkpoints import CheckpointStore
+from lockstep.tinker.checkpoints import CheckpointFiles
 from lockstep.tinker.futures import Futures
 from lockstep.tinker.journal import Journal
 from lockstep.tinker.origins import Origins
@@ -26,7 +26,7 @@ class Resources:
 
     backend: EmbeddedBackend
     journal: Journal
-    store: CheckpointStore
+    store: CheckpointFiles
     config: TinkerConfig
     bases: Mapping[str, BaseModel]
     """Name -> base model."""

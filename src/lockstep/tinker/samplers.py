@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
 from lockstep.tinker.futures import Done
-from lockstep.tinker.journal import Request, Sampler, digest_of
+from lockstep.tinker.journal import Accepted, Sampler, digest_of
 from lockstep.tinker.requests import Sampling, SamplingResult, TinkerError, invalid, not_found
 from lockstep.tinker.resources import Resources
 from lockstep.tinker.wire import (
@@ -107,7 +107,7 @@ class Samplers:
                     status=429,
                 )
             asked = self._read(body, sampler)
-            request = Request(sampler.session, sampler.id, seq_id, "sample", raw)
+            request = Accepted(sampler.session, sampler.id, seq_id, "sample", raw)
             self._resources.journal.add(request, digest)
             self.start(replace(request, value=asked))
             request_id = request.id
@@ -118,13 +118,13 @@ class Samplers:
         base = self._resources.bases[sampler.base_model]
         return sampling_of(body, base, substitute=self._config.substitute)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Accepted) -> None:
         """Executes a request that the journal has."""
         task = asyncio.get_running_loop().create_task(self._answer(request), name=request.target)
         self._tasks[request.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: Accepted) -> None:
         try:
             sampler = self.find(request.target)
             asked: Sampling = request.value or self._read(Value(json.loads(request.body)), sampler)
@@ -137,7 +137,7 @@ class Samplers:
             outcome = error
         await self._futures.settle(request, outcome)
 
-    async def _draw(self, sampler: Sampler, asked: Sampling, request: Request) -> SamplingResult:
+    async def _draw(self, sampler: Sampler, asked: Sampling, request: Accepted) -> SamplingResult:
         count = range(asked.num_samples)
         # A client's own seed gives the same replies in every session.
         key = (sampler.id, request.seq_id) if asked.seed is None else ("seed", asked.seed)

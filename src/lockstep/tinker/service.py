@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import RunError
-from lockstep.tinker.checkpoints import CheckpointStore
+from lockstep.tinker.checkpoints import CheckpointFiles
 from lockstep.tinker.futures import Futures
-from lockstep.tinker.journal import Journal, Model, Request, Session
+from lockstep.tinker.journal import Accepted, Journal, Session, Trained
 from lockstep.tinker.listings import Listings, notes
 from lockstep.tinker.models import Models
 from lockstep.tinker.origins import Origins
@@ -69,7 +69,7 @@ class TinkerService:
         self.bases = {base.name: base for base in backend.base_models}
         directory.mkdir(parents=True, exist_ok=True)
         self.journal = journal = Journal(directory / "journal.sqlite")
-        self.store = CheckpointStore(directory, journal)
+        self.store = CheckpointFiles(directory, journal)
         self.sessions = Sessions(journal)
         self.futures = Futures(journal, self.config, self.sessions)
         resources = Resources(
@@ -95,7 +95,7 @@ class TinkerService:
         service already answers."""
         alive = [model for model in self.models.known.values() if not model.ended]
         for needed in [*alive, *self.samplers.known.values()]:
-            base = needed.spec["base_model"] if isinstance(needed, Model) else needed.base_model
+            base = needed.spec["base_model"] if isinstance(needed, Trained) else needed.base_model
             if base not in self.bases:
                 raise RunError(
                     f"{self.store.directory} has {needed.id}, which needs {base}; served are "
@@ -110,7 +110,7 @@ class TinkerService:
                 self._spawn(self._free(session))
         self._spawn(self._sweep())
 
-    def _resume(self, request: Request) -> None:
+    def _resume(self, request: Accepted) -> None:
         """Goes on with a request that a process accepted before it ended."""
         run = self.models.runs.get(request.target)
         if request.kind == "sample" and request.target in self.samplers.known:

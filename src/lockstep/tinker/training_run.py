@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.errors import named
 from lockstep.tinker.checkpoints import expiry, path_of, size_of
 from lockstep.tinker.futures import Done, as_json
-from lockstep.tinker.journal import Checkpoint, Model, Request, Sampler
+from lockstep.tinker.journal import Accepted, Checkpoint, Sampler, Trained
 from lockstep.tinker.origins import metrics_of
 from lockstep.tinker.requests import (
     ForwardBackward,
@@ -34,7 +34,7 @@ MAX_AHEAD = 100_000
 """Requests that may be held because an earlier one has not come."""
 
 
-class TrainingRun:
+class TinkerRun:
     """Executes the requests of one model strictly in order, from `start` until it is ended.
 
     read: reads a journalled body again.
@@ -42,11 +42,11 @@ class TrainingRun:
 
     def __init__(
         self,
-        record: Model,
+        record: Trained,
         resources: Resources,
         *,
         samplers: Samplers,
-        read: Callable[[Request], Any],
+        read: Callable[[Accepted], Any],
     ) -> None:
         self.record, self.spec = record, ModelSpec(**record.spec)
         self.base = resources.bases[self.spec.base_model]
@@ -56,12 +56,12 @@ class TrainingRun:
         records = resources.records
         self._run_record = None if records is None else records.of(record.id, self.spec)
         self.next_seq_id, refused = self._journal.progress(record.id)
-        self._held: dict[int, Request | None] = dict.fromkeys(refused)
+        self._held: dict[int, Accepted | None] = dict.fromkeys(refused)
         """Seq_id -> request, None where it was refused."""
         self._arrived = asyncio.Event()
         self._missing_since: tuple[int, float] = (-1, 0.0)
         self._ending = ""
-        self._unload: Request | None = None
+        self._unload: Accepted | None = None
         self._work_seconds = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -90,7 +90,7 @@ class TrainingRun:
                 f"most {MAX_AHEAD} are held. Count by one for each request."
             )
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Accepted) -> None:
         """Takes a request that the journal has."""
         self._held[request.seq_id] = request
         self.record.last_request = time.time()
@@ -102,14 +102,14 @@ class TrainingRun:
             self._held[seq_id] = None
             self._arrived.set()
 
-    def end(self, reason: str, unload: Request | None = None) -> None:
+    def end(self, reason: str, unload: Accepted | None = None) -> None:
         """Unloads the model after what can still be executed in order. unload: the client's request
         for it."""
         self._ending = self._ending or reason
         self._unload = unload or self._unload
         self._arrived.set()
 
-    async def _next(self) -> Request | None:
+    async def _next(self) -> Accepted | None:
         """Waits for the next request in order; None at the end."""
         while True:
             while self.next_seq_id in self._held:
@@ -142,7 +142,7 @@ class TrainingRun:
             "were executed without it."
         )
         LOGGER.warning(text)
-        request = Request(self.record.session, self.record.id, self.next_seq_id, "missing")
+        request = Accepted(self.record.session, self.record.id, self.next_seq_id, "missing")
         self._journal.refuse(request, b"", text, 422)
         self.skip(self.next_seq_id)
 
@@ -159,7 +159,7 @@ class TrainingRun:
             await self._run(request)
         await self._unload_model()
 
-    async def _run(self, request: Request) -> None:
+    async def _run(self, request: Accepted) -> None:
         started = time.monotonic()
         try:
             done = await getattr(self, f"_do_{request.kind}")(request)
@@ -196,13 +196,13 @@ class TrainingRun:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    async def _do_create_model(self, request: Request) -> Done:
+    async def _do_create_model(self, request: Accepted) -> Done:
         await self._backend.create_model(self.record.id, self.spec)
         self.record.is_made = True
         payload = {"model_id": self.record.id, "type": "create_model"}
         return Done(payload=as_json(payload), records=(self.record,))
 
-    async def _do_load_weights(self, request: Request) -> Done:
+    async def _do_load_weights(self, request: Accepted) -> Done:
         """Makes the checkpoint the model's state, so that a restart needs it no more."""
         record, body = self.record, self._read(request)
         checkpoint = self._store.find(body["path"])
@@ -216,7 +216,7 @@ class TrainingRun:
         payload = {"path": body["path"], "model_id": record.id, "type": "load_weights"}
         return Done(payload=as_json(payload), records=(record,))
 
-    async def _do_forward_backward(self, request: Request) -> Done:
+    async def _do_forward_backward(self, request: Accepted) -> Done:
         asked: ForwardBackward = self._read(request)
         result = await self._backend.forward_backward(self.record.id, asked)
         metrics = {**metrics_of(asked, self.record.num_updates), **result.metrics}
@@ -226,7 +226,7 @@ class TrainingRun:
         record = partial(self._record_pass, asked, result, self.record.num_updates)
         return Done(payload=payload, keeps_body=True, then=record)
 
-    async def _do_optim_step(self, request: Request) -> Done:
+    async def _do_optim_step(self, request: Accepted) -> Done:
         asked: OptimStep = self._read(request)
         step = self.record.num_updates
         metrics = await self._backend.optim_step(self.record.id, asked)
@@ -240,7 +240,7 @@ class TrainingRun:
         payload = as_json({"type": "optim_step", "metrics": metrics})
         return Done(payload=payload, records=(self.record,), keeps_body=True, then=record_and_save)
 
-    async def _do_save_weights(self, request: Request) -> Done:
+    async def _do_save_weights(self, request: Accepted) -> Done:
         body = self._read(request)
         name = body.get("path") or f"{request.seq_id:06}"
         path = path_of(self.record.id, "weights", name)
@@ -250,7 +250,7 @@ class TrainingRun:
             )
         return await self._save(request, path, body, with_optimizer=True)
 
-    async def _do_save_weights_for_sampler(self, request: Request) -> Done:
+    async def _do_save_weights_for_sampler(self, request: Accepted) -> Done:
         body = self._read(request)
         if body.get("path"):
             path = path_of(self.record.id, "sampler_weights", body["path"])
@@ -280,7 +280,7 @@ class TrainingRun:
         )
 
     async def _save(
-        self, request: Request, path: str, body: dict[str, Any], *, with_optimizer: bool
+        self, request: Accepted, path: str, body: dict[str, Any], *, with_optimizer: bool
     ) -> Done:
         """Saves the weights under a path."""
         place = self._store.place(path)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.engines.served import Chunk, Wire
+from lockstep.engines.served import AnswerChunk, Wire
 from lockstep.types import Delta
 
 
@@ -56,7 +56,7 @@ class EngineWire(Wire):
     async def score(self, call_id, token_ids, *, first, priority, adapter):
         found = await self.engine.score(token_ids, first=first, adapter=adapter)
         wanted = slice(first, None)
-        return Chunk(
+        return AnswerChunk(
             token_ids=token_ids[wanted], logprobs=found.logprobs[wanted], prompt_ids=token_ids
         )
 
@@ -100,10 +100,10 @@ class EngineWire(Wire):
         await self.engine.close()
 
 
-def as_chunk(request, deltas: list[Delta]) -> Chunk:
+def as_chunk(request, deltas: list[Delta]) -> AnswerChunk:
     last = deltas[-1]
     routes = [d.routed_experts for d in deltas if d.routed_experts is not None]
-    return Chunk(
+    return AnswerChunk(
         token_ids=np.concatenate([d.token_ids for d in deltas]).tolist(),
         logprobs=np.concatenate([d.logprobs for d in deltas]).tolist(),
         finish_reason=last.finish_reason,

@@ -8,7 +8,7 @@ import torch
 from datums import make_datum, policy_datum
 
 from lockstep.objectives.losses import TokenBatch
-from lockstep.tinker.losses import LOSSES, Totals, check_datum, loss_of, sum_loss
+from lockstep.tinker.losses import LOSSES, Sums, check_datum, loss_of, sum_loss
 from lockstep.tinker.requests import TinkerError
 
 ROWS = (5, 8)
@@ -37,7 +37,7 @@ def make_batch(seed=0):
 
 
 def run(name, logprobs, columns, **config):
-    totals = Totals()
+    totals = Sums()
     tokens = TokenBatch(
         logprobs=logprobs,
         entropy=torch.ones_like(logprobs),

@@ -11,8 +11,8 @@ from lockstep.agent.gateway.reading import (
     MAX_TOOLS,
     Answered,
     Asked,
+    BodyTranscript,
     Dialogues,
-    Transcript,
     Value,
     asked_of,
     constraint_of,
@@ -35,7 +35,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     """Raises Refusal (400) that names the field."""
     asked = Value(body)
     found = asked.check_fields({**OTHERS, **CHAT})
-    transcript = Transcript()
+    transcript = BodyTranscript()
     for message in asked["messages"].entries():
         message.check_fields(CHAT_MESSAGE)
         _add(transcript, message)
@@ -60,7 +60,7 @@ def _function(entry: Value) -> Value:
     return entry["function"]
 
 
-def _add(transcript: Transcript, entry: Value) -> None:
+def _add(transcript: BodyTranscript, entry: Value) -> None:
     role = entry["role"].raw
     if role not in ROLES:
         raise entry["role"].wrong("system, developer, user, assistant or tool")

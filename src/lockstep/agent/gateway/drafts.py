@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.splicing import splice_reply
-from lockstep.agent.gateway.tree import Answer, Dialogue, Place, Reason, Tree, altered_from
+from lockstep.agent.gateway.tree import Answer, History, Input, Reason, Tree, altered_from
 from lockstep.agent.turns import (
     Observed,
     TurnSampler,
@@ -29,11 +29,11 @@ from lockstep.types import Int32Array, Message
 class Draft:
     """Additions of one request to its session."""
 
-    place: Place
+    place: Input
     """Place where the request asks for a turn."""
     reason: Reason
     """Reason of the turn."""
-    new: list[Place | Answer] = field(default_factory=list["Place | Answer"])
+    new: list[Input | Answer] = field(default_factory=list["Input | Answer"])
     """Additions to the tree, parents first; the first gets the reason."""
     counts: Counter[str] = field(default_factory=Counter[str])
     """Additions to the metrics of the trajectory."""
@@ -48,7 +48,7 @@ class Drafts:
         self._tree, self._sampler = tree, sampler
         self._trajectory, self._renderer = sampler.trajectory, sampler.renderer
 
-    def draft(self, dialogue: Dialogue) -> Draft:
+    def draft(self, dialogue: History) -> Draft:
         """Finds the place where the request asks, and encodes the new messages before it.
 
         Nothing of the session changes. Raises Refusal for messages that the renderer cannot write.
@@ -70,7 +70,7 @@ class Drafts:
         except RendererError as error:
             raise Refusal(400, "cannot_render", str(error), parameter="messages") from error
 
-    def _draft_root(self, dialogue: Dialogue, reason: Reason) -> Draft:
+    def _draft_root(self, dialogue: History, reason: Reason) -> Draft:
         """Makes a new root. Its prompt is everything before the first reply that was sampled here,
         written by the template; after that, ids are reused."""
         known = (at for at, reply in enumerate(dialogue.replies) if self._tree.known(reply))
@@ -78,12 +78,12 @@ class Drafts:
         messages = dialogue.messages(size)
         ids = np.asarray(self._renderer.render(messages, dialogue.tools), np.int32)
         key, num_messages = dialogue.root_key(size), dialogue.num_messages(size)
-        place = Place(None, [Observed(ids, messages)], num_messages, key, is_forked=True)
+        place = Input(None, [Observed(ids, messages)], num_messages, key, is_forked=True)
         draft = Draft(place, reason, [place])
         draft.counts["tokens/encoded"] += len(ids)
         return self._grow(draft, dialogue, size, None)
 
-    def _grow(self, draft: Draft, dialogue: Dialogue, first: int, above: Answer | None) -> Draft:
+    def _grow(self, draft: Draft, dialogue: History, first: int, above: Answer | None) -> Draft:
         """Adds the places of the batches from `first` on. above: the known reply before it."""
         for at in range(first, len(dialogue.batches)):
             if above is None or at > first:
@@ -91,7 +91,7 @@ class Drafts:
             draft.place = self._extend(draft, above, dialogue, at)
         return draft
 
-    def _copy(self, draft: Draft, place: Place, reply: Message) -> Answer:
+    def _copy(self, draft: Draft, place: Input, reply: Message) -> Answer:
         """Copies a reply that the agent sent and that was not sampled at this place, as observed
         ids."""
         was = altered_from(place, reply)
@@ -120,10 +120,10 @@ class Drafts:
         draft.new.append(answer)
         return answer
 
-    def _extend(self, draft: Draft, above: Answer, dialogue: Dialogue, at: int) -> Place:
+    def _extend(self, draft: Draft, above: Answer, dialogue: History, at: int) -> Input:
         """Makes the place of batch `at`, after the reply `above`."""
         batch = dialogue.batches[at]
-        place = Place(above, [], dialogue.num_messages(at + 1), dialogue.batch_keys[at])
+        place = Input(above, [], dialogue.num_messages(at + 1), dialogue.batch_keys[at])
         tail = self._ids_of(above)
         if self._renderer.forgets(batch):
             leaf, behind = self.recorded_part(above)
@@ -152,10 +152,10 @@ class Drafts:
         for name, value in draft.counts.items():
             count(self._trajectory, name, value)
 
-    def _missing(self, node: Place | Answer) -> tuple[int | None, list[Place | Answer]]:
+    def _missing(self, node: Input | Answer) -> tuple[int | None, list[Input | Answer]]:
         """Returns (last recorded segment of the node's path, nodes after it)."""
-        missing: list[Place | Answer] = []
-        at: Place | Answer | None = node
+        missing: list[Input | Answer] = []
+        at: Input | Answer | None = node
         while at is not None and at.segment is None:
             missing.insert(0, at)
             if isinstance(at, Answer):
@@ -166,7 +166,7 @@ class Drafts:
                 at = at.above
         return (None if at is None else at.segment), missing
 
-    def recorded_part(self, node: Place | Answer) -> tuple[int | None, list[Observed]]:
+    def recorded_part(self, node: Input | Answer) -> tuple[int | None, list[Observed]]:
         """Returns (last recorded segment of the node's path, unrecorded parts after it)."""
         leaf, missing = self._missing(node)
         return leaf, [part for each in missing for part in each.parts]
@@ -180,7 +180,7 @@ class Drafts:
         draft.reason = draft.reason or "concurrent"
         return place.segment, draft.reason
 
-    def _record_path(self, node: Place | Answer) -> int:
+    def _record_path(self, node: Input | Answer) -> int:
         """Records the missing parts of the node's path. Returns the segment that ends it."""
         leaf, missing = self._missing(node)
         for each in missing:
@@ -194,7 +194,7 @@ class Drafts:
             return answer.parts[0].ids
         return turn_ids(self._trajectory, answer.segment)
 
-    def prompt_ids(self, place: Place) -> Int32Array:
+    def prompt_ids(self, place: Input) -> Int32Array:
         leaf, parts = self.recorded_part(place)
         return np.concatenate([self._trajectory.path_ids(leaf), *(part.ids for part in parts)])
 

@@ -20,8 +20,8 @@ from lockstep.agent.gateway.reading import (
     MAX_TOOLS,
     Answered,
     Asked,
+    BodyTranscript,
     Dialogues,
-    Transcript,
     Value,
     asked_of,
     call_of,
@@ -49,7 +49,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = Fa
     )
     if body.get("max_tokens") is None and not is_counted:
         raise asked["max_tokens"].refusal("is missing: it is required.")
-    transcript = Transcript()
+    transcript = BodyTranscript()
     if system := asked["system"].content("text"):
         transcript.add(Message(role="system", content=system))
     for message in asked["messages"].entries():
@@ -73,7 +73,7 @@ def _tool(entry: Value) -> ToolSchema:
     return tool_of(entry, parameters="input_schema")
 
 
-def _add(transcript: Transcript, role: Value, content: Value) -> None:
+def _add(transcript: BodyTranscript, role: Value, content: Value) -> None:
     match role.raw:
         case "assistant":
             transcript.add(assistant(content))
@@ -85,7 +85,7 @@ def _add(transcript: Transcript, role: Value, content: Value) -> None:
             raise role.wrong("user, assistant or system")
 
 
-def _add_blocks(transcript: Transcript, content: Value) -> None:
+def _add_blocks(transcript: BodyTranscript, content: Value) -> None:
     """A user's blocks. Results of tools become messages of their own, in their order."""
     texts: list[str] = []
 

@@ -376,7 +376,7 @@ def call_of(named: Value, arguments: str, id_: Value) -> ToolCall:
     return ToolCall(name=named["name"].text(), arguments=arguments, id=id_.text())
 
 
-class Transcript(dialogues.Transcript):
+class BodyTranscript(dialogues.Transcript):
     """The messages of a body in order. A refusal names the field."""
 
     def add_chat(self, message: Value) -> None:

@@ -21,8 +21,8 @@ from lockstep.agent.gateway.reading import (
     MAX_TOOLS,
     Answered,
     Asked,
+    BodyTranscript,
     Dialogues,
-    Transcript,
     Value,
     asked_of,
     call_of,
@@ -51,7 +51,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     """Raises Refusal (400) that names the field."""
     asked = Value(body)
     found = asked.check_fields({**OTHERS, **RESPONSES}) + asked["text"].check_fields(RESPONSES_TEXT)
-    transcript = Transcript()
+    transcript = BodyTranscript()
     if instructions := asked["instructions"].text(""):
         transcript.add(Message(role="system", content=instructions))
     num_instructions = len(transcript.messages)
@@ -97,7 +97,7 @@ def _tools(listed: Value, left_out: list[str]) -> tuple[ToolSchema, ...]:
     return tuple(tools)
 
 
-def _add_input(transcript: Transcript, given: Value, dialogues: Dialogues) -> None:
+def _add_input(transcript: BodyTranscript, given: Value, dialogues: Dialogues) -> None:
     """Adds the messages of the items. One turn of the model is several items: reasoning, then a
     message, then calls."""
     if isinstance(given.raw, str):

@@ -30,7 +30,7 @@ from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, cli
 from lockstep.agent.gateway.reading import Dialogues
 from lockstep.agent.gateway.tree import (
     Answer,
-    Dialogue,
+    History,
     Tree,
 )
 from lockstep.agent.guard import checked_number, checked_numbers, described
@@ -199,7 +199,7 @@ class GatewaySession:
     async def count_tokens(self, request: TurnRequest) -> int:
         """Ids of the prompt that `reply` would send. Nothing of the session changes."""
         self._check_open()
-        dialogue = Dialogue.of(request, self._tree)
+        dialogue = History.of(request, self._tree)
 
         def ids() -> Int32Array:
             return self._drafts.prompt_ids(self._drafts.draft(dialogue).place)
@@ -290,7 +290,7 @@ class GatewaySession:
 
     async def _answer(self, request: TurnRequest) -> Answer:
         sampling = self._sampling_of(request)
-        dialogue = Dialogue.of(request, self._tree)
+        dialogue = History.of(request, self._tree)
         offer(self.trajectory, dialogue.tools)
         limit = self._sampler.budget.max_turns
         if time.monotonic() >= self._deadline:
@@ -349,7 +349,7 @@ class GatewaySession:
         name = "max_seconds" if turn.finish_reason == "abort" else name
         return f"{name}: the last turn was cut at {num_ids} tokens"
 
-    def _enter(self, dialogue: Dialogue) -> tuple[Draft, Int32Array]:
+    def _enter(self, dialogue: History) -> tuple[Draft, Int32Array]:
         """Adds the request to the tree, which does not change meanwhile. Returns its draft and
         prompt."""
         drafted = self._drafts.draft(dialogue)

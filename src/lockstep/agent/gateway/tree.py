@@ -1,6 +1,6 @@
 """The dialogues of a session as a tree of words. Each request finds its place in it.
 
-A dialogue alternates between batches of messages that are new to the model (`Place`) and replies
+A dialogue alternates between batches of messages that are new to the model (`Input`) and replies
 (`Answer`, sampled here or written by the agent). Both are found by keys in dicts, so a request
 costs the reading of its messages, however long the session is.
 
@@ -50,7 +50,7 @@ chance."""
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class Input:
     """The batch of messages before a turn, or before several turns that were requested at the same
     place."""
 
@@ -91,7 +91,7 @@ class Place:
 class Answer:
     """One turn of the model as sent to the agent, or a reply that the agent wrote instead."""
 
-    place: Place
+    place: Input
     message: Message
     segment: int | None = None
     """Segment that ends the answer, once it is recorded."""
@@ -99,7 +99,7 @@ class Answer:
     """Ids of a reply that was not sampled here, until it is recorded."""
     reason: Reason = ""
     num_reused_tokens: int = 0
-    places: dict[Key, Place] = field(default_factory=dict[Key, Place])
+    places: dict[Key, Input] = field(default_factory=dict[Key, Input])
     is_retried: bool = False
     """The same was asked and answered anew when this had been given."""
     num_receivers: int = 0
@@ -114,7 +114,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialogue:
+class History:
     """The messages of a request: batches that the model reads, and the replies between them."""
 
     tools: tuple[ToolSchema, ...]
@@ -126,7 +126,7 @@ class Dialogue:
     reply_keys: list[Key]
 
     @classmethod
-    def of(cls, request: TurnRequest, tree: Tree | None = None) -> Dialogue:
+    def of(cls, request: TurnRequest, tree: Tree | None = None) -> History:
         """tree: the session's, which knows its turns in the form that clients give them. Raises
         Refusal if the dialogue does not end with something to answer."""
         if not request.messages or request.messages[-1].role == "assistant":
@@ -181,7 +181,7 @@ class Dialogue:
 class Found:
     """The known part of a dialogue: up to a place, or up to an answer at it."""
 
-    place: Place | None = None
+    place: Input | None = None
     answer: Answer | None = None
     num_batches: int = 0
     """Batches of the dialogue that are known."""
@@ -197,14 +197,14 @@ class Tree:
     def __init__(self) -> None:
         self.answers: list[Answer] = []
         """Sampled answers, in order of recording."""
-        self._roots: dict[Key, Place] = {}
+        self._roots: dict[Key, Input] = {}
         self._root_sizes: set[int] = set()
         """Batches of their prompts: an agent may begin with a history."""
         self._by_reply: dict[Key, Answer] = {}
         self._merged: dict[Key, Answer] = {}
         """Key of a reply with the thinking in its content -> the turn."""
 
-    def find(self, dialogue: Dialogue) -> Found:
+    def find(self, dialogue: History) -> Found:
         """The deepest path that the dialogue begins with."""
         best = Found()
         sizes = (size for size in sorted(self._root_sizes) if size <= dialogue.num_replies + 1)
@@ -225,7 +225,7 @@ class Tree:
                     left.append((below, num_batches + 1))
         return best
 
-    def insert_root(self, place: Place) -> None:
+    def insert_root(self, place: Input) -> None:
         self._roots[place.key] = place
         self._root_sizes.add((len(place.key) + 1) // 2)  # replies are between the batches
 
@@ -256,7 +256,7 @@ class Tree:
 
     # -- reasons ------------------------------------------------------------------------------
 
-    def reason(self, dialogue: Dialogue, found: Found) -> Reason:
+    def reason(self, dialogue: History, found: Found) -> Reason:
         """Says why `dialogue` is not simply the next turn of a path. found: its known part."""
         if found.num_batches > dialogue.num_replies:
             assert found.place is not None
@@ -273,7 +273,7 @@ class Tree:
         was = altered_from(found.place, dialogue.replies[found.num_replies])
         return self._rewritten(dialogue, found) if was is None else was[1]
 
-    def _reason_of_root(self, dialogue: Dialogue) -> Reason:
+    def _reason_of_root(self, dialogue: History) -> Reason:
         if not any(place.is_used for place in self._roots.values()):
             return ""
         leading = _system_key(dialogue.batch_keys[0])
@@ -284,12 +284,12 @@ class Tree:
         is_told_on = dialogue.num_replies > 0 or self._shares_question(dialogue)
         return self._rewritten(dialogue, Found()) if is_told_on else "new_dialogue"
 
-    def _shares_question(self, dialogue: Dialogue) -> bool:
+    def _shares_question(self, dialogue: History) -> bool:
         """True if another root has the same first message after its instructions."""
         own = _questions(dialogue.batch_keys[0])[:1]
         return bool(own) and any(_questions(key[0])[:1] == own for key in self._roots)
 
-    def _rewritten(self, dialogue: Dialogue, found: Found) -> Reason:
+    def _rewritten(self, dialogue: History, found: Found) -> Reason:
         """Classifies a rewritten history: fewer messages than before, some of them kept or summed
         up, are a compaction; anything else was edited."""
         before = max((a.place.num_messages + 1 for a in self.answers), default=0)
@@ -306,7 +306,7 @@ class Tree:
         return any(text in message.content for text in quotable for message in batch)
 
 
-def altered_from(place: Place, reply: Message) -> tuple[Answer, Reason] | None:
+def altered_from(place: Input, reply: Message) -> tuple[Answer, Reason] | None:
     """The turn at `place` that an agent made `reply` of, the newest first, and how; None if it is
     something else altogether."""
     for answer in reversed(list(place.all_answers())):
@@ -363,7 +363,7 @@ def _is_merged(reply: Message, turn: Message) -> bool:
     )
 
 
-def _reason_at(place: Place) -> Reason:
+def _reason_at(place: Input) -> Reason:
     """Why a place that is there already is asked at once more."""
     if place.answers:
         return "retry" if not place.num_running else "concurrent"
@@ -413,7 +413,7 @@ def _questions(first_batch: Key) -> list[Key]:
     return [key for key in first_batch[1:] if key[0] not in ("system", "developer")]
 
 
-def _same_answers(place: Place, dialogue: Dialogue, at: int) -> list[Answer]:
+def _same_answers(place: Input, dialogue: History, at: int) -> list[Answer]:
     """Returns the answers at a place that equal reply `at`, likeliest first: same ids of calls,
     then same reasoning, then the newest."""
     reply = dialogue.replies[at]

@@ -22,7 +22,7 @@ import torch
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import VllmConfig
-from lockstep.engines.served import Chunk, Wire
+from lockstep.engines.served import AnswerChunk, Wire
 from lockstep.engines.vllm import plugin
 from lockstep.engines.vllm.checkpoint import check_readable
 from lockstep.engines.vllm.started import engine_arguments
@@ -146,7 +146,7 @@ class LocalWire(Wire):
 
     # -- calls ----------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request) -> AsyncIterator[AnswerChunk]:
         kind = self._vllm.sampling_params.RequestOutputKind
         asked = self._vllm.SamplingParams(
             **sampling_settings(request, is_ours=self._is_ours),
@@ -164,7 +164,7 @@ class LocalWire(Wire):
 
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
-    ) -> Chunk:
+    ) -> AnswerChunk:
         asked = self._vllm.SamplingParams(
             **SCORE_SETTINGS, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         )
@@ -174,7 +174,7 @@ class LocalWire(Wire):
         finally:
             self._drop(call_id)
         found = output.prompt_logprobs
-        return Chunk(
+        return AnswerChunk(
             token_ids=token_ids[first:].tolist(),
             logprobs=[found[at][int(token_ids[at])].logprob for at in range(first, len(token_ids))],
             prompt_ids=output.prompt_token_ids,
@@ -344,13 +344,13 @@ class _LocalCall:
         return output
 
 
-def _chunk(output: Any, sampling: SamplingParams) -> Chunk:
+def _chunk(output: Any, sampling: SamplingParams) -> AnswerChunk:
     found = output.outputs[0]
     ids = list(found.token_ids)
     routes = None
     if sampling.record_routes and output.finished:
         routes = np.asarray(found.routed_experts)
-    return Chunk(
+    return AnswerChunk(
         token_ids=ids,
         logprobs=[at[id_].logprob for at, id_ in zip(found.logprobs or (), ids, strict=True)],
         finish_reason=found.finish_reason,

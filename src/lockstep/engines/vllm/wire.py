@@ -34,7 +34,7 @@ from lockstep.engines.http_wire import (
     labels_of,
 )
 from lockstep.engines.lease import Lease
-from lockstep.engines.served import Chunk, ServedEngine
+from lockstep.engines.served import AnswerChunk, ServedEngine
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT, check_attached
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.engines.weight_link import WeightSender, is_same_host
@@ -232,7 +232,7 @@ class VllmWire(HttpWire):
 
     # -- calls --------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request) -> AsyncIterator[AnswerChunk]:
         settings = sampling_settings(request, is_ours=self._is_ours)
         body = self._body(
             request.id, request.prompt_ids, settings, request.priority, request.adapter
@@ -272,7 +272,7 @@ class VllmWire(HttpWire):
 
     async def score(
         self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
-    ) -> Chunk:
+    ) -> AnswerChunk:
         body = self._body(call_id, token_ids, SCORE_SETTINGS, priority, adapter)
         answer = await self._client.post(GENERATE, body)
         entries = answer["prompt_logprobs"]
@@ -281,7 +281,7 @@ class VllmWire(HttpWire):
             for at, token_id in enumerate(token_ids.tolist())
             if at >= first
         ]
-        return Chunk(
+        return AnswerChunk(
             token_ids=token_ids[first:].tolist(),
             logprobs=found,
             prompt_ids=answer["prompt_token_ids"],
@@ -308,12 +308,12 @@ class VllmWire(HttpWire):
             body["priority"] = priority
         return body
 
-    def _chunk(self, answer: Any, choice: Any, *, has_ended: bool) -> Chunk:
+    def _chunk(self, answer: Any, choice: Any, *, has_ended: bool) -> AnswerChunk:
         ids = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
         check_echoed_ids([entry["token_id"] for entry in content], ids, self.url)
         routes = choice.get("routed_experts")
-        return Chunk(
+        return AnswerChunk(
             token_ids=ids,
             logprobs=[_finite(entry["logprob"]) for entry in content],
             finish_reason=choice["finish_reason"] if has_ended else None,

@@ -38,7 +38,7 @@ REPLIES = {name: _dialogue(names) for name, names in _TABLES["replies"].items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof:
+class TemplateProof:
     """Result of the check."""
 
     held: tuple[str, ...]
@@ -58,7 +58,7 @@ class Proof:
         return out
 
 
-def prove(renderer: Any) -> Proof:
+def prove(renderer: Any) -> TemplateProof:
     """Extends each dialogue and compares the ids with the template's rendering of the whole.
 
     renderer: a `JinjaRenderer`, which can also write with the template itself.
@@ -90,7 +90,7 @@ def prove(renderer: Any) -> Proof:
         unsupported.setdefault(ability, problem)
         if ability == _REPLIES:
             unsupported.setdefault(TAKES_TOOLS, problem)
-    return Proof(held=tuple(held), num_asked=num_asked, unsupported=unsupported)
+    return TemplateProof(held=tuple(held), num_asked=num_asked, unsupported=unsupported)
 
 
 def _hold(renderer: Any, messages: Sequence[Message], *, is_cut: bool) -> None:

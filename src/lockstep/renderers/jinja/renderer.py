@@ -27,7 +27,7 @@ from lockstep.renderers.base import TokenIds
 from lockstep.renderers.calls import function_json
 from lockstep.renderers.config import JinjaConfig
 from lockstep.renderers.jinja.marks import Marks
-from lockstep.renderers.jinja.proof import TAKES_TOOLS, WAYS_OUT, Proof, prove
+from lockstep.renderers.jinja.proof import TAKES_TOOLS, WAYS_OUT, TemplateProof, prove
 from lockstep.renderers.jinja.reader import ShapeReader
 from lockstep.renderers.jinja.shape import (
     CALLS,
@@ -87,7 +87,7 @@ class JinjaRenderer(ShapeReader):
         place, role: where tools are text (`text_tools.jinja`); empty for the template's own form.
         """
         self.text_tools = {"text_tools": {"place": place, "role": role}} if place else {}
-        self.proof: Proof | None = None
+        self.proof: TemplateProof | None = None
         with self._template.probed():
             return self._examined(finder)
 

@@ -88,7 +88,7 @@ class ChatTemplate:
             return send()["text"]
         except ChildRefusal as error:
             text = str(error)[:2000]
-            if error.kind == "Refusal":
+            if error.kind == "Raised":
                 raise TemplateRefusal(f"the chat template refuses the dialogue: {text}") from None
             text = (text if error.kind == "Malformed" else f"{error.kind}: {text}").rstrip(".")
             why = f"it fails: {text}"

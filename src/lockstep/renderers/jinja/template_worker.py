@@ -29,7 +29,7 @@ MAX_TEXT = 1 << 26
 """Characters that a template may write: 64 Mi, about a hundred times the longest dialogues."""
 
 
-class Refusal(Exception):
+class Raised(Exception):
     """The template called raise_exception."""
 
 
@@ -49,7 +49,7 @@ class Generation(jinja2.ext.Extension):
 
 
 def refuse(message: object) -> None:
-    raise Refusal(str(message))
+    raise Raised(str(message))
 
 
 def main() -> None:
