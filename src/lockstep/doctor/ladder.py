@@ -26,7 +26,7 @@ from lockstep.config import tag
 from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.examine import examine
 from lockstep.doctor.findings import Setting
-from lockstep.doctor.gap import Gap, gap_of_all
+from lockstep.doctor.gap import Gap, gap_of
 from lockstep.doctor.monitor import rows_of
 from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError, DataError
@@ -296,7 +296,7 @@ class _Climber:
         trainer = self.parts.trainer.forward(samples, column=None)
         rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer), engine_ids=engine_ids)
         examined = examine(lambda: [rows], self.setting, has=rows.has, is_live=True)
-        gap = gap_of_all(rows)
+        gap = gap_of(rows.gap)
         shares = {share.cause: share.k2 for share in examined.shares}
         causes = [f.cause for f in examined.findings if f.verdict == "differs"]
         alarm = mismatch_alarm(

@@ -327,7 +327,7 @@ def test_missing_log_probs_are_said_once_with_the_setting_that_gives_them(tmp_pa
         (lambda w: w.slime({"tokens": [[5, 6]]}, step=1), "response_length must be a whole number"),
         (lambda w: w.slime([{"index": 3}], step=1), "expected a dict with `tokens`"),
         (lambda w: w.tinker([datum(mask=None)], step=1), "datum 0: mask is missing. Give"),
-        (lambda w: w.prime_rl({}, {"logprobs": torch.zeros(1)}, [1], step=1), "has no infer"),
+        (lambda w: w.prime_rl({}, {"logprobs": torch.zeros(1)}, [1], step=1), "step 1: infer"),
         (lambda w: w.rows([{"token_ids": [5]}], step=1), "the rows of step 1 have no loss_mask"),
         (lambda w: w.rows([{"token_ids": [5], "loss_mask": [1, 1]}], step=1), "row 0 of step 1"),
     ],

@@ -188,44 +188,27 @@ def per_token(
 
 def row_of(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
     """One row of each tensor, or list of tensors, of a batch; an empty one where there are fewer
-    rows."""
+    rows. Nothing else leaves the device.
+
+    >>> row_of({"ids": np.array([[1, 2], [3, 4], [5, 6]]), "uid": ["a", "b", "c"]}, 2)
+    {'ids': array([5, 6]), 'uid': 'c'}
+    """
     return {
-        name: column[number] if number < len(column) else column[:0]
+        name: array_of(column[number] if number < len(column) else column[:0])
         for name, column in batch.items()
-        if isinstance(column, list) or (isinstance(column, np.ndarray) and column.ndim)
+        if isinstance(column, list) or getattr(column, "ndim", 0)
     }
 
 
 def array_of(value: Any) -> Any:
     """A tensor of torch, on any device, as an array: bfloat16 as float32, and a jagged one as a
     list of arrays. Anything else as it is."""
-    if not _is_tensor(value):
+    if not hasattr(value, "untyped_storage"):  # torch may not be loaded
         return value
     if value.is_nested:
         return [array_of(row) for row in value.unbind()]
     tensor = value.detach().cpu()
     return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
-
-
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "untyped_storage")  # torch may not be loaded
-
-
-def picked(batch: Mapping[str, Any], index: Sequence[int]) -> dict[str, Any]:
-    """The rows `index` of a batch in memory, as a file would give them. Only these rows leave the
-    device; columns of other lengths stay as they are.
-
-    >>> picked({"ids": np.array([[1, 2], [3, 4], [5, 6]]), "uid": ["a", "b", "c"]}, [2])
-    {'ids': array([[5, 6]]), 'uid': ['c']}
-    """
-    out: dict[str, Any] = {}
-    for name, column in batch.items():
-        if isinstance(column, list | tuple | range) or getattr(column, "is_nested", False):
-            rows = column if isinstance(column, list | tuple | range) else column.unbind()
-            out[name] = [array_of(rows[i]) for i in index if i < len(rows)]
-        elif (isinstance(column, np.ndarray) or _is_tensor(column)) and column.ndim:
-            out[name] = array_of(column[[i for i in index if i < len(column)]])
-    return out
 
 
 def numbers(value: Any) -> Array | None:

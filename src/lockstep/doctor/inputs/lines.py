@@ -160,10 +160,15 @@ class LineDump(FileDump):
     def is_own_line(cls, line: Mapping[str, Any]) -> bool:
         return line.keys() >= {*cls.keys}
 
+    @classmethod
+    def check(cls, line: Mapping[str, Any], where: str, how: str = "") -> None:
+        """Raises DataError unless the line has all `keys`. how: to give them, in a sentence."""
+        if missing := sorted({*cls.keys} - line.keys()):
+            raise DataError(f"{where}: {', '.join(missing)} is missing. {how}".rstrip())
+
     def rows_in(self, path: Path) -> Iterator[Row]:
         for number, where, line in json_lines(path, self.ends[path]):
-            if missing := sorted({*self.keys} - line.keys()):
-                raise DataError(f"{where}: {', '.join(missing)} is missing.")
+            self.check(line, where)
             yield from self.rows_of(line, path, number, where)
 
     @abstractmethod

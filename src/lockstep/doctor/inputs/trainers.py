@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +27,6 @@ from lockstep.doctor.inputs.assemble import (
     ids_of,
     numbers,
     per_token,
-    picked,
     real,
     row_name,
     row_of,
@@ -100,12 +100,8 @@ class PrimeRlDump(LineDump):
         names |= {"token_ids": "input_ids"}
         found = {name: batch[key] for name, key in names.items() if batch.get(key) is not None}
         found["trainer_logprobs"] = logprobs
-        if missing := sorted({*cls.keys} - found.keys()):
-            raise DataError(
-                f"the micro batch of step {step} has no {', '.join(missing)}. Give the "
-                'micro_batch, out["logprobs"] and the sequence_lengths that the loop gives to '
-                "token_exporter.export."
-            )
+        how = 'Give the micro_batch, out["logprobs"] and the lengths of token_exporter.export.'
+        cls.check(found, f"the micro batch of step {step}", how)
         columns = {name: array_of(column).reshape(-1) for name, column in found.items()}
         trained, begin = columns["loss_mask"].astype(np.bool_), 0
         environments = batch.get("env_names") or ["?"] * len(trained)
@@ -211,11 +207,8 @@ class TinkerDump(LineDump):
                 line["model_input"] = datums[i].model_input.to_ints()
                 if logprobs is not None:
                     line["training_logprobs"] = array_of(logprobs[i])
-                if missing := sorted({*cls.keys} - line.keys()):
-                    raise DataError(
-                        f"{where}: {', '.join(missing)} is missing. Give the datums as the "
-                        "cookbook's assemble_training_data makes them, before the mask is removed."
-                    )
+                how = "Give datums of assemble_training_data before their mask is removed."
+                cls.check(line, where, how)
                 yield cls.row_of(line, f"{step}/{i}", where)
 
         return range(len(datums)), rows, {}
@@ -233,22 +226,32 @@ class BatchDump(FileDump):
     """(values by the names of the batch, place, number, fields of `Rows`) -> the row, or none."""
 
     @classmethod
-    def _checked(cls, batch: Any, where: object) -> Mapping[str, Any]:
+    def _last(cls, batch: Any, where: object) -> Any:
+        """The column of replies, or DataError for anything but a batch."""
         parts = [batch.get(name) if isinstance(batch, dict) else None for name in cls.keys]
         if any(not isinstance(part, list) and np.ndim(part) != 2 for part in parts):  # pyright: ignore[reportArgumentType]
             raise DataError(f"{where} is {cls.no_batch}.")
-        return batch
+        return parts[-1]
 
     @classmethod
     def rows_of(
         cls, batch: Any, where: object, *, step: int | None, index: Sequence[int] = (), **more: Any
     ) -> Iterator[Row]:
-        """The rows of a batch. index: their numbers in a larger one. more: for `row_of`."""
-        last = cls._checked(batch, where)[[*cls.keys][-1]]
-        for i, number in enumerate(index or range(len(last))):
-            source = row_of(batch, i) | {"is_padded": not isinstance(last, list)}
+        """The rows of a batch. index: their numbers; none means all. more: for `row_of`."""
+        last = cls._last(batch, where)
+        for number in index or range(len(last)):
+            source = row_of(batch, number) | {"is_padded": not isinstance(last, list)}
             known = {"row_id": row_name(step, number), "steps": step}
             yield from cls.row_of(source, f"{where}: row {number}", number, **known, **more)
+
+    @classmethod
+    def in_memory(
+        cls, batch: Any, *, step: int, **more: Any
+    ) -> tuple[range, Callable[[Sequence[int]], Iterator[Row]]]:
+        """(numbers of all rows, the rows of some numbers) of the batch of a step."""
+        where = f"the batch of step {step}"
+        size = range(len(cls._last(batch, where)))
+        return size, lambda index: cls.rows_of(batch, where, step=step, index=index, **more)
 
 
 class TrlDump(BatchDump):
@@ -269,14 +272,8 @@ class TrlDump(BatchDump):
     @classmethod
     def live(cls, batch: Mapping[str, Any], *, step: int, group_size: int = 0) -> Live:
         """group_size: rows of one prompt, one after the other; 0 if it is unknown."""
-        where = f"the batch of step {step}"
-        num = len(cls._checked(batch, where)[[*cls.keys][-1]])
-
-        def rows(index: Sequence[int]) -> Iterator[Row]:
-            more = {"step": step, "index": index, "group_size": group_size}
-            return cls.rows_of(picked(batch, index), where, **more)
-
-        return [i // (group_size or 1) for i in range(num)], rows, {}
+        numbers, rows = cls.in_memory(batch, step=step, group_size=group_size)
+        return [i // (group_size or 1) for i in numbers], rows, {}
 
     @classmethod
     def row_of(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -339,13 +336,10 @@ class VerlDump(BatchDump):
             tensors = dict(batch.items()) if hasattr(batch, "items") else {}
             keys = None if keys is None else list(keys)
             found, meta = _of_queue({"tensordict": tensors, "tags": tags, "keys": keys})
-        where = f"the batch of step {step}"
-        size = range(len(cls._checked(found, where)["responses"]))
-
-        def rows(index: Sequence[int]) -> Iterator[Row]:
-            return cls.rows_of(picked(found, index), where, step=step, index=index, groups={})
-
-        return found.get("uid") or size, rows, cls.facts_of(meta)
+        jagged = {n: c for n, c in found.items() if getattr(c, "is_nested", False)}
+        found |= {name: list(column.unbind()) for name, column in jagged.items()}
+        numbers, rows = cls.in_memory(found, step=step, groups={})
+        return found.get("uid") or numbers, rows, cls.facts_of(meta)
 
     @staticmethod
     def facts_of(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -490,28 +484,16 @@ class SlimeDump(FileDump):
     def live(cls, batch: Any, *, step: int, rank: int) -> Live:
         """A list of samples, or one rank's `rollout_data`."""
         is_shard = isinstance(batch, Mapping)
-        size = range(len(batch.get("tokens", ())) if is_shard else len(batch))
-        groups = [None if is_shard else getattr(batch[i], "group_index", None) for i in size]
-
-        def rows(index: Sequence[int]) -> Iterator[Row]:
-            content: dict[str, Any] = {"rollout_id": step, "rank": rank}
-            if is_shard:
-                raw = {"raw_reward": batch.get("raw_reward")}  # of the whole batch
-                places = {"partition": _places(batch, rank)}
-                content["rollout_data"] = picked({**places, **batch}, index) | raw
-            else:
-                found = [batch[i] for i in index]
-                found = [s.to_dict() if hasattr(s, "to_dict") else dict(s) for s in found]
-                content["samples"] = [
-                    {n: array_of(value) for n, value in sample.items()} | {"rollout_position": i}
-                    for i, sample in zip(index, found, strict=True)
-                ]
-            return cls._rows(content, f"the batch of step {step}")
-
-        return size if None in groups else groups, rows, {}
+        numbers = range(len(batch.get("tokens", ())) if is_shard else len(batch))
+        groups = [None if is_shard else getattr(batch[i], "group_index", None) for i in numbers]
+        samples = {"rollout_data": dict(batch)} if is_shard else {"samples": list(batch)}
+        content = {"rollout_id": step, "rank": rank, **samples}
+        rows = partial(cls._rows, content, f"the batch of step {step}")
+        return numbers if None in groups else groups, rows, {}
 
     @classmethod
-    def _rows(cls, content: Any, path: object) -> Iterator[Row]:
+    def _rows(cls, content: Any, path: object, index: Sequence[int] = ()) -> Iterator[Row]:
+        """index: numbers of the samples; none means all."""
         samples = _samples(content) if isinstance(content, dict) else None
         if samples is None:
             raise DataError(
@@ -519,12 +501,14 @@ class SlimeDump(FileDump):
                 "written by slime's or miles' --save-debug-rollout-data or --save-debug-train-data."
             )
         step, raw = whole(content.get("rollout_id")), content.get("raw_reward")
-        for number, sample in enumerate(samples):
-            where = f"{path}: sample {number}"
+        for number in index or range(len(samples)):
+            sample, where = samples[number], f"{path}: sample {number}"
+            sample = sample.to_dict() if hasattr(sample, "to_dict") else sample
             if not isinstance(sample, dict) or "tokens" not in sample:
                 raise DataError(
                     f"{where}: expected a dict with `tokens`, as Sample.to_dict() makes."
                 )
+            sample = {name: array_of(value) for name, value in sample.items()}
             at = sample.get("rollout_position", number)
             if isinstance(raw, list) and isinstance(at, int) and 0 <= at < len(raw):
                 sample.setdefault("reward", raw[at])  # before it was normalised
