@@ -82,21 +82,14 @@ class RowsDump(FileDump):
         except DataError:
             return False
 
-    def rows(self) -> Iterator[Row]:
-        first, _ = self._head(self.files[0])
-        for path in self.files:
-            columns, _ = self._head(path)
-            if differs := columns ^ first:
-                name = min(differs)
-                has, lacks = (path, self.files[0])[:: 1 if name in columns else -1]
-                raise DataError(
-                    f"{has} has the column {name} and {lacks} does not; expected the same columns "
-                    "in all parts of a directory (null where a value is not known)."
-                )
-        return super().rows()
-
     def rows_in(self, path: Path) -> Iterator[Row]:
-        columns, _ = self._head(path)
+        first, columns = (self._head(file)[0] for file in (self.files[0], path))
+        for name in sorted(columns ^ first)[:1]:
+            has, lacks = (path, self.files[0])[:: 1 if name in columns else -1]
+            raise DataError(
+                f"{has} has the column {name} and {lacks} does not; expected the same columns "
+                "in all parts of a directory (null where a value is not known)."
+            )
         prefix = f"{path.stem}:" if len(self.files) > 1 else ""
         names = [name for name in BY_NAME if name in columns]
         is_parquet = head_of(path, 4) == PARQUET_MAGIC
@@ -231,7 +224,7 @@ def _parquet_rows(path: Path, names: list[str]) -> _Sources:
             for name in names:
                 try:
                     column = batch.column(name)
-                    is_nested = _is_list(column.type) and BY_NAME[name].dtype
+                    is_nested = isinstance(column.type, _LISTS) and BY_NAME[name].dtype
                     found[name] = _arrays(column, name) if is_nested else column.to_pylist()
                 except UnicodeDecodeError as error:
                     rows = f"rows {first} to {first + len(batch) - 1}"
@@ -246,7 +239,7 @@ def _parquet_rows(path: Path, names: list[str]) -> _Sources:
 def _arrays(column: pa.Array, name: str) -> Any:
     """The lists of a column as arrays, nested lists as lists of arrays, and lists of equal length
     as one array."""
-    if not _is_list(column.type):
+    if not isinstance(column.type, _LISTS):
         if not pa.types.is_primitive(column.type):
             return column.to_pylist()
         values = column.to_numpy(zero_copy_only=False)
@@ -263,10 +256,7 @@ def _arrays(column: pa.Array, name: str) -> Any:
     return [None if null else inner[at] for null, at in zip(is_null, slices, strict=True)]
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
 
 # -- one row ---------------------------------------------------------------------------------------
@@ -431,13 +421,7 @@ def _arrow(rows: Rows, name: str, kind: pa.DataType) -> pa.Array:
     shape, value = BY_NAME[name].shape, getattr(rows, BY_NAME[name].field)
     if shape in ("token", "token or row", "route"):
         # NaN stays NaN: a log-prob is missing, or the program computed NaN.
-        sizes = [rows.offsets]
-        for width in value.shape[1:]:
-            sizes.append(np.arange(0, (sizes[-1][-1]) * width + 1, width))
-        array = pa.array(value.reshape(-1))
-        for offsets in reversed(sizes):
-            array = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), array)
-        return array.cast(kind)
+        value = [value[at] if value.ndim == 1 else value[at].tolist() for at in rows.slices]
     if shape == "messages":
         value = [None if m is None else json.dumps([entry.to_dict() for entry in m]) for m in value]
     try:
