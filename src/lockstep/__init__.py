@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from lockstep.doctor.diagnose import diagnose as diagnose
     from lockstep.doctor.monitor import train as train
     from lockstep.doctor.monitor import train_side_by_side as train_side_by_side
-    from lockstep.doctor.noise_table import measure_noise as measure_noise
     from lockstep.doctor.replay import find as replay  # noqa: F401 - in _PUBLIC
     from lockstep.doctor.watch import watch as watch
     from lockstep.model_server import BackgroundServer as BackgroundServer
     from lockstep.model_server import serve as serve
     from lockstep.models.locate import fetch_model as fetch  # noqa: F401 - in _PUBLIC
+    from lockstep.run.noise_table import measure_noise as measure_noise
     from lockstep.store.run import load_run as load  # noqa: F401 - in _PUBLIC
     from lockstep.supervised import train_supervised as train_supervised
     from lockstep.verbs import evaluate as evaluate
@@ -43,7 +43,7 @@ _PUBLIC = {
     "fetch": ("lockstep.models.locate", "fetch_model"),
     "list_recipes": ("lockstep.verbs", "list_recipes"),
     "load": ("lockstep.store.run", "load_run"),
-    "measure_noise": ("lockstep.doctor.noise_table", "measure_noise"),
+    "measure_noise": ("lockstep.run.noise_table", "measure_noise"),
     "render": ("lockstep.verbs", "render"),
     "replay": ("lockstep.doctor.replay", "find"),
     "serve": ("lockstep.model_server", "serve"),

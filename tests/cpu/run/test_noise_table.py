@@ -9,10 +9,10 @@ import torch
 import lockstep
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.config import resolve
-from lockstep.doctor.noise_table import two_sides
 from lockstep.errors import EngineError
 from lockstep.recipes import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
+from lockstep.run.noise_table import two_sides
 from lockstep.testing.engines import BrokenEngine
 from lockstep.testing.faults import injected
 from lockstep.testing.faults.sides import KernelNoise
