@@ -31,7 +31,7 @@ from lockstep.ops.context import (
     to_device,
 )
 from lockstep.ops.packed import SinkAttention
-from lockstep.ops.paged import paged_attention
+from lockstep.ops.paged import PagedKernel, paged_attention
 from lockstep.ops.split import SplitContext, split_attention
 
 Tensor = torch.Tensor
@@ -315,16 +315,8 @@ class Ops:
             from lockstep.ops import cuda_attention
 
             return cuda_attention.paged_attention(q, spec, context)
-        return paged_attention(
-            q,
-            k,
-            v,
-            spec=spec,
-            context=context,
-            attend=partial(_attend, scale=spec.scale),
-            key_block=KEY_QUANTUM,
-            key_quantum=KEY_QUANTUM,
-        )
+        kernel = PagedKernel(partial(_attend, scale=spec.scale), KEY_QUANTUM, KEY_QUANTUM)
+        return paged_attention(q, k, v, spec, context, kernel)
 
     # -- linear attention ---------------------------------------------------------------------
 

@@ -189,7 +189,6 @@ class AttentionWork:
         heads: tuple[int, int],
         device: torch.device | str,
         tokens: npt.NDArray[np.int64] | None = None,
-        token_places: npt.NDArray[np.int64] | None = None,
     ) -> AttentionWork:
         """heads: (of the queries, of the keys). See `plan_work`."""
         items, num_slots = plan_work(
@@ -218,7 +217,7 @@ class AttentionWork:
             int(query_counts.max()),
             int(lengths.max()),
             None if tokens is None else next(found),
-            None if token_places is None else to_device(token_places, device),
+            None if tokens is None else to_device(np.argsort(tokens), device),
         )
 
 
@@ -379,9 +378,8 @@ class PackedContext:
                 ]
                 asked, lengths = asked[asked > 0], lengths[asked > 0]
                 page_starts = _starts(lengths)
-                tokens = np.concatenate([row[n:] for row, n in asking])
                 rows = {"page_size": 1, "pages": np.concatenate([row for row, _ in asking])}
-                rows |= {"tokens": tokens, "token_places": np.argsort(tokens)}
+                rows["tokens"] = np.concatenate([row[n:] for row, n in asking])
             self.memo["work", heads] = AttentionWork.of(
                 asked, lengths, page_starts, **rows, heads=heads, device=self.device
             )

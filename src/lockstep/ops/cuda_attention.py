@@ -421,11 +421,10 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        (grad_out,), (spec, context) = grad_outputs, ctx.settings
-        D = q.shape[2]
+        (grad_out,), D = grad_outputs, q.shape[2]
         is_flash = q.dtype.itemsize == 2 and D <= FLASH_WIDTH and D % 8 == 0
         backward = _flash_backward if is_flash else _tiled_backward
-        grads = backward(grad_out, q, k, v, out, lse, spec, context)
+        grads = backward((grad_out, q, k, v, out, lse), *ctx.settings)
         grad_sinks = None
         if sinks is not None:
             grad_sinks = _sink_gradient(grad_out, out, lse, sinks)
@@ -444,42 +443,31 @@ def packed_attention(
     return out, lse
 
 
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""(dO, q, k, v, out, lse), the inputs of a backward."""
+
+
 def _flash_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    context: PackedContext,
+    parts: Parts, spec: AttentionSpec, context: PackedContext
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, q, k, v, out, lse = parts
     work = context.work((q.shape[1], k.shape[1]))
     if work.tokens is None or work.token_places is None:
-        starts = work.query_starts
-        return _flash(grad_out, q, k, v, out, lse, spec, work, key_starts=starts)
+        return _flash(parts, spec, work, key_starts=work.query_starts)
     grad_Q, q_Q, out_Q, lse_Q = (x.index_select(0, work.tokens) for x in (grad_out, q, out, lse))
     k_P, v_P = (x.index_select(0, work.pages) for x in (k, v))
     key_starts = F.pad(work.page_starts, (0, 1), value=len(work.pages))
-    found = _flash(grad_Q, q_Q, k_P, v_P, out_Q, lse_Q, spec, work, key_starts=key_starts)
+    found = _flash((grad_Q, q_Q, k_P, v_P, out_Q, lse_Q), spec, work, key_starts=key_starts)
     grad_k, grad_v = (_sum_places(x, work.pages, len(k)) for x in found[1:])
     return found[0].index_select(0, work.token_places), grad_k, grad_v
 
 
 def _flash(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    work: AttentionWork,
-    *,
-    key_starts: Tensor,
+    parts: Parts, spec: AttentionSpec, work: AttentionWork, *, key_starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Torch's backward in its deterministic form: otherwise dQ is summed by atomics. The queries of
     a row are at its last positions, as its causal mask has it (FlashAttention 2.1 and later)."""
+    grad_out, q, k, v, out, lse = parts
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     before, filling = torch.get_deterministic_debug_mode(), "fill_uninitialized_memory"
     fills = getattr(deterministic, filling)
@@ -569,16 +557,10 @@ def _sum_places(x: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
 
 
 def _tiled_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse_TH: Tensor,
-    spec: AttentionSpec,
-    context: PackedContext,
+    parts: Parts, spec: AttentionSpec, context: PackedContext
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the definition. With P = exp(scores - lse), dS = P * (dP - dO . O)."""
+    grad_out, q, k, v, out, lse_TH = parts
     through_TH = (grad_out.float() * out.float()).sum(-1)
     # An output is read at one of its places; the gradient of its other places and of padding is 0.
     grad_places, through_places = (_spread(x, context) for x in (grad_out, through_TH))
@@ -586,7 +568,7 @@ def _tiled_backward(
     first = 0
     for index in context.blocks:
         places = slice(first, first := first + index.numel())
-        parts = _block_gradients(
+        found = _block_gradients(
             q[index],
             k[index],
             v[index],
@@ -595,7 +577,7 @@ def _tiled_backward(
             through_places[places].view(*index.shape, -1),
             spec,
         )
-        for grad, part in zip(grads, parts, strict=True):
+        for grad, part in zip(grads, found, strict=True):
             # Rows may share tokens. On CUDA this sorts, then sums in one order, without atomics.
             grad.index_put_((index,), part, accumulate=True)
     grad_q, grad_k, grad_v = (grad.to(q.dtype) for grad in grads)

@@ -203,8 +203,8 @@ class DeltaRule(torch.autograd.Function):
             starts: list[Tensor] = []
             for at, here in _pieces(level, v):
                 parts = (q[at], k[at], v[at], c[at], beta[at], writes[at])
-                sides = (None if x is None else x[here] for x in (after, state))
-                *found, before = _solve_backward(grad_out[at], *parts, *sides)
+                grad_after, begun = (None if x is None else x[here] for x in (after, state))
+                *found, before = _solve_backward(grad_out[at], parts, grad_after, begun)
                 for grad, part in zip(grads, found, strict=True):
                     grad[at] = part
                 if before is not None:
@@ -219,18 +219,12 @@ class DeltaRule(torch.autograd.Function):
 
 
 def _solve_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    c: Tensor,
-    beta: Tensor,
-    writes: Tensor,
-    grad_after: Tensor | None,
-    state: Tensor | None,
+    grad: Tensor, parts: tuple[Tensor, ...], grad_after: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, c, beta and the state of `solve` and `advance`, by their formulas.
-    grad [n, H, C, V] of the output, grad_after [n, H, K, V] of the state after the chunks."""
+    grad [n, H, C, V] of the output, parts (q, k, v, c, beta, writes), grad_after [n, H, K, V] of
+    the state after the chunks."""
+    q, k, v, c, beta, writes = parts
     H, G = v.shape[1], k.shape[1]
     qh, kh = (x.repeat_interleave(H // G, 1) for x in (q, k))
     decay, grow, strength = _decay(c), c.exp()[..., None], beta[..., None]

@@ -44,7 +44,7 @@ from lockstep.ops.base import (
     rows_by_expert,
 )
 from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext, sum_dtype
-from lockstep.ops.paged import causal_mask, paged_attention
+from lockstep.ops.paged import PagedKernel, causal_mask, paged_attention
 
 Tensor = torch.Tensor
 
@@ -253,18 +253,9 @@ class InvariantOps(GemmOps):
     def _paged_attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
     ) -> Tensor:
-        out = paged_attention(
-            q.float() * spec.scale,
-            k,
-            v,
-            spec=spec,
-            context=context,
-            attend=_attend,
-            key_block=KEY_BLOCK,
-            key_quantum=self.rules.key_quantum,
-            row_quantum=self.rules.head_quantum,
-        )
-        return out.to(q.dtype)
+        rules = self.rules
+        kernel = PagedKernel(_attend, KEY_BLOCK, rules.key_quantum, rules.head_quantum)
+        return paged_attention(q.float() * spec.scale, k, v, spec, context, kernel).to(q.dtype)
 
 
 class _PackedWeights:
@@ -430,7 +421,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        grads = packed.attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings, dtype=ctx.dtype)
+        grads = packed.attend_backward(grad_out, ctx.saved_tensors, *ctx.settings, dtype=ctx.dtype)
         return *grads, *[None] * 3
 
 

@@ -360,14 +360,13 @@ def _take_row(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index).transpose(0, 1)[None]
 
 
+Saved = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]
+"""(q, k, v, sinks, out, L) of a forward, kept for its backward."""
+
+
 def attend_backward(
     grad_out: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    sinks_H: Tensor | None,
-    out: Tensor,
-    lse_TH: Tensor,
+    saved: Saved,
     spec: AttentionSpec,
     context: PackedContext,
     *,
@@ -375,8 +374,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dQ, dK, dV, dsinks) by the stock kernel, from the output and L of any forward. dtype: of the
     products; None is the dtype of q."""
-    layout = layout_of(context, spec.window)
-    dtype = dtype or q_THD.dtype
+    q_THD, k_TGD, v_TGD, sinks_H, out, lse_TH = saved
+    layout, dtype = layout_of(context, spec.window), dtype or q_THD.dtype
     grad_out = grad_out.contiguous()
     # Several bands, rows or stems add to one token: in bfloat16 the small ones would be lost.
     wide = sum_dtype(q_THD.dtype) if layout.stems else q_THD.dtype
@@ -413,22 +412,7 @@ def attend_backward(
                 else:
                     piece.put(total, part.transpose(1, 2))
     for stem in layout.stems:
-        keys, values = (_take_row(x, stem.keys).to(dtype) for x in (k_TGD, v_TGD))
-        for queries in stem.queries:
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(_take_row(x, queries).to(dtype) for x in (grad_out, q_THD)),
-                keys,
-                values,
-                _take_row(out, queries).to(dtype),
-                lse_TH[queries].t()[None].contiguous(),
-                0.0,
-                False,
-                scale=spec.scale,
-            )
-            places = queries, stem.keys, stem.keys
-            for total, part, index in zip((grad_q, *totals), found, places, strict=True):
-                # An index has each token once: sums follow the order of the stems.
-                total.index_add_(0, index, part[0].transpose(0, 1).to(total.dtype))
+        _add_stem((grad_q, *totals), stem, grad_out, saved, scale=spec.scale, dtype=dtype)
     for total, band in zip(totals, bands, strict=False):
         assert layout.key_index is not None and layout.key_owned is not None, "bands have keys"
         if layout.is_shared:
@@ -443,6 +427,35 @@ def attend_backward(
     return grad_q.to(q_THD.dtype), grad_k, grad_v, grad_sinks
 
 
+def _add_stem(
+    grads: tuple[Tensor, ...],
+    stem: Stem,
+    grad_out: Tensor,
+    saved: Saved,
+    *,
+    scale: float,
+    dtype: torch.dtype,
+) -> None:
+    """Adds what a stem's queries and keys contribute to (dQ, dK, dV)."""
+    q_THD, k_TGD, v_TGD, _, out, lse_TH = saved
+    keys, values = (_take_row(x, stem.keys).to(dtype) for x in (k_TGD, v_TGD))
+    for queries in stem.queries:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(_take_row(x, queries).to(dtype) for x in (grad_out, q_THD)),
+            keys,
+            values,
+            _take_row(out, queries).to(dtype),
+            lse_TH[queries].t()[None].contiguous(),
+            0.0,
+            False,
+            scale=scale,
+        )
+        places = queries, stem.keys, stem.keys
+        for total, part, index in zip(grads, found, places, strict=True):
+            # An index has each token once: sums follow the order of the stems.
+            total.index_add_(0, index, part[0].transpose(0, 1).to(total.dtype))
+
+
 class SinkAttention(torch.autograd.Function):
     """`attend` and `attend_backward`."""
 
@@ -455,7 +468,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        return *attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings), None, None
+        return *attend_backward(grad_out, ctx.saved_tensors, *ctx.settings), None, None
 
 
 def _mask_of(piece: Piece, layout: PackedLayout, dtype: torch.dtype) -> Tensor | None:

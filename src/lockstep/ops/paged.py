@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,25 +28,32 @@ ALL = slice(None)
 QUERY_TILE = 128  # queries of a sequence that attend together; keys after them are not read
 
 
+@dataclass(frozen=True, slots=True)
+class PagedKernel:
+    """What ops compute of a paged context, and which sizes they compute it in.
+
+    The keys that `attend` gets begin at a multiple of `key_block`, counted from the start of the
+    sequence, and their number is a multiple of `key_quantum`. R is a multiple of `row_quantum`.
+    """
+
+    attend: Attend
+    key_block: int
+    key_quantum: int
+    row_quantum: int = 1
+
+
 def paged_attention(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    *,
     spec: AttentionSpec,
     context: PagedContext,
-    attend: Attend,
-    key_block: int,
-    key_quantum: int,
-    row_quantum: int = 1,
+    kernel: PagedKernel,
 ) -> Tensor:
     """Runs `attend` on each block of a context whose new keys and values are written: [T, H, D].
-
-    The keys that `attend` gets begin at a multiple of `key_block`, counted from the start of the
-    sequence, and their number is a multiple of `key_quantum`. Keys before every query's window or
-    after every query are left out. R is a multiple of `row_quantum`. Masks and sinks are float32,
-    or q's dtype if that is wider.
-    """
+    Keys before every query's window or after every query are left out. Masks and sinks are float32,
+    or q's dtype if that is wider."""
+    key_block, key_quantum = kernel.key_block, kernel.key_quantum
     H, D = q_THD.shape[1:]
     planes = [plane[spec.layer] for plane in planes_of(context)]
     keys = planes[0]
@@ -71,11 +79,12 @@ def paged_attention(
         ) -> Tensor:
             """`attend` for the queries [N, rows, D] of `part`, padded to the row quantum."""
             rows = q.shape[1]
-            extra = -rows % row_quantum
+            extra = -rows % kernel.row_quantum
             if extra:
                 q = F.pad(q, (0, 0, 0, extra))
             column = None if sinks is None else _sink_column(sinks, block, G, rows, extra)
-            out = attend(q, k, v, _mask(block, part, window, seen, G, H // G, extra, wide), column)
+            mask = _mask(block, part, window, seen, G, H // G, extra, wide)
+            out = kernel.attend(q, k, v, mask, column)
             return out[:, :rows] if extra else out
 
         if block.resident is not None:
