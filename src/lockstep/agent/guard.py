@@ -213,7 +213,7 @@ def described(error: BaseException) -> str:
 # -- values of foreign code ------------------------------------------------------------------------
 #
 # Values from foreign code are checked here, once, and copied: a plain value cannot change later, or
-# run code when it is read. Each of these raises Refused or DataError.
+# run code when it is read. Each of these raises Unusable or DataError.
 
 
 def checked_number(found: Any, where: str) -> float:
@@ -235,7 +235,7 @@ def checked_numbers(found: Any, where: str) -> dict[str, float]:
 
     >>> checked_numbers({"right": 10**400}, "parts")
     Traceback (most recent call last):
-    lockstep.agent.guard.Refused: parts.right is too large for a float; expected a finite number
+    lockstep.agent.guard.Unusable: parts.right is too large for a float; expected a finite number
     """
     numbers: dict[str, float] = {}
     for name, value in _pairs(found, where, "a mapping from names to finite numbers"):

@@ -448,20 +448,7 @@ def save_checkpoint(
     dtype = dtype or model.embedding.dtype
     source = HFTensors(model, num_kept=2)  # in a file, a layer's experts alternate between two
     before = _tensors_of(like)
-    tensors = {
-        name: Outgoing(name, tuple(outline.shape), dtype, partial(source.view, name))
-        for name, outline in source.outlines().items()
-    }
-    for name, stored in before.items():
-        if name.endswith(CHOICE_BIAS) and name in tensors:
-            kept, bias = DTYPES[stored.dtype_name], source.view(name)
-            is_exact = torch.equal(bias.to(kept).to(bias.dtype), bias)  # it may have been moved
-            tensors[name] = replace(tensors[name], dtype=kept if is_exact else bias.dtype)
-        elif _is_extra(name, model.config):
-            kept = DTYPES[stored.dtype_name]
-            tensors[name] = Outgoing(name, stored.shape, kept, stored.read)
-    for name, extra in (extra_tensors or {}).items():
-        tensors[name] = Outgoing(name, tuple(extra.shape), extra.dtype, lambda extra=extra: extra)
+    tensors = _outgoing(model, source, before, extra_tensors or {}, dtype=dtype)
     placed = _files_like(before, tensors, is_tied=model.config.tie_embeddings)
     if placed is None:
         placed = split_state_dict_into_shards_factory(
@@ -471,12 +458,8 @@ def save_checkpoint(
             max_shard_size=max_shard_bytes,
         ).tensor_to_filename
     if HEAD in placed and HEAD not in tensors:
-        tensors[HEAD] = Outgoing(
-            HEAD,
-            tuple(model.embedding.shape),
-            dtype,
-            partial(source.view, named(model.config, EMBEDDING)),
-        )
+        embedding = partial(source.view, named(model.config, EMBEDDING))
+        tensors[HEAD] = Outgoing(HEAD, tuple(model.embedding.shape), dtype, embedding)
     files = {
         file: [t for name, t in tensors.items() if placed[name] == file]
         for file in sorted(set(placed.values()))
@@ -494,13 +477,45 @@ def save_checkpoint(
                 "weight_map": dict(sorted(placed.items())),
             }
             (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        config = read_json(Path(like) / "config.json", CheckpointError)
-        config |= config_changes or {}
-        config.pop("quantization_config", None)
-        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        config[key] = str(dtype).removeprefix("torch.")
+        config = _config_like(like, config_changes or {}, dtype=dtype)
         (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         copy_companions(like, beside)
+
+
+def _config_like(
+    like: str | Path, changes: Mapping[str, Any], *, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The config.json of `like`, changed, for unpacked weights of this dtype."""
+    config = read_json(Path(like) / "config.json", CheckpointError) | changes
+    config.pop("quantization_config", None)
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    return config | {key: str(dtype).removeprefix("torch.")}
+
+
+def _outgoing(
+    model: Decoder,
+    source: HFTensors,
+    before: Mapping[str, StoredTensor],
+    extra_tensors: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+) -> dict[str, Outgoing]:
+    """Name -> tensor to write: the model's, the ones of `before` that the decoder does not run, and
+    the extra ones."""
+    tensors = {
+        name: Outgoing(name, tuple(outline.shape), dtype, partial(source.view, name))
+        for name, outline in source.outlines().items()
+    }
+    for name, stored in before.items():
+        if name.endswith(CHOICE_BIAS) and name in tensors:
+            kept, bias = DTYPES[stored.dtype_name], source.view(name)
+            is_exact = torch.equal(bias.to(kept).to(bias.dtype), bias)  # it may have been moved
+            tensors[name] = replace(tensors[name], dtype=kept if is_exact else bias.dtype)
+        elif _is_extra(name, model.config):
+            tensors[name] = Outgoing(name, stored.shape, DTYPES[stored.dtype_name], stored.read)
+    for name, extra in extra_tensors.items():
+        tensors[name] = Outgoing(name, tuple(extra.shape), extra.dtype, lambda extra=extra: extra)
+    return tensors
 
 
 @contextmanager

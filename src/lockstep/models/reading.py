@@ -296,23 +296,8 @@ def read_rope(
 ) -> tuple[float, RopeScaling | None]:
     """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` before."""
     r = reading
-    old, new = r.get("rope_scaling", default={}), r.get("rope_parameters", default={})
-    if old and new and old != new:
-        r.problems.append(
-            f"rope_parameters={json.dumps(new)} and rope_scaling={json.dumps(old)} differ"
-        )
-    rope: Mapping[str, Any] = new or old
-    if "window_rope_theta" in r.defaults:
-        if new and new.keys() - {*_LAYER_KINDS}:  # transformers takes its defaults instead
-            r.problems.append(
-                f"rope_parameters={json.dumps(new)} must have one object each for "
-                f"{' and '.join(_LAYER_KINDS)}"
-            )
-            return theta, None
-        if not rope.keys() - {*_LAYER_KINDS}:
-            rope = object_of(r, rope, "full_attention")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        r.problems.append(f"rope_parameters by layer type ({', '.join(rope)}) are not implemented")
+    rope = _rope_settings(r)
+    if rope is None:
         return theta, None
     given = rope.get("rope_theta")
     theta = r.number(r.get("rope_theta", default=theta) if given is None else given, "rope_theta")
@@ -352,6 +337,30 @@ def read_rope(
     missing = [s.name for s in settings if s.default is MISSING and s.name not in given]
     r.problems += [f"{name} of rope_type={kind!r} is missing" for name in missing]
     return theta, None if missing else scaling(**given)
+
+
+def _rope_settings(reading: Reading) -> Mapping[str, Any] | None:
+    """The settings of the layers that see everything; None if they cannot be read."""
+    r = reading
+    old, new = r.get("rope_scaling", default={}), r.get("rope_parameters", default={})
+    if old and new and old != new:
+        r.problems.append(
+            f"rope_parameters={json.dumps(new)} and rope_scaling={json.dumps(old)} differ"
+        )
+    rope: Mapping[str, Any] = new or old
+    if "window_rope_theta" in r.defaults:
+        if new and new.keys() - {*_LAYER_KINDS}:  # transformers takes its defaults instead
+            r.problems.append(
+                f"rope_parameters={json.dumps(new)} must have one object each for "
+                f"{' and '.join(_LAYER_KINDS)}"
+            )
+            return None
+        if not rope.keys() - {*_LAYER_KINDS}:
+            rope = object_of(r, rope, "full_attention")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        r.problems.append(f"rope_parameters by layer type ({', '.join(rope)}) are not implemented")
+        return None
+    return rope
 
 
 def object_of(reading: Reading, source: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -334,7 +334,6 @@ class StateStep:
         taps = np.stack(
             [_place(sequence, at - back, first, base, width) for back in range(width - 1, -1, -1)]
         )
-        of = np.arange(len(lengths))
 
         def tail_at(chosen: Indices, fed: Indices) -> Indices:
             """The tail of sequences `chosen` after `fed` tokens."""
@@ -342,14 +341,7 @@ class StateStep:
             places = [_place(chosen, fed - back, first, base, width) for back in backs]
             return np.stack(places, 1)
 
-        span = order = back = None
-        of_rows = slots[:num_rows]
-        if num_rows and np.ptp(of_rows) < 2 * num_rows:
-            span = slice(of_rows.min(), of_rows.max() + 1)
-            if (np.diff(of_rows) != 1).any():
-                back = of_rows - span.start
-                order = np.zeros(span.stop - span.start, np.int64)
-                order[back] = np.arange(num_rows)
+        span, order, back = _span_of(slots[:num_rows])
         border = end // CHUNK * CHUNK
         comes = np.flatnonzero(border > begin)
         full = np.flatnonzero(border[:num_rows] > begin[:num_rows])
@@ -369,17 +361,31 @@ class StateStep:
             on(slots),
             on(begin[:num_rows] % CHUNK),
             on(full if back is None else back[full]) if len(full) else None,
-            on(of_rows[full]),
+            on(slots[full]),
             chunks,
             on((end[num_rows:] - 1) % CHUNK),
             on(taps),
-            on(tail_at(of, lengths)),
+            on(tail_at(np.arange(len(lengths)), lengths)),
             on(tail_at(comes, (border - begin)[comes])),
             on(slots[comes]),
             span,
             None if order is None else on(order),
             None if back is None else on(back),
         )
+
+
+def _span_of(slots: Indices) -> tuple[slice | None, Indices | None, Indices | None]:
+    """(`span`, `order`, `back`) of `StateStep` for the slots of its rows."""
+    num_rows = len(slots)
+    if not num_rows or np.ptp(slots) >= 2 * num_rows:
+        return None, None, None
+    span = slice(slots.min(), slots.max() + 1)
+    if (np.diff(slots) == 1).all():
+        return span, None, None
+    back = slots - span.start
+    order = np.zeros(span.stop - span.start, np.int64)
+    order[back] = np.arange(num_rows)
+    return span, order, back
 
 
 def _place(sequence: Indices, at: Indices, first: Indices, base: int, width: int) -> Indices:

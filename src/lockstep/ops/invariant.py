@@ -425,6 +425,12 @@ class _Attention(torch.autograd.Function):
         return *grads, *[None] * 3
 
 
+def _sink_column(sinks_H: Tensor, groups: int, queries: int, extra: int) -> Tensor:
+    """[1, G, R, 1]: the sink of each row of a key head's matrix, `extra` of them padding."""
+    by_row = sinks_H.float().view(groups, -1, 1).expand(-1, -1, queries).reshape(groups, -1)
+    return F.pad(by_row, (0, extra))[None, :, :, None]
+
+
 def _attend_rows(
     q: Tensor,
     k: Tensor,
@@ -441,8 +447,7 @@ def _attend_rows(
     """
     B, Q, H, D = q.shape
     sinks, window = spec.sinks, spec.window
-    G = k.shape[2]
-    repeat = H // G
+    G, repeat = k.shape[2], H // k.shape[2]
     out, lse = torch.empty_like(q), q.new_empty(B, H, Q, dtype=torch.float32)
     keys, values = (  # [B * G, L', D]
         x.transpose(1, 2).float().reshape(B * G, -1, D) for x in (k, v)
@@ -466,10 +471,7 @@ def _attend_rows(
         at_query = F.pad(at_query, (0, extra), value=stop - 1)[:, None]
         at_key = torch.arange(first, last, device=q.device)
         mask = causal_mask(at_query, at_key, window, torch.float32)[None]
-        column = None
-        if sinks is not None:
-            column = sinks.float().view(G, repeat, 1).expand(-1, -1, stop - start).reshape(G, -1)
-            column = F.pad(column, (0, extra))[None, :, :, None]
+        column = None if sinks is None else _sink_column(sinks, G, stop - start, extra)
         step = max(1, TILE_SCORES // (G * (rows + extra) * (last - first)))
         for at in range(0, B, step):
             part = slice(at, at + step)

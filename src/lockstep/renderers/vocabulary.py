@@ -78,20 +78,16 @@ def read_vocabulary(
     # A symbol that is in no vocabulary would get another id from the tokenizers library: the next
     # one free, and control tokens have left holes.
     vocab |= symbols
-    if kind == "byte-level":
-        text_tokens = {
-            id_: piece.encode() if piece in symbols else _bytes_of_characters(piece, where)
-            for piece, id_ in vocab.items()
-        }
-    else:
-        text_tokens = {
-            id_: bytes([BYTE_OF_TOKEN[piece]])
-            if piece in BYTE_OF_TOKEN
-            else piece.replace(SPACE, " ").encode()
-            for piece, id_ in vocab.items()
-        }
     if kind != "byte-level":
         _check_bytes(vocab, where)
+
+    def spelled(piece: str) -> bytes:
+        if kind != "byte-level":
+            byte = BYTE_OF_TOKEN.get(piece)
+            return piece.replace(SPACE, " ").encode() if byte is None else bytes([byte])
+        return piece.encode() if piece in symbols else _bytes_of_characters(piece, where)
+
+    text_tokens = {id_: spelled(piece) for piece, id_ in vocab.items()}
     plain: dict[str, Any] = {
         "version": spec.get("version", "1.0"),
         "truncation": None,

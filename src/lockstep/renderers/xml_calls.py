@@ -56,6 +56,7 @@ class TagDialect:
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 DIALECTS = {name: TagDialect(**fields) for name, fields in _TABLES.items()}
 
+WORDS_BETWEEN = "a call has words between its parameters"
 
 TextParameters = dict[str, Mapping[str, Any]]
 """Tool -> the JSON schema of its arguments, which says which of them may be text."""
@@ -84,7 +85,7 @@ def read_xml_call(
     if isinstance(read, str):
         return read
     call, end = read
-    return "a call has words between its parameters" if text[end:].strip() else call
+    return WORDS_BETWEEN if text[end:].strip() else call
 
 
 def scan_xml_call(
@@ -102,8 +103,7 @@ def scan_xml_call(
         return "a call's name is not printable text"
     at = end + len(dialect.name_end)
     root = schemas.get(name)
-    properties: Any = None if root is None else root.get("properties")
-    declared = cast("dict[str, Any]", properties) if isinstance(properties, dict) else None
+    declared = None if root is None else _properties_of(root)
     found: dict[str, int] = {}
 
     def find(tag: str) -> int:
@@ -121,15 +121,14 @@ def scan_xml_call(
         if not text.startswith(dialect.key_open, at):
             if not dialect.close:
                 break
-            is_cut = at == len(text)
-            return "a call is not closed" if is_cut else "a call has words between its parameters"
+            return "a call is not closed" if at == len(text) else WORDS_BETWEEN
         begin = at + len(dialect.key_open)
         key_end = text.find(dialect.key_end, begin)
         key = unmarked(text[begin : max(key_end, begin)].strip(), mark)
         at = key_end + len(dialect.key_end)
         at = _skip_blanks(text, at) if dialect.value_open else at
         if key_end < 0 or not key or "\n" in key or not text.startswith(dialect.value_open, at):
-            return "a call has words between its parameters"
+            return WORDS_BETWEEN
         begin = at + len(dialect.value_open)
         end = find(dialect.value_end)
         at = end + len(dialect.value_end)
@@ -148,6 +147,11 @@ def scan_xml_call(
         arguments[key] = _typed(unmarked(value, mark), key, declared, root)
     is_ascii = "\\ud" in text.lower()  # halves of surrogate pairs, which JSON can spell, stay so
     return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=is_ascii)), end
+
+
+def _properties_of(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    found = schema.get("properties")
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
 
 
 def _skip_blanks(text: str, at: int) -> int:
