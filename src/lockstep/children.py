@@ -149,7 +149,7 @@ class Child:
                 process.end()
                 raise
 
-    async def ask_beside(self, request: Mapping[str, Any]) -> Reply:
+    async def ask_concurrently(self, request: Mapping[str, Any]) -> Reply:
         """The reply to one of several requests that the child works on at a time. There is no
         limit on time: a caller that is cancelled cancels the request. Raises as `ask` does."""
         await asyncio.to_thread(self.open)

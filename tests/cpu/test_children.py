@@ -181,7 +181,7 @@ def test_requests_beside_each_other_end_in_the_order_of_their_work(tmp_path):
         ended: list[float] = []
 
         async def ask(wait: float) -> None:
-            ended.append((await child.ask_beside({"wait": wait}))["wait"])
+            ended.append((await child.ask_concurrently({"wait": wait}))["wait"])
 
         await asyncio.gather(ask(1.0), ask(0.5), ask(0.0))
         return ended
@@ -194,8 +194,10 @@ def test_a_cancelled_request_is_told_to_the_child_and_its_end_to_the_others(tmp_
     child = child_of(BESIDE, tmp_path)
 
     async def ask() -> None:
-        await child.ask_beside({"wait": 0})
-        first, second = (asyncio.create_task(child.ask_beside({"wait": 600})) for _ in range(2))
+        await child.ask_concurrently({"wait": 0})
+        first, second = (
+            asyncio.create_task(child.ask_concurrently({"wait": 600})) for _ in range(2)
+        )
         await asyncio.sleep(0.3)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -11,7 +11,7 @@ from cpu.training.tiny_training import make_rows, make_trainer
 from lockstep.launch.place import Rank
 from lockstep.launch.ranks import Ranks
 from lockstep.models.moe import Router
-from lockstep.models.sharding import copy_whole, shard, whole
+from lockstep.models.sharding import copy_whole, full_tensor, shard
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.training.trainer import Trainer
@@ -47,7 +47,7 @@ def script(trainer, directory):
 
 def biases(model):
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    return torch.stack([whole(router.choice_bias.detach()).clone() for router in routers])
+    return torch.stack([full_tensor(router.choice_bias.detach()).clone() for router in routers])
 
 
 def work(rank, directory):

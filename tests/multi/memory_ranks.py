@@ -9,7 +9,7 @@ from trainer_ranks import make_arm
 
 from lockstep.launch.place import Rank
 from lockstep.launch.ranks import Ranks
-from lockstep.models.sharding import whole
+from lockstep.models.sharding import full_tensor
 from lockstep.objectives.config import PPOClip
 
 LENGTHS = (9, 40, 33, 12)
@@ -27,7 +27,7 @@ def script(directory, ranks=None, **settings):
     trainer.save(Path(directory) / "saved")
     if ranks is not None:
         dist.barrier()
-    weights = {n: whole(p.detach()).clone() for n, p in trainer.model.named_parameters()}
+    weights = {n: full_tensor(p.detach()).clone() for n, p in trainer.model.named_parameters()}
     return weights, {
         n: t.clone()
         for n, t in {t.name: t.view() for t in trainer.optimizer.state_tensors()}.items()

@@ -33,7 +33,7 @@ CONNECT_SECONDS = 10.0
 """Limit for opening a connection. A machine that is up takes or refuses one at once; a firewall or
 an unused address does neither."""
 
-TELL_SECONDS = 15.0
+REPORT_SECONDS = 15.0
 """Interval of the messages about a server that does not answer yet."""
 
 _compact = partial(json.dumps, separators=(",", ":"), allow_nan=False)
@@ -205,7 +205,7 @@ class HttpClient:
         Raises ServerUnreachableError, which says how long the wait was, what the last attempt found
         and how such a server is started.
         """
-        started = told_at = time.monotonic()
+        started = reported_at = time.monotonic()
         while True:
             try:
                 return self.call_now(path, seconds=min(PROBE_SECONDS, start_seconds))
@@ -219,8 +219,8 @@ class HttpClient:
             waited = time.monotonic() - started
             if reason := is_alive():
                 raise ServerUnreachableError(f"engine {self.name} at {self.url}: {reason}")
-            if told_at <= time.monotonic():
-                told_at += TELL_SECONDS
+            if reported_at <= time.monotonic():
+                reported_at += REPORT_SECONDS
                 on_wait(f"waiting for engine {self.name} at {self.url} ({waited:.0f} s)")
             if waited + WAIT_SECONDS > start_seconds:
                 advice = "" if self._advice() in str(found) else self._advice()

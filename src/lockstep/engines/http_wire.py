@@ -83,10 +83,11 @@ def check_same_config(
         )
 
 
-def check_echoed_ids(told: list[int], ids: list[int], where: str) -> None:
-    """Raises EngineError unless log-probs belong to the ids beside them."""
-    if told != ids:
-        raise EngineError(f"{where}: log-probs of the ids {told[:8]} beside the ids {ids[:8]}.")
+def check_echoed_ids(scored: list[int], ids: list[int], where: str) -> None:
+    """Raises EngineError unless log-probs belong to the ids beside them. scored: ids of the
+    log-probs."""
+    if scored != ids:
+        raise EngineError(f"{where}: log-probs of the ids {scored[:8]} beside the ids {ids[:8]}.")
 
 
 def labels_of(answer: Mapping[str, Any]) -> tuple[str, ...]:

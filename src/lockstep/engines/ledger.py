@@ -329,19 +329,19 @@ class LedgerEngine(Engine, Generic[E]):
 
     async def pause(self) -> None:
         async with self._changing():
-            await self._hold()
+            await self._suspend()
             self._ledger.is_paused = True
 
-    async def _hold(self) -> None:
+    async def _suspend(self) -> None:
         """Returns when no step is running."""
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
         async with self._changing():
             if self._ledger.is_paused:
                 self._ledger.is_paused = False
-                await self._go_on(drop_cache=kv == "drop")
+                await self._proceed(drop_cache=kv == "drop")
 
-    async def _go_on(self, *, drop_cache: bool) -> None:
+    async def _proceed(self, *, drop_cache: bool) -> None:
         """Samples again, unless the ledger forbids it."""
 
     async def sleep(self) -> None:
@@ -363,7 +363,7 @@ class LedgerEngine(Engine, Generic[E]):
             if self._ledger.is_asleep:
                 await self._take_memory()
                 self._ledger.is_asleep = False
-                await self._go_on(drop_cache=False)
+                await self._proceed(drop_cache=False)
 
     async def _take_memory(self) -> None: ...
 

@@ -258,7 +258,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             check_source(source, self.capabilities)
             if self._lease is not None:  # nobody else's weights are replaced
                 self._lease.claim(await self.wire.read_label())
-            await self._hold()
+            await self._suspend()
             for reply in self._ledger.running.values():
                 if len(reply.token_ids) > reply.num_sent:
                     self._send(reply, "weight_update")
@@ -278,7 +278,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
                 raise
             self._ledger.broken = ""
             self._version = version
-            await self._go_on(drop_cache=True)
+            await self._proceed(drop_cache=True)
 
     async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
         """See `Engine.load_adapter`: a directory in PEFT's form, which stays until the adapter is
@@ -303,7 +303,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         for reply in self._replies_of(name):
             if reply.call_id:
                 reply.is_moving = True
-                await self._tell_abort(reply.call_id)
+                await self._send_abort(reply.call_id)
             elif len(reply.token_ids) > reply.num_sent:
                 self._send(reply, "weight_update")
         calls = [call for call, of in self._calls.items() if of is not None and of.is_moving]
@@ -320,7 +320,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
                 call_id = reply.call_id
                 self._ledger.fail(reply, EngineError(text))
                 if call_id:
-                    await self._tell_abort(call_id)
+                    await self._send_abort(call_id)
             await self.wire.drop_adapter(adapter[0])
 
     def _replies_of(self, adapter: str) -> list[_ServedEntry]:
@@ -350,7 +350,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         await self.wire.ping()
 
     async def _free_memory(self) -> None:
-        await self._hold()
+        await self._suspend()
         await self.wire.sleep()
         self._is_cache_old = True
 
@@ -594,7 +594,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
 
     # -- the gate -----------------------------------------------------------------------------
 
-    async def _hold(self) -> None:
+    async def _suspend(self) -> None:
         """Stops sampling. What was sampled so far stays with its request."""
         if self._is_shut:
             return
@@ -627,7 +627,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
                 break
         return left
 
-    async def _go_on(self, *, drop_cache: bool) -> None:
+    async def _proceed(self, *, drop_cache: bool) -> None:
         """Resumes the server, unless it is still to be paused or asleep. Requests continue as new
         calls, which find their tokens in the server's prefix cache, if it has one."""
         self._is_cache_old |= drop_cache
@@ -705,11 +705,11 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         assert reply.task is not None, "started"
         reply.task.cancel()
         if reply.call_id:  # the server notices a closed connection in its own time
-            told = asyncio.get_running_loop().create_task(self._tell_abort(reply.call_id))
-            self._aborts.add(told)
-            told.add_done_callback(self._aborts.discard)
+            sending = asyncio.get_running_loop().create_task(self._send_abort(reply.call_id))
+            self._aborts.add(sending)
+            sending.add_done_callback(self._aborts.discard)
 
-    async def _tell_abort(self, call_id: str) -> None:
+    async def _send_abort(self, call_id: str) -> None:
         with contextlib.suppress(EngineError):  # a server that is gone has ended the call as well
             await self.wire.abort(call_id)
 

@@ -39,7 +39,7 @@ READY = 0
 CLOSE_SECONDS = 10.0
 """Time that a worker has to end after it was asked to; then it is killed."""
 
-TELL_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 """Interval between two messages about an engine that is still starting."""
 
 
@@ -100,7 +100,7 @@ class WorkerEngine(Engine):
         worker = self._start()
         worker.send([self._make])
         try:
-            while (batch := worker.receive(seconds=TELL_SECONDS)) is None:
+            while (batch := worker.receive(seconds=REPORT_SECONDS)) is None:
                 self._on_wait(f"{worker.name} is still starting.")
         except (EOFError, OSError):
             raise EngineDownError(f"no engine: {worker.why_ended()}") from None

@@ -55,15 +55,15 @@ def is_follower() -> bool:
 
 
 @contextmanager
-def hearing_interrupts(hear: Callable[[], object]) -> Generator[None]:
-    """Calls `hear` at each Ctrl-C within the block, in place of the handler of before.
+def handling_interrupts(on_interrupt: Callable[[], object]) -> Generator[None]:
+    """Calls `on_interrupt` at each Ctrl-C within the block, in place of the handler of before.
 
     Python calls handlers in the main thread alone; elsewhere this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: hear())
+    before = signal.signal(signal.SIGINT, lambda *_: on_interrupt())
     try:
         yield
     finally:

@@ -76,7 +76,7 @@ def on_all_ranks(
         return lost[0].why_ended() if lost else ""
 
     try:
-        with _heard_at_once(lambda: [follower.end(0) for follower in followers]):
+        with _ending_at_second_signal(lambda: [follower.end(0) for follower in followers]):
             followers += [_Follower(place, call) for place in places[1:]]
             return call(places[0], why_lost)
     finally:
@@ -122,7 +122,7 @@ class _Follower:
 
 
 @contextlib.contextmanager
-def _heard_at_once(end_others: Callable[[], object]) -> Generator[None]:
+def _ending_at_second_signal(end_others: Callable[[], object]) -> Generator[None]:
     """Ends all processes at a second Ctrl-C or SIGTERM, also where this one waits for a rank that
     hangs: gloo waits in C++, where Python hears no signal."""
     if threading.current_thread() is not threading.main_thread():

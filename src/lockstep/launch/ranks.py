@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.config import differences
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.place import Rank, hearing_interrupts
+from lockstep.launch.place import Rank, handling_interrupts
 
 T = TypeVar("T")
 
@@ -144,12 +144,12 @@ class Ranks:
         found = self.gather(dict(settings))
         for rank, theirs in enumerate(found):
             if differing := differences(found[0], theirs):
-                told = [
+                listed = [
                     f"{name} is {of_first!r} on rank 0 and {of_other!r} on rank {rank}"
                     for name, (of_first, of_other) in list(differing.items())[:NUM_NAMED]
                 ]
                 raise RankError(
-                    f"ranks disagree about the config: {'; '.join(told)}. Give every process the "
+                    f"ranks disagree about the config: {'; '.join(listed)}. Give every process the "
                     "same recipe and settings. Nothing was started."
                 )
 
@@ -169,7 +169,7 @@ class Ranks:
                 raise KeyboardInterrupt
             self._is_stop_asked = True
 
-        return hearing_interrupts(ask)
+        return handling_interrupts(ask)
 
     def is_stop_asked(self) -> bool:
         """True if any rank was interrupted."""

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from lockstep.children import module_path
 from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankError
 from lockstep.launch.config import ParallelConfig
-from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port, hearing_interrupts
+from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port, handling_interrupts
 from lockstep.launch.placement import RayPlacement
 from lockstep.launch.workers import Line, WorkerProcess, end_now, portable
 
@@ -227,7 +227,7 @@ def _passing_interrupts(hosts: Sequence[Any]) -> contextlib.AbstractContextManag
         for host in hosts[: 1 if num_interrupts == 1 else None]:
             host.signal.remote(int(signal.SIGINT))
 
-    return hearing_interrupts(pass_on)
+    return handling_interrupts(pass_on)
 
 
 # -- in an actor ----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from lockstep.models.shapes import (
     decoder_layout,
     named,
 )
-from lockstep.models.sharding import is_sharded, local_part, mesh_of, part_like, shard, whole
+from lockstep.models.sharding import full_tensor, is_sharded, local_part, mesh_of, part_like, shard
 from lockstep.models.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
@@ -386,7 +386,8 @@ class HFTensors(Mapping[str, Tensor]):
         if ours not in self._values:
             while len(self._values) >= self._num_kept:
                 self._values.pop(next(iter(self._values)))
-            self._values[ours] = merged(self._model, ours, whole(self._parameters[ours].detach()))
+            weight = full_tensor(self._parameters[ours].detach())
+            self._values[ours] = merged(self._model, ours, weight)
         return piece.view(self._values[ours])
 
     def __getitem__(self, name: str) -> Tensor:

@@ -168,10 +168,10 @@ def _read_same_shape(model: Decoder, directory: str | Path) -> LoraShape:
     """The shape of a stored adapter. Raises CheckpointError unless the model's adapter has it."""
     found, mine = read_shape(directory, model.config), _shape(model)
     if (found.sites, found.rank, found.scale) != (mine.sites, mine.rank, mine.scale):
-        told = "; other projections are adapted" if found.describe() == mine.describe() else ""
+        others = "; other projections are adapted" if found.describe() == mine.describe() else ""
         raise CheckpointError(
             f"{directory} holds an adapter of {found.describe()}; this model's is of "
-            f"{mine.describe()}{told}."
+            f"{mine.describe()}{others}."
         )
     return found
 

@@ -68,7 +68,7 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if is_sharded(x) else x
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """All of a parameter or gradient. Collective where it is sharded: all ranks in one order."""
     return x.full_tensor() if is_sharded(x) else x
 
@@ -112,4 +112,4 @@ def copy_whole(
     with torch.no_grad():
         for name, parameter in source.named_parameters():
             if parameter.requires_grad or not is_trained_only:
-                own[name].copy_(whole(parameter.detach()))
+                own[name].copy_(full_tensor(parameter.detach()))

@@ -125,12 +125,12 @@ def why_not_same(mine: Fingerprint, text: str) -> str:
     if not text:
         return "it does not say what computed its log-probs (no fingerprint)"
     differing = mine.differences(Fingerprint.from_text(text))
-    told = [
+    listed = [
         f"{name} is {theirs!r} there and {ours!r} here"
         for name, (ours, theirs) in differing.items()
     ]
     advice = next((ADVICE[name] for name in differing if name in ADVICE), "")
-    return "; ".join(told) + (f". To keep it, {advice}" if advice else "")
+    return "; ".join(listed) + (f". To keep it, {advice}" if advice else "")
 
 
 def check_rows(mine: Fingerprint, rows: Iterable[tuple[str, tuple[str, ...]]]) -> None:

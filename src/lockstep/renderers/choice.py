@@ -50,8 +50,8 @@ class Choice:
 
     @property
     def line(self) -> str:
-        told = self.renderer.tools_line if isinstance(self.renderer, JinjaRenderer) else ""
-        said = "; ".join(part for part in (self.why, told) if part)
+        tools_line = self.renderer.tools_line if isinstance(self.renderer, JinjaRenderer) else ""
+        said = "; ".join(part for part in (self.why, tools_line) if part)
         return f"{tag(type(self.config))}: {said}" if said else ""
 
 

@@ -115,8 +115,8 @@ class MistralRenderer(TurnRenderer):
         call_id = message.tool_call_id or number
         if self._is_v7:
             return [begin, call_id, self._content, message.content, end]
-        told = {"content": _value_of(message.content or "{}"), "call_id": call_id}
-        return [begin, json.dumps(told, ensure_ascii=False), end]
+        result = {"content": _value_of(message.content or "{}"), "call_id": call_id}
+        return [begin, json.dumps(result, ensure_ascii=False), end]
 
     def _body(self, message: Message, *, is_given: bool = False) -> list[Piece]:
         """is_given: the message is part of a history, which is written without spaces at its

@@ -21,7 +21,7 @@ import torch
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import ExpertLowRank, LowRank
 from lockstep.models.shapes import decoder_layout
-from lockstep.models.sharding import local_part, mesh_of, whole
+from lockstep.models.sharding import full_tensor, local_part, mesh_of
 from lockstep.models.tensor_file import blocks_of
 
 Tensor = torch.Tensor
@@ -138,7 +138,7 @@ class WeightChange:
             own.copy_(self._kept.pop(name))
             return
         generator = torch.Generator(own.device).manual_seed(self._seed_of(name, parameter))
-        is_empty = not whole(parameter.detach()).any()
+        is_empty = not full_tensor(parameter.detach()).any()
         if parameter.numel() <= SMALL or is_empty:
             self._kept[name] = own.clone()
             noise = torch.randn(own.shape, generator=generator, device=own.device)
@@ -177,4 +177,4 @@ class WeightChange:
 
 
 def _rms(parameter: Tensor) -> float:
-    return float(whole(parameter.detach()).float().square().mean().sqrt())
+    return float(full_tensor(parameter.detach()).float().square().mean().sqrt())

@@ -112,8 +112,8 @@ def assert_aligned(
         )
     mean = float(np.nanmean(gap))
     if mean > max_mean_diff:
-        if told := _shift(rows):
-            raise AssertionError(f"{told}\n{NEXT}")
+        if shift := _shift(rows):
+            raise AssertionError(f"{shift}\n{NEXT}")
         raise AssertionError(
             f"the two sides are {mean:.3g} nats apart in the mean, at most {max_mean_diff:g} were "
             f"expected; no offset explains it. The worst: {_worst(rows)}. {NEXT}"
@@ -128,12 +128,12 @@ def _shift(rows: Rows) -> str:
     if judged is None or judged.share < 0.5:
         return ""
     cause = CAUSES["shifted"]
-    told = [
+    lines = [
         f"  {e.row}, positions {e.begin}-{e.end}: {e.note}"
         for e in evidence_of(view, judged, _SHOWN)
     ]
-    told += [f"  the worst: {_worst(rows)}", f"  {cause.remedy}"]
-    return "\n".join([f"{cause.title} They are {judged.prediction.text}.", *told])
+    lines += [f"  the worst: {_worst(rows)}", f"  {cause.remedy}"]
+    return "\n".join([f"{cause.title} They are {judged.prediction.text}.", *lines])
 
 
 def assert_prefix(shorter_ids: Any, longer_ids: Any, *, tokenizer: Tokenizer | None = None) -> None:

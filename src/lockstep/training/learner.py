@@ -16,7 +16,7 @@ import torch
 
 from lockstep.config import read_json
 from lockstep.errors import CheckpointError
-from lockstep.launch.place import hearing_interrupts
+from lockstep.launch.place import handling_interrupts
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.critic import ValueModel
 from lockstep.models.decoder import Decoder
@@ -313,7 +313,7 @@ def uninterrupted() -> Generator[None]:
         is_interrupted = True
 
     try:
-        with hearing_interrupts(note):
+        with handling_interrupts(note):
             yield
     finally:
         if is_interrupted:

@@ -197,10 +197,10 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
     async def _abort(self, entry: Sequence) -> None:
         self._end(entry, "abort")
 
-    async def _hold(self) -> None:
+    async def _suspend(self) -> None:
         self._drop_ahead()
 
-    async def _go_on(self, *, drop_cache: bool) -> None:
+    async def _proceed(self, *, drop_cache: bool) -> None:
         if drop_cache:
             self._drop_cache()
         self._drive()

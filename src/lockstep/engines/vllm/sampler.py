@@ -134,12 +134,12 @@ class ExactSampler(Sampler):
             if support:
                 none = np.empty(0, np.int32)
                 self.support = [support.get(at, none) for at in range(len(rows))]
-            told = None
+            tensors = None
             if sampling_metadata.max_num_logprobs is not None:
                 chosen = logits.gather(1, ids[:, None])
                 ranks = (logits >= chosen).sum(1)
-                told = LogprobsTensors(ids[:, None].int(), logprobs[:, None], ranks)
-        return SamplerOutput(sampled_token_ids=ids[:, None].int(), logprobs_tensors=told)
+                tensors = LogprobsTensors(ids[:, None].int(), logprobs[:, None], ranks)
+        return SamplerOutput(sampled_token_ids=ids[:, None].int(), logprobs_tensors=tensors)
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
         """The model's log-probs, for the tokens of prompts."""

@@ -161,7 +161,7 @@ class VerifiersHarness(Harness):
         """Returns the mean reward of the trainable agents. Raises ToolServerError for an episode
         that verifiers report as failed."""
         with _own_errors():
-            reply = await self._child.ask_beside(
+            reply = await self._child.ask_concurrently(
                 {
                     "index": task.payload["index"],
                     "url": f"{endpoint.base_url}/v1",

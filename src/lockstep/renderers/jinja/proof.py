@@ -79,7 +79,7 @@ def prove(renderer: Any) -> TemplateProof:
             unsupported.setdefault(ability, renderer.shape.no_calls)
             continue
         try:
-            _hold(renderer, messages, is_cut=name == "truncated")
+            _check_cases(renderer, messages, is_cut=name == "truncated")
         except RendererError as error:
             problem = f"dialogue {name!r}: {error}"
         else:
@@ -93,7 +93,7 @@ def prove(renderer: Any) -> TemplateProof:
     return TemplateProof(held=tuple(held), num_asked=num_asked, unsupported=unsupported)
 
 
-def _hold(renderer: Any, messages: Sequence[Message], *, is_cut: bool) -> None:
+def _check_cases(renderer: Any, messages: Sequence[Message], *, is_cut: bool) -> None:
     """Raises RendererError if the extended dialogue differs from the template's ids."""
     has_calls = any(m.tool_calls for m in messages)
     tools = (TOOL,) if has_calls and renderer.config.tools_in_prompt else ()
