@@ -223,7 +223,7 @@ def predict_memory(
         is_sharded=config.parallel.shard and world > 1,
     )
     if isinstance(config, SupervisedConfig):
-        longest = config.sft.max_tokens or config.max_tokens
+        longest = config.max_tokens
         facts = replace(facts, max_update_tokens=config.sft.rows_per_step * longest)
     if isinstance(config, Config):
         critic = None

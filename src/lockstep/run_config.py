@@ -111,8 +111,6 @@ class SignalConfig:
     order: Literal["stream", "expected"] = "stream"
     """stream: tasks as they come. expected: tasks are drawn in proportion to their expected signal,
     the share of their past groups with differing rewards; the others wait for the next epoch."""
-    candidates: int = 4
-    """Tasks of the stream for each that is drawn with order=expected."""
     over_long: Literal["train", "drop"] = "train"
     """Treatment of an episode that a budget cut off: train on it, or leave it out once it has
     counted in its group's baseline (overlong filtering of DAPO)."""
@@ -122,7 +120,6 @@ class SignalConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "signal.", "max_extra_tasks", "length_penalty_tokens", least=0)
-        check_numbers(self, "signal.", "candidates", least=2)
         if self.on_shortage == "stop" and not self.max_extra_tasks:
             raise ConfigError(
                 "on_shortage=stop with max_extra_tasks=0: no group is replaced, so "

@@ -233,7 +233,7 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:
         held = _load("evaluation.path", config, model_files)[: tests.num_rows]
     else:
         examples, held = hold_out(examples, tests, seed=config.seed)
-    limit = sft.max_tokens or config.max_tokens
+    limit = config.max_tokens
     tested = [sft_row(each, model_files.renderer) for each in held]
     tested = [row for row in tested if fits(row, sft, limit)]
     if config.data is None:

@@ -39,14 +39,11 @@ def average_logprobs(
     scorings: Tensor | Sequence[Tensor],
     *,
     rollout_logprobs: Tensor | None = None,
-    average_sampling_pass: bool = False,
 ) -> AveragedLogprobs:
     """The behaviour policy from its re-scorings: the mean of probabilities, in log space.
 
     scorings: [S, T] or S tensors [T], float32 nats, of the same tokens by the engine that sampled
-    them, each from a pass of its own; S counts re-scorings only. rollout_logprobs: [T], recorded
-    while sampling. average_sampling_pass: count them in the average as another scoring, at the cost
-    of `sampling_bias` / (S + 1).
+    them, each from a pass of its own. rollout_logprobs: [T], recorded while sampling; not averaged.
 
     The mean is of probabilities, not of log-probs: the ratio divides by a probability.
 
@@ -65,8 +62,6 @@ def average_logprobs(
             f"rollout_logprobs have the shape {list(rollout_logprobs.shape)}, each scoring "
             f"{list(stacked.shape[1:])}: one value per token, at the same index."
         )
-    if average_sampling_pass and rollout_logprobs is None:
-        raise AlignmentError("average_sampling_pass needs rollout_logprobs: it averages them too.")
     stacked = _finite_or_nan(stacked)
     variance = torch.full_like(stacked[0], float("nan"))
     if len(stacked) > 1 and stacked.shape[1]:
@@ -76,8 +71,6 @@ def average_logprobs(
     if rollout_logprobs is not None:
         sampled = _finite_or_nan(rollout_logprobs.double()[None])
         bias = sampled[0] - mean
-        if average_sampling_pass:
-            mean = _log_mean(torch.cat([stacked, sampled]))
     return AveragedLogprobs(mean.float(), variance, bias)
 
 

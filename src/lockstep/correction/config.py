@@ -151,11 +151,6 @@ class Correction:
     re-scorings by the engine that sampled (`rescorings`)."""
     rescorings: int = 8
     """Number of re-scorings by the engine, with behaviour=averaged."""
-    rescorings_in_flight: int = 64
-    """Largest number of turns that are re-scored at the same time, while others are sampled."""
-    average_sampling_pass: bool = False
-    """Include the log-prob recorded while sampling in the average. It is biased: a token is drawn
-    more often when noise favours it."""
     level: Level = "none"
     """Ratio that is the weight. token: the token's own. sequence: the product over the sequence,
     unbiased and of huge variance. geometric: its geometric mean, which does not grow with length.
@@ -189,7 +184,7 @@ class Correction:
 
     def __post_init__(self) -> None:
         check_choices(self, "correction")
-        check_numbers(self, "correction.", "rescorings", "rescorings_in_flight", least=1)
+        check_numbers(self, "correction.", "rescorings", least=1)
         check_numbers(self, "correction.", "kl_penalty_coef", least=0)
         check_numbers(self, "correction.", "kl_penalty_clip")
         (low, high), level, anchor = self.limits, self.level, self.anchor

@@ -20,13 +20,15 @@ from lockstep.objectives.config import GRPO, RLOO, AdvantageConfig, ReinforcePlu
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
+EPS = 1e-6
+"""Added to a standard deviation, as in every published GRPO. Rewards differ by far more."""
+
 
 def centered(
     rewards: Sequence[float] | npt.NDArray[Any],
     *,
     trajectories: Sequence[int] | npt.NDArray[Any] | None = None,
     normalize_std: bool,
-    eps: float = 1e-6,
 ) -> Float64Array:
     """Rewards of leaves minus their mean, over one group or one batch.
 
@@ -39,12 +41,12 @@ def centered(
     """
     values, owner, leaves = _leaves(rewards, trajectories)
     # Equal rewards are compared, not subtracted: the mean of three 0.1 is not 0.1, and dividing
-    # that difference by eps would make it an advantage.
+    # that difference by EPS would make it an advantage.
     if len(leaves) < 2 or values.max() == values.min():
         return np.zeros_like(values)
     weight = 1.0 / leaves[owner]
     out = values - np.average(values, weights=weight)
-    return out / (_deviation(out, weight) + eps) if normalize_std else out
+    return out / (_deviation(out, weight) + EPS) if normalize_std else out
 
 
 def leave_one_out(
@@ -90,7 +92,7 @@ def leaf_advantages(
 
 @leaf_advantages.register
 def _(config: GRPO, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Array:
-    compare = partial(centered, normalize_std=config.normalize_std, eps=config.eps)
+    compare = partial(centered, normalize_std=config.normalize_std)
     return _in_groups(compare, rewards, **of_leaf)
 
 
@@ -103,14 +105,12 @@ def _(config: RLOO, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Arra
 def _(config: ReinforcePlusPlus, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Array:
     trajectories = of_leaf["trajectories"]
     if config.baseline == "batch":
-        return centered(
-            rewards, trajectories=trajectories, normalize_std=config.normalize_std, eps=config.eps
-        )
+        return centered(rewards, trajectories=trajectories, normalize_std=config.normalize_std)
     compare = partial(centered, normalize_std=False)
     out = _in_groups(compare, rewards, **of_leaf)
     # Group means are 0 already, so the batch's is: only the deviation is the batch's to give.
     _, owner, leaves = _leaves(out, trajectories)
-    return out / (_deviation(out, 1.0 / leaves[owner]) + config.eps) if len(leaves) > 1 else out
+    return out / (_deviation(out, 1.0 / leaves[owner]) + EPS) if len(leaves) > 1 else out
 
 
 def _leaves(

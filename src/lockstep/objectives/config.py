@@ -201,11 +201,6 @@ class GRPO(AdvantageConfig):
     normalize_std: bool = True
     """Divide by the group's standard deviation. Off is Dr. GRPO (Liu et al. 2025): tasks then weigh
     by how much their rewards differ."""
-    eps: float = 1e-6
-    """Added to the standard deviation."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "advantage.", "eps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,11 +227,8 @@ class ReinforcePlusPlus(AdvantageConfig):
     normalize_std: bool = True
     """Divide by the batch's standard deviation. Off with baseline=batch, it is REINFORCE with the
     batch's mean as its baseline."""
-    eps: float = 1e-6
-    """Added to the standard deviation."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "advantage.", "eps")
         if self.baseline == "group" and not self.normalize_std:
             raise ConfigError(
                 "advantage.baseline=group with advantage.normalize_std=false is reward minus the "

@@ -15,6 +15,9 @@ from lockstep.run.build import Parts
 from lockstep.run_config import Config
 from lockstep.types import Group, SamplingParams, Task
 
+RESCORINGS_IN_FLIGHT = 64
+"""Turns that are scored again at the same time, while others are sampled."""
+
 
 async def play_tasks(
     config: Config,
@@ -36,7 +39,7 @@ async def play_tasks(
             engine,
             num_scorings=correction.rescorings,
             temperature=agent.temperature,
-            max_in_flight=correction.rescorings_in_flight,
+            max_in_flight=RESCORINGS_IN_FLIGHT,
             seed=derive_seed(config.seed, "rescore", options.get("step", 0)),
         )
     usual = {"slots": EpisodeSlots(agent.max_in_flight), "group_scorer": config.task.group_scorer}

@@ -304,11 +304,8 @@ def align(
         over_stale=config.over_stale,
     )
     metrics |= credit_metrics(groups, config.credit)
-    correction = config.chosen_correction
-    if correction.behaviour == "averaged":
-        metrics |= average_rows(
-            rows, groups, average_sampling_pass=correction.average_sampling_pass
-        )
+    if config.chosen_correction.behaviour == "averaged":
+        metrics |= average_rows(rows, groups)
     if config.signal.over_long == "drop":
         rows, metrics["signal/over_long_rows"] = without_over_long(rows, groups)
     sampled_rows = rows

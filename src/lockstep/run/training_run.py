@@ -115,7 +115,6 @@ class TrainingRun:
         if config.signal.order == "expected":
             tasks = self.difficulty = DifficultySource(
                 tasks,
-                candidates=config.signal.candidates,
                 label=config.task.label,
                 seed=config.seed,
             )

@@ -14,9 +14,7 @@ from lockstep.types import Float32Array, Group, Rescorings, Sample
 Metrics = dict[str, float]
 
 
-def average_rows(
-    rows: Sequence[Sample], groups: Sequence[Group], *, average_sampling_pass: bool = False
-) -> Metrics:
+def average_rows(rows: Sequence[Sample], groups: Sequence[Group]) -> Metrics:
     """Fills the column `averaged_logprobs` of `rows` from the re-scorings of their trajectories;
     returns the engine's `noise/...` and the time spent waiting for it.
 
@@ -37,7 +35,6 @@ def average_rows(
         averaged = average_logprobs(
             [torch.from_numpy(np.concatenate(of_pass)) for of_pass in by_pass],
             rollout_logprobs=torch.from_numpy(np.concatenate(values)),
-            average_sampling_pass=average_sampling_pass,
         )
         parts = np.split(averaged.logprobs.numpy(), np.cumsum([len(part) for part in values])[:-1])
         for (row, tokens, _), part in zip(pieces, parts, strict=True):

@@ -288,13 +288,11 @@ class SFTConfig:
     trained from scratch from ignoring them."""
     word_weights: dict[str, float] = field(default_factory=dict)
     """Loss weight of the tokens that spell these words in an assistant's reply; others have 1."""
-    max_tokens: int = 0
-    """Longest row; 0 is the trainer's max_tokens_per_microbatch."""
     long_rows: LongRows = "error"
     """Treatment of longer rows: an error that names the line, or they are left out."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "sft.", "steps", "rows_per_step", least=1)
-        check_numbers(self, "sft.", "observed_weight", "max_tokens", least=0)
+        check_numbers(self, "sft.", "observed_weight", least=0)
         are_right = all(word and 0 <= w < math.inf for word, w in self.word_weights.items())
         require(self, "sft.", word_weights=(are_right, "words with finite weights of at least 0"))

@@ -219,10 +219,9 @@ def sft_rows(
 ) -> Iterator[Sample]:
     """An endless stream of rows, pass after pass over the examples.
 
-    renderer: needed for dialogues. max_tokens: longest row, if the config names none. Raises
+    renderer: needed for dialogues. max_tokens: longest row. Raises
     DataError for a longer one, or if all are and long_rows=drop.
     """
-    max_tokens = config.max_tokens or max_tokens
     row_of = partial(
         sft_row,
         renderer=renderer,
@@ -241,7 +240,7 @@ def sft_rows(
         if not num_kept:
             raise DataError(
                 f"every one of the {len(examples)} examples is longer than {max_tokens} tokens. "
-                "Raise sft.max_tokens and trainer.max_tokens_per_microbatch."
+                "Raise max_tokens and trainer.max_tokens_per_microbatch."
             )
 
 
@@ -250,7 +249,7 @@ def fits(sample: Sample, config: SFTConfig, max_tokens: int) -> bool:
     if len(sample) > max_tokens and config.long_rows == "error":
         raise DataError(
             f"{sample.id}: {len(sample)} tokens, at most {max_tokens} fit. Raise "
-            "sft.max_tokens and trainer.max_tokens_per_microbatch, shorten the example, or "
+            "max_tokens and trainer.max_tokens_per_microbatch, shorten the example, or "
             "leave such rows out with sft.long_rows=drop."
         )
     return len(sample) <= max_tokens

@@ -43,15 +43,11 @@ def test_a_list_of_scorings_is_a_stack_of_them():
     )
 
 
-def test_the_sampling_pass_counts_only_where_it_is_asked_for_and_its_bias_is_told():
+def test_the_sampling_pass_is_not_averaged_and_its_bias_is_told():
     scorings, sampled = logs([0.2], [0.4]), logs([0.6])[0]
     without = average_logprobs(scorings, rollout_logprobs=sampled)
     assert without.logprobs.exp().item() == pytest.approx(0.3, rel=1e-6)
     assert without.sampling_bias.item() == pytest.approx(math.log(0.6 / 0.3), rel=1e-6)
-    within = average_logprobs(scorings, rollout_logprobs=sampled, average_sampling_pass=True)
-    assert within.logprobs.exp().item() == pytest.approx(0.4, rel=1e-6)
-    assert within.sampling_bias.item() == without.sampling_bias.item()
-    assert within.variance.item() == without.variance.item(), "n counts re-scorings"
 
 
 def test_what_was_drawn_is_overrated_by_the_pass_that_drew_it():
@@ -90,10 +86,8 @@ def test_a_token_with_a_scoring_that_is_not_finite_has_no_estimate(bad):
     for values in (found.logprobs, found.variance, found.sampling_bias):
         assert values.isnan().tolist() == [True, False]
     within = average_logprobs(
-        torch.tensor([[-1.0, -1.0], [-2.0, -2.0]]), rollout_logprobs=torch.tensor([bad, -1.0]),
-        average_sampling_pass=True,
-    )  # fmt: skip
-    assert within.logprobs.isnan().tolist() == [True, False]
+        torch.tensor([[-1.0, -1.0], [-2.0, -2.0]]), rollout_logprobs=torch.tensor([bad, -1.0])
+    )
     assert within.sampling_bias.isnan().tolist() == [True, False]
 
 
@@ -104,8 +98,6 @@ def test_a_token_with_a_scoring_that_is_not_finite_has_no_estimate(bad):
         ({"scorings": torch.zeros(0, 3)}, r"shape \[0, 3\].*at least one scoring"),
         ({"scorings": torch.zeros(2, 3), "rollout_logprobs": torch.zeros(2)},
          r"rollout_logprobs have the shape \[2\], each scoring \[3\]"),
-        ({"scorings": torch.zeros(2, 3), "average_sampling_pass": True},
-         r"average_sampling_pass needs rollout_logprobs"),
     ],
 )  # fmt: skip
 def test_scorings_that_do_not_fit_are_refused(arguments, text):

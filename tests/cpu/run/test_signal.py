@@ -121,7 +121,6 @@ def test_tasks_by_expected_signal_go_on_where_a_run_ended(tmp_path):
     (["signal.max_extra_tasks=0", "signal.on_shortage=stop"], "no group is replaced"),
     (["advantage=reinforce_plus_plus"], "compares no group"),
     (["signal.length_penalty_tokens=256"], "every episode would be punished"),
-    (["signal.candidates=1"], "signal.candidates=1"),
     (["signal.max_extra_tasks=-1"], "signal.max_extra_tasks=-1"),
 ])  # fmt: skip
 def test_settings_that_would_do_nothing_are_refused_before_a_model_is_loaded(settings, message):
