@@ -22,7 +22,7 @@ from lockstep.envs.docsearch.config import INVALID_CALL, DocSearchConfig, world_
 from lockstep.envs.docsearch.config import TOOL_NAME as SEARCH
 from lockstep.envs.docsearch.worlds import ENTITY_WORDS, NAMES, NO_RESULTS, VALUES, World
 from lockstep.envs.instructions.checkers import LESS_THAN, Instruction, count_words, instruction
-from lockstep.envs.instructions.generated import World as InstructionWorld
+from lockstep.envs.instructions.generated import PromptWorld
 from lockstep.envs.math.problems import Made, Operation, chain, word_problem
 from lockstep.recipes import supervised_recipe
 from lockstep.recipes.shipped import HEAD_INSTRUCTIONS, STEPS_INSTRUCTIONS, TOOL_INSTRUCTIONS
@@ -366,7 +366,7 @@ class InstructionDemonstrationsConfig(DialogueConfig):
         require(self, "", overlooked=(0 <= self.overlooked <= 1, "in [0, 1]"))
 
     def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
-        world = InstructionWorld.named("small")
+        world = PromptWorld.named("small")
         (turn,) = world.turns(rng, num_instructions=self.num_instructions, num_turns=1)
         overlooked = self.overlooked if is_noisy else 0.0
         kept = [

@@ -29,7 +29,7 @@ from lockstep.envs.docsearch.config import (
     DocSearchEnvironment,
     world_problem,
 )
-from lockstep.envs.docsearch.worlds import NAMES, PEOPLE_PER_WORLD, VALUES, Fact, World
+from lockstep.envs.docsearch.worlds import NAMES, PEOPLE_PER_WORLD, VALUES, World, WorldFact
 from lockstep.recipes import recipe
 from lockstep.recipes.registry import supervised_recipe
 from lockstep.renderers.config import HarmonyConfig
@@ -63,8 +63,8 @@ def chain(seed: int) -> World:
     for name in names:
         for link in LINKS:
             others = [other for other in names if other != name]
-            facts[name, link] = Fact(name, link, rng.choice(others))
-        facts[name, LAST] = Fact(name, LAST, rng.choice(VALUES[LAST]))
+            facts[name, link] = WorldFact(name, link, rng.choice(others))
+        facts[name, LAST] = WorldFact(name, LAST, rng.choice(VALUES[LAST]))
     links = rng.sample(LINKS, rng.randint(*HOPS) - 1)
     relations = (*links, LAST)
     name, path = rng.choice(names), []

@@ -22,7 +22,7 @@ import torch
 from lockstep.correction import kl
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import CELLS, NUM_CELLS
-from lockstep.observe.parts import PARTS, Part
+from lockstep.observe.parts import PARTS, Partition
 from lockstep.types import FORCED_LOGPROB
 
 Tensor = torch.Tensor
@@ -252,7 +252,7 @@ def _count_by_row(places: Int64Array, offsets: Int64Array) -> Tensor:
 
 
 @cache
-def _cell_table(part: Part) -> Tensor:
+def _cell_table(part: Partition) -> Tensor:
     """[number] int64: offset that each number of a part adds to a token's cell, up to the start of
     the last label."""
     with torch.inference_mode(False):  # kept for whoever comes next

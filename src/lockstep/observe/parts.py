@@ -9,7 +9,7 @@ from lockstep.types import TOKEN_KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Partition:
     """A partition of tokens by one of their numbers, in half-open ranges."""
 
     name: str
@@ -18,13 +18,13 @@ class Part:
     """First number of each label's range, rising; numbers below the first belong to it."""
 
 
-def _part(name: str, *starts: int, labels: Sequence[str] = ()) -> Part:
+def _part(name: str, *starts: int, labels: Sequence[str] = ()) -> Partition:
     ends = [*starts[1:], None]
     made = [
         f"{a}+" if b is None else str(a) if b == a + 1 else f"{a}-{b - 1}"
         for a, b in zip(starts, ends, strict=True)
     ]
-    return Part(name, tuple(labels) or tuple(made), starts)
+    return Partition(name, tuple(labels) or tuple(made), starts)
 
 
 PARTS = (

@@ -17,7 +17,7 @@ from lockstep.launch.ranks import Ranks
 from lockstep.observe.live import View
 from lockstep.run.build import Parts
 from lockstep.run.episodes import play_tasks
-from lockstep.run.prompts import Prompts
+from lockstep.run.prompts import FirstPrompts
 from lockstep.run.step_metrics import check_failures
 from lockstep.run_config import Config
 from lockstep.types import Group, Task, Trajectory
@@ -44,7 +44,7 @@ class Tester:
 
     def __post_init__(self) -> None:
         config = self.config
-        source = Prompts(config, self.parts.renderer).tasks("eval")
+        source = FirstPrompts(config, self.parts.renderer).tasks("eval")
         self.tasks = source.take(config.evaluation.num_tasks)
 
     @property

@@ -23,7 +23,7 @@ from lockstep.recipes import find_config
 from lockstep.run.build import build
 from lockstep.run.episodes import play_tasks
 from lockstep.run.preflight import preflight
-from lockstep.run.prompts import Prompts
+from lockstep.run.prompts import FirstPrompts
 from lockstep.run.step_metrics import check_failures
 from lockstep.run.steps import play_over
 from lockstep.run_config import Config
@@ -60,7 +60,7 @@ def measure_noise(
     correction = replace(Correction.averaged(), rescorings=num_scorings)
     config = replace(config, parallel=ParallelConfig(), correction=correction)
     parts = build(config, preflight(config, is_training=False), weights=weights, is_training=False)
-    tasks = Prompts(config, parts.renderer).tasks("train").take(config.groups_per_step)
+    tasks = FirstPrompts(config, parts.renderer).tasks("train").take(config.groups_per_step)
     play = partial(play_tasks, config, parts, tasks, is_rescored=True)
     groups = play_over(config, parts, lambda _, gateway: play(gateway=gateway.open))
     check_failures(groups, config.max_failed_share, where="the noise table")

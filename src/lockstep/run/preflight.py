@@ -71,7 +71,7 @@ from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import current_hooks
-from lockstep.run.prompts import Prompts
+from lockstep.run.prompts import FirstPrompts
 from lockstep.run_config import DEFAULT_DTYPES, Config, ModelChoice
 from lockstep.store.checkpoints import checkpoint_of, trained_by
 from lockstep.store.files import why_no_directory
@@ -172,7 +172,7 @@ def preflight(
     if is_training:
         check_training(config)
     config.task.check()
-    prompts = Prompts(config, model_files.renderer)
+    prompts = FirstPrompts(config, model_files.renderer)
     splits: tuple[Split, ...] = ("train", "eval") if is_training else ("eval",)
     dropped = [found for split in splits if (found := prompts.left_out(split))]
     notes = config.task.notes()

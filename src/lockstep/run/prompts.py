@@ -19,7 +19,7 @@ FRAME_TOKENS = 64
 """Tokens that a format may put around a message, by a wide margin."""
 
 
-class Prompts:
+class FirstPrompts:
     """The prompts of a run's tasks, where they are known without an environment."""
 
     def __init__(self, config: Config, renderer: Renderer) -> None:

@@ -33,7 +33,7 @@ from lockstep.run.build import (
 from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine
-from lockstep.run.prompts import Prompts
+from lockstep.run.prompts import FirstPrompts
 from lockstep.run.seats import build_policies
 from lockstep.run_config import Config
 from lockstep.store.checkpoints import POLICY, checkpoint_of
@@ -111,7 +111,7 @@ class TrainingRun:
         config = self.config
         self.slots = EpisodeSlots(config.agent.max_in_flight)
         self.health = Health(flatten(to_dict(config)))
-        tasks = Prompts(config, self.parts.renderer).tasks("train")
+        tasks = FirstPrompts(config, self.parts.renderer).tasks("train")
         if config.signal.order == "expected":
             tasks = self.difficulty = DifficultySource(
                 tasks,

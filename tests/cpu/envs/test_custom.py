@@ -22,7 +22,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.recipes import configure, custom_config, read_config, recipe
 from lockstep.recipes.fitting import learning_rate
 from lockstep.run.preflight import preflight, summary
-from lockstep.run.prompts import Prompts
+from lockstep.run.prompts import FirstPrompts
 from lockstep.types import Message, ToolCall
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(20)]
@@ -291,7 +291,7 @@ def test_prompts_without_room_for_a_reply_are_left_out_with_a_count_unless_a_set
     files = preflight(config)
     counts = re.findall(r"(\d+) of \d+ (?:train|eval) tasks", " ".join(summary(config, files)))
     assert sum(map(int, counts)) == 2
-    prompts = Prompts(config, files.renderer)
+    prompts = FirstPrompts(config, files.renderer)
     for split in ("train", "eval"):
         drawn = prompts.tasks(split).take(40)
         assert drawn and all(len(task.payload["question"]) < 10 for task in drawn)
@@ -309,7 +309,7 @@ def test_a_mixture_leaves_the_long_prompts_of_each_part_out():
     mixed = overlaid(own, {"task": {"type": "mixture", "parts": parts}})
     files = preflight(mixed)
     assert "1 of " in " ".join(files.notes)
-    prompts = Prompts(mixed, files.renderer)
+    prompts = FirstPrompts(mixed, files.renderer)
     long = [
         t for split in ("train", "eval") for t in mixed.task.tasks(split=split, seed=0).listed()
     ]

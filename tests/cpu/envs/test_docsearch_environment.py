@@ -19,8 +19,8 @@ from lockstep.envs.docsearch.worlds import (
     NAMES,
     NO_RESULTS,
     VALUES,
-    Fact,
     World,
+    WorldFact,
 )
 from lockstep.errors import ConfigError
 from lockstep.renderers.config import HarmonyConfig
@@ -32,7 +32,7 @@ CONFIG = DocSearchConfig()
 AGENT = AgentConfig()
 
 FACTS = tuple(
-    Fact(name, relation, value)
+    WorldFact(name, relation, value)
     for name, relation, value in (
         ("Bela", "friend", "Otto"),
         ("Otto", "city", "Oslo"),

@@ -24,7 +24,7 @@ from lockstep.envs.instructions.checkers import (
     sentences,
 )
 from lockstep.envs.instructions.config import InstructionsConfig
-from lockstep.envs.instructions.generated import World, are_compatible
+from lockstep.envs.instructions.generated import PromptWorld, are_compatible
 from lockstep.envs.instructions.published import read_published
 from lockstep.errors import ConfigError, DataError, MissingExtraError
 from lockstep.recipes import find_recipe, find_supervised_recipe
@@ -178,7 +178,7 @@ def test_hostile_text_is_checked_in_time_linear_in_it():
 
 @pytest.mark.parametrize("name", ["small", "full"])
 def test_instructions_of_one_prompt_do_not_contradict_each_other(name):
-    world, rng = World.named(name), random.Random(7)
+    world, rng = PromptWorld.named(name), random.Random(7)
     seen = set()
     for index in range(700):
         turns = world.turns(rng, num_instructions=(1, 3), num_turns=1 + index % 3)

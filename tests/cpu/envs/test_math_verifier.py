@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lockstep.envs.math.grading import (
     FORMS,
     MAX_ANSWER_CHARS,
-    Verdict,
+    Grade,
     find_answer,
     grade,
     grade_reply,
@@ -79,11 +79,11 @@ def test_the_last_place_of_the_form_counts_and_an_open_one_is_no_answer(reply, f
 
 
 def test_leniency_takes_the_last_number_and_says_that_the_form_is_missing():
-    assert grade("It is 12.", Fraction(12), form="boxed") == Verdict("", False, False)
+    assert grade("It is 12.", Fraction(12), form="boxed") == Grade("", False, False)
     lenient = grade("It is 12.", Fraction(12), form="boxed", lenient=True)
-    assert lenient == Verdict("12", False, True)
+    assert lenient == Grade("12", False, True)
     marked = grade("It is 12. \\boxed{x}", Fraction(12), form="boxed", lenient=True)
-    assert marked == Verdict("x", True, False)
+    assert marked == Grade("x", True, False)
 
 
 HOSTILE = {
@@ -122,4 +122,4 @@ def test_an_answer_that_is_no_number_needs_math_verify():
 def test_numbers_are_graded_without_a_worker():
     reply = "It is \\boxed{\\frac{2}{4}}."
     verdict = asyncio.run(grade_reply(reply, "0.5", form="boxed", comparer=math_verify_child()))
-    assert verdict == Verdict("\\frac{2}{4}", True, True)
+    assert verdict == Grade("\\frac{2}{4}", True, True)

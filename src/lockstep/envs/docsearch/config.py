@@ -150,7 +150,7 @@ class DocSearchConfig(TaskConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class SearchProblem:
     """One question about one set of chunks."""
 
     question: str
@@ -165,10 +165,10 @@ class Problem:
     """True if the model reads why a call could not be run."""
 
 
-def world_problem(world: World, config: DocSearchConfig) -> Problem:
+def world_problem(world: World, config: DocSearchConfig) -> SearchProblem:
     """The question of a generated world. The id of a fact is its text; an answer must be exact."""
     find = partial(world.search, num_results=config.num_results)
-    return Problem(
+    return SearchProblem(
         question=world.question,
         search=lambda keywords: [(fact.text, fact.text) for fact in find(keywords)],
         gold=tuple(frozenset((fact.text,)) for fact in world.path),
@@ -178,11 +178,11 @@ def world_problem(world: World, config: DocSearchConfig) -> Problem:
     )
 
 
-def library_problem(library: Library, question: Question, config: DocSearchConfig) -> Problem:
+def library_problem(library: Library, question: Question, config: DocSearchConfig) -> SearchProblem:
     """A question about the user's documents."""
     find = partial(library.index.search, num_results=config.num_results)
     is_right = partial(is_correct, accept_contained=config.accept_contained)
-    return Problem(
+    return SearchProblem(
         question=question.question,
         search=lambda words: [(each.id, f"[{each.id}]\n{each.text}") for each in find(words)],
         gold=question.gold,
@@ -202,7 +202,7 @@ class DocSearchEnvironment(Environment):
     """
 
     def __init__(
-        self, problem: Problem, config: DocSearchConfig, limits: ToolLimits | None = None
+        self, problem: SearchProblem, config: DocSearchConfig, limits: ToolLimits | None = None
     ) -> None:
         self._problem, self._config = problem, config
         self.tools: Sequence[Tool] = (tool(self._search, name=TOOL_NAME, is_instant=True),)

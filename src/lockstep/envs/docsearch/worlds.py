@@ -34,7 +34,7 @@ ENTITY_WORDS = frozenset((*NAMES, *(value for values in VALUES.values() for valu
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class WorldFact:
     """One chunk: "The city of Bela is Oslo."""
 
     name: str
@@ -50,10 +50,10 @@ class Fact:
 class World:
     """Facts and one question about them."""
 
-    facts: tuple[Fact, ...]
+    facts: tuple[WorldFact, ...]
     """Facts in random order, which breaks ties of a search."""
     question: str
-    path: tuple[Fact, ...]
+    path: tuple[WorldFact, ...]
     """One fact, or two; then the first names the person of the second. The value of the last is the
     answer."""
 
@@ -61,13 +61,13 @@ class World:
     def generate(cls, rng: random.Random, *, two_hop_share: float = 0.5) -> World:
         """Draws a world from `rng`."""
         names = rng.sample(NAMES, PEOPLE_PER_WORLD)
-        facts: dict[tuple[str, str], Fact] = {}
+        facts: dict[tuple[str, str], WorldFact] = {}
         for name in names:
             others = [other for other in names if other != name]
             for link in LINKS:
-                facts[name, link] = Fact(name, link, rng.choice(others))
+                facts[name, link] = WorldFact(name, link, rng.choice(others))
             for relation, values in VALUES.items():
-                facts[name, relation] = Fact(name, relation, rng.choice(values))
+                facts[name, relation] = WorldFact(name, relation, rng.choice(values))
         order = list(facts.values())
         rng.shuffle(order)
         name, relation = rng.choice(names), rng.choice(tuple(VALUES))
@@ -88,7 +88,7 @@ class World:
     def hops(self) -> int:
         return len(self.path)
 
-    def search(self, keywords: Sequence[str], *, num_results: int = 2) -> list[Fact]:
+    def search(self, keywords: Sequence[str], *, num_results: int = 2) -> list[WorldFact]:
         """The first of the facts that match the most keywords; [] if no keyword matches. A keyword
         matches a fact if it equals its name, relation or value."""
         overlaps = [

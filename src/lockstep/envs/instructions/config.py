@@ -18,7 +18,7 @@ from lockstep.envs.instructions.checkers import (
     instruction,
     require_langdetect,
 )
-from lockstep.envs.instructions.generated import World, WorldName
+from lockstep.envs.instructions.generated import PromptWorld, WorldName
 from lockstep.envs.instructions.published import BadRows, read_published
 from lockstep.errors import ConfigError
 from lockstep.types import Message, Task
@@ -114,7 +114,7 @@ class InstructionsConfig(FileTasks):
         return f"{count}-instruction" + ("s" if count > 1 else "")
 
     def _make(self, seed: int, index: int) -> Task:
-        turns = World.named(self.world).turns(
+        turns = PromptWorld.named(self.world).turns(
             random.Random(seed), num_instructions=self.num_instructions, num_turns=self.num_turns
         )
         return Task(id=f"instructions-{seed:016x}", payload={"turns": turns})

@@ -105,7 +105,7 @@ _NEVER_TOGETHER = (
 
 def are_compatible(kinds: Sequence[str]) -> bool:
     """True if a reply can follow instructions of all these kinds, with arguments drawn by
-    `World.arguments`."""
+    `PromptWorld.arguments`."""
     chosen = set(kinds)
     if len(chosen) != len(kinds) or (chosen & _ALONE and len(chosen) > 1):
         return False
@@ -115,7 +115,7 @@ def are_compatible(kinds: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class PromptWorld:
     """Words and kinds of instructions that prompts are made of."""
 
     words: Sequence[str]
@@ -124,7 +124,7 @@ class World:
     is_small: bool
 
     @classmethod
-    def named(cls, name: WorldName) -> World:
+    def named(cls, name: WorldName) -> PromptWorld:
         if name == "small":
             return cls(words=SMALL_WORDS, endings=SMALL_ENDINGS, kinds=SMALL_KINDS, is_small=True)
         return cls(words=FULL_WORDS, endings=FULL_ENDINGS, kinds=tuple(KINDS), is_small=False)

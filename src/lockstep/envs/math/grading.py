@@ -35,7 +35,7 @@ LIMIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Grade:
     """Result of grading one reply."""
 
     answer: str
@@ -45,20 +45,20 @@ class Verdict:
     is_correct: bool
 
 
-def grade(reply: str, expected: Fraction, *, form: Form, lenient: bool = False) -> Verdict:
+def grade(reply: str, expected: Fraction, *, form: Form, lenient: bool = False) -> Grade:
     """Grades the answer in `reply` against the number `expected`.
 
     lenient: take the last number of a reply that has no answer in the requested `form`.
 
     >>> grade("6 + 6 = 12\\n#### $12.00", Fraction(12), form="hashes")
-    Verdict(answer='$12.00', has_form=True, is_correct=True)
+    Grade(answer='$12.00', has_form=True, is_correct=True)
     >>> grade("It is 12.", Fraction(12), form="boxed")
-    Verdict(answer='', has_form=False, is_correct=False)
+    Grade(answer='', has_form=False, is_correct=False)
     >>> grade("It is 12.", Fraction(12), form="boxed", lenient=True)
-    Verdict(answer='12', has_form=False, is_correct=True)
+    Grade(answer='12', has_form=False, is_correct=True)
     """
     answer, has_form = find_answer(reply, form=form, lenient=lenient)
-    return Verdict(answer, has_form, parse_number(answer) == expected)
+    return Grade(answer, has_form, parse_number(answer) == expected)
 
 
 def find_answer(reply: str, *, form: Form, lenient: bool = False) -> tuple[str, bool]:
@@ -77,7 +77,7 @@ def find_answer(reply: str, *, form: Form, lenient: bool = False) -> tuple[str, 
 
 async def grade_reply(
     reply: str, expected: str, *, form: Form, lenient: bool = False, comparer: Child
-) -> Verdict:
+) -> Grade:
     """Grades the answer in `reply` against `expected`, in bounded time.
 
     comparer: a child of `math_verify_child`, asked only if `expected` is not a number.
@@ -87,7 +87,7 @@ async def grade_reply(
         return grade(reply, number, form=form, lenient=lenient)
     answer, has_form = find_answer(reply, form=form, lenient=lenient)
     is_correct = bool(answer) and await asyncio.to_thread(are_equal, comparer, expected, answer)
-    return Verdict(answer, has_form, is_correct)
+    return Grade(answer, has_form, is_correct)
 
 
 # ---------------------------------------------------------------------------------------------
