@@ -89,6 +89,8 @@ def _compared(spelt: str, message: Message, is_earlier: bool) -> tuple[str, str]
     call, or a message that another program parsed."""
     thinking = "".join(message.thinking.split())
     if len(thinking) > 8 and thinking not in spelt and is_earlier:
+        if thinking[:8] in spelt:
+            return "post_processed", "the row holds a part of what the message says"
         return "thinking_dropped", "the thinking of an earlier reply is not in the row"
     said = "".join(message.content.split())
     if message.tool_calls or message.parse_error or thinking or len(said) < 4 or not spelt:

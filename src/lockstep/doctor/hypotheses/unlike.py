@@ -21,6 +21,7 @@ from lockstep.doctor.explain import (
     hypothesis,
     size,
 )
+from lockstep.doctor.facts.base import FAR
 from lockstep.doctor.findings import MIN_TOKENS, MOST
 from lockstep.doctor.rows import Float64Array, Rows
 
@@ -138,7 +139,10 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
     steady = steadiness(view, d)
     left = size(d - repeated(rows, d)) / size(d)
     repeats = steady < STEADY or (np.isnan(steady) and left < MOSTLY)
-    if not repeats:
+    at = np.flatnonzero(np.isfinite(d))
+    # Weights, prompts and noise leave likely tokens likely; else these are of other tokens.
+    is_own = np.corrcoef(getattr(view, side)[at], view.plain[at])[0, 1] >= MOST
+    if is_own and not repeats:
         cause, part = _noise(view, side, d / np.sqrt(spread), numeric, steady)
         if cause:
             return cause, f"the {side} differs from the model each time in another way", part
@@ -151,11 +155,8 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
     early = np.minimum(first + np.arange(NUM_FIRST), rows.offsets[1:, None] - 1)
     with np.errstate(invalid="ignore"):
         is_early = (units[early] ** 2 > limit).any(1)
-    if view.setting.tokenizer is None or is_early.mean() < 1 - MOST / 2:
+    if not is_own or view.setting.tokenizer is None or is_early.mean() < 1 - MOST / 2:
         return None  # no other prompt was tried; what begins inside of replies is of other ids
-    at = np.flatnonzero(np.isfinite(d))
-    if np.corrcoef(view.sampler[at], view.plain[at])[0, 1] < MOST:
-        return None  # weights and prompts leave likely tokens likely: these are of other tokens
     named = {judged.cause for judged, *_ in found.causes}
     read = [j for j in found.tried.values() if j.hypothesis.basis == "repair"]
     if any(j.share > j.chance and j.cause not in named for j in read):
@@ -195,8 +196,9 @@ def _noise(
     if side == "trainer":
         return "dropout", 1.0
     low, middle = np.quantile(np.sqrt(units2[spread > MIN_SPREAD]), (0.25, 0.5))
-    part = float(d2[units2 <= CORE**2 * typical].sum() / d2.sum())  # outliers: of another cause
-    return ("kernel_noise", part) if low >= QUARTER * middle else ("", 0.0)
+    core = d2[units2 <= CORE**2 * typical]  # outliers are of another cause
+    is_even = low >= QUARTER * middle and core.mean() < FAR**2
+    return ("kernel_noise", float(core.sum() / d2.sum())) if is_even else ("", 0.0)
 
 
 def _follows_advantages(rows: Rows, d: Float64Array) -> bool:
