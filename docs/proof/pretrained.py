@@ -4,9 +4,9 @@
     python docs/proof/pretrained.py calculator --seeds 0   one part, one seed
 
 Parts: calculator and search (demonstrations, then RL with a tool; search has several turns), sums
-(RL alone, without a tool), equal (the tokens of other number formats and of all weights), story
-(the faults of the published program, and the noise of other numerics; its last rows need
-`make .venv-vllm/.installed`). Needs `lockstep fetch smollm2-135m`.
+(RL alone, without a tool), equal (the tokens of other number formats and of all weights), faults
+(single faults of the published program), story (the whole program, and the noise of other
+numerics; its last rows need `make .venv-vllm/.installed`). Needs `lockstep fetch smollm2-135m`.
 Writes pretrained.json and docs/tasks/pretrained.png after each run; what is not measured again
 stays.
 """
@@ -58,7 +58,7 @@ SUMS = [
     "lora.rank=16", "trainer.lr=5e-4", "trainer.warmup_updates=0", "max_tokens=128",
     "agent.max_turn_tokens=48", "steps=20", "evaluation.every=10",
 ]  # fmt: skip
-LONG = ["max_tokens=256", "agent.max_turn_tokens=128", "steps=10", "evaluation.num_tasks=2"]
+LONG = ["max_tokens=256", "agent.max_turn_tokens=128", "steps=4", "evaluation.num_tasks=2"]
 FORMS = {
     "all weights, float32": ["trainer.lr=1e-6"],
     "all weights, bfloat16": ["trainer.lr=1e-6", "dtype=bfloat16"],
@@ -74,6 +74,7 @@ NUMERICS = {
     "vLLM, float32": VLLM,
     "vLLM, bfloat16": (*VLLM, "engine.dtype=bfloat16"),
 }
+FAULTS = ("retokenized_rows", "rerendered_history", "dropped_final_tokens", "shifted_logprobs")
 SCORINGS = (4, 16)
 """Scorings of the sampler that are averaged. One is the log-prob that it recorded."""
 EPISODES = 8
@@ -178,6 +179,22 @@ def story(seed: int, place: Path) -> dict[str, Any]:
     return {"rungs": rungs, "noise": noise}
 
 
+def faults(seed: int, place: Path) -> dict[str, Any]:
+    """k1 and k2 of the first step under single faults of the published program."""
+    subprocess.run([sys.executable, PROGRAM], cwd=place, check=True)
+    run(["sft", f"model={MODEL}", *DEMONSTRATIONS, "out=taught"], place, seed)
+    small = ["groups_per_step=4", "group_size=4", "steps=1", "evaluation=none", "contract=none",
+             f"--plugin={HERE}/doctor_faults.py"]  # fmt: skip
+    out: dict[str, Any] = {}
+    for fault in FAULTS:
+        words = ["model=taught", *TASK, *small, "lora.rank=16", f"--fault={fault}", f"out={fault}"]
+        out[fault] = run(["train", "custom", *words], place, seed)
+        rows = (place / fault / "metrics.jsonl").read_text().splitlines()
+        row = next(row for row in map(json.loads, rows) if "mismatch/k1" in row)
+        out[fault] |= {name: row[f"mismatch/{name}"] for name in ("k1", "k2")}
+    return out
+
+
 def plot(found: dict[str, Any]) -> None:
     import matplotlib
 
@@ -199,13 +216,13 @@ def plot(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parts = {"calculator": calculator, "search": search, "sums": sums}
-    parts |= {"equal": equal, "story": story}
+    parts |= {"equal": equal, "faults": faults, "story": story}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     options = parser.parse_args()
     for part in options.parts:
-        for seed in options.seeds[:1] if part in ("equal", "story") else options.seeds:
+        for seed in options.seeds[:1] if part in ("equal", "faults", "story") else options.seeds:
             with tempfile.TemporaryDirectory() as place:
                 measured = parts[part](seed, Path(place))
             found = json.loads(JSON.read_text()) if JSON.is_file() else {}

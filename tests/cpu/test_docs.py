@@ -755,6 +755,43 @@ def pretrained_runs(part: str) -> str:
     ]) + "\n"  # fmt: skip
 
 
+def pretrained_rungs() -> str:
+    rungs = pretrained()["story"]["0"]["rungs"]
+    lines = ["| rung | k1 | k2 |", "|---|---|---|"]
+    lines += [f"| {name} | {rung['k1']:.2g} | {rung['k2']:.2g} |" for name, rung in rungs.items()]
+    return "\n".join(lines) + "\n"
+
+
+def pretrained_faults() -> str:
+    lines = ["| `--fault` | k1 | k2 |", "|---|---|---|"]
+    for name, run in pretrained()["faults"]["0"].items():
+        if isinstance(run, dict) and "k1" in run:
+            lines.append(f"| `{name}` | {run['k1']:.2g} | {run['k2']:.2g} |")
+    return "\n".join(lines) + "\n"
+
+
+def pretrained_noise() -> str:
+    noise = pretrained()["story"]["0"]["noise"]
+    counts = list(next(iter(noise.values())))
+    heads = [f"mean of {count} | seconds" for count in counts]
+    lines = [f"| sampler | one log-prob | {' | '.join(heads)} | variance of a scoring |",
+             "|---|---|" + "---|---|" * len(counts) + "---|"]  # fmt: skip
+    for name, by_count in noise.items():
+        cells = [f"{by_count[n]['diff']:.1e} | {by_count[n]['seconds']:.0f}" for n in counts]
+        last = by_count[counts[-1]]
+        single, spread = f"{last['single_diff']:.1e}", f"{last['var_rollout']:.1e}"
+        lines.append(f"| {name} | {single} | {' | '.join(cells)} | {spread} |")
+    return "\n".join(lines) + "\n"
+
+
+def pretrained_equal() -> str:
+    lines = ["| trained | sampled tokens whose two log-probs differ in a bit |", "|---|---|"]
+    for name, run in pretrained()["equal"]["0"].items():
+        if isinstance(run, dict) and "compared_tokens" in run:
+            lines.append(f"| {name} | {run['unequal_tokens']} of {run['compared_tokens']:,} |")
+    return "\n".join(lines) + "\n"
+
+
 def causes_table() -> str:
     sys.path.insert(0, str(ROOT / "docs" / "proof"))
     from doctor import CASES
@@ -848,6 +885,10 @@ TABLES = {
         f"pretrained-{part}": partial(pretrained_runs, part)
         for part in ("calculator", "search", "sums")
     },
+    "pretrained-rungs": pretrained_rungs,
+    "pretrained-faults": pretrained_faults,
+    "pretrained-noise": pretrained_noise,
+    "pretrained-equal": pretrained_equal,
     "metrics": metrics_table,
     "sandbox": sandbox_table,
     "gpu_host": gpu_host_table,
