@@ -21,6 +21,7 @@ from lockstep.doctor.explain import (
     explain,
     hypothesis,
     judge,
+    repaired,
 )
 from lockstep.doctor.findings import Setting
 from lockstep.errors import ConfigError
@@ -56,6 +57,22 @@ def test_an_offset_is_told_with_its_sign(by):
     named, found = causes(rows.with_(rollout_logprobs=values))
     assert named == ["shifted"]
     assert f"moved by {-by:+d}" in found.causes[0][1].measured.replace("moved by +-", "moved by -")
+
+
+def test_a_shift_shows_behind_what_a_model_scored():
+    rows = make_rows(12)
+    values = rows.rollout_logprobs.astype(float)
+    above = np.where(rows.loss_mask, np.random.default_rng(0).normal(0, 1, rows.num_tokens), np.nan)
+    at = np.flatnonzero(rows.loss_mask)
+    values[at] = np.roll((values + above)[at], 1)
+    view = View(rows=sampled(rows, values), setting=Setting())
+    read = Prediction.of_side("sampler", view.sampler - above, "read", above=above)
+    one = Hypothesis(name="h", cause="wrong_template", claim="", predict=lambda _: [read])
+    found = judge(view, one, [read])
+    left = repaired(view, replace(found, hit=np.ones(12, bool)))
+    np.testing.assert_array_equal(left.sampler, view.sampler)
+    back = np.roll(left.sampler[at], -1)
+    assert np.abs(left.trainer[at] - back)[:-1].max() < 0.2
 
 
 @pytest.mark.parametrize("factor", [1 / np.log(2), 1 / np.log(10)])

@@ -6,7 +6,7 @@ from array_dumps import TURNS, ArrayDump, make_rows
 
 import lockstep
 from lockstep.doctor.facts.engine import compare
-from lockstep.doctor.facts.masks import after_stop, stop_ids
+from lockstep.doctor.facts.masks import after_stop, missing_stop, stop_ids
 from lockstep.doctor.facts.physical import contradictions
 from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows
@@ -391,3 +391,12 @@ def test_where_nothing_is_compared_nothing_is_consistent(changes):
     found = lockstep.diagnose(Dump(ROWS.with_(is_sampled=None, turn=None).with_(**changes)))
     assert found.outcome == "not_judged" and "nothing is compared" in found.headline
     assert found.next_steps
+
+
+def test_a_stop_id_that_is_lost_hides_nothing_else_from_a_model():
+    ids = np.where(ROWS.token_ids == 46, 45, ROWS.token_ids)
+    ids[ROWS.spans.end[ROWS.spans.is_last] - 1] = 46
+    for model, reaches_on in ((object(), False), (None, True)):
+        setting = Setting(stop_ids=frozenset({46}), model=model)
+        (found,) = missing_stop(ROWS.with_(token_ids=ids), setting)
+        assert found.cause == "missing_final" and found.reaches_on is reaches_on

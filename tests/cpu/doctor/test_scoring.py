@@ -120,6 +120,32 @@ def test_noise_of_the_trainer_is_dropout_however_large(sound):
     assert named(both(rows, model.plain(rows), -np.abs(noisy)), model)[0] == ["dropout"]
 
 
+def test_deviations_of_all_sizes_are_no_noise_of_the_sampler(sound):
+    rows, model = sound
+    rng = np.random.default_rng(1)
+    sizes = 0.3 * np.sqrt(model.spread(rows)) * np.exp(2 * rng.standard_normal(rows.num_tokens))
+    uneven = model.plain(rows) + sizes * rng.standard_normal(rows.num_tokens)
+    causes, found = named(both(rows, np.minimum(uneven, 0), model.plain(rows)), model)
+    assert "kernel_noise" not in causes and found.outcome == "differs"
+
+
+def test_log_probs_of_other_tokens_are_no_noise(sound):
+    rows, model = sound
+    values, at = model.plain(rows).copy(), np.flatnonzero(rows.loss_mask)
+    values[at] = values[np.random.default_rng(0).permutation(at)]
+    causes, found = named(both(rows, values, model.plain(rows)), model)
+    assert "kernel_noise" not in causes and found.outcome == "differs"
+
+
+def test_rounded_log_probs_of_another_temperature_are_both(sound):
+    rows, model = sound
+    kind = Distribution(temperature=0.7)
+    cold = model.score(rows, np.arange(len(rows)), distribution=kind)
+    rows = both(rows, cold, model.plain(rows))
+    rows = rows.with_(rollout_logprobs=np.round(rows.rollout_logprobs, 1))
+    assert set(named(rows, model)[0]) == {"processed", "quantised"}
+
+
 @pytest.fixture(scope="module")
 def moved(sound):
     """(rows in pairs of equal ids, log-probs by the same model with one layer changed)"""
