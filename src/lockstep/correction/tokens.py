@@ -28,9 +28,10 @@ from lockstep.types import FORCED_LOGPROB
 Tensor = torch.Tensor
 Int64Array = npt.NDArray[np.int64]
 
-CHUNK_TOKENS = 1 << 17
-"""Tokens worked on at a time, and the rest of the row that they end in: few enough that temporaries
-are small beside a batch and stay near the cache."""
+CHUNK_TOKENS = 1 << 14
+"""Tokens worked on at a time, and the rest of the row that they end in. So few that temporaries
+stay in the cache, and that torch computes with one thread: it divides operations from 32,768
+elements on, and waking a second thread costs more than its half of the work."""
 
 _CELL_PARTS = PARTS[: len(CELLS)]
 _STRIDES = {

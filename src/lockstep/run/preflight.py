@@ -141,6 +141,23 @@ def preflight(
     model_files = read_model_files(config, files=files)
     current_hooks().check(config, model_files.model, model_files.renderer)
     check_fallback(config)
+    _check_sampling(config)
+    if config.critic.model:
+        check_critic(config, model_files)
+    if config.distill is not None:
+        check_teachers(config, config.distill, model_files)
+    config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
+    check_parallel(config, model_files.model)
+    if is_training:
+        check_training(config)
+        if not config.placement.is_elsewhere():
+            check_memory(config, model_files, config.expected_device)
+    config.task.check()
+    return replace(model_files, notes=_check_tasks(config, model_files, is_training=is_training))
+
+
+def _check_sampling(config: Config) -> None:
+    """Raises ConfigError if the engine cannot draw or record what other settings read."""
     if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
         raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
     if config.chosen_correction.behaviour == "averaged" and config.agent.is_truncated:
@@ -149,29 +166,17 @@ def preflight(
             f"agent.top_k={config.agent.top_k}: an engine cannot re-score the distribution that "
             "these leave. Set agent.top_p=1 agent.top_k=0, or correction.behaviour=rollout."
         )
-    if config.critic.model:
-        check_critic(config, model_files)
-    if config.distill is not None:
-        check_teachers(config, config.distill, model_files)
-    config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
     if config.trainer.routing_replay == "rollout" and not config.engine.can_record_routes:
         raise ConfigError(
             f"trainer.routing_replay=rollout: engine={tag(type(config.engine))} does not hand out "
             "the experts that its tokens went to. Use engine=embedded, or "
             "trainer.routing_replay=recompute."
         )
-    check_parallel(config, model_files.model)
-    seats, others = config.task.SEATS, (FrozenSeat, OwnSeat)
-    if is_training and seats and all(isinstance(config.seats.get(s), others) for s in seats):
-        raise ConfigError(
-            f"no seat is left for the policy of the run ({', '.join(seats)}): it would not be "
-            f"trained. Set seats.{seats[0]}=policy."
-        )
-    if is_training and not config.placement.is_elsewhere():
-        check_memory(config, model_files, config.expected_device)
-    if is_training:
-        check_training(config)
-    config.task.check()
+
+
+def _check_tasks(config: Config, model_files: ModelFiles, *, is_training: bool) -> tuple[str, ...]:
+    """Checks that each split has a task whose first prompt fits. Returns sentences about the tasks
+    and about rows that are left out."""
     prompts = FirstPrompts(config, model_files.renderer)
     splits: tuple[Split, ...] = ("train", "eval") if is_training else ("eval",)
     dropped = [found for split in splits if (found := prompts.left_out(split))]
@@ -191,11 +196,17 @@ def preflight(
     for first in firsts:
         if not dropped or prompts.fits(first):
             _check_first_prompt(config, model_files, first)
-    return replace(model_files, notes=tuple(notes))
+    return tuple(notes)
 
 
 def check_training(config: Config) -> None:
     """Raises ConfigError or MissingExtraError for settings that cannot train anything."""
+    seats, others = config.task.SEATS, (FrozenSeat, OwnSeat)
+    if seats and all(isinstance(config.seats.get(s), others) for s in seats):
+        raise ConfigError(
+            f"no seat is left for the policy of the run ({', '.join(seats)}): it would not be "
+            f"trained. Set seats.{seats[0]}=policy."
+        )
     if not config.agent.temperature:
         raise ConfigError(
             "agent.temperature=0: greedy episodes of a group are all alike and teach nothing. Set "
