@@ -296,9 +296,10 @@ class Rows:
 
     def within(self, begin: Int64Array, end: Int64Array) -> BoolArray:
         """[N] True inside of the slices begin..end."""
-        out = np.zeros(self.num_tokens, np.bool_)
-        out[indices_of(begin, end)] = True
-        return out
+        edges = np.zeros(self.num_tokens + 1, np.int64)
+        np.add.at(edges, begin, 1)
+        np.add.at(edges, end, -1)
+        return np.cumsum(edges)[:-1] > 0
 
 
 def _trainer_logprobs(samples: Sequence[Sample]) -> Float32Array | None:
@@ -371,10 +372,3 @@ class Spans:
         """[num_rows] indices of each row's spans."""
         first = np.searchsorted(self.row, np.arange(num_rows + 1)).tolist()
         return [range(low, high) for low, high in pairwise(first)]
-
-
-def indices_of(begin: Int64Array, end: Int64Array) -> Int64Array:
-    """All indices of the slices begin..end, in order."""
-    size = end - begin
-    before = np.cumsum(size) - size
-    return np.arange(int(size.sum())) + np.repeat(begin - before, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -99,7 +99,7 @@ def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") 
         tokenizer=found,
         pad_id=_pad_id(found, directory),
         eos_ids=frozenset(found.eos_ids) or _eos_ids(directory),
-        generation_defaults=generation_defaults(*_directories(facts, directory)),
+        generation_defaults=_generation_defaults(facts, directory),
     )
     try:
         if named := renderer or facts.renderer:
@@ -174,20 +174,16 @@ def _names() -> list[str]:
     return sorted(choices(RendererConfig))
 
 
-def _directories(facts: Facts, directory: Path) -> Iterator[Path]:
-    """The directory of the model, if it is here, and its tokenizer's. An engine reads the first."""
+def _generation_defaults(facts: Facts, directory: Path) -> Mapping[str, float] | None:
+    """The sampling settings in the generation_config.json of the model, if it is here: an engine
+    reads these. Otherwise those in the tokenizer's directory, None without any."""
+    place = directory
     if facts.model:
         with suppress(LockstepError):
-            place = locate(facts.model, may_fetch=False)
-            yield place if place.is_dir() else place.parent
-    yield directory
-
-
-def generation_defaults(*directories: Path) -> Mapping[str, float] | None:
-    """The sampling settings in the generation_config.json of the first directory that has one."""
-    known = [place for place in directories if (place / GENERATION_FILE).is_file()]
-    named = settings_beside(known[0], GENERATION_FILE) if known else None
-    if named is None:
+            of_model = locate(facts.model, may_fetch=False)
+            of_model = of_model if of_model.is_dir() else of_model.parent
+            place = of_model if (of_model / GENERATION_FILE).is_file() else directory
+    if (named := settings_beside(place, GENERATION_FILE)) is None:
         return None
     return {n: float(named[n]) for n in _SAMPLING if type(named.get(n)) in (int, float)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,6 @@ from lockstep.doctor.inputs.assemble import Row
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.lines import RowDump, whole_files
 from lockstep.doctor.inputs.native import RowsDump
-from lockstep.doctor.rows import Rows
 from lockstep.store.files import is_locked
 from lockstep.store.run import TRAIN, Run, is_run, load_run, part_path
 from lockstep.store.trajectories import TrajectoryRecord
@@ -64,15 +64,12 @@ class RunDump(RowDump):
             for record in self._run.trajectories(step):
                 for sample in record.trajectory.rows():
                     row = self._row(record, sample)
-                    yield replace_columns(row, trained[sample.id]) if sample.id in trained else row
+                    yield _as_trained(row, trained[sample.id]) if sample.id in trained else row
 
-    def _trained(self, step: int) -> dict[str, Rows]:
+    def _trained(self, step: int) -> dict[str, Row]:
         """Id -> the row as it was trained, for rows that differ from the sampled ones."""
         path = self.path / TRAINED / f"step-{step:06d}.parquet"
-        if not path.is_file():
-            return {}
-        chunks = RowsDump(path).chunks()
-        return {rows.row_ids[i]: rows.take([i]) for rows in chunks for i in range(len(rows))}
+        return {row.row_id: row for row in RowsDump(path).rows()} if path.is_file() else {}
 
     def step_metrics(self) -> Iterable[Mapping[str, Any]]:
         return self._run.metrics
@@ -153,19 +150,11 @@ class RunDump(RowDump):
         return out
 
 
-def replace_columns(row: Row, trained: Rows) -> Row:
+def _as_trained(row: Row, trained: Row) -> Row:
     """The row with the ids, mask and columns that were trained; what the engine said stays."""
     kept = {"messages", "engine_ids", "engine_prompt_ids", "rewards", "groups", "steps"}
-    columns = {name: row.columns[name] for name in kept & row.columns.keys()}
-    for name in trained.has - kept - {"row_ids", "token_ids", "loss_mask"}:
-        value = getattr(trained, name)
-        columns[name] = int(value[0]) if name in ("trainer_version", "prompt_lengths") else value
-    return Row(
-        row_id=row.row_id,
-        token_ids=trained.token_ids,
-        loss_mask=trained.loss_mask,
-        columns=columns,
-    )
+    said = {name: value for name, value in row.columns.items() if name in kept}
+    return replace(trained, columns=trained.columns | said)
 
 
 def prompt_length(sample: Sample) -> int:
