@@ -311,12 +311,17 @@ class LedgerEngine(Engine, Generic[E]):
         ids = checked_text(token_ids, found, first=first, **how)
         self._ledger.check_ready("score")
         heat = temperature if distribution == "tempered" else 1.0
-        return await self._score(ids, heat, first=first, priority=priority, adapter=adapter)
+        text = Request(
+            id="score",
+            prompt_ids=ids,
+            sampling=SamplingParams(max_tokens=1, temperature=heat),
+            priority=priority,
+            adapter=adapter,
+        )
+        return await self._score(text, first=first)
 
-    async def _score(
-        self, ids: Int32Array, temperature: float, *, first: int, priority: int, adapter: str
-    ) -> Scores:
-        """`score` of checked ids."""
+    async def _score(self, request: Request, *, first: int) -> Scores:
+        """`score` of checked ids, the prompt of `request`, at its temperature."""
         raise NotImplementedError
 
     @asynccontextmanager

@@ -112,11 +112,9 @@ class Wire(Protocol):
         for the reply, and `stream` asks for chunks as they come."""
         ...
 
-    async def score(
-        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
-    ) -> AnswerChunk:
-        """`token_ids[first:]` with the model's log-probs of them; 1 <= first < their number.
-        adapter: as in `Request`."""
+    async def score(self, request: Request, *, first: int) -> AnswerChunk:
+        """The prompt's ids from `first` on, with the model's log-probs; 1 <= first < their
+        number."""
         raise CapabilityError(f"score: engine {self.capabilities.name} scores nothing.")
 
     async def abort(self, call_id: str) -> None:
@@ -207,19 +205,17 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
     def capabilities(self) -> Capabilities:
         return self.wire.capabilities
 
-    async def _score(
-        self, ids: Int32Array, temperature: float, *, first: int, priority: int, adapter: str
-    ) -> Scores:
+    async def _score(self, request: Request, *, first: int) -> Scores:
         """A pause ends the call, and it is made again afterwards."""
-        found = self.capabilities
+        found, ids = self.capabilities, request.prompt_ids
         values = np.full(len(ids), np.nan, np.float32)
         if len(ids) <= first:
-            return Scores(logprobs=values, policy_version=self._weights_of(adapter)[1])
+            return Scores(logprobs=values, policy_version=self._weights_of(request.adapter)[1])
 
         async def call(call_id: str) -> tuple[AnswerChunk, int]:
-            name, version = self._weights_of(adapter)
-            how = {"first": first, "priority": priority}
-            return await self.wire.score(call_id, ids, **how, adapter=name), version
+            name, version = self._weights_of(request.adapter)
+            asked = replace(request, id=call_id, adapter=name)
+            return await self.wire.score(asked, first=first), version
 
         scores, version = await self._call_when_open(call)
         self._check_labels(scores.labels)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from lockstep.engines.http_wire import (
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import AnswerChunk, ServedEngine
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
-from lockstep.types import Distribution, Int32Array, Request, Routes
+from lockstep.types import Distribution, Request, Routes
 
 CHECKED_VERSION = "0.5.23"
 """Version of SGLang that this follows."""
@@ -157,28 +158,24 @@ class SGLangWire(HttpWire):
         }
         if self.capabilities.has_seeds:
             settings["sampling_seed"] = request.seed
-        body = self._body(
-            request.id, request.prompt_ids, settings, request.priority, request.adapter
-        )
+        body = self._body(request, settings)
         if sampling.record_routes:
             body["return_routed_experts"] = True
             body["routed_experts_start_len"] = request.routes_from
         return body
 
-    def _body(
-        self, call_id: str, ids: Int32Array, settings: dict[str, Any], priority: int, adapter: str
-    ) -> dict[str, Any]:
+    def _body(self, request: Request, settings: dict[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "rid": f"{call_id}.",  # an abort ends every request whose id begins with the given one
-            "input_ids": ids.tolist(),
+            "rid": f"{request.id}.",  # an abort ends every request whose id begins with its own
+            "input_ids": request.prompt_ids.tolist(),
             "sampling_params": settings,
             "return_logprob": True,
             "return_prompt_token_ids": True,
         }
         if self._priority_sign:
-            body["priority"] = self._priority_sign * priority
-        if adapter:
-            body["lora_path"] = adapter
+            body["priority"] = self._priority_sign * request.priority
+        if request.adapter:
+            body["lora_path"] = request.adapter
         return body
 
     def _chunk(self, answer: Any, request: Request, num_before: int) -> AnswerChunk:
@@ -219,21 +216,16 @@ class SGLangWire(HttpWire):
         rows = flat.reshape(-1, model.num_layers, model.num_active_experts)
         return rows[:, list(model.routed_layers)].astype(np.int16)
 
-    async def score(
-        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
-    ) -> AnswerChunk:
+    async def score(self, request: Request, *, first: int) -> AnswerChunk:
         settings = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-        body = self._body(call_id, token_ids, settings, priority, adapter)
+        body = self._body(request, settings)
         # The first entry belongs to the id at this index and has no log-prob.
         body["logprob_start_len"] = first - 1
         answer = await self._client.post("/generate", body)
-        about = answer["meta_info"]
-        return AnswerChunk(
-            token_ids=token_ids[first:].tolist(),
-            logprobs=_entries(about, "input_token_logprobs")[1][1:],
-            prompt_ids=answer.get("prompt_token_ids"),
-            num_cached_tokens=int(about.get("cached_tokens") or 0),
-            labels=labels_of(about) or (about["weight_version"],),
+        return replace(
+            self._chunk(answer, request, 0),
+            token_ids=request.prompt_ids[first:].tolist(),
+            logprobs=_entries(answer["meta_info"], "input_token_logprobs")[1][1:],
         )
 
     async def abort(self, call_id: str) -> None:

@@ -53,12 +53,10 @@ class EngineWire(Wire):
         finally:
             del self.running[request.id]
 
-    async def score(self, call_id, token_ids, *, first, priority, adapter):
-        found = await self.engine.score(token_ids, first=first, adapter=adapter)
-        wanted = slice(first, None)
-        return AnswerChunk(
-            token_ids=token_ids[wanted], logprobs=found.logprobs[wanted], prompt_ids=token_ids
-        )
+    async def score(self, request, *, first):
+        ids, wanted = request.prompt_ids, slice(first, None)
+        found = await self.engine.score(ids, first=first, adapter=request.adapter)
+        return AnswerChunk(token_ids=ids[wanted], logprobs=found.logprobs[wanted], prompt_ids=ids)
 
     async def abort(self, call_id):
         self.told.append(f"abort {call_id}")

@@ -62,7 +62,6 @@ from lockstep.types import (
     Ragged,
     Request,
     Routes,
-    SamplingParams,
 )
 
 YIELDS_AFTER_REPLY = 3
@@ -163,11 +162,9 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
     def version(self) -> int:
         return self._base.version
 
-    async def _score(
-        self, ids: Int32Array, temperature: float, *, first: int, priority: int, adapter: str
-    ) -> Scores:
+    async def _score(self, request: Request, *, first: int) -> Scores:
         """Leaves nothing in the prefix cache."""
-        weights = self._weights_of(adapter, where="score")
+        weights, ids = self._weights_of(request.adapter, where="score"), request.prompt_ids
         values = np.full(len(ids), np.nan, np.float32)
         if len(ids) <= first:
             return Scores(
@@ -176,15 +173,14 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
                 fingerprint=self._fingerprint_text,
             )
         future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        heat = request.sampling.temperature
         sequence = Sequence(
-            request=Request(
-                id="score", prompt_ids=ids, sampling=SamplingParams(max_tokens=1), priority=priority
-            ),
+            request=request,
             weights=weights,
             order=next(self._arrivals),
             limit=0,
             ids=ids,
-            scoring=Scoring(first=first, temperature=temperature, logprobs=values, future=future),
+            scoring=Scoring(first=first, temperature=heat, logprobs=values, future=future),
         )
         self._scheduler.add(sequence)
         self._drive()

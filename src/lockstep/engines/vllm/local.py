@@ -29,7 +29,7 @@ from lockstep.engines.vllm.started import engine_arguments
 from lockstep.engines.vllm.wire import SCORE_SETTINGS, sampling_settings
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
 from lockstep.launch.event_loop import running
-from lockstep.types import Int32Array, Request, SamplingParams
+from lockstep.types import Request, SamplingParams
 
 TURNS_AFTER_REPLY = 8
 """Turns of the event loop after a call has ended: enough for an episode to parse the reply, call a
@@ -152,7 +152,7 @@ class LocalWire(Wire):
             **sampling_settings(request, is_ours=self._is_ours),
             output_kind=kind.DELTA if request.stream else kind.FINAL_ONLY,
         )
-        call = self._add(request.id, request.prompt_ids, asked, request.priority, request.adapter)
+        call = self._add(request, asked)
         try:
             while True:
                 output = await call.next()
@@ -162,39 +162,34 @@ class LocalWire(Wire):
         finally:
             self._drop(request.id)
 
-    async def score(
-        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
-    ) -> AnswerChunk:
+    async def score(self, request: Request, *, first: int) -> AnswerChunk:
         asked = self._vllm.SamplingParams(
             **SCORE_SETTINGS, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         )
-        call = self._add(call_id, token_ids, asked, priority, adapter)
+        call = self._add(request, asked)
         try:
             output = await call.next()
         finally:
-            self._drop(call_id)
-        found = output.prompt_logprobs
+            self._drop(request.id)
+        found, ids = output.prompt_logprobs, request.prompt_ids.tolist()
         return AnswerChunk(
-            token_ids=token_ids[first:].tolist(),
-            logprobs=[found[at][int(token_ids[at])].logprob for at in range(first, len(token_ids))],
+            token_ids=ids[first:],
+            logprobs=[found[at][ids[at]].logprob for at in range(first, len(ids))],
             prompt_ids=output.prompt_token_ids,
             num_cached_tokens=output.num_cached_tokens or 0,
         )
 
-    def _add(
-        self, call_id: str, token_ids: Int32Array, asked: Any, priority: int, adapter: str
-    ) -> _LocalCall:
-        prompt = {"prompt_token_ids": [int(i) for i in token_ids]}
+    def _add(self, request: Request, asked: Any) -> _LocalCall:
+        where, adapter = f"request {request.id}", request.adapter
         if adapter and adapter not in self._named:
-            raise EngineError(f"request {call_id}: there is no adapter {adapter!r}.")
-        lora = self._named[adapter] if adapter else None
+            raise EngineError(f"{where}: there is no adapter {adapter!r}.")
+        prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
+        how = {"lora_request": self._named.get(adapter), "priority": request.priority}
         try:
-            name = self._engine.add_request(
-                call_id, prompt, asked, lora_request=lora, priority=priority
-            )
+            name = self._engine.add_request(request.id, prompt, asked, **how)
         except Exception as error:
-            raise EngineError(f"request {call_id}: vLLM does not take it: {error}") from error
-        call = self._calls[call_id] = _LocalCall(name)
+            raise EngineError(f"{where}: vLLM does not take it: {error}") from error
+        call = self._calls[request.id] = _LocalCall(name)
         # Steps and requested ends put their outputs here.
         self._engine.output_processor.request_states[name].queue = call
         self._drive()

@@ -40,7 +40,7 @@ from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.engines.weight_link import WeightSender, is_same_host
 from lockstep.errors import CapabilityError, EngineDownError, EngineError, ServerRefusedError
 from lockstep.models.peft_format import is_adapter
-from lockstep.types import Distribution, Int32Array, Request, Routes
+from lockstep.types import Distribution, Request, Routes
 
 CHECKED_VERSION = "0.32"
 """Version of vLLM that this was tested with."""
@@ -234,9 +234,7 @@ class VllmWire(HttpWire):
 
     async def generate(self, request: Request) -> AsyncIterator[AnswerChunk]:
         settings = sampling_settings(request, is_ours=self._is_ours)
-        body = self._body(
-            request.id, request.prompt_ids, settings, request.priority, request.adapter
-        )
+        body = self._body(request, settings)
         if request.sampling.record_routes:
             answer = await self._client.post(GENERATE, body)
             yield self._chunk(answer, answer["choices"][0], has_ended=True)
@@ -270,12 +268,9 @@ class VllmWire(HttpWire):
                 raise
             raise EngineDownError(f"engine vllm at {self.url}: {reason}") from error
 
-    async def score(
-        self, call_id: str, token_ids: Int32Array, *, first: int, priority: int, adapter: str
-    ) -> AnswerChunk:
-        body = self._body(call_id, token_ids, SCORE_SETTINGS, priority, adapter)
-        answer = await self._client.post(GENERATE, body)
-        entries = answer["prompt_logprobs"]
+    async def score(self, request: Request, *, first: int) -> AnswerChunk:
+        answer = await self._client.post(GENERATE, self._body(request, SCORE_SETTINGS))
+        entries, token_ids = answer["prompt_logprobs"], request.prompt_ids
         found = [
             _finite(float(entries[at][str(token_id)]["logprob"]))
             for at, token_id in enumerate(token_ids.tolist())
@@ -289,23 +284,16 @@ class VllmWire(HttpWire):
             labels=labels_of(answer["choices"][0]),
         )
 
-    def _body(
-        self,
-        call_id: str,
-        ids: Int32Array,
-        settings: Mapping[str, Any],
-        priority: int,
-        adapter: str,
-    ) -> dict[str, Any]:
+    def _body(self, request: Request, settings: Mapping[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "request_id": call_id,
-            "token_ids": np.asarray(ids).tolist(),
-            "model": adapter or self._model,
+            "request_id": request.id,
+            "token_ids": np.asarray(request.prompt_ids).tolist(),
+            "model": request.adapter or self._model,
             "return_token_ids": True,
             "sampling_params": settings,
         }
         if self._has_priorities:
-            body["priority"] = priority
+            body["priority"] = request.priority
         return body
 
     def _chunk(self, answer: Any, choice: Any, *, has_ended: bool) -> AnswerChunk:
@@ -353,15 +341,12 @@ class VllmWire(HttpWire):
             await self._send(source)
             return
         directory = Path(str(source)).absolute()
-        if self._is_gone and is_adapter(directory):
-            await self._restart(self._context.directory, "it had ended")
-        if self._is_gone:
+        if self._is_gone and not is_adapter(directory):
             await self._restart(directory, "it had ended")
         elif self._why_not_in_place:
             await self._restart(directory, self._why_not_in_place)
         else:
-            if self._is_asleep:
-                await self._client.post("/wake_up?tags=weights")
+            await self._prepare()
             call = {"method": "lockstep_load_directory", "kwargs": {"directory": str(directory)}}
             await self._client.post("/collective_rpc", call)
 
@@ -370,11 +355,15 @@ class VllmWire(HttpWire):
             await self._restart(self._context.directory, "it had ended")
         await super().load_adapter(name, directory)
 
-    async def _send(self, tensors: Mapping[str, Any]) -> None:
+    async def _prepare(self) -> None:
+        """Makes the server take weights: it is started again if it has ended, woken if asleep."""
         if self._is_gone:
             await self._restart(self._context.directory, "it had ended")
         if self._is_asleep:
             await self._client.post("/wake_up?tags=weights")
+
+    async def _send(self, tensors: Mapping[str, Any]) -> None:
+        await self._prepare()
         host = urlsplit(self.url).hostname or ""
         is_here = self.server is not None or is_same_host(host)
         link = WeightSender(num_workers=self._num_workers, host=host, is_same_host=is_here)
