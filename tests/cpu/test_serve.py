@@ -180,7 +180,7 @@ def test_a_server_in_the_background_tells_what_was_wrong_and_closes_twice(monkey
         (["serve", "no-such-model"], "no-such-model"),
         (["serve", "tiny-qwen3", "temperatur=1"], "Did you mean 'temperature=1'?"),
         (["serve", "tiny-qwen3", "temperature=-1"], "temperature=-1"),
-        (["serve", "tiny-qwen3", "fallback=true"], "engine=embedded runs the decoder alone"),
+        (["serve", "tiny-qwen3", "fallback=true"], "engine=embedded runs the decoder"),
         (["serve", "tiny-qwen3", "--port", "99999"], "gateway.port=99999"),
         (["serve", "tiny-qwen3", "--host", "0.0.0.0"], "LOCKSTEP_KEY"),
     ],

@@ -30,7 +30,7 @@ QUERY_TILE = 128  # queries of a sequence that attend together; keys after them 
 
 @dataclass(frozen=True, slots=True)
 class PagedKernel:
-    """What ops compute of a paged context, and which sizes they compute it in.
+    """The parts of a paged context that ops compute, and the sizes of their blocks.
 
     The keys that `attend` gets begin at a multiple of `key_block`, counted from the start of the
     sequence, and their number is a multiple of `key_quantum`. R is a multiple of `row_quantum`.

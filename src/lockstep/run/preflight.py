@@ -528,7 +528,7 @@ def check_fallback(config: ModelChoice) -> None:
         problems.append("engine=embedded runs the decoder; choose an engine in another process")
     if isinstance(config, Config):
         if config.contract == TRUE_ON_POLICY:
-            problems.append(f"{TRUE_ON_POLICY} is a promise of our ops; set contract=none")
+            problems.append(f"contract={TRUE_ON_POLICY} promises our own ops; set contract=none")
         if config.advantage.needs_critic and not config.critic.model:
             problems.append("a critic is a decoder: name one with critic.model")
     if problems:

@@ -35,7 +35,7 @@ class Teachers:
 
     @property
     def in_update(self) -> Distillation:
-        """What the trainer's own forward compares with."""
+        """The distillation that the trainer's own forward makes."""
         is_full = self.config.signal == "full"
         return Distillation(self.config, [*self.models.values()] if is_full else ())
 

@@ -147,7 +147,7 @@ def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed
 
     with pytest.raises(ConfigError) as error:
         check("contract=true-on-policy", "advantage=gae", "trainer.routing_replay=recompute")
-    for part in ("engine=embedded runs the decoder alone", "set contract=none",
+    for part in ("engine=embedded runs the decoder", "set contract=none",
                  "name one with critic.model",
                  "set trainer.routing_replay=none"):  # fmt: skip
         assert part in str(error.value)
