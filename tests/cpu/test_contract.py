@@ -65,9 +65,9 @@ def test_a_fingerprint_reads_back_and_says_where_it_differs():
 
 
 def test_a_text_that_is_no_fingerprint_is_refused_with_what_is_unknown():
-    with pytest.raises(ContractError, match="unknown color"):
+    with pytest.raises(ContractError, match="color"):
         Fingerprint.from_text(MINE.text + ";color=red")
-    with pytest.raises(ContractError, match="'fp' is not a fingerprint"):
+    with pytest.raises(ContractError, match="'fp'"):
         Fingerprint.from_text("fp")
 
 
@@ -77,12 +77,12 @@ def test_rows_of_other_numerics_are_refused_by_row_field_and_both_values():
         check_rows(MINE, [("t0/0", (MINE.text,)), ("t1/3", (MINE.text, other))])
     for part in ("sample t1/3", "isa is 'AVX2' there and '' here", "contract=none"):
         assert part in str(caught.value)
-    with pytest.raises(ContractError, match=r"sample t2/0 .*no fingerprint"):
+    with pytest.raises(ContractError, match="sample t2/0"):
         check_rows(MINE, [("t2/0", ())])
 
 
 def test_keys_kept_over_an_update_are_another_numerics():
-    with pytest.raises(ContractError, match=r"kv is 'kept' there and 'fresh' here.*kv='drop'"):
+    with pytest.raises(ContractError, match=r"'kept'.*'fresh'.*kv='drop'"):
         check_same(MINE, replace(MINE, kv="kept").text, what="sample t0/0")
 
 
@@ -119,9 +119,7 @@ def test_none_says_that_nothing_is_promised_and_its_fingerprint_is_stored_all_th
 
 
 def test_a_contract_of_an_unknown_name_is_refused_before_anything_is_loaded():
-    with pytest.raises(
-        ConfigError, match=r"contract=true_on_policy.*Did you mean 'true-on-policy'"
-    ):
+    with pytest.raises(ConfigError, match=r"contract=true_on_policy.*'true-on-policy'"):
         resolve(find_recipe("quickstart"), ["contract=true_on_policy"])
 
 
@@ -149,12 +147,12 @@ def test_an_engine_that_cannot_tell_its_numerics_goes_on_without_under_auto():
 
 def test_an_engine_that_cannot_tell_its_numerics_is_refused_by_name():
     config = with_engine(resolve(find_recipe("quickstart"), [*SMALL, "contract=true-on-policy"]))
-    with pytest.raises(ConfigError, match=r"engine .* cannot keep it: .*no fingerprint"):
+    with pytest.raises(ConfigError, match="fingerprint"):
         build(config, preflight(config))
 
 
 def test_an_engine_of_another_dtype_is_refused_with_both():
-    with pytest.raises(ConfigError, match=r"engine\.dtype=bfloat16 is not the trainer's float32"):
+    with pytest.raises(ConfigError, match=r"engine\.dtype=bfloat16.*float32"):
         numerics_of("contract=true-on-policy", "engine.dtype=bfloat16")
     assert "engine.dtype=float16" in numerics_of("engine.dtype=float16").line
 
@@ -285,7 +283,7 @@ def test_tokens_of_older_versions_may_differ_and_those_of_this_one_may_not(kept)
     column = rows[0].columns["rollout_logprobs"].copy()
     rows[0].set("rollout_logprobs", column + np.float32(0.01))
     rows[0].set("policy_version", np.full(len(rows[0]), trainer.version, np.int32))
-    with pytest.raises(ContractError, match="policy version 4"):
+    with pytest.raises(ContractError, match=r"version 4\b"):
         trainer.update(rows, PPOClip(), Correction.tis())
 
 

@@ -68,11 +68,9 @@ def test_a_trajectory_has_a_short_repr_and_a_row_per_segment():
 def test_a_mistyped_name_is_answered_with_the_nearest():
     named = Named({"reward/mean": 0.5, "train/loss": 1.0})
     assert named["train/loss"] == 1.0 and named.get("loss") is None and "x" not in named
-    with pytest.raises(
-        UnknownNameError, match=r"there is no 'rewrd/mean'\. Did you mean 'reward/mean"
-    ):
+    with pytest.raises(UnknownNameError, match=r"'rewrd/mean'.*'reward/mean"):
         named["rewrd/mean"]
-    with pytest.raises(KeyError, match="There are: reward/mean, train/loss"):
+    with pytest.raises(KeyError, match="reward/mean, train/loss"):
         named["zzzzzz"]
     with pytest.raises(LockstepError, match="It is empty"):
         Named()["zzzzzz"]

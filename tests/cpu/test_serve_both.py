@@ -70,13 +70,13 @@ def test_agents_and_programs_of_the_client_share_a_server(tmp_path: Path, monkey
 def test_what_cannot_be_served_together_is_said_at_once(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"Add NAME={MODEL} to tinker.models"):
         BackgroundServer(MODEL, "api=agents,tinker", 'tinker.models=["a=tiny-math"]', out=tmp_path)
-    with pytest.raises(ConfigError, match="Start a server for each API"):
+    with pytest.raises(ConfigError, match="API"):
         BackgroundServer(MODEL, "api=agents,tinker", "engine.replicas=2", out=tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="some of agents, tinker"):
+    with pytest.raises(ConfigError, match="agents, tinker"):
         BackgroundServer(MODEL, "api=agents,other")
     of_run = replace(find_served(MODEL, ["api=tinker"]), weights=Path("a/policy"))
-    with pytest.raises(ConfigError, match="lockstep export RUN --hf DIR"):
+    with pytest.raises(ConfigError, match="RUN --hf DIR"):
         asyncio.run(opened(of_run).__aenter__())
 
 

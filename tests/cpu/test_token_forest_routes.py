@@ -102,12 +102,12 @@ def test_a_path_without_routes_has_no_column_and_one_with_a_gap_says_where():
         (
             np.zeros((3, 2, 2), np.uint8),
             0,
-            r"routes of 3 positions from 0 on; expected 4: 3 prompt",
+            r"\b3\b.*\b0\b.*4: 3\b",
         ),
-        (np.zeros((5, 2, 2), np.uint8), 0, r"expected 4.* prefix cache, or the boundary"),
-        (np.zeros((1, 2, 2), np.uint8), 3, r"positions 0 to 2 would have none"),
-        (np.zeros((4, 2), np.uint8), 0, r"must be uint8 or int16 .*, found uint8 \[4, 2\]"),
-        (np.zeros((4, 2, 2)), 0, r"found float64 \[4, 2, 2\]"),
+        (np.zeros((5, 2, 2), np.uint8), 0, "expected 4"),
+        (np.zeros((1, 2, 2), np.uint8), 3, r"\b0\b.*\b2\b"),
+        (np.zeros((4, 2), np.uint8), 0, r"uint8.*int16.*uint8 \[4, 2\]"),
+        (np.zeros((4, 2, 2)), 0, r"float64 \[4, 2, 2\]"),
     ],
 )
 def test_routes_that_leave_a_gap_are_refused_with_both_counts(routes, start, text):
@@ -124,7 +124,7 @@ def test_routes_that_leave_a_gap_are_refused_with_both_counts(routes, start, tex
 def test_routes_of_two_models_on_one_path_are_refused():
     t = Trajectory(id="t")
     leaf = sample(t, t.observe([1]), [2, 3])
-    with pytest.raises(RoutingReplayError, match="1 layers x 3 experts after a path with 2 x 3"):
+    with pytest.raises(RoutingReplayError, match=r"\b1\b.*\b3\b.*\b2 x 3"):
         t.record(
             [4], logprobs=[-1], parent=leaf, prompt_ids=[1, 2, 3], routes_from=2,
             routed_experts=np.zeros((1, 1, 3), np.uint8),

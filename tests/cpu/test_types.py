@@ -113,7 +113,7 @@ def test_a_violated_invariant_names_segment_and_token(case):
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"), [([], "it has no ids"), ([-1], "has the id -1"), ([2**31], "2147483648")]
+    ("ids", "message"), [([], "ids"), ([-1], "id -1"), ([2**31], "2147483648")]
 )
 def test_ids_that_cannot_be_are_refused(ids, message):
     with pytest.raises(TokenError, match=message):
@@ -134,7 +134,7 @@ def test_a_reward_belongs_to_a_sampled_segment():
     t, (prompt, first, *_) = two_turns()
     t.set_segment_reward(first, 0.5)
     assert t.segments[first].reward == 0.5
-    with pytest.raises(TokenError, match="only a sampled segment"):
+    with pytest.raises(TokenError, match="sampled"):
         t.set_segment_reward(prompt, 0.5)
 
 
@@ -170,12 +170,12 @@ def make_sample(**change):
 
 
 def test_a_mask_of_another_length_is_refused():
-    with pytest.raises(AlignmentError, match="3 ids but a loss_mask of 2"):
+    with pytest.raises(AlignmentError, match=r"\b3\b.*loss_mask.*\b2\b"):
         make_sample(loss_mask=np.ones(2, bool))
 
 
 def test_the_first_token_cannot_be_trained():
-    with pytest.raises(AlignmentError, match="token 0 is marked as trained"):
+    with pytest.raises(AlignmentError, match=r"token 0\b"):
         make_sample(loss_mask=np.ones(3, bool))
 
 
@@ -185,10 +185,10 @@ def test_the_first_token_cannot_be_trained():
         (
             "advantages",
             np.zeros(2, np.float32),
-            r"must be an array of float32 \[3\], found .* float32 \[2\]",
+            r"float32 \[3\].*float32 \[2\]",
         ),
-        ("advantages", np.zeros(3), r"must be an array of float32 \[3\], found .* float64 \[3\]"),
-        ("advantage", np.zeros(3, np.float32), r"unknown column 'advantage'"),
+        ("advantages", np.zeros(3), r"float32 \[3\].*float64 \[3\]"),
+        ("advantage", np.zeros(3, np.float32), "'advantage'"),
     ],
 )
 def test_a_column_that_does_not_fit_is_refused(name, column, message):
@@ -227,16 +227,16 @@ def test_messages_read_the_openai_form_and_write_one_that_reads_back_equal():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"role": "robot"}, "'robot' is not one of"),
+        ({"role": "robot"}, "'robot'"),
         (
             {"role": "user", "content": [{"type": "image"}]},
-            r"content\[0\].type is .image.: Only text is read",
+            r"content\[0\].type.*.image",
         ),
-        ({"role": "user", "contents": "x"}, r"unknown keys \['contents'\]"),
-        ({"role": "tool", "content": "x"}, "a tool message needs `name`"),
+        ({"role": "user", "contents": "x"}, r"\['contents'\]"),
+        ({"role": "tool", "content": "x"}, "`name`"),
         (
             {"role": "user", "tool_calls": [{"name": "f", "arguments": "{}"}]},
-            "only an assistant's can",
+            "assistant",
         ),
     ],
 )

@@ -44,7 +44,7 @@ def test_each_verb_has_its_function_and_dir_lists_them():
 
 
 def test_a_mistyped_function_is_answered_with_its_name():
-    with pytest.raises(AttributeError, match=r"Did you mean lockstep\.evaluate\?"):
+    with pytest.raises(AttributeError, match=r"lockstep\.evaluate"):
         lockstep.evalute  # noqa: B018
 
 
@@ -99,11 +99,11 @@ def test_a_mistyped_metric_is_answered_with_its_name(outcome):
         lambda: run.plot("rewrd/mean"),
         lambda: run.metrics[-2]["rewrd/mean"],
     ):
-        with pytest.raises(UnknownNameError, match="Did you mean 'reward/mean'"):
+        with pytest.raises(UnknownNameError, match="'reward/mean'"):
             ask()
-    with pytest.raises(UnknownNameError, match="Did you mean 'model'"):
+    with pytest.raises(UnknownNameError, match="'model'"):
         run.config["modle"]
-    with pytest.raises(UnknownNameError, match="Did you mean 'steps'"):
+    with pytest.raises(UnknownNameError, match="'steps'"):
         outcome.summary["step"]
     assert run.values("rewrd/mean") == []
 
@@ -136,7 +136,7 @@ def test_a_dialogue_is_rendered_from_lists_as_from_files(tmp_path, capsys):
     assert main(["render", "tiny-gpt-oss", str(file), "--json"]) == OK
     assert json.loads(capsys.readouterr().out) == rendered.to_json()
     assert "user" in rendered._repr_html_()
-    with pytest.raises(ConfigError, match="tools must be one, too"):
+    with pytest.raises(ConfigError, match="tools"):
         lockstep.render("tiny-gpt-oss", str(file), tools=tools)
 
 

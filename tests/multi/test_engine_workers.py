@@ -59,9 +59,7 @@ def test_a_fault_of_the_engine_inside_is_refused_for_engines_of_other_processes(
     config = resolve(find_recipe("quickstart"), ["engine.replicas=1"])
     with (
         injected(KernelNoise(std=0.1)),
-        pytest.raises(
-            ConfigError, match=r"an engine in the trainer's process; .* engine\.replicas=0"
-        ),
+        pytest.raises(ConfigError, match=r"engine\.replicas=0"),
     ):
         preflight(config)
 

@@ -158,7 +158,7 @@ def test_a_mistake_in_a_rollout_of_trl_is_found_while_it_trains(
 def test_training_by_trl_ends_at_a_cause_if_it_is_to(make_trainer):
     trainer = make_trainer(with_shifted_logprobs)
     lockstep.watch(trainer, on_cause="raise")
-    with pytest.raises(MismatchError, match="step 0: doctor: shifted") as caught:
+    with pytest.raises(MismatchError, match=r"step 0\b") as caught:
         trainer.train()
     assert caught.value.cause == "shifted" and trainer.state.global_step == 0
 

@@ -210,9 +210,9 @@ def test_what_a_template_has_no_form_for_is_refused_and_not_written_wrong():
     words = Message(
         role="assistant", content="I search.", tool_calls=(ToolCall(name="f", arguments="{}"),)
     )
-    with pytest.raises(RendererError, match=r"leaves out words .*'I search\.'"):
+    with pytest.raises(RendererError, match=r"'I search\.'"):
         generic("llama3_2").render_reply(words)
-    with pytest.raises(RendererError, match=r"no way to take tools.* leaves out a tool"):
+    with pytest.raises(RendererError, match="leaves out a tool"):
         generic("deepseek_v3").render([Message(role="user", content="Hi")], [SEARCH])
     with pytest.raises(RendererError, match="Conversation roles must alternate"):
         generic("gemma3").render([Message(role="user", content="Hi")] * 2)

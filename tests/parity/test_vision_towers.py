@@ -141,6 +141,6 @@ def test_a_run_keeps_the_tower_if_it_is_told_to(whole):
     for name in ("tokenizer.json", "renderer.json"):
         (directory / name).write_bytes((locate_model("tiny-qwen3") / name).read_bytes())
     run = resolve(find_recipe("quickstart"), [f"model={directory}"])
-    with pytest.raises(ConfigError, match=r"reads images, .* vision=keep"):
+    with pytest.raises(ConfigError, match="vision=keep"):
         read_model_files(run)
     assert read_model_files(resolve(run, ["vision=keep"])).model.has_vision

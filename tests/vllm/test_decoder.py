@@ -286,7 +286,7 @@ def test_what_the_draws_do_not_know_is_refused(engine):
     for settings in ({"min_p": 0.1}, {"logprobs": 3}, {"prompt_logprobs": 2}):
         with pytest.raises(ValueError, match="Leave it out"):
             DrawSettings.validate_params(VllmSampling(**settings))
-    with pytest.raises(EngineError, match="min_p: Lockstep's decoder draws by"):
+    with pytest.raises(EngineError, match="min_p"):
         engine.wire._add("min p", np.array([5]), VllmSampling(min_p=0.1), 0, "")
 
 
@@ -319,8 +319,8 @@ def test_preempted_requests_are_computed_again_to_the_same_bits(first, model):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (("--enable-lora",), "adds the adapter itself"),
-        (("--kv-cache-dtype=fp8",), "keeps keys and values as it computes them"),
+        (("--enable-lora",), "adapter"),
+        (("--kv-cache-dtype=fp8",), "keys and values"),
     ],
 )
 def test_settings_of_vllm_that_change_the_numbers_are_refused(args, expected, first, model):
@@ -385,6 +385,6 @@ def test_an_adapter_beside_the_weights_has_the_trainers_bits(kind, place):
         unequal, total = num_unequal(model, requests, asyncio.run(replies(engine, requests)))
         assert total > 200
         assert unequal == 0
-    with pytest.raises(EngineError, match="adapter beside its weights"):
+    with pytest.raises(EngineError, match="adapter"):
         asyncio.run(engine.load_weights(str(directory), version=3))
     asyncio.run(engine.close())

@@ -81,7 +81,7 @@ def test_a_server_is_attached_to_as_what_it_is(server, first, place):
     context = server.wire._context
     attached = make_engine(VllmConfig(**settings, decoder="lockstep"), context)
     assert attached.capabilities.fingerprint == server.capabilities.fingerprint
-    with pytest.raises(CapabilityError, match="runs Lockstep's decoder"):
+    with pytest.raises(CapabilityError, match="decoder"):
         make_engine(VllmConfig(**settings, decoder="vllm"), context)
 
 
@@ -89,5 +89,5 @@ def test_a_server_with_vllms_own_model_is_told_how_to_have_the_decoder(started, 
     plain = make_checkpoint("qwen3", place / "plain")
     with started(plain) as engine:
         settings = VllmConfig(urls=(engine.wire.url,), take_over=True, decoder="lockstep")
-        with pytest.raises(CapabilityError, match=r"runs vLLM's own model.*--worker-cls"):
+        with pytest.raises(CapabilityError, match=r"vLLM's.*--worker-cls"):
             make_engine(settings, engine.wire._context)

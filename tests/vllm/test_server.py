@@ -99,7 +99,7 @@ def test_a_server_that_ended_is_started_again_for_tensors_and_refuses_those_of_a
         engine.wire.server.process.stop()
         send(engine, new, 2)
         assert gap_to_trainer(engine, new, ids) < TOLERANCE
-        with pytest.raises(EngineError, match="lack 4 of the 19 parameters"):
+        with pytest.raises(EngineError, match=r"\b4\b.*19"):
             send(engine, other, 3)
         send(engine, directory, 4)
         assert gap_to_trainer(engine, directory, ids) < TOLERANCE
@@ -132,7 +132,7 @@ def test_truncated_draws_record_what_they_were_drawn_from(dense):
     whole = path_of(ask(dense, "whole", seed=3, max_tokens=1))
     cut = path_of(ask(dense, "cut", seed=3, max_tokens=1, top_k=1, distribution="sampled"))
     assert whole[1][0] < 0 and cut[1][0] == 0
-    with pytest.raises(CapabilityError, match="not of the distribution 'tempered'"):
+    with pytest.raises(CapabilityError, match="'tempered'"):
         ask(dense, "cut-tempered", temperature=0.7, top_k=4)
 
 
@@ -175,7 +175,7 @@ def test_more_prompts_than_fit_into_a_step_do_not_end_the_server(dense):
 
 
 def test_a_temperature_that_vllm_would_change_is_refused(dense):
-    with pytest.raises(EngineError, match="vLLM would draw at"):
+    with pytest.raises(EngineError, match="vLLM"):
         ask(dense, "cold", temperature=0.001)
 
 
@@ -220,9 +220,9 @@ def test_weights_that_somebody_else_loads_are_noticed_by_the_next_reply(dense):
     assert label.startswith("lockstep/") and label.endswith(f"/{dense.version}")
     try:
         post(dense, "/update_weight_version", {"new_version": "lockstep/another/77/7"})
-        with pytest.raises(LeaseError, match="loaded by the run 'another'"):
+        with pytest.raises(LeaseError, match="'another'"):
             ask(dense, "theirs")
-        with pytest.raises(LeaseError, match="not trained on"):
+        with pytest.raises(LeaseError, match="trained"):
             run(dense.check_lease())
     finally:
         post(dense, "/update_weight_version", {"new_version": label})
@@ -244,7 +244,7 @@ def resident_bytes(server: VllmServer):
 
 def test_sleep_on_a_cpu_frees_nothing_and_is_not_claimed(dense):
     assert not dense.capabilities.has_sleep
-    with pytest.raises(CapabilityError, match="cannot give its memory back"):
+    with pytest.raises(CapabilityError, match="memory"):
         run(dense.sleep())
     before = resident_bytes(dense.wire.server)
     post(dense, "/sleep?level=2")  # it says that it sleeps

@@ -139,27 +139,25 @@ def test_the_update_of_the_worker_extension_is_qualified(kind, tmp_path):
     "kind", ["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text"]
 )
 def test_experts_in_another_order_are_found(kind, tmp_path):
-    with pytest.raises(EngineError, match=r"is 0\.\d+ nats .* and 0\.\d+ when that is taken back"):
+    with pytest.raises(EngineError, match=r"0\.\d+.*0\.\d+"):
         qualify(kind, tmp_path, dtype="bfloat16" if kind in HYBRIDS else "float32")
 
 
 def test_a_tied_head_that_stays_old_is_found(tmp_path):
-    with pytest.raises(
-        EngineError, match=r"is 0\.\d+ nats .* and \S+e-0\d when that is taken back"
-    ):
+    with pytest.raises(EngineError, match=r"0\.\d+.*\S+e-0\d"):
         qualify("gemma3_text", tmp_path)
 
 
 def test_sinks_and_experts_that_stay_old_are_found(tmp_path):
-    with pytest.raises(EngineError, match="the old values of sinks, experts, expert biases"):
+    with pytest.raises(EngineError, match="sinks, experts, expert biases"):
         qualify("gpt_oss", tmp_path)
 
 
 def test_in_bfloat16_what_moves_little_beside_its_noise_may_not_be_named(tmp_path):
-    with pytest.raises(EngineError, match=r"the old values of (sinks, )?experts"):
+    with pytest.raises(EngineError, match=r"(sinks, )?experts"):
         qualify("gpt_oss", tmp_path, dtype="bfloat16")
 
 
 def test_a_head_that_is_written_and_not_read_is_found(tmp_path):
-    with pytest.raises(EngineError, match="the old values of head"):
+    with pytest.raises(EngineError, match="old values of head"):
         qualify("qwen3", tmp_path, engine=Writing)

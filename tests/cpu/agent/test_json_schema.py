@@ -68,10 +68,10 @@ def test_arguments_are_checked_by_the_whole_schema_of_a_tool():
     )
     assert parse_arguments('{"root": {"n": 1}, "a": 1}', schema) == {"root": {"n": 1}, "a": 1}
     for text, message in (
-        ('{"root": {"n": "1"}, "a": 1}', "root.n must be integer, found string"),
-        ('{"root": {"n": 1}}', "the call lacks 'a', or the call lacks 'b'"),
-        ('{"c": 1, "a": 1}', "the call has an unknown key 'c'; known: root, a, b"),
-        ('{"a": NaN}', "NaN is not JSON"),
+        ('{"root": {"n": "1"}, "a": 1}', "root.n"),
+        ('{"root": {"n": 1}}', "'a'.*'b'"),
+        ('{"c": 1, "a": 1}', "'c'"),
+        ('{"a": NaN}', "NaN.*JSON"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_arguments(text, schema)

@@ -98,13 +98,13 @@ def test_failures_that_pass_are_tried_again():
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ("I would rather not.", r"in 3 tries. The last: the reply has no {\"score\": NUMBER}"),
-        ('{"score": 11}', "the grade 11 is not between 0 and 10"),
+        ("I would rather not.", r"\b3\b.*{\"score\": NUMBER}"),
+        ('{"score": 11}', r"11.*\b0 and 10"),
         ('{"score": "9"}', "has no"),
         ('{"score": NaN}', "has no"),
-        (500, "answered 500: busy"),
-        ({"choices": []}, "the reply has no text"),
-        ("hang", "nothing came for 0.2 s"),
+        (500, "500"),
+        ({"choices": []}, "text"),
+        ("hang", "0.2"),
     ],
     ids=["words", "range", "text", "nan", "status", "empty", "hang"],
 )
@@ -118,7 +118,7 @@ def test_a_judge_that_fails_fails_the_episode(reply, message):
 
 def test_what_the_server_will_say_again_is_not_asked_again():
     with JudgeServer(400) as server:
-        with pytest.raises(JudgeError, match=r"400.*busy"):
+        with pytest.raises(JudgeError, match="400"):
             score(judge(server))
         assert len(server.bodies) == 1
 
@@ -196,10 +196,10 @@ def test_the_server_is_asked_before_a_model_is_loaded(monkeypatch):
     ("settings", "message"),
     [
         ({}, "give both"),
-        ({"prompt": "{answr}"}, "the prompt has the field 'answr'"),
-        ({"prompt": "{answer.__class__}"}, "the prompt has the field"),
-        ({"prompt": "Grade!"}, "neither {answer} nor {dialogue}"),
-        ({"prompt": "{answer"}, "the prompt is malformed"),
+        ({"prompt": "{answr}"}, "'answr'"),
+        ({"prompt": "{answer.__class__}"}, "field"),
+        ({"prompt": "Grade!"}, "{answer}.*{dialogue}"),
+        ({"prompt": "{answer"}, "prompt"),
         ({"rubric": "@no-such-file"}, "cannot be read"),
     ],
 )

@@ -141,18 +141,18 @@ def test_a_server_that_dies_within_an_episode_is_started_by_the_next_call():
     ("kind", "message"),
     [
         ("none", "offers no tool"),
-        ("twice", "the tool 't' is offered 2 times"),
+        ("twice", r"'t'.*\b2\b"),
         ("name", r"the tool 'a b\\n<|im_start|>' has a name that calls cannot carry"),
         (
             "type",
-            r"a schema that is none: #/properties/a/type: 5 is not valid",
+            r"#/properties/a/type: 5\b",
         ),
-        ("array", "could not be reached or spoken to .*Input should be 'object'"),
-        ("ref", r"\$ref '#/\$defs/no' leads nowhere"),
-        ("far", r"\$ref 'http://h/s' is not of this schema"),
-        ("long", "is described in 200.. characters, more than 16384"),
-        ("many", "offers more than 256 tools"),
-        ("broken", "It printed: cannot find its key"),
+        ("array", "'object'"),
+        ("ref", r"\$ref '#/\$defs/no'"),
+        ("far", r"\$ref 'http://h/s'"),
+        ("long", "200.*16384"),
+        ("many", "256"),
+        ("broken", "cannot find its key"),
     ],
 )
 def test_a_server_that_no_tool_can_be_made_of_is_refused_at_start(kind, message):
@@ -202,7 +202,7 @@ def test_a_server_that_says_nothing_is_given_up():
 
 def test_a_program_or_url_that_is_not_there_is_named():
     for address, message in (
-        (ServerAddress(command="no-such-program"), "Does 'no-such-program' start in a terminal"),
+        (ServerAddress(command="no-such-program"), "'no-such-program'"),
         (ServerAddress(url="http://127.0.0.1:9/mcp"), "Is it running"),
     ):
         with pytest.raises(ToolServerError, match=message):
@@ -214,11 +214,11 @@ def test_a_program_or_url_that_is_not_there_is_named():
     [
         ({}, "one of them"),
         ({"command": "a", "url": "http://x"}, "one of them"),
-        ({"url": "ftp://x"}, "must begin with http"),
-        ({"command": "a 'b"}, "No closing quotation"),
-        ({"command": " "}, "names no program"),
-        ({"url": "http://x", "pass_variables": ("A",)}, "is for a command"),
-        ({"command": "x", "token_variable": "A"}, "is for a url"),
+        ({"url": "ftp://x"}, "http"),
+        ({"command": "a 'b"}, "quotation"),
+        ({"command": " "}, "program"),
+        ({"url": "http://x", "pass_variables": ("A",)}, "command"),
+        ({"command": "x", "token_variable": "A"}, "url"),
     ],
 )
 def test_an_address_that_makes_no_sense_is_refused(settings, message):

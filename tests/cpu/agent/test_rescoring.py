@@ -238,7 +238,7 @@ def test_scorings_that_fail_are_counted_and_the_others_are_averaged():
 
 def test_an_engine_that_scores_nothing_ends_the_run_with_its_reason():
     groups = play(NoisyScores(num_broken=1000))
-    with pytest.raises(EngineError, match=r"not one of 24 sampled.*ConnectionError: the server"):
+    with pytest.raises(EngineError, match=r"24.*ConnectionError"):
         average_rows(rows_of(groups), groups)
 
 

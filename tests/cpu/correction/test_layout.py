@@ -73,13 +73,11 @@ def test_a_token_is_located_by_row_and_place():
 
 
 def test_layouts_that_cannot_be_are_refused():
-    with pytest.raises(
-        AlignmentError, match=r"mask has the shape \[3\]; expected \[rows, tokens\]"
-    ):
+    with pytest.raises(AlignmentError, match=r"\[3\].*\[rows, tokens\]"):
         Layout.padded(torch.ones(3))
-    with pytest.raises(AlignmentError, match="row 1 has the length -2"):
+    with pytest.raises(AlignmentError, match=r"row 1\b.*-2"):
         Layout.packed([1, -2])
-    with pytest.raises(AlignmentError, match=r"sum to 3 tokens, the mask has the shape \[4\]"):
+    with pytest.raises(AlignmentError, match=r"\b3\b.*\[4\]"):
         Layout.packed([1, 2], torch.ones(4))
-    with pytest.raises(AlignmentError, match=r"the shape \[3\]; found values \[3, 1\]"):
+    with pytest.raises(AlignmentError, match=r"\[3\].*\[3, 1\]"):
         Layout.packed([1, 2]).row_sums(torch.zeros(3, 1))

@@ -137,11 +137,11 @@ def test_half_precision_is_widened_before_anything_is_subtracted():
 
 def test_columns_that_differ_or_lack_are_refused():
     good = torch.zeros(3)
-    with pytest.raises(AlignmentError, match=r"\[3\] and old_logprobs \[2\]"):
+    with pytest.raises(AlignmentError, match=r"\[3\].*old_logprobs \[2\]"):
         reference_kl(good, good, old_logprobs=torch.zeros(2))
-    with pytest.raises(AlignmentError, match=r"\[3\] and mask \[2\]"):
+    with pytest.raises(AlignmentError, match=r"\[3\].*\[2\]"):
         reference_kl(good, good, old_logprobs=good, mask=torch.ones(2))
-    with pytest.raises(AlignmentError, match=r"\[3\] and reference_logprobs \[2\]"):
+    with pytest.raises(AlignmentError, match=r"\[3\].*reference_logprobs \[2\]"):
         reference_kl(good, torch.zeros(2), estimator="k3")
-    with pytest.raises(AlignmentError, match="give old_logprobs"):
+    with pytest.raises(AlignmentError, match="old_logprobs"):
         reference_kl(good, good)

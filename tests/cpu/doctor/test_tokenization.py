@@ -82,11 +82,11 @@ def test_what_the_input_names_and_is_not_here_is_left_out_and_said(tmp_path: Pat
 @pytest.mark.parametrize(
     ("asked", "error", "expected"),
     [
-        ({"tokenizer": "/models/gone"}, ConfigError, "expected a directory with a tokenizer.json"),
-        ({"renderer": "chatlm"}, ConfigError, "expected one of chatml, harmony"),
-        ({"renderer": "{"}, ConfigError, "--renderer: Expecting property name"),
+        ({"tokenizer": "/models/gone"}, ConfigError, "tokenizer.json"),
+        ({"renderer": "chatlm"}, ConfigError, "chatml, harmony"),
+        ({"renderer": "{"}, ConfigError, "--renderer"),
         ({"renderer": '{"type": "chatml", "x": 1}'}, ConfigError, "--renderer: "),
-        ({"renderer": "chatml"}, RendererError, "lacks the control tokens"),
+        ({"renderer": "chatml"}, RendererError, "control tokens"),
     ],
 )
 def test_what_the_user_names_and_is_not_there_is_an_error(
@@ -97,7 +97,7 @@ def test_what_the_user_names_and_is_not_there_is_an_error(
 
 
 def test_a_renderer_without_a_tokenizer_is_an_error():
-    with pytest.raises(ConfigError, match="needs the tokenizer of the model"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         find_tokenization(Facts(), renderer="chatml")
 
 

@@ -236,7 +236,7 @@ def test_waiting_says_how_long_it_was_and_how_a_server_starts():
     text = str(caught.value)
     assert "no answer to /health within 0 s (engine.start_seconds=0.4)" in text
     assert text.count(HOW) == 1 and "waiting for engine test" in said[0]
-    with pytest.raises(ServerUnreachableError, match="its process ended with status 3"):
+    with pytest.raises(ServerUnreachableError, match=r"status 3\b"):
         http.wait_until_up("/health", 60, is_alive=lambda: "its process ended with status 3")
 
 

@@ -78,9 +78,7 @@ def test_a_second_trainer_is_refused_before_it_loads_anything():
     async def main():
         await trainer(server).load_weights(WEIGHTS, version=7)
         label, held = server.label, server.engine.version
-        with pytest.raises(
-            LeaseError, match=r"'mine', which has loaded version 7; this one is 'th"
-        ):
+        with pytest.raises(LeaseError, match=r"'mine'.*version 7\b.*'th"):
             await trainer(server, "theirs").load_weights(WEIGHTS, version=1)
         assert (server.label, server.engine.version) == (label, held)
         await trainer(server, "theirs", take_over=True).load_weights(WEIGHTS, version=1)
@@ -104,11 +102,11 @@ def test_weights_of_another_run_stop_this_one_before_it_trains_on_them(tells):
         await engine.load_weights(WEIGHTS, version=1)
         await trainer(server, "theirs", take_over=True).load_weights(WEIGHTS, version=9)
         if tells:  # no token of it comes in
-            with pytest.raises(LeaseError, match="version 9, loaded by the run 'theirs'"):
+            with pytest.raises(LeaseError, match=r"version 9\b.*'theirs'"):
                 await sample(engine)
         else:
             await sample(engine)
-        with pytest.raises(LeaseError, match="is not trained on"):
+        with pytest.raises(LeaseError, match="trained"):
             await engine.check_lease()
         # It stays so when the other one has gone, and its label with it.
         server.label = engine._lease.label(1)
@@ -129,7 +127,7 @@ def test_a_second_process_of_the_same_run_is_told_apart():
         await first.load_weights(WEIGHTS, version=1)
         await second.load_weights(WEIGHTS, version=1)
         await second.check_lease()
-        with pytest.raises(LeaseError, match="loaded by another process of this run"):
+        with pytest.raises(LeaseError, match="another process"):
             await first.check_lease()
 
     asyncio.run(main())
@@ -161,12 +159,12 @@ def test_a_pool_goes_on_without_a_restarted_replica_and_stops_at_a_stolen_one():
         await pool.check_lease()
         assert pool.ready == ["b"]
         servers[1].label = "lockstep/theirs/1/5"
-        with pytest.raises(LeaseError, match="the run 'theirs'"):
+        with pytest.raises(LeaseError, match="'theirs'"):
             await sample(pool, "last")
-        with pytest.raises(LeaseError, match="the run 'theirs'"):
+        with pytest.raises(LeaseError, match="'theirs'"):
             await pool.check_lease()
         await pool.close()
-        with pytest.raises(EngineError, match="the engine is closed"):
+        with pytest.raises(EngineError, match="closed"):
             await pool.check_lease()
 
     asyncio.run(main())

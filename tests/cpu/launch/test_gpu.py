@@ -147,7 +147,7 @@ def test_device_auto_does_not_fall_back_to_the_cpu_beside_a_gpu_that_fails(machi
     config = find_recipe("quickstart")
     machine.error = "The NVIDIA driver on your system is too old (found version 12020)."
     monkeypatch.setattr("lockstep.run_config.shows_gpu", lambda: True)
-    with pytest.raises(ConfigError, match=r"^device=auto, and torch .* too old .* set device=cpu"):
+    with pytest.raises(ConfigError, match=r"^device=auto.*device=cpu"):
         resolve_device(config)
     assert resolve_device(resolve(config, ["device=cpu"])) == "cpu"
 

@@ -23,12 +23,12 @@ def test_torchrun_says_how_many_processes_there_are():
 
 
 def test_processes_that_torchrun_did_not_start_are_refused():
-    with pytest.raises(ConfigError, match=r"processes=2, but torchrun has started 4"):
+    with pytest.raises(ConfigError, match=r"processes=2.*\b4\b"):
         ParallelConfig(processes=2).num_processes({"WORLD_SIZE": "4"})
 
 
 def test_a_sequence_that_does_not_divide_the_processes_is_refused():
-    with pytest.raises(ConfigError, match=r"sequence=2 does not divide the 3 process"):
+    with pytest.raises(ConfigError, match=r"sequence=2.*\b3\b"):
         ParallelConfig(processes=3, sequence=2).num_processes({})
 
 
@@ -55,7 +55,7 @@ def test_a_head_count_that_cannot_be_split_is_refused_with_those_that_can(
         (["parallel.processes=-1"], "at least 0"),
         (["parallel.sequence=0"], "at least 1"),
         (["parallel.timeout_seconds=0"], "above 0"),
-        (["parallel.processes=3", "parallel.sequence=3"], "cannot split the model's 4 query heads"),
+        (["parallel.processes=3", "parallel.sequence=3"], r"\b4\b"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_a_process_is_started(settings, message):
@@ -67,7 +67,7 @@ def test_a_fault_is_refused_in_several_processes():
     config = resolve(find_recipe("quickstart"), ["parallel.processes=2"])
     with (
         injected(RetokenizedRows()),
-        pytest.raises(ConfigError, match="--fault works in one process, and this run has 2"),
+        pytest.raises(ConfigError, match=r"--fault.*\b2\b"),
     ):
         preflight(config)
 
@@ -76,7 +76,7 @@ def test_supervised_training_is_refused_in_several_processes():
     config = SupervisedConfig(
         sft=SFTConfig(path="dialogues.jsonl"), parallel=ParallelConfig(processes=2)
     )
-    with pytest.raises(ConfigError, match="lockstep sft works in one process, and this run has 2"):
+    with pytest.raises(ConfigError, match=r"lockstep sft.*\b2\b"):
         check_supervised(config)
 
 

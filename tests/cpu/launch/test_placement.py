@@ -34,14 +34,14 @@ def test_the_plan_shows_the_places():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (("placement.trainer_gpus=2",), r"placement\.trainer_gpus=2 must be 0 or 1"),
-        (("placement.wait_seconds=0",), "must be a finite number above 0"),
-        (("placement.trainer_gpus=1",), "Give both GPUs, or neither"),
+        (("placement.trainer_gpus=2",), r"placement\.trainer_gpus=2.*\b0\b.*\b1\b"),
+        (("placement.wait_seconds=0",), "above 0"),
+        (("placement.trainer_gpus=1",), "GPUs"),
         (
             ("placement.trainer_gpus=1", "placement.replica_gpus=1", "engine.share_device=true"),
-            r"the trainer alone, with engine\.share_device=true",
+            r"engine\.share_device=true",
         ),
-        (("engine.replicas=1",), r"engine\.replicas has 1 for 2 processes that train"),
+        (("engine.replicas=1",), r"engine\.replicas.*\b1\b.*\b2\b"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_before_ray_is_started(settings, message):

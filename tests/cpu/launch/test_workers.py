@@ -110,9 +110,9 @@ def test_workers_take_the_gpus_that_no_trainer_of_their_machine_has():
     assert places(12, 4, 2, 8) == [["2", "3", "4"], ["5", "6", "7"]] * 2  # of two machines
     assert places(5, 2, 2, 8) == [["2", "3"], ["4", "5", "6"]]
     assert places(2, 2, 2, 2, is_shared=True) == [["0"], ["1"]]
-    with pytest.raises(ConfigError, match="6 of them on this machine, each with a GPU of its own"):
+    with pytest.raises(ConfigError, match=r"\b6\b.*GPU"):
         places(12, 4, 2, 7)
-    with pytest.raises(ConfigError, match=r"engine\.replicas has 3 for 4 processes that train"):
+    with pytest.raises(ConfigError, match=r"engine\.replicas.*\b3\b.*\b4\b"):
         places(3, 4, 4, 8)
 
 

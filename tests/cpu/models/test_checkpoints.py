@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was():
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     torn = dict(hf_tensors(other))
     torn.pop("model.norm.weight")
-    with pytest.raises(CheckpointError, match=r"missing \(1\): model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"\(1\): model\.norm\.weight"):
         load_weights(model, torn, where="here")
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 

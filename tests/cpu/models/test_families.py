@@ -403,7 +403,7 @@ def test_a_mixture_of_glm_may_have_no_dense_layer_and_none_for_further_tokens():
     found = ModelConfig.from_hf(source)
     assert found.dense_layers == () and found.num_extra_layers == 0
     assert ModelConfig.from_hf(HUB["glm-4.5-air"]).dense_layers == (0,)
-    with pytest.raises(CheckpointError, match='num_nextn_predict_layers="x" must be a whole'):
+    with pytest.raises(CheckpointError, match='num_nextn_predict_layers="x"'):
         ModelConfig.from_hf(changed("glm-4.5-air", num_nextn_predict_layers="x"))
 
 
@@ -432,69 +432,69 @@ def test_a_rope_for_each_kind_of_layer_reads_like_the_older_spelling():
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("Qwen3-8B", {"hidden_act": "gelu"}, r'hidden_act="gelu".*expected "silu"'),
-        ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias=true is not implemented"),
-        ("Llama-3.1-8B", {"is_causal": False}, "is_causal=false is not implemented"),
-        ("Llama-3.1-8B", {"is_causal": None}, "is_causal=null is not implemented"),
+        ("Qwen3-8B", {"hidden_act": "gelu"}, 'hidden_act="gelu".*"silu"'),
+        ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias=true"),
+        ("Llama-3.1-8B", {"is_causal": False}, "is_causal=false"),
+        ("Llama-3.1-8B", {"is_causal": None}, "is_causal=null"),
         ("Llama-3.1-8B", {"sliding_window": 512}, "sliding_window=512"),
         ("Qwen2.5-0.5B", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ("gpt-oss-20b", {"swiglu_alpha": 2.0}, r"swiglu_alpha=2\.0"),
         ("gemma-3-1b", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0"),
-        ("gemma-3-1b", {"hidden_activation": "gelu"}, 'expected "gelu_pytorch_tanh"'),
+        ("gemma-3-1b", {"hidden_activation": "gelu"}, '"gelu_pytorch_tanh"'),
         (
             "Olmo-3-7B",
             {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}, "rope_scaling": ...},
-            "rope_type='yarn' of sliding_attention is not implemented",
+            "rope_type='yarn'.*sliding_attention",
         ),
-        ("gpt-oss-20b", {"rope_scaling": ..., "rope_theta": ...}, r"rope_parameters \(or"),
+        ("gpt-oss-20b", {"rope_scaling": ..., "rope_theta": ...}, "rope_parameters"),
         (
             "Qwen3-8B",
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            r"rope_type='dynamic' is not implemented \(expected default, linear, llama3, yarn\)",
+            "rope_type='dynamic'.*llama3",
         ),
         (
             "Qwen3-8B",
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attn_factor": 3.0}},
-            r"attn_factor=3\.0 of rope_type='yarn'",
+            r"attn_factor=3\.0.*rope_type='yarn'",
         ),
         ("Qwen3-8B", {"rope_scaling": {"type": "default", "mrope_section": [1, 1]}}, "mrope"),
         ("Qwen3-8B", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by layer type"),
         (
             "gemma-3-1b",
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": ...},
-            "one object each for full_attention and sliding_attention",
+            "full_attention.*sliding_attention",
         ),
         (
             "Llama-3.1-8B",
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "low_freq_factor of rope_type='llama3' is missing; high_freq_factor of",
+            "low_freq_factor.*rope_type='llama3'.*high_freq_factor",
         ),
         (
             "Qwen3-8B",
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantised by 'gptq' cannot be read, only mxfp4 of gpt_oss",
+            "'gptq'.*mxfp4.*gpt_oss",
         ),
-        ("Qwen3-8B", {"layer_types": ["full_attention"] * 35}, "must name num_hidden_layers=36 of"),
-        ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "sliding_window is null"),
+        ("Qwen3-8B", {"layer_types": ["full_attention"] * 35}, "num_hidden_layers=36"),
+        ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "sliding_window"),
         (
             "Qwen3-Next-80B-A3B",
             {"layer_types": ["linear_attention"] * 47 + ["mamba"]},
-            "layer_types must name num_hidden_layers=48 of full_attention, .* linear_.*, mamba",
+            "layer_types.*num_hidden_layers=48.*full_attention.*linear_",
         ),
         (
             "Qwen3-Next-80B-A3B",
             {"linear_num_value_heads": 24},
-            "linear_num_value_heads=24 is not a multiple of linear_num_key_heads=16",
+            "linear_num_value_heads=24.*linear_num_key_heads=16",
         ),
-        ("Qwen3-Next-80B-A3B", {"linear_conv_kernel_dim": 1}, "a whole number of at least 2"),
-        ("Qwen3-8B", {"num_key_value_heads": 5}, "32 is not a multiple of num_key_value_heads=5"),
-        ("Qwen3-8B", {"hidden_size": "4096"}, r'hidden_size="4096" must be a whole number'),
-        ("Qwen3-8B", {"rms_norm_eps": math.nan}, "rms_norm_eps=NaN must be a finite number above"),
-        ("Qwen3-8B", {"rms_norm_eps": "1e-6"}, 'rms_norm_eps="1e-6" must be a finite number above'),
-        ("Qwen3-8B", {"rope_theta": 0}, "rope_theta=0 must be a finite number above 0"),
-        ("gpt-oss-20b", {"swiglu_limit": math.inf}, "swiglu_limit=Infinity must be a finite"),
-        ("Qwen3-8B", {"num_attention_heads": 10**12}, "a whole number of at most 65536"),
-        ("Qwen3-8B", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be a whole"),
+        ("Qwen3-Next-80B-A3B", {"linear_conv_kernel_dim": 1}, "at least 2"),
+        ("Qwen3-8B", {"num_key_value_heads": 5}, "32.*num_key_value_heads=5"),
+        ("Qwen3-8B", {"hidden_size": "4096"}, 'hidden_size="4096"'),
+        ("Qwen3-8B", {"rms_norm_eps": math.nan}, "rms_norm_eps=NaN"),
+        ("Qwen3-8B", {"rms_norm_eps": "1e-6"}, 'rms_norm_eps="1e-6"'),
+        ("Qwen3-8B", {"rope_theta": 0}, r"rope_theta=0.*\b0\b"),
+        ("gpt-oss-20b", {"swiglu_limit": math.inf}, "swiglu_limit=Infinity"),
+        ("Qwen3-8B", {"num_attention_heads": 10**12}, "65536"),
+        ("Qwen3-8B", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused_with_key_and_value(name, values, message):
@@ -525,13 +525,13 @@ def test_all_problems_of_a_config_are_listed_not_the_first():
 
 
 def test_an_unknown_architecture_names_those_that_are_known_and_the_fallback():
-    with pytest.raises(CheckpointError, match=r"'mamba'.*gpt_oss, llama, mistral, .*fallback=true"):
+    with pytest.raises(CheckpointError, match=r"'mamba'.*gpt_oss.*fallback=true"):
         ModelConfig.from_hf({"model_type": "mamba"})
 
 
 def test_a_torn_config_is_an_error_with_its_path(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"')
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read.*torn copy"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         ModelConfig.from_directory(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         ModelConfig.from_directory(tmp_path / "nowhere")
@@ -550,7 +550,7 @@ def test_what_the_fallback_must_know_is_read_without_transformers(tmp_path):
     path.write_text(json.dumps({"model_type": "nemotron_h", **hybrid}))
     assert FallbackConfig.from_directory(tmp_path).num_layers == 3
     path.write_text(json.dumps({"model_type": "t5", "vocab_size": 9, "is_encoder_decoder": True}))
-    with pytest.raises(CheckpointError, match=r"is_encoder_decoder=true.*hidden_size or n_embd"):
+    with pytest.raises(CheckpointError, match=r"is_encoder_decoder=true.*hidden_size.*n_embd"):
         FallbackConfig.from_directory(tmp_path)
 
 

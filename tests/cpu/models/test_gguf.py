@@ -144,7 +144,7 @@ def test_other_files_that_are_no_whole_model_are_refused(tmp_path):
     assert "by the rule None" in refusal(write_gguf(tmp_path / "b.gguf", split=""))
     lacking = refusal(write_gguf(tmp_path / "c.gguf", without=("blk.1.ffn_up",)))
     assert "lacks 1 weights of its architecture, such as model.layers.1.mlp.up_proj" in lacking
-    with pytest.raises(ConfigError, match=r"without a config.json. It holds [abc].gguf: model="):
+    with pytest.raises(ConfigError, match=r"config.json.*[abc].gguf: model="):
         locate_model(str(tmp_path))
     assert main(["train", "quickstart", f"model={path}"]) == BAD_INPUT
 
@@ -168,7 +168,7 @@ def test_a_file_that_takes_more_memory_than_there_is_is_refused_before_it_is_unp
     os.truncate(path, 1 << 41)  # sparse
     out = tmp_path / "out"
     out.mkdir()
-    with pytest.raises(CheckpointError, match=r"tiny\.gguf takes 8796\.1 GB of memory") as no:
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf.*8796\.1") as no:
         unpack(path, out)
     assert re.search(r"there are [\d.]+ GB \(.*\)\. End other pro", str(no.value))
     assert "\n" not in str(no.value) and not any(out.iterdir())
@@ -179,11 +179,11 @@ def test_a_place_that_cannot_keep_the_model_is_named_first(tmp_path, monkeypatch
     with monkeypatch.context() as patched:
         usage = shutil.disk_usage(tmp_path)._replace(free=1000)
         patched.setattr(shutil, "disk_usage", lambda place: usage)
-        with pytest.raises(DiskFullError, match=r"tiny.gguf takes .*another disk: LOCKSTEP_CACHE="):
+        with pytest.raises(DiskFullError, match=r"tiny.gguf.*LOCKSTEP_CACHE="):
             locate_model(str(path))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file"))
-    with pytest.raises(StorageError, match=r"file is no directory\. LOCKSTEP_CACHE=DIR names"):
+    with pytest.raises(StorageError, match="LOCKSTEP_CACHE=DIR"):
         locate_model(str(path))
 
 

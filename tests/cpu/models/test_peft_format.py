@@ -109,7 +109,7 @@ def test_every_setting_that_is_not_implemented_is_named(saved):
 
 def test_files_that_are_no_adapter_say_so(saved, tmp_path):
     model, directory, _ = saved
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json does not exist"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
         read_shape(tmp_path, model.config)
     content = (directory / WEIGHTS).read_bytes()
     for part in (content[:-9], content[:40], b""):
@@ -155,7 +155,7 @@ def test_a_base_is_told_by_its_weights_and_not_by_its_place(tmp_path):
     for is_ours in (True, False):
         if not is_ours:  # PEFT's own names the directory
             (tmp_path / "adapter" / BASE).unlink()
-        with pytest.raises(CheckpointError, match=r"is an adapter of .*one.*other weights"):
+        with pytest.raises(CheckpointError, match=r"adapter of .*one"):
             check_base(tmp_path / "adapter", tmp_path / "three")
     change(tmp_path / "adapter" / CONFIG, "base_model_name_or_path", "somebody/small")
     check_base(tmp_path / "adapter", tmp_path / "three")  # a directory may hold it: nobody knows

@@ -58,7 +58,7 @@ def test_leaves_share_their_trajectorys_weight():
 def test_one_trajectory_has_nothing_to_be_compared_with():
     assert centered([1.0, 0.0], trajectories=[3, 3], normalize_std=True).tolist() == [0.0, 0.0]
     assert centered([], normalize_std=True).tolist() == []
-    with pytest.raises(AlignmentError, match="2 rewards, but the trajectories of 1"):
+    with pytest.raises(AlignmentError, match=r"\b2\b.*\b1\b"):
         centered([1.0, 0.0], trajectories=[3], normalize_std=True)
 
 
@@ -79,7 +79,7 @@ def test_a_trajectory_is_in_no_part_of_its_own_baseline():
     assert before.tolist()[1:] == [-0.375, 0.5 - 0.375, 0.25 - 0.5]
     assert leave_one_out([0.7], trajectories=[3]).tolist() == [0.0]
     assert leave_one_out([0.1] * 3).tolist() == [0.0] * 3
-    with pytest.raises(AlignmentError, match="1 rewards, but the trajectories of 2"):
+    with pytest.raises(AlignmentError, match=r"\b1\b.*\b2\b"):
         leave_one_out([1.0], trajectories=[0, 1])
 
 
@@ -128,7 +128,7 @@ def test_an_advantage_of_ones_own_joins_by_its_config():
     class Mine(AdvantageConfig):
         pass
 
-    with pytest.raises(ConfigError, match="no advantage for a Mine"):
+    with pytest.raises(ConfigError, match="Mine"):
         leaf_advantages(Mine(), np.zeros(1), trajectories=np.zeros(1), groups=np.zeros(1))
 
 

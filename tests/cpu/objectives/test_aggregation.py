@@ -71,11 +71,11 @@ def test_the_gradient_of_a_token_is_its_weight():
 
 def test_bad_input_is_refused_with_what_was_found():
     layout = Layout.packed([2])
-    with pytest.raises(AlignmentError, match=r"the shape \[2\]; found token_loss \[3\]"):
+    with pytest.raises(AlignmentError, match=r"\[2\].*token_loss \[3\]"):
         aggregate(torch.zeros(3), layout)
-    with pytest.raises(ConfigError, match="aggregate=token_mean with fixed_length=4"):
+    with pytest.raises(ConfigError, match=r"aggregate=token_mean.*fixed_length=4"):
         aggregate(torch.zeros(2), layout, fixed_length=4)
-    with pytest.raises(ConfigError, match="aggregate=fixed_length with fixed_length=0"):
+    with pytest.raises(ConfigError, match=r"aggregate=fixed_length.*fixed_length=0"):
         aggregate(torch.zeros(2), layout, how="fixed_length")
-    with pytest.raises(ConfigError, match="denominator=0 must be above 0"):
+    with pytest.raises(ConfigError, match=r"denominator=0.*\b0\b"):
         aggregate(torch.zeros(2), layout, denominator=0)

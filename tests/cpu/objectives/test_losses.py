@@ -381,7 +381,7 @@ def test_lengths_that_differ_are_refused(name):
     for loss in (losses.ppo_clip, losses.cispo, losses.dppo):
         with pytest.raises(AlignmentError, match=rf"\[3\] and {name} \[2\]"):
             loss(torch.zeros(3), **{**good, name: torch.zeros(2)})
-    with pytest.raises(AlignmentError, match=r"shape \[2\]; found logprobs \[3\]"):
+    with pytest.raises(AlignmentError, match=r"\[2\].*\[3\]"):
         losses.gspo(torch.zeros(3), **good, layout=Layout.packed([2]))
 
 
@@ -439,7 +439,7 @@ def test_regularizers_come_apart_from_the_policy_loss_but_for_a_kl_with_a_ratio_
 
 def test_a_reference_that_is_not_there_is_named():
     tokens = tokens_of(*case(4), [4])
-    with pytest.raises(AlignmentError, match="needs the column 'reference_logprobs'"):
+    with pytest.raises(AlignmentError, match="'reference_logprobs'"):
         make_loss(PPOClip(kl_coef=0.1))(tokens)
 
 
@@ -447,7 +447,7 @@ def test_a_loss_of_ones_own_joins_by_its_config_and_keeps_its_own_regularizer():
     class Mine(ObjectiveConfig):
         pass
 
-    with pytest.raises(ConfigError, match="no loss for a Mine"):
+    with pytest.raises(ConfigError, match="Mine"):
         make_loss(Mine())
 
     def mine(tokens):
@@ -463,19 +463,19 @@ def test_a_loss_of_ones_own_joins_by_its_config_and_keeps_its_own_regularizer():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PPOClip(clip=(0.0, 0.2)), r"objective\.clip=0\.0,0\.2.*in \(0, 1\), and"),
+        (lambda: PPOClip(clip=(0.0, 0.2)), r"objective\.clip=0\.0,0\.2.*\(0, 1\)"),
         (lambda: PPOClip(clip=(1.2, 0.2)), r"objective\.clip=1\.2,0\.2"),
         (lambda: PPOClip(clip=(0.2, math.inf)), r"objective\.clip=0\.2,inf"),
-        (lambda: PPOClip(dual_clip=1.0), r"objective\.dual_clip=1\.0 must be .* above 1"),
+        (lambda: PPOClip(dual_clip=1.0), r"objective\.dual_clip=1\.0.*\b1\b"),
         (lambda: GSPO(clip=(1.0, 0.2)), r"objective\.clip=1\.0,0\.2"),
-        (lambda: CISPO(clip=(1.1, 0.2)), r"objective\.clip=1\.1,0\.2.*in \(0, 1\], and"),
-        (lambda: DPPO(max_divergence=(0.0, 0.2)), r"\.max_divergence=\(0\.0, 0\.2\) must be two"),
-        (lambda: DPPO(max_divergence=(0.1, 2.0)), r"\(0\.1, 2\.0\) must be .* at most 1 with"),
-        (lambda: DPPO(max_ratio=0.5), r"objective\.max_ratio=0\.5 must be .* at least 1"),
+        (lambda: CISPO(clip=(1.1, 0.2)), r"objective\.clip=1\.1,0\.2.*\(0, 1\]"),
+        (lambda: DPPO(max_divergence=(0.0, 0.2)), r"\.max_divergence=\(0\.0, 0\.2\)"),
+        (lambda: DPPO(max_divergence=(0.1, 2.0)), r"\(0\.1, 2\.0\).*\b1\b"),
+        (lambda: DPPO(max_ratio=0.5), r"objective\.max_ratio=0\.5.*\b1\b"),
         (lambda: Reinforce(kl_coef=-0.1), r"objective\.kl_coef=-0\.1"),
         (lambda: Reinforce(entropy_coef=math.nan), r"objective\.entropy_coef=nan"),
         (lambda: Reinforce(aggregate="fixed_length"), "fixed_length=0"),
-        (lambda: Reinforce(fixed_length=9), "aggregate=token_mean with fixed_length=9"),
+        (lambda: Reinforce(fixed_length=9), "aggregate=token_mean.*fixed_length=9"),
     ],
 )
 def test_settings_that_contradict_are_refused(make, message):

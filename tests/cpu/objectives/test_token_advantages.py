@@ -122,11 +122,11 @@ def test_whitened_values_have_mean_zero_and_deviation_one_over_all_tokens():
 
 def test_bad_input_is_refused_with_what_was_found():
     zeros, layout = torch.zeros(3), Layout.packed([1, 2])
-    with pytest.raises(AlignmentError, match=r"found values \[2\]"):
+    with pytest.raises(AlignmentError, match=r"\[2\]"):
         gae(zeros, torch.zeros(2), layout)
-    with pytest.raises(AlignmentError, match=r"bootstrap has the shape \[3\].*\[2\]"):
+    with pytest.raises(AlignmentError, match=r"\[3\].*\[2\]"):
         gae(zeros, zeros, layout, bootstrap=zeros)
-    with pytest.raises(AlignmentError, match="values at row 1, token 1 is nan"):
+    with pytest.raises(AlignmentError, match=r"row 1, token 1\b"):
         gae(zeros, torch.tensor([0.0, 0.0, math.nan]), layout)
     with pytest.raises(AlignmentError, match="gather whole rows first"):
         gae(zeros, zeros, replace(layout, group=object()))

@@ -61,5 +61,5 @@ def test_explained_variance_is_1_for_the_returns_0_for_their_mean_and_below_for_
 
 def test_bad_input_is_refused():
     three = torch.zeros(3)
-    with pytest.raises(AlignmentError, match=r"values have the shape \[3\] and returns \[2\]"):
+    with pytest.raises(AlignmentError, match=r"\[3\].*\[2\]"):
         value_loss(three, three, torch.zeros(2))

@@ -138,7 +138,7 @@ def test_an_id_outside_of_its_support_has_no_probability():
 def test_a_support_of_another_length_is_refused():
     hidden, weight, ids, support = problem()
     short = Support.of(support.take(range(TOKENS - 1)))
-    with pytest.raises(AlignmentError, match="20 ids, and a support of 19 tokens"):
+    with pytest.raises(AlignmentError, match=r"20.*19"):
         ops.log_probs(hidden, weight, ids, support=short)
 
 

@@ -77,7 +77,7 @@ def test_without_thinking_every_turn_opens_with_a_closed_block():
     reply = renderer.render_reply(replace(CALL, content="I look."))
     assert TOKENIZER.decode(reply).startswith("I look.\n<tool_call>")
     assert TOKENIZER.decode(renderer.extend(reply, [USER])).endswith(opening)
-    with pytest.raises(RendererError, match="enable_thinking=False opens each turn"):
+    with pytest.raises(RendererError, match="enable_thinking=False"):
         renderer.render_reply(Message(role="assistant", thinking="Hm."))
 
 
@@ -193,7 +193,7 @@ def test_a_turn_that_was_cut_off_is_closed_where_it_stands(text):
 
 
 def test_messages_in_the_wrong_place_are_refused():
-    with pytest.raises(RendererError, match="extend was given an assistant message"):
+    with pytest.raises(RendererError, match="assistant"):
         RENDERER.extend([], [CALL])
     with pytest.raises(RendererError, match="not a user's"):
         RENDERER.render_reply(USER)
@@ -207,9 +207,7 @@ def test_a_tokenizer_without_the_control_tokens_is_refused_with_all_their_names(
 
 
 def test_an_unknown_thinking_policy_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"renderer\.thinking=some: not one of them. Known: keep, drop"
-    ):
+    with pytest.raises(ConfigError, match=r"renderer\.thinking=some"):
         ChatMLConfig(thinking="some")
 
 
@@ -278,7 +276,7 @@ def test_qwen25_is_written_as_its_template_writes_it():
 
 def test_qwen25_keeps_what_a_renderer_promises_and_refuses_thinking():
     check_renderer(qwen25(), has_thinking=False)
-    with pytest.raises(RendererError, match=r"variant=qwen2\.5 has no place for it"):
+    with pytest.raises(RendererError, match=r"variant=qwen2\.5"):
         qwen25().render_reply(Message(role="assistant", thinking="Hm.", content="It is."))
     with pytest.raises(ConfigError, match=r"renderer\.variant=qwen2:"):
         ChatMLConfig(variant="qwen2")

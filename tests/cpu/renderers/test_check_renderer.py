@@ -112,23 +112,23 @@ class Changes(ChatMLRenderer):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (NoStop, r"stop_ids: expected one or more control ids, found \(\)"),
-        (TextStop, r"stop_ids: expected one or more control ids, found \(97,\)"),
-        (Changes, "dialogue 'simple': expected the same prompt every time"),
-        (LosesReplies, "dialogue 'tool call': expected the tool's words 'The friend"),
-        (LeavesTurnsOpen, "dialogue 'simple': expected a control token to close the cut-off turn"),
+        (NoStop, "stop_ids"),
+        (TextStop, r"stop_ids.*\(97,\)"),
+        (Changes, "'simple'"),
+        (LosesReplies, "'tool call'.*'The"),
+        (LeavesTurnsOpen, "'simple'"),
         (
             ContinuesDifferently,
-            "dialogue 'tool call': expected the cut-off turn '' to be closed and then",
+            "'tool call'",
         ),
-        (OpensDifferently, "dialogue 'simple': expected the next turn to open with"),
-        (EncodesThePast, "dialogue 'simple': expected at most the .* new tokens to be encoded"),
-        (TakesAssistants, "dialogue 'simple': expected RendererError from extend"),
-        (ForgetsTheStop, "dialogue 'simple': expected one stop id, the last of the reply"),
-        (LosesThinking, r"dialogue 'with thinking': expected parse\(render_reply\(m\)\) to be"),
-        (HidesErrors, "dialogue 'simple': expected a parse_error"),
-        (Raises, "random ids: expected parse never to raise"),
-        (LosesText, "random ids: expected the text 'plain words' to be kept"),
+        (OpensDifferently, "'simple'"),
+        (EncodesThePast, "'simple'"),
+        (TakesAssistants, "'simple'.*RendererError"),
+        (ForgetsTheStop, "'simple'"),
+        (LosesThinking, r"'with thinking'.*parse\(render_reply\(m\)\)"),
+        (HidesErrors, "'simple'.*parse_error"),
+        (Raises, "random ids: .*parse"),
+        (LosesText, "'plain words'"),
     ],
 )
 def test_a_broken_renderer_is_caught_and_the_dialogue_named(broken, message):
@@ -137,11 +137,11 @@ def test_a_broken_renderer_is_caught_and_the_dialogue_named(broken, message):
 
 
 def test_text_that_becomes_a_control_token_is_caught():
-    with pytest.raises(RendererError, match="control tokens spelled in its text: expected only"):
+    with pytest.raises(RendererError, match="control tokens"):
         check_renderer(ChatMLRenderer(LeakyTokenizer()))
 
 
 def test_a_user_can_bring_dialogues_and_they_are_named():
-    with pytest.raises(RendererError, match=r"check_renderer\(chatml\), dialogue 'mine'"):
+    with pytest.raises(RendererError, match=r"check_renderer\(chatml\).*'mine'"):
         mine = {"mine": [Message(role="user", content="hi"), Message(role="assistant")]}
         check_renderer(OpensDifferently(byte_tokenizer()), dialogues=mine)

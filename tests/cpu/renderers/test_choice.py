@@ -155,13 +155,13 @@ def test_a_fine_tune_that_speaks_chatml_is_written_so(choose, format_):
 
 
 def test_a_tokenizer_without_the_tokens_and_without_a_template_is_refused(choose):
-    with pytest.raises(RendererError, match="lacks the control tokens"):
+    with pytest.raises(RendererError, match="control tokens"):
         choose(None, Llama3Config(), CHATML_TOKENS)
 
 
 def test_a_template_that_cannot_be_extended_is_an_error_that_names_the_format(choose):
     source = COUNTS.replace("<|start|>", "<|im_start|>").replace("<|end|>", "<|im_end|>")
-    with pytest.raises(RendererError, match="set renderer=chatml to use that"):
+    with pytest.raises(RendererError, match="renderer=chatml"):
         choose(source, ChatMLConfig())
 
 

@@ -80,9 +80,7 @@ def test_the_ids_join_those_of_the_format(tmp_path, name, eos, added):
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", [1, "2"], True, [[1]], 1.5, {"id": 1}])
 def test_what_is_no_id_is_refused_in_one_line(tmp_path, eos):
-    with pytest.raises(
-        RendererError, match=r"eos_token_id is .* expected an id or a list"
-    ) as caught:
+    with pytest.raises(RendererError, match="eos_token_id") as caught:
         tokenizer_of(tmp_path, eos)
     assert "\n" not in str(caught.value)
 

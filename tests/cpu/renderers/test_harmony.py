@@ -203,7 +203,7 @@ def test_a_turn_ends_with_call_or_return_and_on_request_with_end():
     assert renderer.stop_ids == (call, done, end)
     assert parsed("<|channel|>final<|message|>Bela.<|end|>", renderer).parse_error == ""
     assert "tokens follow" in parsed(A + "<|start|>assistant" + F, renderer).parse_error
-    with pytest.raises(RendererError, match=r"stop_at_end .* needs 2"):
+    with pytest.raises(RendererError, match=r"stop_at_end.*\b2\b"):
         renderer.render_reply(Message(role="assistant", thinking="Hm.", content="Bela."))
     simple = {"full cycle": DIALOGUES["full cycle"], "unicode": DIALOGUES["unicode"]}
     check_renderer(renderer, has_thinking=False, dialogues=simple)
@@ -217,7 +217,7 @@ def test_two_calls_are_history_but_never_one_sampled_turn():
 
 
 def test_messages_in_the_wrong_place_are_refused():
-    with pytest.raises(RendererError, match="extend was given an assistant message"):
+    with pytest.raises(RendererError, match="assistant"):
         RENDERER.extend([], [CALL])
     with pytest.raises(RendererError, match="not a tool's"):
         RENDERER.render_reply(REPLY)

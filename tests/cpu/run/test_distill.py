@@ -59,7 +59,7 @@ def test_a_run_may_teach(tmp_path):
     parent = train(config("steps=1"), out=tmp_path / "teacher", view="json").path
     for name in (parent, f"{parent}@1"):
         preflight(config(f"distill.teacher.model={name}"))
-    for step, said in (("7", "step"), ("best", "expected RUN@STEP with a whole number")):
+    for step, said in (("7", "step"), ("best", "RUN@STEP")):
         with pytest.raises(ConfigError, match=rf"distill\.teacher\.model=.*@{step}: .*{said}"):
             preflight(config(f"distill.teacher.model={parent}@{step}"))
 
@@ -105,16 +105,16 @@ def test_what_cannot_teach_is_refused_before_a_model_is_loaded(settings):
     [
         (("credit.compare=turn",), "rewards train nothing"),
         (("signal.max_extra_tasks=4",), "rewards train nothing"),
-        (("advantage=gae",), "nothing would read the critic's advantages"),
-        (("agent.top_p=0.9",), "would be compared over different ids"),
-        (("parallel.sequence=2",), "works on whole rows"),
-        (("distill.reward_coef=1",), "group_size=1 with advantage=grpo"),
+        (("advantage=gae",), "critic"),
+        (("agent.top_p=0.9",), "ids"),
+        (("parallel.sequence=2",), "rows"),
+        (("distill.reward_coef=1",), "group_size=1.*advantage=grpo"),
         (
             (
                 "agent.temperature=0.7", "distill.signal=sampled", "distill.teacher.engine=sglang",
                 "distill.teacher.engine.urls=http://127.0.0.1:1",
             ),
-            "a server scores at temperature 1",
+            "temperature 1",
         ),
     ],
 )  # fmt: skip
@@ -142,7 +142,7 @@ def test_a_server_that_dies_leaves_the_run_as_it_was(tmp_path):
             f"distill.teacher.engine.urls={server.url}",
             "distill.teacher.engine.start_seconds=5",
         )
-        with pytest.raises(EngineError, match=r"distill\.teacher: the teacher did not score"):
+        with pytest.raises(EngineError, match=r"distill\.teacher"):
             train(how, out=tmp_path / "run", view="json")
     path = tmp_path / "run"
     assert len(rows_of(path)) == 1, "the first step is kept, the second was never made"

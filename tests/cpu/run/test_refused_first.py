@@ -81,14 +81,14 @@ def test_what_a_run_needs_is_refused_before_the_reward_is_tried(name, here):
 
 
 @pytest.mark.parametrize(("given", "missing"), [
-    ({}, "model= and reward= and tasks= are missing"),
-    ({"model": "tiny-qwen3"}, "reward= and tasks= are missing"),
-    ({"model": "tiny-qwen3", "reward": reward}, "tasks= is missing"),
-    ({"tasks": TASKS, "reward": reward}, "model= is missing"),
-    ({"tasks": TASKS, "model": "tiny-qwen3"}, "reward= is missing"),
-    ({"tasks": TASKS, "model": "tiny-qwen3", "reward": None}, "reward= is missing"),
-    ({"steps": 3}, "model= and reward= and tasks= are missing"),
-    ({"model": "", "reward": reward, "tasks": "t.jsonl"}, "model= is missing"),
+    ({}, "model=.*reward=.*tasks="),
+    ({"model": "tiny-qwen3"}, "reward=.*tasks="),
+    ({"model": "tiny-qwen3", "reward": reward}, "tasks="),
+    ({"tasks": TASKS, "reward": reward}, "model="),
+    ({"tasks": TASKS, "model": "tiny-qwen3"}, "reward="),
+    ({"tasks": TASKS, "model": "tiny-qwen3", "reward": None}, "reward="),
+    ({"steps": 3}, "model=.*reward=.*tasks="),
+    ({"model": "", "reward": reward, "tasks": "t.jsonl"}, "model="),
 ])  # fmt: skip
 def test_a_missing_argument_is_named_with_the_others(given, missing):
     with pytest.raises(ConfigError, match=f"{missing}. Or name a recipe"):
@@ -153,7 +153,7 @@ class Twice(Environment):
 
 @pytest.mark.parametrize("tools", [[add, plus], [add, add], [plus, add, plus]])
 def test_two_tools_of_one_name_are_refused_before_the_run(tools):
-    with pytest.raises(ConfigError, match=r"tools that share a name: add\. A call could mean any"):
+    with pytest.raises(ConfigError, match=r"\badd\b"):
         own_run(tools=tools)
 
 
@@ -178,7 +178,7 @@ def test_so_are_those_of_an_environment_and_of_a_seat():
         def match(self, task, agent):
             return Seated()
 
-    for task, whose in ((Alone(), "the environment of task world-"), (Two(), "seat first of task")):
+    for task, whose in ((Alone(), "world-"), (Two(), "first")):
         config = overlaid(find_recipe("quickstart"), {})
         with pytest.raises(ConfigError, match=rf"{whose}.* share a name: add"):
             preflight(Config(**{**vars(config), "task": task}))
@@ -272,9 +272,9 @@ def test_an_error_of_foreign_code_names_the_users_file_and_line(name, tmp_path):
 def test_a_reward_and_a_file_that_raise_are_refused_with_file_and_line(here, tmp_path):
     (tmp_path / "mine.py").write_text("import json\n\ndef reward(e):\n    return json.loads('')\n")
     (tmp_path / "torn.py").write_text("import json\n\nnumber = 1 / 0\n")
-    with pytest.raises(ConfigError, match=r"raised JSONDecodeError: .* \(mine.py:4\) for task"):
+    with pytest.raises(ConfigError, match=r"JSONDecodeError.*\(mine.py:4\)"):
         own_run(reward="mine.py:reward")
-    with pytest.raises(ConfigError, match=r"ZeroDivisionError: division by zero \(torn.py:3\)"):
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError.*\(torn.py:3\)"):
         own_run(reward="torn.py:reward")
 
 

@@ -212,7 +212,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_keeps_the_one_before(whole, tmp_pat
 
     monkeypatch.setattr(learner, "write_tensors", fails_from_the_third_on)
     path = tmp_path / "run"
-    with pytest.raises(DiskFullError, match=r"full .*No space left on device.* resume=true\."):
+    with pytest.raises(DiskFullError, match="resume=true"):
         play(path)
     monkeypatch.undo()
     assert list(load_run(path).checkpoints()) == [1, 2]

@@ -143,13 +143,13 @@ def test_runs_that_cannot_share_a_model_are_refused_before_one_is_loaded(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("engine.replicas=1",), "Set engine=embedded, and leave engine.replicas"),
+        (("engine.replicas=1",), "engine=embedded.*engine.replicas"),
         (
             ("max_staleness=1", "contract=auto"),
-            "engine.dtype and max_staleness out",
+            "engine.dtype.*max_staleness",
         ),
-        (("engine.share_device=true",), "the engine cannot sleep while others sample"),
-        (("parallel.processes=2",), "they train in one process"),
+        (("engine.share_device=true",), "sleep"),
+        (("parallel.processes=2",), "one process"),
     ],
 )
 def test_settings_of_a_run_that_needs_the_process_for_itself_are_refused(
@@ -162,7 +162,7 @@ def test_settings_of_a_run_that_needs_the_process_for_itself_are_refused(
 
 def test_a_directory_that_holds_a_run_is_refused_before_any_begins(alone, tmp_path):
     configs = {tmp_path / "a": config("a"), alone["b"]: config("b")}
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="already"):
         train_side_by_side(configs)
     assert not list(tmp_path.iterdir())
 

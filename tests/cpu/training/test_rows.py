@@ -92,9 +92,9 @@ def test_a_turns_own_reward_is_added_to_its_tokens_alone():
 
 
 def test_a_reward_that_is_not_finite_is_named():
-    with pytest.raises(DataError, match="trajectory b, leaf 1: the reward is nan"):
+    with pytest.raises(DataError, match=r"trajectory b, leaf 1.*nan"):
         rows_for_training([group(episode("a", 1.0), episode("b", float("nan")))], PLAIN)
     t = episode("c", 1.0)
     t.set_segment_reward(1, float("inf"))
-    with pytest.raises(DataError, match="trajectory c, segment 1: the reward is inf"):
+    with pytest.raises(DataError, match=r"trajectory c, segment 1.*inf"):
         rows_for_training([group(t)], PLAIN)

@@ -202,15 +202,15 @@ def soft(ids=(6, 9), logprobs=(-0.5, -2.0), **changes):
 
 
 SOFT_ERRORS = [
-    (soft(teacher_ids=[[6, 9]]), "teacher_ids must be a list with one entry per token"),
-    (soft(teacher_ids=[None] * 3), r"teacher_ids\[2\] must be a list of numbers: the token is"),
-    (soft(teacher_logprobs=None), "teacher_logprobs must be a list with one entry per token"),
-    (soft(ids=(6,)), r"teacher_ids\[2\] lists 1 ids with 2 log-probs"),
-    (soft(ids=(6, 6)), r"teacher_ids\[2\] lists an id twice"),
-    (soft(ids=(6, -1)), r"teacher_ids\[2\]: token 1 has the id -1"),
-    (soft(logprobs=(-0.5, 0.5)), "sum up to 1 at most; they sum up to 2.2553"),
-    (soft(ids=(6, 7, 8), logprobs=(-1, -2, -3)), "lists 3 teacher_ids per token"),
-    ({"token_ids": [5, 6], "loss_mask": [0, 1]}, "lists 0 teacher_ids per token"),
+    (soft(teacher_ids=[[6, 9]]), "teacher_ids"),
+    (soft(teacher_ids=[None] * 3), r"teacher_ids\[2\]"),
+    (soft(teacher_logprobs=None), "teacher_logprobs"),
+    (soft(ids=(6,)), r"teacher_ids\[2\].*\b1\b.*\b2\b"),
+    (soft(ids=(6, 6)), r"teacher_ids\[2\]"),
+    (soft(ids=(6, -1)), r"teacher_ids\[2\]: token 1\b.*id -1"),
+    (soft(logprobs=(-0.5, 0.5)), r"\b1\b.*2.2553"),
+    (soft(ids=(6, 7, 8), logprobs=(-1, -2, -3)), r"\b3 teacher_ids"),
+    ({"token_ids": [5, 6], "loss_mask": [0, 1]}, r"\b0 teacher_ids"),
 ]
 
 
@@ -246,31 +246,31 @@ def test_a_teacher_s_own_rows_are_no_loss_and_another_s_are_learned(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json", "not a JSON object"),
-        ("[1]", "expected a JSON object, found list"),
-        ({"text": "x"}, r"unknown keys \['text'\]"),
-        ({"messages": DIALOGUE, "extra": 1}, r"unknown keys \['extra'\]; known here"),
-        ({"token_ids": [1, 2]}, "with `loss_mask`"),
-        ({"token_ids": [1, 2], "loss_mask": [0]}, "loss_mask must be a list with one entry"),
-        ({"token_ids": [1, "2"], "loss_mask": [0, 1]}, "token_ids must be integers"),
-        ({"token_ids": [1, -2], "loss_mask": [0, 1]}, "token 1 has the id -2"),
-        ({"token_ids": [1, 2], "loss_mask": [0, 2]}, "must hold 0 and 1.*found 2"),
-        ({"token_ids": [1, 2], "loss_mask": [1, 1]}, r"loss_mask\[0\] is set"),
-        ({"token_ids": [1, 2], "loss_mask": [0, 0]}, "nothing in this row would be trained"),
+        ("{not json", "JSON"),
+        ("[1]", "JSON"),
+        ({"text": "x"}, r"\['text'\]"),
+        ({"messages": DIALOGUE, "extra": 1}, r"\['extra'\]"),
+        ({"token_ids": [1, 2]}, "`loss_mask`"),
+        ({"token_ids": [1, 2], "loss_mask": [0]}, "loss_mask"),
+        ({"token_ids": [1, "2"], "loss_mask": [0, 1]}, "token_ids"),
+        ({"token_ids": [1, -2], "loss_mask": [0, 1]}, r"token 1\b.*id -2"),
+        ({"token_ids": [1, 2], "loss_mask": [0, 2]}, r"\b0 and 1.*\b2\b"),
+        ({"token_ids": [1, 2], "loss_mask": [1, 1]}, r"loss_mask\[0\]"),
+        ({"token_ids": [1, 2], "loss_mask": [0, 0]}, "trained"),
         (
             {"token_ids": [1, 2], "loss_mask": [0, 1], "weights": [0, -1]},
-            r"weights\[1\]: expected a finite number, at least 0, found -1",
+            r"weights\[1\].*\b0\b.*-1",
         ),
-        ({"messages": "hi"}, "messages is text that is not JSON"),
-        ({"messages": []}, "must be an assistant's, there is none"),
-        ({"messages": DIALOGUE[:2]}, "must be an assistant's, the last is a user's"),
+        ({"messages": "hi"}, "JSON"),
+        ({"messages": []}, "assistant's.*none"),
+        ({"messages": DIALOGUE[:2]}, "assistant's.*user's"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0: .*'robot'"),
-        ({"messages": [{"role": "user", "text": "x"}]}, r"message 0: .*unknown keys \['text'\]"),
+        ({"messages": [{"role": "user", "text": "x"}]}, r"message 0\b.*\['text'\]"),
         (
             {"messages": [{"role": "assistant", "content": "x", "weight": "a lot"}]},
-            "message 0: weight: expected a finite number",
+            r"message 0\b",
         ),
-        ({"messages": DIALOGUE, "tools": ["look"]}, "tool 0 must be an object with name"),
+        ({"messages": DIALOGUE, "tools": ["look"]}, "tool 0"),
     ],
 )
 def test_a_malformed_line_is_named_by_path_and_number(tmp_path, line, message):
@@ -291,9 +291,9 @@ def test_what_a_renderer_cannot_write_is_named_by_its_line(tmp_path):
     two = [{"name": "f", "arguments": "{}"}] * 2
     dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": two}]
     (example,) = load_examples(write(tmp_path, {"messages": dialogue}))
-    with pytest.raises(DataError, match=r"dialogues.jsonl:1: 2 calls in one message"):
+    with pytest.raises(DataError, match=r"dialogues.jsonl:1: 2\b"):
         sft_row(example, renderers()[1])
-    with pytest.raises(ConfigError, match="a renderer is needed"):
+    with pytest.raises(ConfigError, match="renderer"):
         sft_row(example, None)
 
 
@@ -317,12 +317,12 @@ def test_each_pass_has_an_order_of_its_own(tmp_path):
 
 
 def test_rows_that_are_too_long_are_an_error_or_left_out(tmp_path):
-    with pytest.raises(DataError, match=r":2: 17 tokens, at most 16 fit"):
+    with pytest.raises(DataError, match=r":2: 17.*16"):
         rows = ids_example_rows(tmp_path, [4, 17], shuffle=False)
         [next(rows) for _ in range(2)]
     rows = ids_example_rows(tmp_path, [4, 17, 5], shuffle=False, long_rows="drop")
     assert [len(next(rows)) for _ in range(4)] == [4, 5, 4, 5]
-    with pytest.raises(DataError, match="every one of the 1 examples is longer than 16"):
+    with pytest.raises(DataError, match=r"\b1\b.*16"):
         next(ids_example_rows(tmp_path, [17], long_rows="drop"))
 
 
@@ -369,9 +369,9 @@ def test_the_loss_is_the_weighted_mean(tmp_path):
         ({"observed_weight": -1.0}, "sft.observed_weight=-1.0"),
         (
             {"word_weights": {"Rome": float("inf")}},
-            r"sft.word_weights={'Rome': inf} must be words with finite",
+            "sft.word_weights={'Rome': inf}",
         ),
-        ({"word_weights": {"": 1.0}}, r"sft.word_weights={'': 1.0} must be words"),
+        ({"word_weights": {"": 1.0}}, "sft.word_weights={'': 1.0}"),
     ],
 )
 def test_settings_that_say_nothing_are_refused(settings, message):

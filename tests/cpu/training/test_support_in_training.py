@@ -61,7 +61,7 @@ def test_every_trained_token_keeps_its_own_support(rows, budget, num_updates):
 def test_rows_with_and_without_a_support_are_not_one_batch():
     rows = make_rows([10, 12])
     rows[1].set("support", Ragged.empty(12))
-    with pytest.raises(AlignmentError, match=r"t1/0 has the columns .*'support'"):
+    with pytest.raises(AlignmentError, match=r"t1/0.*'support'"):
         pack(rows, [[0, 1]])
 
 
@@ -129,7 +129,5 @@ def test_a_support_of_another_vocabulary_is_named(tmp_path):
     entries = [ids.tolist() for ids in rows[1].ragged["support"]]
     entries[-1].append(VOCAB + 7)
     rows[1].set("support", Ragged.of(entries))
-    with pytest.raises(
-        TokenError, match=r"support entry 60 has the id 68, .*vocabulary ends at 60"
-    ):
+    with pytest.raises(TokenError, match=r"60.*id 68.*60"):
         make_trainer(tmp_path).pack(rows)

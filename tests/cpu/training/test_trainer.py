@@ -196,7 +196,7 @@ def test_the_temperature_is_that_of_the_recorded_distribution(tmp_path):
 
 def test_a_temperature_of_zero_is_refused(tmp_path):
     model = make_trainer(tmp_path).model
-    with pytest.raises(ConfigError, match=r"temperature=0.0 of the trainer"):
+    with pytest.raises(ConfigError, match=r"temperature=0.0"):
         Trainer(model, TrainerConfig(), like=tmp_path, temperature=0.0)
 
 
@@ -279,18 +279,18 @@ def test_every_objective_raises_the_log_probs_of_what_was_good(tmp_path, objecti
 
 def test_a_loss_that_is_not_one_value_per_token_is_refused(tmp_path):
     trainer, rows = make_trainer(tmp_path), make_rows([9])
-    with pytest.raises(AlignmentError, match="one per token"):
+    with pytest.raises(AlignmentError, match="token"):
         trainer.forward_backward(rows, lambda tokens: TokenLoss(tokens.logprobs.mean()))
 
 
 def test_a_missing_column_is_named(tmp_path):
     trainer, rows = make_trainer(tmp_path), make_rows([9])
-    with pytest.raises(AlignmentError, match="needs the column 'old_logprobs'"):
+    with pytest.raises(AlignmentError, match="'old_logprobs'"):
         trainer.forward_backward(rows, make_loss(PPOClip()))
     del rows[0].columns["rollout_logprobs"]
-    with pytest.raises(AlignmentError, match="t0/0 has no rollout_logprobs"):
+    with pytest.raises(AlignmentError, match=r"t0/0.*rollout_logprobs"):
         trainer.update(rows, PPOClip())
-    with pytest.raises(AlignmentError, match="nothing to compare"):
+    with pytest.raises(AlignmentError, match="compare"):
         trainer.measure(rows)
 
 
@@ -299,7 +299,7 @@ def test_rows_that_the_model_cannot_read_are_named(tmp_path):
     rows[1].token_ids[4] = VOCAB
     with pytest.raises(TokenError, match=f"t1/0: token 4 has the id {VOCAB}"):
         trainer.forward(rows)
-    with pytest.raises(TokenError, match="129 tokens, the model's positions end at 128"):
+    with pytest.raises(TokenError, match=r"129.*128"):
         trainer.forward(make_rows([129]))
 
 
@@ -475,7 +475,7 @@ def test_schedules_rise_and_fall_as_they_say():
 
 
 def test_a_falling_schedule_needs_the_runs_length(tmp_path):
-    with pytest.raises(ConfigError, match="schedule=linear needs the number of updates"):
+    with pytest.raises(ConfigError, match="schedule=linear"):
         make_trainer(tmp_path, schedule="linear")
 
 
@@ -489,9 +489,9 @@ def test_the_schedule_reaches_the_metrics(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": 0.0}, "trainer.lr=0.0 must be a finite number above 0"),
-        ({"betas": (0.9, 1.0)}, r"trainer.betas=\(0.9, 1.0\) must be two numbers in \[0, 1\)"),
-        ({"grad_clip": -1.0}, "trainer.grad_clip=-1.0 must be a finite number of at least 0"),
+        ({"lr": 0.0}, r"trainer.lr=0.0.*\b0\b"),
+        ({"betas": (0.9, 1.0)}, r"trainer.betas=\(0.9, 1.0\).*\[0, 1\)"),
+        ({"grad_clip": -1.0}, r"trainer.grad_clip=-1.0.*\b0\b"),
         ({"min_lr_share": 2.0}, "trainer.min_lr_share"),
         ({"max_tokens_per_microbatch": 1}, "trainer.max_tokens_per_microbatch=1"),
         ({"updates_per_batch": 0}, "trainer.updates_per_batch=0"),
@@ -505,5 +505,5 @@ def test_settings_that_cannot_train_are_refused(settings, message):
 def test_a_budget_that_no_row_fits_is_refused_with_both_numbers():
     config = TrainerConfig(max_tokens_per_microbatch=512)
     config.check_budget(512)
-    with pytest.raises(ConfigError, match="=512, but a row may have 600 tokens"):
+    with pytest.raises(ConfigError, match=r"=512.*600"):
         config.check_budget(600)

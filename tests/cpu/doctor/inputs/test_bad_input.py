@@ -346,5 +346,5 @@ def test_the_command_says_it_in_one_paragraph_and_exits_with_2(
 def test_rows_without_a_token_are_no_consistent_run(tmp_path: Path):
     empty = {name: [] for name in GOOD if isinstance(GOOD[name], list)}
     path = lines(tmp_path / "rows.jsonl", *[{**GOOD, **empty}] * 3)
-    with pytest.raises(DataError, match="all 3 rows are empty: there is no token to judge"):
+    with pytest.raises(DataError, match="3 rows"):
         diagnose(path)

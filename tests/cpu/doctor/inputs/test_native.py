@@ -267,23 +267,23 @@ def test_a_chunk_with_other_columns_is_refused_and_no_file_is_left(tmp_path: Pat
     rows = some_rows()
     path = tmp_path / "rows.parquet"
 
-    with pytest.raises(AlignmentError, match="lack turn, other than those before"):
+    with pytest.raises(AlignmentError, match="lack turn"):
         write_rows(path, [rows, rows.with_(turn=None)])
-    with pytest.raises(DataError, match="there are no rows to write"):
+    with pytest.raises(DataError, match="no rows"):
         write_rows(path, [rows.take([])])
 
     assert not path.exists()
 
 
 def test_rows_are_written_under_one_ending_only(tmp_path: Path):
-    with pytest.raises(DataError, match=r"ends in .parquet"):
+    with pytest.raises(DataError, match=r".parquet"):
         write_rows(tmp_path / "rows.csv", [some_rows()])
 
 
 def test_text_that_parquet_cannot_hold_is_refused_there_and_read_as_json(tmp_path: Path):
     rows = some_rows().with_(texts=("\ud800",) * NUM_ROWS)
 
-    with pytest.raises(DataError, match=r"half of a surrogate pair.*JSON lines"):
+    with pytest.raises(DataError, match="JSON"):
         write_rows(tmp_path / "rows.parquet", [rows])
     save(tmp_path / "rows.jsonl", rows)
 

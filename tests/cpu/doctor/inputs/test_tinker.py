@@ -60,17 +60,17 @@ def test_numbers_that_only_later_lines_have_are_not_lost_without_a_word(tmp_path
     [rows] = dump.chunks()
     assert np.isfinite(rows.gap).tolist() == [False] * 8 + [True] * 2 + [False, True]
     dump = open_dump(save(tmp_path / "a.jsonl", *[early] * 64, datum()))
-    with pytest.raises(DataError, match="'a/64' is the first with trainer_logprobs"):
+    with pytest.raises(DataError, match=r"'a/64'.*trainer_logprobs"):
         list(dump.chunks())
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"target_tokens": [5, 6, 10, 11, 20]}, "target_tokens .* one place on"),
-        ({"model_input": [5, 6]}, "target_tokens .5. must be model_input .2."),
-        ({"logprobs": [0.0]}, "logprobs: expected 5 numbers"),
-        ({"mask": None}, "mask: expected 5 numbers, one per token; found None"),
+        ({"target_tokens": [5, 6, 10, 11, 20]}, "target_tokens"),
+        ({"model_input": [5, 6]}, "target_tokens .5.*model_input .2"),
+        ({"logprobs": [0.0]}, r"logprobs: .*\b5\b"),
+        ({"mask": None}, r"mask: .*\b5\b.*None"),
     ],
 )
 def test_what_contradicts_itself_is_named_with_its_line(tmp_path, changed, message):
