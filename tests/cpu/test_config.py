@@ -107,10 +107,7 @@ def test_the_file_form_reads_back_equal():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "spare.size=3",
-            r"spare.size.*spare=easy_task \| spare=hard_task",
-        ),
+        ("spare.size=3", r"spare.size.*spare=easy_task \| spare=hard_task"),
         ("stepz=3", "'stepz'.*'steps=3'"),
         ("engine.pagse=3", "'engine.pagse'.*'engine.pages=3'"),
         ("steps=ten", "'ten'"),
@@ -234,11 +231,7 @@ def _tower(levels: int, entry: str, *, first: str) -> str:
     ("name", "text", "message"),
     [
         ("a.yaml", "trainer: {lr: 1}\nsteps: 3\ntrainer: {b: 2}", r"line 3\b"),
-        (
-            "a.yaml",
-            "trainer:\n  lr: 1\n  lr: 2",
-            r"line 3: trainer.lr.*line 2\b",
-        ),
+        ("a.yaml", "trainer:\n  lr: 1\n  lr: 2", r"line 3: trainer.lr.*line 2\b"),
         ("a.yml", "trainer.lr: 1\ntrainer: {lr: 2}", "line 2: trainer.lr"),
         ("a.yaml", "trainer: {lr: 2}\ntrainer.lr: 1", "line 2: trainer.lr"),
         ("a.yaml", "parts: [{x: 1}, {x: 1, x: 2}]", "line 1: parts.1.x"),

@@ -86,15 +86,9 @@ def test_a_row_without_truncated_tokens_has_no_support():
     ("support", "message"),
     [
         (Ragged.of([[3]]), r"\b2\b.*\b1\b"),
-        (
-            Ragged.of([[3, 1], [5, 6]]),
-            r"token 1\b.*\b4\b.*\b2\b.*\(5, 6\)",
-        ),
+        (Ragged.of([[3, 1], [5, 6]]), r"token 1\b.*\b4\b.*\b2\b.*\(5, 6\)"),
         (Ragged.of([range(3, 30), range(5, 30)]), r"25.*\b5\b.*12, \.\.\."),
-        (
-            Ragged(np.array([3, -1, 4], np.int32), np.array([0, 2, 3])),
-            "id -1",
-        ),
+        (Ragged(np.array([3, -1, 4], np.int32), np.array([0, 2, 3])), "id -1"),
     ],
 )
 def test_a_support_that_cannot_be_is_refused(support, message):

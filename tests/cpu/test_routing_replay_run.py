@@ -72,14 +72,8 @@ class NoRoutes(EngineConfig):
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (
-            ["model=tiny-qwen3", "trainer.routing_replay=rollout"],
-            r"\(qwen3\)",
-        ),
-        (
-            ["model=tiny-qwen3", "trainer.routing_replay=recompute"],
-            r"\(qwen3\)",
-        ),
+        (["model=tiny-qwen3", "trainer.routing_replay=rollout"], r"\(qwen3\)"),
+        (["model=tiny-qwen3", "trainer.routing_replay=recompute"], r"\(qwen3\)"),
         (
             ["engine=no_routes", "trainer.routing_replay=rollout"],
             r"engine=no_routes.*trainer\.routing_replay=recompute",

@@ -99,11 +99,7 @@ def test_a_path_without_routes_has_no_column_and_one_with_a_gap_says_where():
 @pytest.mark.parametrize(
     ("routes", "start", "text"),
     [
-        (
-            np.zeros((3, 2, 2), np.uint8),
-            0,
-            r"\b3\b.*\b0\b.*4: 3\b",
-        ),
+        (np.zeros((3, 2, 2), np.uint8), 0, r"\b3\b.*\b0\b.*4: 3\b"),
         (np.zeros((5, 2, 2), np.uint8), 0, "expected 4"),
         (np.zeros((1, 2, 2), np.uint8), 3, r"\b0\b.*\b2\b"),
         (np.zeros((4, 2), np.uint8), 0, r"uint8.*int16.*uint8 \[4, 2\]"),

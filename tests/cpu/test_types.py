@@ -182,11 +182,7 @@ def test_the_first_token_cannot_be_trained():
 @pytest.mark.parametrize(
     ("name", "column", "message"),
     [
-        (
-            "advantages",
-            np.zeros(2, np.float32),
-            r"float32 \[3\].*float32 \[2\]",
-        ),
+        ("advantages", np.zeros(2, np.float32), r"float32 \[3\].*float32 \[2\]"),
         ("advantages", np.zeros(3), r"float32 \[3\].*float64 \[3\]"),
         ("advantage", np.zeros(3, np.float32), "'advantage'"),
     ],
@@ -228,16 +224,10 @@ def test_messages_read_the_openai_form_and_write_one_that_reads_back_equal():
     ("source", "message"),
     [
         ({"role": "robot"}, "'robot'"),
-        (
-            {"role": "user", "content": [{"type": "image"}]},
-            r"content\[0\].type.*.image",
-        ),
+        ({"role": "user", "content": [{"type": "image"}]}, r"content\[0\].type.*.image"),
         ({"role": "user", "contents": "x"}, r"\['contents'\]"),
         ({"role": "tool", "content": "x"}, "`name`"),
-        (
-            {"role": "user", "tool_calls": [{"name": "f", "arguments": "{}"}]},
-            "assistant",
-        ),
+        ({"role": "user", "tool_calls": [{"name": "f", "arguments": "{}"}]}, "assistant"),
     ],
 )
 def test_a_malformed_message_is_refused(source, message):

@@ -178,10 +178,7 @@ def test_a_rule_that_cannot_be_meant_is_refused(settings, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (
-            lambda: Rule(stat="k4", high=1.0),
-            r"rule\.stat=k4.*k1",
-        ),
+        (lambda: Rule(stat="k4", high=1.0), r"rule\.stat=k4.*k1"),
         (lambda: Rule(stat="k3", high=1.0, scope="seq"), r"rule\.scope=seq"),
         (lambda: Correction(anchor="Rollout"), r"correction\.anchor=Rollout.*'rollout'"),
         (lambda: Correction(level="tokens"), r"correction\.level=tokens.*'token'"),
@@ -249,17 +246,11 @@ def test_one_update_per_batch_is_all_that_on_policy_allows():
         ("correction.limits=3,1", r"correction\.limits=3,1.*\b0 <="),
         ("correction.limits=3", r"^correction\.limits.*\b2\b.*\[3\.0\]"),
         ("correction.level=token", "trainer / rollout"),
-        (
-            "correction.levle=token",
-            r"'correction\.levle'.*'correction\.level=token'",
-        ),
+        ("correction.levle=token", r"'correction\.levle'.*'correction\.level=token'"),
         ("correction.anchor=onpolicy", "anchor=onpolicy.*'on_pol"),
         ("correction.kl_penalty_form=lost", "form=lost.*'loss'"),
         ("correction.kl_penalty_coef=much", r"^correction\.kl_penalty_coef"),
-        (
-            'correction.reject=[{"stat":"k3"}]',
-            r"reject\[0\].*token_k3",
-        ),
+        ('correction.reject=[{"stat":"k3"}]', r"reject\[0\].*token_k3"),
         ('correction.reject=[{"stat":"k9","high":1}]', r"reject\[0\]\.stat=k9"),
         (
             'correction.reject=[{"stat":"k3","hihg":1}]',

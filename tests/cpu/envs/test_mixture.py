@@ -128,17 +128,11 @@ def test_the_file_form_of_a_mixture_reads_back_equal():
             ["task.parts.easy=counting", "task.parts.easy.bse=1"],
             "'task.parts.easy.bse'.*'task.parts.easy.base=",
         ),
-        (
-            ["task.parts.easy=counting", "task.weights.eazy=1"],
-            "eazy",
-        ),
+        (["task.parts.easy=counting", "task.weights.eazy=1"], "eazy"),
         (["task.parts.easy=counting", "task.weights.easy=0"], r"weights.easy=0.0.*\b0\b"),
         (["task.parts.easy=counting", "task.weights.easy=lots"], "'lots'"),
         (["task.parts.a b=counting"], "'a b'"),
-        (
-            ["task.parts.a=mixture", "task.parts.a.parts.b=counting"],
-            "'a'",
-        ),
+        (["task.parts.a=mixture", "task.parts.a.parts.b=counting"], "'a'"),
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(overrides, message):

@@ -274,11 +274,7 @@ TEXT = {"type": "object", "properties": {"metadata": {}, "text": {"type": "strin
         (None, {}, "schema"),
         (TEXT, {"action": "text"}, "text, n"),
         (TEXT, {"action": "text", "action_field": "tex"}, "'text'"),
-        (
-            TEXT | {"required": ["text", "n"]},
-            {"action": "text", "action_field": "text"},
-            "text, n",
-        ),
+        (TEXT | {"required": ["text", "n"]}, {"action": "text", "action_field": "text"}, "text, n"),
     ],
     ids=range(5),
 )

@@ -117,10 +117,7 @@ class Changes(ChatMLRenderer):
         (Changes, "'simple'"),
         (LosesReplies, "'tool call'.*'The"),
         (LeavesTurnsOpen, "'simple'"),
-        (
-            ContinuesDifferently,
-            "'tool call'",
-        ),
+        (ContinuesDifferently, "'tool call'"),
         (OpensDifferently, "'simple'"),
         (EncodesThePast, "'simple'"),
         (TakesAssistants, "'simple'.*RendererError"),

@@ -257,10 +257,7 @@ def test_doctor_replay_and_report_read_a_run_with_seats(against_frozen, capsys):
     [
         (["seats.third=policy"], "seats.third.*task=duel"),
         (["seats.second=frozen"], "seats.second"),
-        (
-            [*FROZEN, "seats.first=frozen", "seats.first.model=tiny-math"],
-            "task=duel",
-        ),
+        ([*FROZEN, "seats.first=frozen", "seats.first.model=tiny-math"], "task=duel"),
         ([*OWN, "advantage=gae"], "seats.second=own"),
         ([*OWN, "distill.teacher.model=tiny-qwen3"], "distill"),
         (["task=docsearch", "seats.second=policy"], "task=docsearch"),

@@ -144,10 +144,7 @@ def test_runs_that_cannot_share_a_model_are_refused_before_one_is_loaded(
     ("settings", "message"),
     [
         (("engine.replicas=1",), "engine=embedded.*engine.replicas"),
-        (
-            ("max_staleness=1", "contract=auto"),
-            "engine.dtype.*max_staleness",
-        ),
+        (("max_staleness=1", "contract=auto"), "engine.dtype.*max_staleness"),
         (("engine.share_device=true",), "sleep"),
         (("parallel.processes=2",), "one process"),
     ],

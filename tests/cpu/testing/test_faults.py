@@ -119,10 +119,7 @@ def test_the_plan_says_that_a_fault_is_injected():
             ["--fault=sampling_noise", "model=tiny-qwen3"],
             r"sampling_noise.*model=tiny-qwen3 \(qwen3\)",
         ),
-        (
-            ["--fault=router_noise,std=0.1", "model=tiny-qwen3"],
-            r"model=tiny-qwen3 \(qwen3\)",
-        ),
+        (["--fault=router_noise,std=0.1", "model=tiny-qwen3"], r"model=tiny-qwen3 \(qwen3\)"),
         (["--fault=ignored_sinks", "model=tiny-qwen3"], r"model=tiny-qwen3 \(qwen3\)"),
         (["--fault=kernel_noise,std=1", "engine=elsewhere"], "engine=elsewhere"),
         (["--fault=kernel_noise,std=1", "engine.dtype=bfloat16"], "copy"),
@@ -146,10 +143,7 @@ def test_the_plan_says_that_a_fault_is_injected():
             ["--fault=kernel_noise,std=1", "--fault=router_noise,std=1"],
             "kernel_noise.*router_noise",
         ),
-        (
-            ["--fault=ignored_sinks", "--fault=ignored_window"],
-            "ignored_sinks.*ignored_window",
-        ),
+        (["--fault=ignored_sinks", "--fault=ignored_window"], "ignored_sinks.*ignored_window"),
         (
             [
                 "--fault=sampling_noise,trainer_std=1",
@@ -158,16 +152,10 @@ def test_the_plan_says_that_a_fault_is_injected():
             ],
             "sampling_noise.*wrong_positions",
         ),
-        (
-            ["--fault=ignored_sinks,layer=4"],
-            r"layer 4; model=tiny-gpt-oss \(gpt_oss\)",
-        ),
+        (["--fault=ignored_sinks,layer=4"], r"layer 4; model=tiny-gpt-oss \(gpt_oss\)"),
         (["--fault=ignored_window,layer=0"], r"layer 0\b"),
         (["--fault=lost_routes"], "routes"),
-        (
-            ["--fault=detached_sinks", "lora.rank=4"],
-            "detached_sinks",
-        ),
+        (["--fault=detached_sinks", "lora.rank=4"], "detached_sinks"),
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(overrides, message):

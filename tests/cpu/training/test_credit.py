@@ -231,7 +231,7 @@ def test_equal_observations_give_the_advantages_of_gigpo(episodes, gamma, omega,
         ),
         (
             ["credit.process=group", "advantage=reinforce_plus_plus"],
-            "credit.process=group",
+            "credit.process=group"
         ),
         (["credit.compare=turn", "advantage=gae"], r"credit.\*.*advantage=gae"),
     ],

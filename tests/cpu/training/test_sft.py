@@ -266,10 +266,7 @@ def test_a_teacher_s_own_rows_are_no_loss_and_another_s_are_learned(tmp_path):
         ({"messages": DIALOGUE[:2]}, "assistant's.*user's"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0: .*'robot'"),
         ({"messages": [{"role": "user", "text": "x"}]}, r"message 0\b.*\['text'\]"),
-        (
-            {"messages": [{"role": "assistant", "content": "x", "weight": "a lot"}]},
-            r"message 0\b",
-        ),
+        ({"messages": [{"role": "assistant", "content": "x", "weight": "a lot"}]}, r"message 0\b"),
         ({"messages": DIALOGUE, "tools": ["look"]}, "tool 0"),
     ],
 )
@@ -367,10 +364,7 @@ def test_the_loss_is_the_weighted_mean(tmp_path):
     [
         ({"steps": 0}, "sft.steps=0"),
         ({"observed_weight": -1.0}, "sft.observed_weight=-1.0"),
-        (
-            {"word_weights": {"Rome": float("inf")}},
-            "sft.word_weights={'Rome': inf}",
-        ),
+        ({"word_weights": {"Rome": float("inf")}}, "sft.word_weights={'Rome': inf}"),
         ({"word_weights": {"": 1.0}}, "sft.word_weights={'': 1.0}"),
     ],
 )

@@ -87,10 +87,7 @@ def test_a_run_is_read_over_its_steps_ranks_and_runs_in_order(tmp_path):
     ("changed", "message"),
     [
         ({"trainer_logprobs": [0.0] * 4}, r"trainer_logprobs.*\b5\b.*\b4\b"),
-        (
-            {"inference_logprobs": ["a"] * 5},
-            r"inference_logprobs.*\b5\b.*\['a'",
-        ),
+        ({"inference_logprobs": ["a"] * 5}, r"inference_logprobs.*\b5\b.*\['a'"),
         ({"loss_mask": [2] * 5}, "loss_mask"),
         ({"losses": [{"rl": [1]}] * 5}, "losses"),
         ({"token_ids": "abc"}, "token_ids"),

@@ -208,10 +208,7 @@ def test_files_of_a_directory_come_in_order_and_evaluations_are_left_out(tmp_pat
         ({"samples": [sample(0, tokens=["a"])]}, r"sample 0\b"),
         ({"samples": [sample(0, tokens=[1 << 40] * 7)]}, "32"),
         ({"samples": [sample(0, response_length=None)]}, "response_length"),
-        (
-            {"samples": [sample(0, loss_mask="11001")]},
-            r"loss_mask.*\b5\b.*'11001'",
-        ),
+        ({"samples": [sample(0, loss_mask="11001")]}, r"loss_mask.*\b5\b.*'11001'"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path, content, message):

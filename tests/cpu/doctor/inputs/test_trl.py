@@ -69,10 +69,7 @@ def test_batches_of_a_directory_come_in_the_order_of_their_steps(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            {"completion_mask": torch.ones(2, 3)},
-            r"row 0: completion_mask.*\b4\b.*\b3\b",
-        ),
+        ({"completion_mask": torch.ones(2, 3)}, r"row 0: completion_mask.*\b4\b.*\b3\b"),
         (
             {"old_per_token_logps": torch.zeros(2, 3)},
             r"row 0: old_per_token_logps.*\b4\b.*\b3\b",

@@ -184,23 +184,11 @@ def test_zeros_that_stand_for_no_experts_are_not_taken_for_expert_zero(save):
     [
         ({"responses": None}, "`prompts`.*`responses`"),
         ({"attention_mask": None}, r"row 0\b.*attention_mask"),
-        (
-            {"attention_mask": torch.ones(2, 6)},
-            r"row 0: attention_mask.*\b7\b.*\b6\b",
-        ),
-        (
-            {"rollout_log_probs": torch.zeros(2, 3)},
-            r"row 0: rollout_log_probs.*\b4\b.*\b3\b",
-        ),
-        (
-            {"advantages": torch.zeros(1, 4)},
-            r"row 1\b.*\b4\b.*\b0 x 4",
-        ),
+        ({"attention_mask": torch.ones(2, 6)}, r"row 0: attention_mask.*\b7\b.*\b6\b"),
+        ({"rollout_log_probs": torch.zeros(2, 3)}, r"row 0: rollout_log_probs.*\b4\b.*\b3\b"),
+        ({"advantages": torch.zeros(1, 4)}, r"row 1\b.*\b4\b.*\b0 x 4"),
         ({"responses": torch.zeros(2)}, "`prompts`.*`responses`"),
-        (
-            {"old_log_probs": torch.zeros(2, 4, 1)},
-            r"row 0: old_log_probs.*\b4\b.*\b4 x 1",
-        ),
+        ({"old_log_probs": torch.zeros(2, 4, 1)}, r"row 0: old_log_probs.*\b4\b.*\b4 x 1"),
         ({"prompts": torch.zeros(2, 3)}, "prompts: "),
         ({"responses": torch.zeros(0, 4, dtype=torch.int64)}, "verl"),
     ],
