@@ -494,7 +494,7 @@ def test_log_probs_above_zero_are_refused_with_value_row_and_token(name, value):
     given = {"logprobs": torch.full((7,), -1.0), "rollout_logprobs": torch.full((7,), -1.0)}
     given[name][5] = value
     with pytest.raises(
-        AlignmentError, match=rf"^{name} at row 2, token 1 is {re.escape(f'{value:g}')}; .*Prob"
+        AlignmentError, match=rf"^{name} at row 2, token 1 is {re.escape(f'{value:g}')}"
     ):
         correct(*given.values(), Correction.tis(), layout=Layout.packed([4, 0, 3]))
     mask = torch.arange(7) != 5

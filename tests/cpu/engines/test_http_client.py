@@ -90,7 +90,7 @@ def failure(kind, use, **handlers):
 def test_a_server_that_is_down_is_told_with_how_it_starts():
     async def use(url):
         http = client(free_url())
-        with pytest.raises(ServerUnreachableError, match=f"not reachable.*started with: {HOW}"):
+        with pytest.raises(ServerUnreachableError, match=HOW):
             await http.post("/x", {})
 
     run(use)

@@ -44,7 +44,7 @@ def test_a_head_count_that_cannot_be_split_is_refused_with_those_that_can(
         if size in possible:
             parallel.check_heads(num_heads=heads, num_kv_heads=kv_heads)
             continue
-        with pytest.raises(ConfigError, match=f"sequence={size} cannot split") as refused:
+        with pytest.raises(ConfigError, match=f"sequence={size} ") as refused:
             parallel.check_heads(num_heads=heads, num_kv_heads=kv_heads)
         assert f"Possible are {', '.join(map(str, possible))}." in str(refused.value)
 
@@ -94,7 +94,7 @@ def test_engines_are_dealt_to_the_processes_that_train_each_to_one(engine, name)
     assert [len(share) for share in shares] == [1, 2]
     if name == "urls":
         assert [c.urls for share in shares for c in share] == [(url,) for url in engine.urls]
-    with pytest.raises(ConfigError, match=rf"engine\.{name} has 3 for 4 processes that train"):
+    with pytest.raises(ConfigError, match=rf"engine\.{name}.*\b3\b.*\b4\b"):
         engine.for_rank(0, 4)
 
 

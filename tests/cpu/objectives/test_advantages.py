@@ -139,7 +139,7 @@ def test_a_group_of_one_with_a_group_baseline_is_refused_before_anything_runs():
         (GRPO(), "grpo"), (RLOO(), "rloo"),
         (ReinforcePlusPlus(baseline="group"), "reinforce_plus_plus"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"group_size=1 with advantage={chosen}"):
+        with pytest.raises(ConfigError, match=f"group_size=1 .*advantage={chosen}"):
             config.check_group_size(1)
 
 

@@ -135,7 +135,7 @@ def test_rewind_moves_later_rows_and_parts_aside(tmp_path):
 def test_a_second_run_in_one_directory_is_refused(tmp_path):
     with (
         RunDirectory.create(tmp_path, CONFIG),
-        pytest.raises(RunError, match=rf"in use by process {os.getpid()} on .*one writer"),
+        pytest.raises(RunError, match=rf"in use by process {os.getpid()} "),
     ):
         RunDirectory.open(tmp_path)
     with pytest.raises(RunError, match="already"):

@@ -111,7 +111,7 @@ def test_the_listed_ids_are_the_likeliest_of_the_teacher(tmp_path):
 @pytest.mark.parametrize("top_k", [0, 62])
 def test_a_list_is_as_long_as_the_vocabulary_at_most(tmp_path, top_k):
     trainer = make_trainer(tmp_path)
-    with pytest.raises(ConfigError, match=f"top_k={top_k} of a vocabulary of 61 ids"):
+    with pytest.raises(ConfigError, match=f"top_k={top_k}.*61"):
         trainer.list_likely(make_rows((9,)), trainer.model, top_k=top_k)
 
 

@@ -297,7 +297,7 @@ def test_a_missing_column_is_named(tmp_path):
 def test_rows_that_the_model_cannot_read_are_named(tmp_path):
     trainer, rows = make_trainer(tmp_path), make_rows([9, 10])
     rows[1].token_ids[4] = VOCAB
-    with pytest.raises(TokenError, match=f"t1/0: token 4 has the id {VOCAB}"):
+    with pytest.raises(TokenError, match=f"t1/0: token 4 .*id {VOCAB}"):
         trainer.forward(rows)
     with pytest.raises(TokenError, match=r"129.*128"):
         trainer.forward(make_rows([129]))

@@ -95,5 +95,5 @@ def test_a_run_is_read_over_its_steps_ranks_and_runs_in_order(tmp_path):
 )
 def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path, changed, message):
     path = save(tmp_path / "rank_0.jsonl", record(), record(**changed))
-    with pytest.raises(DataError, match=f"rank_0.jsonl:2: {message}"):
+    with pytest.raises(DataError, match=f"rank_0.jsonl:2: .*{message}"):
         list(open_dump(path).chunks())
