@@ -14,8 +14,9 @@ from lockstep.doctor.hypotheses.arithmetic import moved_in_bfloat16
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.rows import Rows
+from lockstep.doctor.scoring.distribution import Distribution
 from lockstep.doctor.scoring.layouts import Layout
-from lockstep.doctor.scoring.model import Distribution, Model, open_model
+from lockstep.doctor.scoring.model import Model, open_model
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.renderers.tokenizer import Tokenizer

@@ -12,7 +12,8 @@ from lockstep.doctor.explain import Prediction, View, hypothesis
 from lockstep.doctor.findings import MOST
 from lockstep.doctor.rows import Float64Array, Rows
 from lockstep.doctor.scoring.layouts import layouts
-from lockstep.doctor.scoring.model import Model, Variant
+from lockstep.doctor.scoring.model import Model
+from lockstep.doctor.scoring.variants import Variant, prediction, tried
 from lockstep.types import Int64Array
 
 CAUSE_OF = {"rope": "ignored_rope_scaling", "quantised": "quantised_rollout"}
@@ -39,7 +40,7 @@ def arithmetic(view: View) -> Iterator[Prediction]:
             sides = ("sampler",) if change.kind == "quantised" else ("sampler", "trainer")
             yield Variant(cause, change.text, partial(within, change), sides=sides)
 
-    yield from model.tried(view, variants())
+    yield from tried(view, variants())
 
 
 @hypothesis(
@@ -67,7 +68,7 @@ def half_head(view: View) -> Iterator[Prediction]:
 
     head = partial(model.score, rows, head=torch.bfloat16)
     narrow = "lost_updates" if moved_in_bfloat16(model, rows) < MOST else "precision"
-    yield from model.tried(
+    yield from tried(
         view,
         [
             Variant("half_head", "with a head in bfloat16", head),
@@ -113,7 +114,7 @@ def adapter(view: View) -> Iterator[Prediction]:
         cause = "adapter_not_merged" if text.startswith("without") else "adapter_scaled"
         variant = Variant(cause, text, lambda _, v=values: v)
         for side in variant.sides:
-            yield model.prediction(view, variant, values, side)
+            yield prediction(view, variant, values, side)
 
 
 @hypothesis(
@@ -135,7 +136,7 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
         for number, weights in enumerate(model.weights.all)
         if number != own
     ]
-    yield from model.tried(view, reversed(variants))
+    yield from tried(view, reversed(variants))
 
 
 @hypothesis(
@@ -153,7 +154,7 @@ def layout(view: View) -> Iterator[Prediction]:
     def score(lay: Any, chosen: Int64Array) -> Float64Array:
         return model.score_laid(rows, lay(chosen))
 
-    yield from model.tried(
+    yield from tried(
         view,
         [
             Variant(cause, text, partial(score, lay))

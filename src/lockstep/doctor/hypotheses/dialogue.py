@@ -19,8 +19,8 @@ from lockstep.doctor.facts.base import MIN_EQUAL
 from lockstep.doctor.hypotheses.shifted import OFFSETS, moved
 from lockstep.doctor.rows import Float64Array
 from lockstep.doctor.scoring.layouts import Laid, Layout
-from lockstep.doctor.scoring.model import Variant
 from lockstep.doctor.scoring.prompts import Ids, Parts, Prompts, with_prompt
+from lockstep.doctor.scoring.variants import Variant, tried
 from lockstep.errors import LockstepError
 from lockstep.renderers.base import Renderer
 from lockstep.types import Int64Array, Message, ToolSchema
@@ -41,7 +41,7 @@ def read(view: View, written: Sequence[tuple[str, str, Write]]) -> Iterator[Pred
         Variant(cause, text, partial(score, write), sides=("sampler",), basis="repair")
         for cause, text, write in written
     ]
-    yield from model.tried(view, variants)
+    yield from tried(view, variants)
 
 
 @hypothesis(

@@ -11,7 +11,8 @@ import numpy as np
 
 from lockstep.doctor.explain import Prediction, View, hypothesis
 from lockstep.doctor.hypotheses.scale import SETTINGS
-from lockstep.doctor.scoring.model import NUM_PROBES, Distribution, Variant
+from lockstep.doctor.scoring.distribution import Distribution
+from lockstep.doctor.scoring.variants import NUM_PROBES, Variant, tried
 
 
 def kinds(view: View) -> list[tuple[str, Distribution]]:
@@ -70,4 +71,4 @@ def processing(view: View) -> Iterator[Prediction]:
         Variant(cause, f"after {kind.describe()}", partial(score, kind), is_of_rows=False)
         for cause, kind in chosen_kinds
     ]
-    yield from model.tried(view, variants)
+    yield from tried(view, variants)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.findings import RunFacts
 from lockstep.doctor.rows import Rows
+from lockstep.doctor.run_facts import RunFacts
 
 CHUNK_TOKENS = 1 << 18
 """Tokens held in memory at a time: 20 bytes each, plus the arrays of the check that runs."""

@@ -336,7 +336,7 @@ class VerlDump(BatchDump):
             tensors = dict(batch.items()) if hasattr(batch, "items") else {}
             keys = None if keys is None else list(keys)
             found, meta = _of_queue({"tensordict": tensors, "tags": tags, "keys": keys})
-        jagged = {n: c for n, c in found.items() if getattr(c, "is_nested", False)}
+        jagged: dict[str, Any] = {n: c for n, c in found.items() if getattr(c, "is_nested", False)}
         found |= {name: list(column.unbind()) for name, column in jagged.items()}
         numbers, rows = cls.in_memory(found, step=step, groups={})
         return found.get("uid") or numbers, rows, cls.facts_of(meta)

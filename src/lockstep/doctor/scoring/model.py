@@ -7,9 +7,8 @@ Without torch: `scorer` is imported when the first row is scored.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.doctor.explain import Prediction, View, residual
-from lockstep.doctor.findings import Basis
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.rows import Float64Array, Rows
+from lockstep.doctor.scoring.distribution import Distribution
 from lockstep.doctor.scoring.weights import WeightsAtHand, weights_at_hand
 from lockstep.doctor.tokenization import settings_beside
 from lockstep.errors import CheckpointError
@@ -40,51 +38,6 @@ rows still needs some twenty rows."""
 MULTIPLIES = 3e11
 """Multiplications of one forward over the sample: some six seconds on a core of 50 GFLOP/s, so that
 a 135M model is loaded, scored and varied in a minute."""
-NUM_PROBES = 8
-"""Rows on which each variant is tried: of a cause that hits 30 % of the rows, two are among them
-with 94 % probability."""
-PROBED = 8
-"""Part of the sample's tokens that the probes may have: a hundred variants are tried on them."""
-MIN_PROBED = 0.15
-"""Smallest share of the probes' gap for a variant to be scored on all rows (explain.MIN_SHARE, and
-the error of eight rows)."""
-NUM_PROMOTED, NEAR = 3, 0.2
-"""Variants that are scored on all rows in a round, and the share within which they must be of the
-best: twice the error of eight rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distribution:
-    """Processing of the logits before a log-prob is taken."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all."""
-    min_p: float = 0.0
-    """Share of the largest probability below which a token is dropped."""
-    repetition_penalty: float = 1.0
-    """Divisor of the positive logits, and factor of the negative ones, of ids that are in the row
-    already."""
-
-    def describe(self) -> str:
-        named, plain = asdict(self), asdict(Distribution())
-        kept = {n: value for n, value in named.items() if n == "temperature" or value != plain[n]}
-        return " ".join(f"{name}={value:g}" for name, value in kept.items())
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The model, or its input, with one defect."""
-
-    cause: str
-    text: str
-    score: Callable[[Int64Array], Float64Array]
-    """Rows -> [N] log-probs with the defect; NaN where it changes nothing."""
-    _: KW_ONLY
-    sides: Sequence[str] = ("sampler", "trainer")
-    basis: Basis = "fit"
-    is_of_rows: bool = True
 
 
 @dataclass(kw_only=True)
@@ -233,89 +186,6 @@ class Model:
         is_own = layout.place >= 0
         out[layout.place[is_own]] = values[is_own]
         return out
-
-    # -- variants -----------------------------------------------------------------------------
-
-    def tried(self, view: View, variants: Iterable[Variant]) -> Iterator[Prediction]:
-        """Predictions of the variants that explain something of NUM_PROBES rows: each side of each
-        as if it had the defect and the other had not."""
-        rows = view.rows
-        probes = _probes(rows, self.max_tokens // PROBED)
-        if not len(probes):
-            return
-        found: list[tuple[float, Variant, str]] = []
-        suspects = view.suspects
-        is_of_probes = np.isin(rows.row_of, probes)
-        for variant in variants:
-            if view.is_late:
-                break
-            sides = [side for side in variant.sides if side in suspects]
-            values = self._values(rows, variant, probes) if sides else rows.gap
-            for side in sides:
-                share = self._share(view, variant, values, side, is_of_probes)
-                found.append((share, variant, side))
-            if max((share for share, *_ in found), default=0.0) > 0.97:
-                break
-        found.sort(key=lambda one: -one[0])
-        for share, variant, side in found[:NUM_PROMOTED]:
-            if share < max(MIN_PROBED, found[0][0] - NEAR) or time.process_time() > view.deadline:
-                break
-            values = self._values(rows, variant, np.arange(len(rows)))
-            yield self.prediction(view, variant, values, side)
-
-    def _values(self, rows: Rows, variant: Variant, chosen: Int64Array) -> Float64Array:
-        """[N] the variant's log-probs, of the chosen rows at least; each row is scored once."""
-        known, is_done = self.once(
-            rows,
-            ("variant", variant.text),
-            lambda: (np.full(rows.num_tokens, np.nan), np.zeros(len(rows), np.bool_)),
-        )
-        new = chosen[~is_done[chosen]]
-        if len(new):
-            values = variant.score(new)
-            at = np.isin(rows.row_of, new)
-            known[at] = values[at]
-            is_done[new] = True
-        return known
-
-    def prediction(
-        self, view: View, variant: Variant, values: Float64Array, side: str
-    ) -> Prediction:
-        above = values - self.plain(view.rows)
-        return Prediction.of_side(
-            side,
-            getattr(view, side) - above,
-            f"the {side} {variant.text}",
-            above=above if side == "sampler" else None,
-            cause=variant.cause,
-            basis=variant.basis,
-            is_of_rows=variant.is_of_rows,
-        )
-
-    def _share(
-        self, view: View, variant: Variant, values: Float64Array, side: str, where: Any
-    ) -> float:
-        """Share of the gap of the tokens `where` that the variant explains, row by row."""
-        left, gap = residual(view, self.prediction(view, variant, values, side)), view.rows.gap
-        at = np.flatnonzero(where & np.isfinite(gap))
-        d2, e2 = view.loss(gap[at]), view.loss(left[at])
-        return float(np.maximum(view.rows.row_sums(at, d2 - e2), 0).sum() / max(d2.sum(), 1e-12))
-
-
-def _probes(rows: Rows, max_tokens: int) -> Int64Array:
-    """Rows with a gap, drawn in proportion to its square root: rows of every size of gap. As many
-    as have `max_tokens`, two at least."""
-    at = rows.compared
-    if not len(at):
-        return np.empty(0, np.int64)
-    d2 = np.sqrt(np.bincount(rows.row_of[at], rows.gap[at] ** 2, len(rows)))
-    usable = np.flatnonzero(d2 > 0)
-    num = max(min(NUM_PROBES, int(max_tokens / max(rows.sizes[usable].mean(), 1)), len(usable)), 2)
-    if len(usable) <= num:
-        return usable
-    reached = np.cumsum(d2[usable])
-    marks = (np.arange(num) + 0.5) / num * reached[-1]
-    return np.unique(usable[np.searchsorted(reached, marks)])
 
 
 def digest(rows: Rows) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.rows import Float64Array, Rows
-from lockstep.doctor.scoring.model import Distribution
+from lockstep.doctor.scoring.distribution import Distribution
 from lockstep.doctor.scoring.weights import Weights
 from lockstep.models.changes import Change, changes
 from lockstep.models.decoder import Decoder
