@@ -1,4 +1,4 @@
-"""Code lines of the library by room: lines that hold code, without blanks, comments, docstrings.
+"""Code lines by room: lines that hold code, without blanks, comments and docstrings.
 
 python docs/proof/size.py            # the table
 python docs/proof/size.py --files    # and every file
@@ -11,45 +11,53 @@ import io
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "src" / "lockstep"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "lockstep"
 
-LIMIT = 60_897
-"""Code lines that the library may have. Who adds some removes as many; a commit that raises the
-limit says for which capability, and why nothing could go for it."""
-
-ROOMS = {
-    "nouns: types, errors, config": (
-        "types",
-        "errors",
-        "config",
-        "display",
-        "habits",
-        "dialogues",
-        "__init__",
-    ),
-    "tinker": ("tinker", "tinker_config", "tinker_server"),
-    "run": (
-        "run",
-        "run_config",
-        "memory",
-        "model_server",
-        "supervised",
-        "verbs",
-        "cli",
-        "completion",
-    ),
-    "renderers": ("renderers",),
-    "models and ops": ("models", "ops"),
-    "engines, sync, launch": ("engines", "sync", "launch", "children", "system"),
-    "agent": ("agent",),
-    "learn: training, correction, objectives": ("training", "correction", "objectives"),
-    "doctor": ("doctor",),
-    "store, observe, report": ("store", "observe", "report"),
-    "environments and recipes": ("envs", "recipes"),
-    "testing": ("testing",),
+CEILINGS = {
+    "nouns: types, errors, config": 1_841,
+    "tinker": 4_366,
+    "run": 5_229,
+    "renderers": 3_333,
+    "models and ops": 8_817,
+    "engines, sync, launch": 8_997,
+    "agent": 7_016,
+    "learn: training, correction, objectives": 5_155,
+    "doctor": 7_632,
+    "store, observe, report": 2_770,
+    "environments and recipes": 4_128,
+    "testing": 1_547,
+    "tests": 60_648,
+    "proofs and benchmarks": 13_960,
 }
+"""Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
+follows."""
+SLACK = 20
+"""Lines that a room may be below its ceiling."""
+ROOMS = {
+    "nouns: types, errors, config": "types errors config display habits dialogues __init__",
+    "tinker": "tinker tinker_config tinker_server",
+    "run": "run run_config memory model_server supervised verbs cli completion",
+    "renderers": "renderers",
+    "models and ops": "models ops",
+    "engines, sync, launch": "engines sync launch children system",
+    "agent": "agent",
+    "learn: training, correction, objectives": "training correction objectives",
+    "doctor": "doctor",
+    "store, observe, report": "store observe report",
+    "environments and recipes": "envs recipes",
+    "testing": "testing",
+}
+"""Room of the library -> its modules."""
+OUTSIDE = {
+    "tests": "tests",
+    "docs/proof": "proofs and benchmarks",
+    "benchmarks": "proofs and benchmarks",
+}
+"""Folder outside of the library -> its room."""
 _NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -81,20 +89,28 @@ def code_lines(source: str) -> int:
 
 
 def sizes() -> dict[Path, int]:
-    """Code lines of every Python file, by its path inside the package."""
+    """Code lines of every Python file, by its path from the root."""
+    folders = [PACKAGE, *(ROOT / folder for folder in OUTSIDE)]
     return {
-        path.relative_to(PACKAGE): code_lines(path.read_text("utf-8"))
-        for path in sorted(PACKAGE.rglob("*.py"))
+        path.relative_to(ROOT): code_lines(path.read_text("utf-8"))
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
     }
 
 
 def by_room(files: dict[Path, int]) -> Counter[str]:
-    """Code lines of each room. KeyError for a file that belongs to none."""
-    room_of = {part: room for room, parts in ROOMS.items() for part in parts}
-    total = Counter(dict.fromkeys(ROOMS, 0))
+    """Code lines of each room. KeyError for a module of the library that belongs to none."""
+    room_of = {part: room for room, parts in ROOMS.items() for part in parts.split()}
+    total = Counter(dict.fromkeys(CEILINGS, 0))
     for path, count in files.items():
-        total[room_of[path.parts[0].removesuffix(".py")]] += count
+        outside = [room for folder, room in OUTSIDE.items() if path.is_relative_to(folder)]
+        total[outside[0] if outside else room_of[path.parts[2].removesuffix(".py")]] += count
     return total
+
+
+def in_library(counts: Mapping[str, int]) -> int:
+    """The sum over the rooms of the library."""
+    return sum(counts[room] for room in ROOMS)
 
 
 def main() -> None:
@@ -103,9 +119,10 @@ def main() -> None:
         for path, count in files.items():
             print(f"{count:6,}  {path}")
         print()
-    for room, count in by_room(files).items():
-        print(f"{count:6,}  {room}")
-    print(f"{sum(files.values()):6,}  in all, of at most {LIMIT:,}")
+    rooms = by_room(files)
+    for room, count in rooms.items():
+        print(f"{count:6,} of {CEILINGS[room]:6,}  {room}")
+    print(f"{in_library(rooms):6,} of {in_library(CEILINGS):6,}  in the library")
 
 
 if __name__ == "__main__":
