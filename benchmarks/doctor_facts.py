@@ -22,6 +22,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from measuring import row_of, show
 
 from lockstep.doctor.examine import examine
 from lockstep.doctor.facts.base import FACTS
@@ -34,6 +35,8 @@ from lockstep.types import Message
 
 GOAL = 2e6
 """Tokens per second and core."""
+MOST_SECONDS = 30
+"""For a file of 100 MB, a second process included."""
 
 
 def dialogue(renderer: ChatMLRenderer, number: int) -> tuple[list[int], list[int], list[Message]]:
@@ -115,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="stdout has the JSON line alone anyway")
     words = parser.parse_args()
     model = locate_model("tiny-qwen3")
     renderer = ChatMLRenderer(Tokenizer.from_file(model))
@@ -144,7 +147,14 @@ def main() -> None:
                 "megabytes": words.megabytes, "tokens": tokens, "exit": done.returncode,
                 "seconds": round(time.perf_counter() - began, 1),
             }  # fmt: skip
-    print(json.dumps(found, indent=None if words.json else 1))
+    print(json.dumps(found, indent=1), file=sys.stderr)
+    parts = [row_of("the doctor's facts", found["all facts"], GOAL, "tokens/s", better="higher",
+                    how="one core; the peer is the goal")]  # fmt: skip
+    if words.megabytes:
+        seconds = found["file"]["seconds"]
+        parts.append(row_of(f"lockstep doctor, {words.megabytes} MB of JSON lines", seconds,
+                            MOST_SECONDS, "s", how="the peer is the goal"))  # fmt: skip
+    show("doctor_facts", parts)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ import argparse
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from measuring import row_of, show
 
 from lockstep.models.attention import rope_table
 from lockstep.models.attention_config import LatentShape
@@ -129,38 +131,42 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def compare(what: str, rounds: int, latent: Callable[[], object], other: Callable[[], object]):
+def compare(
+    what: str, rounds: int, latent: Callable[[], object], other: Callable[[], object]
+) -> dict[str, Any]:
     for first in (latent, other):
         first()
     taken = [(cpu_seconds(latent), cpu_seconds(other)) for _ in range(rounds)]
     ours, theirs = (1e3 * median(side) for side in zip(*taken, strict=True))
-    print(f"{what}: latents {ours:,.1f} ms, unfolded {theirs:,.1f} ms, ratio {ours / theirs:.2f}",
-          flush=True)  # fmt: skip
+    return row_of(f"latent attention, {what}", ours, theirs, "ms", how="latents against unfolded")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--json", action="store_true", help="stdout has the JSON line alone anyway")
     args = parser.parse_args()
+    parts: list[dict[str, Any]] = []
     for name, config in (("DeepSeek V3", DEEPSEEK_V3), ("timed", TIMED)):
         ours = config.cached_per_token * DTYPE.itemsize
         unfolded = 2 * config.num_heads * config.head_dim * DTYPE.itemsize
-        print(f"cache of {name}, bytes per token and layer: latents {ours:,}, unfolded "
-              f"{unfolded:,}, ratio {ours / unfolded:.4f}")  # fmt: skip
+        parts.append(row_of(f"cache of {name}", ours, unfolded, "bytes per token and layer",
+                            how="latents against unfolded"))  # fmt: skip
     latent, unfolded = make(LatentAttention), make(Unfolded)
     found, wanted = (train(layer, 64).detach().float() for layer in (latent, unfolded))
     distance = float((found - wanted).norm() / wanted.norm())
     assert distance < 0.02, f"the forms differ by {distance:.2g}: roundings of bfloat16 do not"
-    compare(f"decode step, {BATCH} sequences of {LENGTH:,} tokens", 4 * args.rounds,
-            step_of(latent), step_of(unfolded))  # fmt: skip
+    decoded = f"decode step, {BATCH} sequences of {LENGTH:,} tokens"
+    parts.append(compare(decoded, 4 * args.rounds, step_of(latent), step_of(unfolded)))
     for num_tokens in args.tokens:
 
         def of(layer: LatentAttention, num_tokens: int = num_tokens) -> Callable[[], object]:
             return lambda: train(layer, num_tokens)
 
         what = f"training pass of {num_tokens:,} tokens"
-        compare(what, args.rounds, of(latent), of(unfolded))
+        parts.append(compare(what, args.rounds, of(latent), of(unfolded)))
+    show("latent_attention", parts)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ import sys
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
+from measuring import peak_mib, row_of, show
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule as their_chunks,
 )
@@ -54,13 +56,6 @@ def train(is_ours: bool, num_tokens: int) -> None:
         batch = [x[None] for x in parts]
         out, _ = their_chunks(*batch, use_qk_l2norm_in_kernel=True)
     out.sum().backward()
-
-
-def peak_mib() -> float:
-    """Most memory that this process has held, in MiB."""
-    with open("/proc/self/status") as lines:
-        found = next(line for line in lines if line.startswith("VmHWM"))
-    return int(found.split()[1]) / 1024
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
@@ -112,7 +107,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="stdout has the JSON line alone anyway")
     args = parser.parse_args()
+    parts: list[dict[str, Any]] = []
     if args.memory:
         before = peak_mib()
         train(args.memory == "ours", args.tokens)
@@ -122,20 +119,20 @@ def main() -> None:
     taken = [[cpu_seconds(lambda side=side: train(side, args.tokens)) for side in (True, False)]
              for _ in rounds]  # fmt: skip
     ours, theirs = (median(side) for side in zip(*taken, strict=True))
-    print(f"forward and backward, {args.tokens:,} tokens: ours {ours:.2f} s, transformers "
-          f"{theirs:.2f} s, ratio {ours / theirs:.2f}", flush=True)  # fmt: skip
+    trained = f"linear attention, forward and backward of {args.tokens:,} tokens"
+    parts.append(row_of(trained, ours, theirs, "CPU s", how="against transformers"))
     command = [sys.executable, __file__, "--tokens", str(args.tokens), "--memory"]
     ours, theirs = (
         float(subprocess.run([*command, side], check=True, capture_output=True, text=True).stdout)
         for side in ("ours", "theirs")
     )
-    print(f"peak memory: ours {ours:,.0f} MiB, transformers {theirs:,.0f} MiB, ratio "
-          f"{ours / theirs:.2f}", flush=True)  # fmt: skip
+    parts.append(row_of(f"{trained}, peak memory", ours, theirs, "MiB", how="against transformers"))
     for batch in BATCHES:
         taken = [[decode_seconds(side, batch) for side in (True, False)] for _ in rounds]
         ours, theirs = (1e3 * median(side) for side in zip(*taken, strict=True))
-        print(f"decode, {batch:2} sequences: ours {ours:.2f} ms, transformers {theirs:.2f} ms, "
-              f"ratio {ours / theirs:.2f}", flush=True)  # fmt: skip
+        decoded = f"linear attention, decode of {batch} sequences"
+        parts.append(row_of(decoded, ours, theirs, "ms", how="against transformers"))
+    show("linear_attention", parts)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
@@ -39,3 +42,24 @@ def used_by(run: Callable[[], object]) -> tuple[float, float]:
     peak, ended = resident_bytes("VmHWM"), os.times()
     seconds = ended.user + ended.system - began.user - began.system
     return seconds, (peak - held) / MIB
+
+
+def row_of(
+    name: str,
+    ours: float,
+    peer: float,
+    unit: str,
+    *,
+    how: str,
+    better: Literal["lower", "higher"] = "lower",
+) -> dict[str, Any]:
+    """A row of run_all.py's table. `ratio` says how many times better ours is."""
+    ratio = peer / ours if better == "lower" else ours / peer
+    found = {"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": round(ratio, 3)}
+    print(f"{name}: {ours:,.4g} {unit}, peer {peer:,.4g}, ratio {ratio:.2f}", file=sys.stderr)
+    return found | {"better": better, "how": how}
+
+
+def show(name: str, parts: Sequence[dict[str, Any]]) -> None:
+    """Prints the JSON line of a benchmark of several rows."""
+    print(json.dumps({"name": name, "parts": list(parts)}))
