@@ -784,14 +784,6 @@ def pretrained_noise() -> str:
     return "\n".join(lines) + "\n"
 
 
-def pretrained_equal() -> str:
-    lines = ["| trained | sampled tokens whose two log-probs differ in a bit |", "|---|---|"]
-    for name, run in pretrained()["equal"]["0"].items():
-        if isinstance(run, dict) and "compared_tokens" in run:
-            lines.append(f"| {name} | {run['unequal_tokens']} of {run['compared_tokens']:,} |")
-    return "\n".join(lines) + "\n"
-
-
 def causes_table() -> str:
     sys.path.insert(0, str(ROOT / "docs" / "proof"))
     from doctor import CASES
@@ -888,7 +880,6 @@ TABLES = {
     "pretrained-rungs": pretrained_rungs,
     "pretrained-faults": pretrained_faults,
     "pretrained-noise": pretrained_noise,
-    "pretrained-equal": pretrained_equal,
     "metrics": metrics_table,
     "sandbox": sandbox_table,
     "gpu_host": gpu_host_table,

@@ -100,8 +100,8 @@ def open_monitor(
 def keep_trained(
     directory: Path, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
 ) -> None:
-    """Writes the rows of a step that are trained otherwise than they were sampled. The others are
-    in the store: a run without a defect writes nothing."""
+    """Writes the rows of a step, if one is trained otherwise than it was sampled: the store then
+    has the rows as sampled, without the trainer's log-probs. Other runs write nothing."""
     played = {t.id: t for group in groups for t in group.trajectories}
 
     def is_changed(row: Sample) -> bool:
@@ -113,9 +113,9 @@ def keep_trained(
         )
         return not is_equal or bool((row.loss_mask & ~sampled.loss_mask).any())
 
-    if changed := [row for row in rows if is_changed(row)]:
+    if any(map(is_changed, rows)):
         directory.mkdir(parents=True, exist_ok=True)
-        made = rows_of(changed, groups, version=version)
+        made = rows_of(rows, groups, version=version)
         write_rows(directory / f"step-{step:06d}.parquet", [made])
 
 
