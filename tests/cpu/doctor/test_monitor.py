@@ -76,6 +76,15 @@ def test_a_fault_of_the_rows_stops_the_run_with_a_checkpoint_and_the_rows(
     assert any(f"{cause} in 1" in note for note in of_run.dump.notes)
 
 
+def test_a_step_with_one_changed_row_keeps_the_trainers_log_probs_of_all(tmp_path):
+    run(tmp_path / "run", "--fault=shifted_logprobs,share=0.2")
+    rows = lockstep.load(tmp_path / "run").metrics
+    num_compared = sum(row.get("mismatch/compared_tokens", 0) for row in rows)
+    found = diagnose(tmp_path / "run")
+    assert found.examination.gap.tokens == num_compared
+    assert [cause.name for cause, _ in found.causes] == ["shifted"]
+
+
 def test_a_history_that_was_rendered_anew_is_named_by_the_run_and_by_its_ladder(tmp_path, capsys):
     """The defect of the published program: k1 of 4, k2 of 26."""
     path = tmp_path / "run"
