@@ -25,7 +25,7 @@ CEILINGS = {
     "models and ops": 8_817,
     "engines, sync, launch": 8_997,
     "agent": 7_016,
-    "learn: training, correction, objectives": 5_155,
+    "learn: training, correction, objectives": 5_156,
     "doctor": 7_632,
     "store, observe, report": 2_770,
     "environments and recipes": 4_128,

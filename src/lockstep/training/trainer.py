@@ -273,9 +273,10 @@ class Trainer(Learner):
         column: the samples keep this forward's log-probs under this name. The mismatch is measured
         in this forward if they are kept or the rows are not `Weighed`.
         """
-        rows, is_weighed = samples, False
+        is_weighed = isinstance(samples, Weighed)
+        rows = samples.rows if isinstance(samples, Weighed) else samples
         if isinstance(samples, Weighed):
-            rows, is_weighed, correction = samples.rows, True, samples.correction
+            correction = samples.correction
         elif correction is not None and correction.needs_whole_batch:
             raise ConfigError(
                 "this correction depends on the whole batch (normalize, kl_penalty_form=advantage "
@@ -339,7 +340,7 @@ class Trainer(Learner):
             if scored.is_by_forward:
                 metrics |= weighed.metrics
             else:  # the sampler's log-probs are compared in the first update's forward
-                metrics = weighed.metrics | metrics
+                metrics = {**weighed.metrics, **metrics}
         metrics |= split_by_age(metrics, is_exact=self.contract is not None)
         return metrics | {"tokens/recomputed": float(self.num_recomputed - num_recomputed)}
 
