@@ -598,7 +598,7 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
             value = {"type": value}
         elif value in presets:
             return presets[value]()
-    if isinstance(value, Mapping):
+    if isinstance(cast(object, value), Mapping):
         tree = cast(Mapping[str, Any], value)
         if (kind := _kind_of(annotation, tree, path)) is not None:
             return cast(Any, _from_dict(kind, tree, path))
@@ -613,8 +613,9 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
                 return value
             known = [str(i) for i in inner]
             raise ConfigError(f"{path}={value}: not one of them.{did_you_mean(str(value), known)}")
-        if origin in (tuple, list) and isinstance(value, list | tuple):
-            return origin(_values(origin, inner, list(cast(Sequence[Any], value)), path))
+        if origin in (tuple, list) and isinstance(cast(object, value), list | tuple):
+            values = _values(origin, inner, list(cast(Sequence[Any], value)), path)
+            return tuple(values) if origin is tuple else list(values)
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if origin in (bool, int, str) and type(value) is origin:

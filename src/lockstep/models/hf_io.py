@@ -487,7 +487,7 @@ def _config_like(
     like: str | Path, changes: Mapping[str, Any], *, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The config.json of `like`, changed, for unpacked weights of this dtype."""
-    config = read_json(Path(like) / "config.json", CheckpointError) | changes
+    config = {**read_json(Path(like) / "config.json", CheckpointError), **changes}
     config.pop("quantization_config", None)
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     return config | {key: str(dtype).removeprefix("torch.")}

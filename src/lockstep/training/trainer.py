@@ -273,11 +273,11 @@ class Trainer(Learner):
         column: the samples keep this forward's log-probs under this name. The mismatch is measured
         in this forward if they are kept or the rows are not `Weighed`.
         """
-        is_weighed = isinstance(samples, Weighed)
-        rows = samples.rows if isinstance(samples, Weighed) else samples
-        if isinstance(samples, Weighed):
-            correction = samples.correction
-        elif correction is not None and correction.needs_whole_batch:
+        if is_weighed := isinstance(samples, Weighed):
+            rows, correction = samples.rows, samples.correction
+        else:
+            rows = samples
+        if not is_weighed and correction is not None and correction.needs_whole_batch:
             raise ConfigError(
                 "this correction depends on the whole batch (normalize, kl_penalty_form=advantage "
                 "or denominator=kept), which one forward_backward cannot see before it trains. Use "
