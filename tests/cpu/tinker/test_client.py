@@ -209,7 +209,7 @@ def test_a_checkpoint_is_overwritten_only_on_request(train):
         train.save_state("one").result()
     train.save_state("one", overwrite=True).result()
     for name in ("../evil", "a/b", ".hidden", "x" * 200, "x.partial"):
-        with pytest.raises(tinker.UnprocessableEntityError, match="checkpoint"):
+        with pytest.raises(tinker.UnprocessableEntityError, match="cannot name a checkpoint"):
             train.save_state(name).result()
 
 
@@ -246,7 +246,7 @@ def test_checkpoints_are_listed_expire_and_are_deleted(served, train):
 def test_a_sampler_checkpoint_has_no_optimizer_to_load(served, client_of, train):
     path = train.save_weights_for_sampler("one").result().path
     service = client_of(served)
-    with pytest.raises(tinker.UnprocessableEntityError, match="optimizer"):
+    with pytest.raises(tinker.UnprocessableEntityError, match="has no optimizer state"):
         service.create_training_client_from_state_with_optimizer(path).result()
     assert service.create_training_client_from_state(path).result().model_id
 
@@ -260,13 +260,14 @@ def test_samples_are_those_of_the_saved_weights(served, train):
     sampler = train.save_weights_and_get_sampling_client().result()
     assert sampler.get_base_model() == "org/tiny"
     logprobs = log_softmax(served.backend.models[train.model_id].logits)
-    found = sampler.sample(ints(1, 2, 3), 9, PARAMS).result()
-    assert len({each.sequence_id for each in found.sequences}) == 9
+    found = sampler.sample(ints(1, 2, 3), 32, PARAMS).result()
+    assert len({each.sequence_id for each in found.sequences}) == 32
     for each in found.sequences:
         assert each.logprobs == logprobs[each.tokens].tolist()
         assert (each.stop_reason == "stop") == (each.tokens[-1] == 0)
-    # Each has its own draws; that four of nine are the stop id alone is one chance in 40,000.
-    assert len({tuple(each.tokens) for each in found.sequences}) > 6
+    # Each has its own draws. By chance, two of eight tokens are equal once in 500,000 times.
+    whole = [tuple(each.tokens) for each in found.sequences if len(each.tokens) == 8]
+    assert len(whole) == len(set(whole)) > 1
     scored = sampler.compute_logprobs(ints(4, 5, 6)).result()
     assert scored == [None, *logprobs[[5, 6]].tolist()]
 
@@ -308,7 +309,7 @@ def test_every_kind_of_prompt_logprobs_comes_back(train):
 def test_samples_that_cannot_be_drawn_raise_at_once(train):
     sampler = train.save_weights_and_get_sampling_client().result()
     for prompt, params, text in [
-        (ints(), PARAMS, "continue"),
+        (ints(), PARAMS, "nothing to continue"),
         (ints(VOCAB), PARAMS, r"org/tiny.*\b0\b.*49"),
         (ints(*[1] * 64), PARAMS, "64"),
         (ints(1), types.SamplingParams(max_tokens=64), "64"),

@@ -58,7 +58,7 @@ def test_what_the_hosted_service_alone_has_raises_at_once_with_its_name(served, 
     rest = tinker.RestClient(base_url=served.url, api_key="tml-none")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # experimental and deprecated ones
-        with pytest.raises(tinker.NotFoundError, match="hosted"):
+        with pytest.raises(tinker.NotFoundError, match="hosted service"):
             HOSTED_ONLY[name](rest).result()
 
 
