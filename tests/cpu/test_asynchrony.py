@@ -373,11 +373,11 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint_without_losing_a_task(
     ("settings", "said"),
     [
         (("max_staleness=-1",), "must be at least 0"),
-        (("sync.kv=keep",), "episode"),
-        (("contract=true-on-policy", "max_staleness=1", "sync.kv=keep"), "keys"),
-        (("correction=on_policy", "max_staleness=1"), "ratio"),
-        (("correction=averaged", "max_staleness=1", "sync.kv=keep"), "policy"),
-        (("engine.share_device=true", "max_staleness=1"), "sleeps"),
+        (("sync.kv=keep",), "no episode lasts over an update"),
+        (("contract=true-on-policy", "max_staleness=1", "sync.kv=keep"), "over keys of old ones"),
+        (("correction=on_policy", "max_staleness=1"), "fixes at 1 the ratio"),
+        (("correction=averaged", "max_staleness=1", "sync.kv=keep"), "averages another policy"),
+        (("engine.share_device=true", "max_staleness=1"), "sleeps while the trainer trains"),
     ],
 )
 def test_what_cannot_be_together_is_refused(settings, said):

@@ -350,7 +350,7 @@ def test_an_engine_that_reports_another_log_prob_is_found_out():
             chosen, logprob = super()._draw(previous, position, request)
             return chosen, logprob - 0.01
 
-    with pytest.raises(EngineError, match="score"):
+    with pytest.raises(EngineError, match="score to agree"):
         asyncio.run(check_engine(Shifted(module.random_logits()), prompt_ids=[3, 1, 4]))
 
 

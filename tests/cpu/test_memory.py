@@ -466,7 +466,7 @@ def test_a_supervised_run_is_refused_too(tmp_path):
     file.write_text(json.dumps({"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}) + "\n")
     settings = [f"sft.path={file}", "model=tiny-qwen3"]
     check_supervised(resolve(find_supervised_recipe("sft"), settings))
-    with pytest.raises(ConfigError, match="predicted"):
+    with pytest.raises(ConfigError, match="predicted to need"):
         check_supervised(
             resolve(find_supervised_recipe("sft"), [*settings, "memory_limit_gib=0.1"])
         )

@@ -86,7 +86,7 @@ def test_replay_of_what_cannot_be_is_refused_before_a_model_is_loaded(overrides,
 
 
 def test_supervised_training_has_no_routes_to_replay():
-    with pytest.raises(ConfigError, match="sampled"):
+    with pytest.raises(ConfigError, match="in supervised training nothing was sampled"):
         resolve(find_supervised_recipe("sft"), ["trainer.routing_replay=rollout"])
 
 

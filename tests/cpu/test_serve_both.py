@@ -70,7 +70,7 @@ def test_agents_and_programs_of_the_client_share_a_server(tmp_path: Path, monkey
 def test_what_cannot_be_served_together_is_said_at_once(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"Add NAME={MODEL} to tinker.models"):
         BackgroundServer(MODEL, "api=agents,tinker", 'tinker.models=["a=tiny-math"]', out=tmp_path)
-    with pytest.raises(ConfigError, match="API"):
+    with pytest.raises(ConfigError, match="Start a server for each API"):
         BackgroundServer(MODEL, "api=agents,tinker", "engine.replicas=2", out=tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="agents, tinker"):

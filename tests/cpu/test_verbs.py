@@ -136,7 +136,7 @@ def test_a_dialogue_is_rendered_from_lists_as_from_files(tmp_path, capsys):
     assert main(["render", "tiny-gpt-oss", str(file), "--json"]) == OK
     assert json.loads(capsys.readouterr().out) == rendered.to_json()
     assert "user" in rendered._repr_html_()
-    with pytest.raises(ConfigError, match="tools"):
+    with pytest.raises(ConfigError, match="tools must be one, too"):
         lockstep.render("tiny-gpt-oss", str(file), tools=tools)
 
 

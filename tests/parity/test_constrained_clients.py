@@ -69,7 +69,7 @@ def test_a_reply_that_is_cut_inside_its_json_says_so(server: Any):
         ).choices[0]
         assert cut.finish_reason == "length"
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}
-        with pytest.raises(openai.BadRequestError, match="schema") as caught:
+        with pytest.raises(openai.BadRequestError, match="schema cannot be read") as caught:
             create(model=model, messages=USER, response_format=bad)
         assert caught.value.param == "response_format"
 

@@ -319,7 +319,7 @@ def test_preempted_requests_are_computed_again_to_the_same_bits(first, model):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (("--enable-lora",), "adapter"),
+        (("--enable-lora",), "adds the adapter itself"),
         (("--kv-cache-dtype=fp8",), "keys and values"),
     ],
 )
@@ -385,6 +385,6 @@ def test_an_adapter_beside_the_weights_has_the_trainers_bits(kind, place):
         unequal, total = num_unequal(model, requests, asyncio.run(replies(engine, requests)))
         assert total > 200
         assert unequal == 0
-    with pytest.raises(EngineError, match="adapter"):
+    with pytest.raises(EngineError, match="adapter beside its weights"):
         asyncio.run(engine.load_weights(str(directory), version=3))
     asyncio.run(engine.close())

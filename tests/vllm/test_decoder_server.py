@@ -81,7 +81,7 @@ def test_a_server_is_attached_to_as_what_it_is(server, first, place):
     context = server.wire._context
     attached = make_engine(VllmConfig(**settings, decoder="lockstep"), context)
     assert attached.capabilities.fingerprint == server.capabilities.fingerprint
-    with pytest.raises(CapabilityError, match="decoder"):
+    with pytest.raises(CapabilityError, match="runs Lockstep's decoder"):
         make_engine(VllmConfig(**settings, decoder="vllm"), context)
 
 

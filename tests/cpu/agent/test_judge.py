@@ -103,7 +103,7 @@ def test_failures_that_pass_are_tried_again():
         ('{"score": "9"}', "has no"),
         ('{"score": NaN}', "has no"),
         (500, "500"),
-        ({"choices": []}, "text"),
+        ({"choices": []}, "the reply has no text"),
         ("hang", "0.2"),
     ],
     ids=["words", "range", "text", "nan", "status", "empty", "hang"],
@@ -197,9 +197,9 @@ def test_the_server_is_asked_before_a_model_is_loaded(monkeypatch):
     [
         ({}, "give both"),
         ({"prompt": "{answr}"}, "'answr'"),
-        ({"prompt": "{answer.__class__}"}, "field"),
+        ({"prompt": "{answer.__class__}"}, "the prompt has the field"),
         ({"prompt": "Grade!"}, "{answer}.*{dialogue}"),
-        ({"prompt": "{answer"}, "prompt"),
+        ({"prompt": "{answer"}, "the prompt is malformed"),
         ({"rubric": "@no-such-file"}, "cannot be read"),
     ],
 )

@@ -214,11 +214,11 @@ def test_a_program_or_url_that_is_not_there_is_named():
     [
         ({}, "one of them"),
         ({"command": "a", "url": "http://x"}, "one of them"),
-        ({"url": "ftp://x"}, "http"),
-        ({"command": "a 'b"}, "quotation"),
-        ({"command": " "}, "program"),
-        ({"url": "http://x", "pass_variables": ("A",)}, "command"),
-        ({"command": "x", "token_variable": "A"}, "url"),
+        ({"url": "ftp://x"}, "must begin with http"),
+        ({"command": "a 'b"}, "No closing quotation"),
+        ({"command": " "}, "names no program"),
+        ({"url": "http://x", "pass_variables": ("A",)}, "is for a command"),
+        ({"command": "x", "token_variable": "A"}, "is for a url"),
     ],
 )
 def test_an_address_that_makes_no_sense_is_refused(settings, message):

@@ -159,15 +159,15 @@ def test_a_file_of_questions_and_messages_becomes_tasks(tmp_path):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b"{", "JSON"),
-        (b"[1]", "JSON"),
+        (b"{", "not a JSON object"),
+        (b"[1]", "expected a JSON object, found list"),
         (b'{"question": NaN}', "NaN.*JSON"),
         (b'{"question": "\xff"}', "UTF-8"),
         (b'{"question": ""}', "`messages`.*`question`"),
         (b'{"answer": "4"}', r"\['answer'\]"),
-        (b'{"id": "", "question": "q"}', "id"),
+        (b'{"id": "", "question": "q"}', "id must be text"),
         (b'{"id": "one", "question": "q"}', r"'one'.*line 1\b"),
-        (b'{"messages": []}', "message"),
+        (b'{"messages": []}', "at least one message"),
         (b'{"messages": ["hi"]}', r"message 0\b"),
         (b'{"messages": [{"role": "robot"}]}', r"message 0\b.*'robot'"),
         (b'{"messages": [{"role": "user", "text": "hi"}]}', r"\['text'\]"),
@@ -175,7 +175,7 @@ def test_a_file_of_questions_and_messages_becomes_tasks(tmp_path):
             b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}',
             r"message 0: tool_calls\[0\].*`name`",
         ),
-        (b"[" * 100_000, "JSON"),
+        (b"[" * 100_000, "not a JSON object"),
     ],
 )
 def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, text):

@@ -123,13 +123,13 @@ def undumpable(a: int = object()): ...  # type: ignore[assignment]
     ("function", "text"),
     [
         (untyped, "'a'"),
-        (starred, "parameter"),
-        (positional, "keyword"),
-        (exotic, "JSON"),
-        (keyed, "JSON"),
-        (mixed, "type"),
-        (unresolved, "resolved"),
-        (undumpable, "JSON"),
+        (starred, "name every parameter"),
+        (positional, "called by keyword"),
+        (exotic, "has no JSON schema here"),
+        (keyed, "JSON objects have text keys"),
+        (mixed, "of one plain type"),
+        (unresolved, "cannot be resolved"),
+        (undumpable, "default is not JSON"),
     ],
 )
 def test_a_signature_that_json_cannot_carry_is_refused(function, text):
@@ -139,7 +139,7 @@ def test_a_signature_that_json_cannot_carry_is_refused(function, text):
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="name"):
+    with pytest.raises(ConfigError, match="share a name"):
         ToolRunner([tool(starless, name="x"), tool(starless, name="x")])
 
 
@@ -164,8 +164,8 @@ def typed(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"a": 1', "JSON"),
-        ("[1]", "JSON"),
+        ('{"a": 1', "not valid JSON"),
+        ("[1]", "must be a JSON object, found array"),
         ("{}", "'a'"),
         ('{"a": "1"}', "a must be integer"),
         ('{"a": 1.5}', "a must be integer"),
@@ -176,7 +176,7 @@ def typed(
         ('{"a": 1, "c": [1, "2"]}', r"c\[1\]"),
         ('{"a": 1, "d": {"k": 0}}', "d.k"),
         ('{"a": 1, "e": "z"}', "e must be one of"),
-        ("[" * 100_000, "JSON"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
 def test_arguments_that_do_not_fit_are_explained_to_the_model(text, problem):

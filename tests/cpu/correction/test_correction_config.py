@@ -256,7 +256,7 @@ def test_one_update_per_batch_is_all_that_on_policy_allows():
             'correction.reject=[{"stat":"k3","hihg":1}]',
             r"reject\[0\]\.hihg'.*'correction\.reject\[0\]\.high'",
         ),
-        ('correction.reject=[{"stat":"k3","high":1}', "JSON"),
+        ('correction.reject=[{"stat":"k3","high":1}', r"reject: expected a JSON list of objects"),
         ('correction.reject={"stat":"k3","high":1}', r"tuple\[Rule\]"),
     ],
 )

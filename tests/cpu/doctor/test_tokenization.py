@@ -97,7 +97,7 @@ def test_what_the_user_names_and_is_not_there_is_an_error(
 
 
 def test_a_renderer_without_a_tokenizer_is_an_error():
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with pytest.raises(ConfigError, match="needs the tokenizer of the model"):
         find_tokenization(Facts(), renderer="chatml")
 
 

@@ -250,11 +250,11 @@ def test_what_is_no_adapter_of_this_model_is_refused():
     def load(name, source):
         asyncio.run(engine.load_adapter(name, source, version=0))
 
-    with pytest.raises(EngineError, match="name"):
+    with pytest.raises(EngineError, match="the name is empty"):
         load("", adapted(base, seed=1))
     with pytest.raises(EngineError, match="'a'"):
         load("a", decoder_over(base))
-    with pytest.raises(EngineError, match="shape"):
+    with pytest.raises(EngineError, match="found one of another shape"):
         load("a", adapted(make_base("qwen3"), seed=1))
     for call in (engine.drop_adapter("a"), engine.score(prompt(9), adapter="a")):
         with pytest.raises(EngineError, match="'a'"):

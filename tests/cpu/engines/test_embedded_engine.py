@@ -373,7 +373,7 @@ def test_an_id_is_answered_once_and_names_one_generation():
     first, second = ask(engine, asked, asked)
     third = ask(engine, asked)[0]
     assert first is second is third and engine.stats["sampled_tokens"] == 12
-    with pytest.raises(EngineError, match="prompt"):
+    with pytest.raises(EngineError, match="used for another prompt"):
         ask(engine, request("a", prompt(7), seed=1))
 
 
@@ -665,7 +665,7 @@ def test_bad_requests_are_refused_with_what_was_expected():
     engine = make_engine()
     with pytest.raises(EngineError, match=r"token 2\b.*id 97.*ids 0\.\.96"):
         ask(engine, request("a", [1, 2, 97]))
-    with pytest.raises(EngineError, match="empty"):
+    with pytest.raises(EngineError, match="the prompt is empty"):
         ask(engine, request("b", []))
     with pytest.raises(EngineError, match=r"256.*256"):
         ask(engine, request("c", prompt(256)))

@@ -273,7 +273,7 @@ def test_a_run_whose_engine_takes_no_weights_is_refused():
     engine_limits = {"vocab_size": 97, "max_tokens": 200}
     check_capabilities(engine, **engine_limits, needs=["training"])
     check_capabilities(fixed, **engine_limits)
-    with pytest.raises(CapabilityError, match="weights"):
+    with pytest.raises(CapabilityError, match="takes no new weights"):
         check_capabilities(fixed, **engine_limits, needs=["training"])
     with pytest.raises(CapabilityError, match=r"Set agent\.temperature=1"):
         check_capabilities(fixed, **engine_limits, temperature=0.7)

@@ -24,7 +24,7 @@ def test_a_recipe_takes_vllm_by_its_tag():
         ({"in_process": True, "replicas": 2}, "runs one engine"),
         ({"in_process": True, "python": "/bin/python"}, "runs one engine"),
         ({"urls": ("http://a:1",), "dtype": "bfloat16"}, "dtype=bfloat16.*engine.urls"),
-        ({"urls": ("http://a:1",), "replicas": 2}, "servers"),
+        ({"urls": ("http://a:1",), "replicas": 2}, "those servers run already"),
         ({"replicas": 0}, "at least 1"),
         ({"kv_cache_gib": -1.0}, "at least 0"),
         ({"max_adapter_rank": -1}, "at least 0"),

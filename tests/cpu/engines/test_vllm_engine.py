@@ -97,7 +97,7 @@ def test_a_model_that_only_a_restart_updates_is_refused_where_the_server_is_not_
     def cannot(answer):
         return answer.replace('"why_not_in_place":""', '"why_not_in_place":"quantised"')
 
-    with pytest.raises(CapabilityError, match="quantised"):
+    with pytest.raises(CapabilityError, match="cannot take new weights: quantised"):
         facts_of(changed("/collective_rpc", cannot))
 
 

@@ -282,7 +282,7 @@ def test_a_command_is_checked_before_a_model_is_loaded():
         AgentProgramConfig().check()
     with pytest.raises(ConfigError, match="'no-such-agent'"):
         AgentProgramConfig(command="no-such-agent --fast").check()
-    with pytest.raises(ConfigError, match="quotation"):
+    with pytest.raises(ConfigError, match="cannot be read: No closing quotation"):
         AgentProgramConfig(command='python "my').check()
     with pytest.raises(ConfigError, match="eval_share=0"):
         ConnectConfig(eval_share=0)

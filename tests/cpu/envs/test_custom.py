@@ -134,9 +134,9 @@ def test_a_kind_is_named_alone_and_a_small_number_is_a_number(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "model: [", "YAML"),
+        ("a.yaml", "model: [", "is not YAML"),
         ("a.yaml", "- 1", "by name"),
-        ("a.toml", "model = ", "TOML"),
+        ("a.toml", "model = ", "is not TOML"),
         ("a.yaml", "recipe: quickstart\nstpes: 3", "'steps'"),
         ("a.yaml", "recipe: quickstrat", "'quickstart'"),
     ],
@@ -354,7 +354,7 @@ def test_two_recipes_of_one_name_are_refused():
     def quickstart():
         """Another."""
 
-    with pytest.raises(ConfigError, match="quickstart"):
+    with pytest.raises(ConfigError, match="two recipes are called quickstart"):
         recipe(quickstart)
 
 

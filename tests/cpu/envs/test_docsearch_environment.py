@@ -336,7 +336,7 @@ def test_the_settings_survive_a_file_and_have_a_tag():
     [
         ({"docs": "here"}, "given with questions"),
         ({"questions": "here"}, "given with questions"),
-        ({"eval_questions": "here"}, "docs"),
+        ({"eval_questions": "here"}, "must be given with docs"),
         ({"eval_share": 1.0}, "eval_share=1.0"),
         ({"two_hop_share": 1.5}, "two_hop_share=1.5"),
         ({"max_calls": 0}, "max_calls=0"),

@@ -94,9 +94,9 @@ def test_documents_are_read_in_order_of_their_paths(tmp_path):
 
 
 def test_a_folder_without_text_or_with_other_bytes_is_refused(tmp_path):
-    with pytest.raises(DataError, match="folder"):
+    with pytest.raises(DataError, match="not a folder"):
         read_documents(tmp_path / "none")
-    with pytest.raises(DataError, match="document"):
+    with pytest.raises(DataError, match="holds no document"):
         read_documents(tmp_path)
     (tmp_path / "bad.txt").write_bytes(b"one\ntwo \xff\n")
     with pytest.raises(DataError, match=r"bad\.txt:2.*UTF-8"):
@@ -196,7 +196,7 @@ def test_a_quote_across_a_border_is_found_in_the_chunk_with_most_of_it():
 @pytest.mark.parametrize(
     ("record", "text"),
     [
-        ("{", "JSON"),
+        ("{", "not a JSON object"),
         ({"question": "q", "answer": "a"}, "`gold`"),
         ({**GOOD, "gold": []}, "`gold`"),
         ({**GOOD, "gold": ["handbook.md#9"]}, "'handbook.md#9'.*#0.*#0"),
@@ -207,10 +207,10 @@ def test_a_quote_across_a_border_is_found_in_the_chunk_with_most_of_it():
         ({**GOOD, "question": " "}, "`question`"),
         ({**GOOD, "answers": ["x"]}, "give either"),
         ({"question": "q", "gold": "handbook.md#0"}, "give either"),
-        ({**GOOD, "answer": "..."}, "word"),
+        ({**GOOD, "answer": "..."}, "at least one word"),
         ({**GOOD, "answer": 7}, "`answer`"),
         ({**GOOD, "sources": []}, "unknown keys"),
-        ({**GOOD, "id": 1.5}, "id"),
+        ({**GOOD, "id": 1.5}, "id must be text"),
         (GOOD, r"'ada'.*line 1\b"),
     ],
 )

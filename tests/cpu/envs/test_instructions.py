@@ -203,7 +203,7 @@ def test_contradictions_are_known():
         instruction("length_constraints:number_words", {"num_words": n, "relation": relation})
         for n, relation in ((5, "less than"), (9, "at least"))
     ]
-    with pytest.raises(ValueError, match="reply"):
+    with pytest.raises(ValueError, match="no reply follows all"):
         reply(contradiction, random.Random(0), ["sea"])
 
 
@@ -282,12 +282,12 @@ def test_multi_if_is_read_as_published(tmp_path, suffix):
 
 
 BAD_RECORDS = [
-    ({**IFEVAL, "prompt": ""}, "prompt"),
-    ({**IFEVAL, "kwargs": [{}]}, "length"),
-    ({**IFEVAL, "kwargs": [{}, "{"]}, "JSON"),
+    ({**IFEVAL, "prompt": ""}, "prompt must be text"),
+    ({**IFEVAL, "kwargs": [{}]}, "lists of the same length"),
+    ({**IFEVAL, "kwargs": [{}, "{"]}, "not JSON"),
     ({**IFEVAL, "kwargs": [{}, {"end_phrase": 3}]}, "end_phrase=3"),
-    ({**IFEVAL, "instruction_id_list": [], "kwargs": []}, "instruction"),
-    ({"question": "?"}, "prompt"),
+    ({**IFEVAL, "instruction_id_list": [], "kwargs": []}, "has no instruction"),
+    ({"question": "?"}, "expected the fields prompt"),
 ]
 
 
@@ -307,7 +307,7 @@ def test_files_that_cannot_be_tasks_are_refused(tmp_path):
         read_published(twice)
     for name, content, text in (
         ("a.txt", "", r"a\.txt"),
-        ("b.parquet", "no", "parquet"),
+        ("b.parquet", "no", "cannot be read as parquet"),
         ("c.csv", "key,prompt\n1,a,b\n", r"c\.csv:2"),
         ("d.jsonl", "\n", "none of its 0 records"),
     ):
@@ -431,7 +431,7 @@ def test_the_loose_mode_pays_for_the_loose_verdict(tmp_path):
 @pytest.mark.parametrize(
     ("settings_", "text"),
     [
-        ({"eval_path": "a.jsonl"}, "path"),
+        ({"eval_path": "a.jsonl"}, "must be given with path"),
         ({"eval_share": 0.0}, "eval_share=0.0"),
         ({"num_instructions": (3, 2)}, "num_instructions="),
         ({"num_turns": 0}, "num_turns=0"),

@@ -136,7 +136,7 @@ def test_a_row_of_a_parquet_file_is_named_by_its_number(tmp_path):
     with pytest.raises(DataError, match=r"t\.parquet:row 6\b"):
         MathConfig(source="gsm8k", path=path).check()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError, match="parquet"):
+    with pytest.raises(DataError, match="cannot be read as parquet"):
         MathConfig(source="gsm8k", path=str(tmp_path / "broken.parquet")).check()
 
 

@@ -121,14 +121,14 @@ def test_the_file_form_of_a_mixture_reads_back_equal():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "part"),
+        ([], "it has no part. Name one or more"),
         (["task.parts.easy.base=3"], "task.parts.easy="),
         (["task.parts.easy=countin"], "task.parts.easy=countin.*'count"),
         (
             ["task.parts.easy=counting", "task.parts.easy.bse=1"],
             "'task.parts.easy.bse'.*'task.parts.easy.base=",
         ),
-        (["task.parts.easy=counting", "task.weights.eazy=1"], "eazy"),
+        (["task.parts.easy=counting", "task.weights.eazy=1"], "eazy belongs to no part. Did"),
         (["task.parts.easy=counting", "task.weights.easy=0"], r"weights.easy=0.0.*\b0\b"),
         (["task.parts.easy=counting", "task.weights.easy=lots"], "'lots'"),
         (["task.parts.a b=counting"], "'a b'"),

@@ -239,9 +239,9 @@ def test_a_reply_without_a_call_ends_the_episode(url):
     [
         ("reset", "no board"),
         ("hang", r"0\.3"),
-        ("die", "step"),
+        ("die", "the connection ended at step"),
         ("garbage", "step.*'{}'"),
-        ("nan", "nan"),
+        ("nan", "the reward nan is not a number"),
     ],
 )
 def test_a_server_that_fails_fails_the_episode(kind, message):
@@ -271,7 +271,7 @@ TEXT = {"type": "object", "properties": {"metadata": {}, "text": {"type": "strin
     ("schema", "settings", "message"),
     [
         ({"properties": 3}, {}, "#/properties"),
-        (None, {}, "schema"),
+        (None, {}, "has no schema of actions"),
         (TEXT, {"action": "text"}, "text, n"),
         (TEXT, {"action": "text", "action_field": "tex"}, "'text'"),
         (TEXT | {"required": ["text", "n"]}, {"action": "text", "action_field": "text"}, "text, n"),
@@ -289,7 +289,7 @@ def test_a_server_that_cannot_be_used_is_refused_at_start(schema, settings, mess
 def test_a_server_that_is_not_there_is_named():
     with pytest.raises(ServerUnreachableError, match=r"GET http://127\.0\.0\.1:9/schema"):
         OpenEnvConfig(url="http://127.0.0.1:9").check()
-    with pytest.raises(ConfigError, match="url"):
+    with pytest.raises(ConfigError, match="url is empty"):
         OpenEnvConfig().check()
 
 

@@ -190,7 +190,7 @@ def test_a_server_is_tried_before_a_model_is_loaded(path):
     ("settings", "message"),
     [
         ({}, "one of them"),
-        ({"url": "http://x", "server": "episode"}, "url"),
+        ({"url": "http://x", "server": "episode"}, "a url names a running"),
         ({"command": "x", "start_seconds": 0.0}, r"start_seconds=0.0.*\b0\b"),
         ({"command": "x", "eval_share": 1.0}, r"eval_share=1.0.*\(0, 1\)"),
     ],

@@ -36,7 +36,7 @@ def test_the_plan_shows_the_places():
     [
         (("placement.trainer_gpus=2",), r"placement\.trainer_gpus=2.*\b0\b.*\b1\b"),
         (("placement.wait_seconds=0",), "above 0"),
-        (("placement.trainer_gpus=1",), "GPUs"),
+        (("placement.trainer_gpus=1",), "Give both GPUs, or neither"),
         (
             ("placement.trainer_gpus=1", "placement.replica_gpus=1", "engine.share_device=true"),
             r"engine\.share_device=true",

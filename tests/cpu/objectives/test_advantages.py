@@ -128,7 +128,7 @@ def test_an_advantage_of_ones_own_joins_by_its_config():
     class Mine(AdvantageConfig):
         pass
 
-    with pytest.raises(ConfigError, match="Mine"):
+    with pytest.raises(ConfigError, match="no advantage for a Mine"):
         leaf_advantages(Mine(), np.zeros(1), trajectories=np.zeros(1), groups=np.zeros(1))
 
 

@@ -447,7 +447,7 @@ def test_a_loss_of_ones_own_joins_by_its_config_and_keeps_its_own_regularizer():
     class Mine(ObjectiveConfig):
         pass
 
-    with pytest.raises(ConfigError, match="Mine"):
+    with pytest.raises(ConfigError, match="no loss for a Mine"):
         make_loss(Mine())
 
     def mine(tokens):

@@ -182,7 +182,7 @@ def test_memory_grows_with_the_tokens():
 
 def test_without_states_a_sampler_is_refused():
     empty = torch.empty(0)
-    with pytest.raises(CapabilityError, match="PagedContext"):
+    with pytest.raises(CapabilityError, match="a sampler's states; found PagedContext without"):
         Ops().delta_rule(*inputs(3), 0, PagedContext(empty, empty, empty))
 
 

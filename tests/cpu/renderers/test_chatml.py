@@ -193,7 +193,7 @@ def test_a_turn_that_was_cut_off_is_closed_where_it_stands(text):
 
 
 def test_messages_in_the_wrong_place_are_refused():
-    with pytest.raises(RendererError, match="assistant"):
+    with pytest.raises(RendererError, match="extend was given an assistant message"):
         RENDERER.extend([], [CALL])
     with pytest.raises(RendererError, match="not a user's"):
         RENDERER.render_reply(USER)

@@ -217,7 +217,7 @@ def test_two_calls_are_history_but_never_one_sampled_turn():
 
 
 def test_messages_in_the_wrong_place_are_refused():
-    with pytest.raises(RendererError, match="assistant"):
+    with pytest.raises(RendererError, match="extend was given an assistant message"):
         RENDERER.extend([], [CALL])
     with pytest.raises(RendererError, match="not a tool's"):
         RENDERER.render_reply(REPLY)

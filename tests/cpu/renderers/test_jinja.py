@@ -157,7 +157,7 @@ def test_all_invariants_hold_where_names_of_control_tokens_contain_the_keys_of_m
 def test_a_template_without_a_tool_role_is_named_as_the_reason_that_it_takes_no_tools(make):
     source = NO_TOOLS.replace("bos_token", "''").replace("<|end|>", "<|im_end|>")
     renderer = make(source, tools="template")
-    with pytest.raises(RendererError, match="tools"):
+    with pytest.raises(RendererError, match=r"take tools. it takes no tool's reply"):
         renderer.render([USER], TOOLS)
 
 
@@ -201,9 +201,9 @@ def test_what_a_template_cannot_do_is_refused_later_with_its_reason(make):
         (lambda: renderer.render([USER], [tool]), "Roles must alternate"),
         (lambda: renderer.render([Message(role="system", content="x")]), "Roles must alternate"),
         (lambda: renderer.extend(reply, [REPLY]), "no way to take a tool's reply"),
-        (lambda: renderer.render_reply(CALL), "tool"),
+        (lambda: renderer.render_reply(CALL), "calls a tool: it takes no tool's reply"),
         (lambda: renderer.render_reply(THOUGHT), "chat template"),
-        (lambda: renderer.extend(reply, [ANSWER]), "assistant"),
+        (lambda: renderer.extend(reply, [ANSWER]), "was given an assistant message"),
     ):
         with pytest.raises(RendererError, match=reason):
             refused()
@@ -219,7 +219,7 @@ def test_what_a_template_cannot_do_is_refused_later_with_its_reason(make):
     ("source", "message"),
     [
         (COUNTS, "'plain'"),
-        (NEVER_ENDS, "assistant"),
+        (NEVER_ENDS, "no control token ends an assistant's words"),
         (
             NO_TOOLS.replace("loop.last", "").replace(
                 "{{- '<|start|>' + message.role",
@@ -227,7 +227,7 @@ def test_what_a_template_cannot_do_is_refused_later_with_its_reason(make):
             ),
             "'multi-turn'",
         ),
-        ("{{ 'nothing' }}", "assistant"),
+        ("{{ 'nothing' }}", "does not write an assistant's words"),
         (
             NO_TOOLS.replace("{{- bos_token }}", "{{ add_generation_prompt }}"),
             "add_generation_prompt",
@@ -431,5 +431,5 @@ def test_a_template_that_swallows_words_is_found_out(make):
 
 def test_arguments_that_the_template_takes_apart_must_be_an_object(make):
     bad = Message(role="assistant", tool_calls=(ToolCall(name="f", arguments="[1]"),))
-    with pytest.raises(RendererError, match="JSON"):
+    with pytest.raises(RendererError, match="arguments of the call f are no JSON object"):
         make(template("xml")).render_reply(bad)

@@ -67,7 +67,7 @@ def test_tools_stand_in_the_first_user_message_or_in_the_system_message():
     assert '"name": "find"' in system and user == "Who?<|eot_id|>[assistant]"
     with pytest.raises(RendererError, match="first user message"):
         RENDERER.render([Message(role="system", content="x")], TOOLS)
-    with pytest.raises(RendererError, match="assistant"):
+    with pytest.raises(RendererError, match="found assistant"):
         RENDERER.render([CALL], TOOLS)
 
 
@@ -165,7 +165,7 @@ def test_a_reply_that_would_be_read_as_another_is_refused(what):
 def test_thinking_and_messages_in_the_wrong_place_are_refused():
     with pytest.raises(RendererError, match="llama3"):
         RENDERER.render_reply(Message(role="assistant", thinking="Hm."))
-    with pytest.raises(RendererError, match="assistant"):
+    with pytest.raises(RendererError, match="extend was given an assistant message"):
         RENDERER.extend([], [CALL])
     with pytest.raises(RendererError, match="not a user's"):
         RENDERER.render_reply(USER)

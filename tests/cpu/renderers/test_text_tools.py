@@ -150,11 +150,14 @@ def test_what_a_template_refuses_is_one_line_with_a_way_out(make):
     for refused, expected in (
         (lambda: own.render([USER], [TOOL]), "renderer.tools=text"),
         (lambda: own.render([SYSTEM, USER]), "No system role"),
-        (lambda: strict.render([USER, USER]), "alternate"),
+        (
+            lambda: strict.render([USER, USER]),
+            "alternate. Join two messages of one role that follow",
+        ),
         (lambda: strict.extend(reply, [USER, USER]), "one role"),
         (lambda: strict.extend(reply, [SYSTEM]), "later on"),
         (lambda: own.render([SYSTEM, USER, USER]), "system role"),
-        (lambda: strict.render([ANSWER, USER]), "alternate"),
+        (lambda: strict.render([ANSWER, USER]), "alternate. Begin with a message of a user."),
         (lambda: own.render_reply(CALLS), "renderer.tools=text"),
         (lambda: strict.render([]), "no messages"),
     ):

@@ -334,7 +334,7 @@ def test_without_a_vocabulary_ids_are_shown(runs, tmp_path):
 
 
 def test_wrong_arguments_are_named(runs, tmp_path):
-    with pytest.raises(RunError, match="run"):
+    with pytest.raises(RunError, match="at least one run"):
         write_report([], tmp_path / "r.html")
     with pytest.raises(RunError, match=r"\b3\b.*\b1\b"):
         write_report(runs, tmp_path / "r.html", tokenizers=[TOKENIZER])

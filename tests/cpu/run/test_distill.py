@@ -105,9 +105,9 @@ def test_what_cannot_teach_is_refused_before_a_model_is_loaded(settings):
     [
         (("credit.compare=turn",), "rewards train nothing"),
         (("signal.max_extra_tasks=4",), "rewards train nothing"),
-        (("advantage=gae",), "critic"),
-        (("agent.top_p=0.9",), "ids"),
-        (("parallel.sequence=2",), "rows"),
+        (("advantage=gae",), "nothing would read the critic's advantages"),
+        (("agent.top_p=0.9",), "would be compared over different ids"),
+        (("parallel.sequence=2",), "works on whole rows"),
         (("distill.reward_coef=1",), "group_size=1.*advantage=grpo"),
         (
             (

@@ -259,7 +259,7 @@ def test_doctor_replay_and_report_read_a_run_with_seats(against_frozen, capsys):
         (["seats.second=frozen"], "seats.second"),
         ([*FROZEN, "seats.first=frozen", "seats.first.model=tiny-math"], "task=duel"),
         ([*OWN, "advantage=gae"], "seats.second=own"),
-        ([*OWN, "distill.teacher.model=tiny-qwen3"], "distill"),
+        ([*OWN, "distill.teacher.model=tiny-qwen3"], "and the run has distill: leave it out"),
         (["task=docsearch", "seats.second=policy"], "task=docsearch"),
     ],
 )
@@ -283,7 +283,7 @@ def test_a_frozen_policy_that_is_not_there_is_named_before_a_model_is_loaded(
     assert f"{self_play}@9: " in refused(f"{self_play}@9")
     assert not (tmp_path / "run").exists()
     seat = FrozenSeat(model="tiny-math")
-    with pytest.raises(ConfigError, match="GPU"):
+    with pytest.raises(ConfigError, match="on a GPU the plan of the memory has no room"):
         find_seats(
             resolve(
                 config(),
@@ -305,7 +305,7 @@ def test_a_run_needs_a_seat_for_its_policy(tmp_path, capsys):
         (["seats.second=own"], "lora.rank=16"),
         ([*OWN, "max_staleness=1"], "engine.replicas, engine.dtype.*max_staleness"),
         ([*OWN, "engine.dtype=bfloat16"], "engine=embedded"),
-        ([*OWN, "parallel.processes=2"], "parallel"),
+        ([*OWN, "parallel.processes=2"], "they train in one process. Leave parallel"),
     ],
 )
 def test_a_second_adapter_needs_one_model_in_one_process(settings, message):
@@ -319,7 +319,7 @@ def test_a_match_that_asks_nobody_or_cannot_begin_is_found_before_the_run(tmp_pa
             return
 
     monkeypatch.setattr(DuelConfig, "match", lambda *_: Silent())
-    with pytest.raises(DataError, match="seat"):
+    with pytest.raises(DataError, match="ended before it asked a seat"):
         train(config(), out=tmp_path / "run", view="json")
 
 

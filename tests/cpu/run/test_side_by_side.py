@@ -145,7 +145,7 @@ def test_runs_that_cannot_share_a_model_are_refused_before_one_is_loaded(
     [
         (("engine.replicas=1",), "engine=embedded.*engine.replicas"),
         (("max_staleness=1", "contract=auto"), "engine.dtype.*max_staleness"),
-        (("engine.share_device=true",), "sleep"),
+        (("engine.share_device=true",), "the engine cannot sleep while others sample"),
         (("parallel.processes=2",), "one process"),
     ],
 )
@@ -159,7 +159,7 @@ def test_settings_of_a_run_that_needs_the_process_for_itself_are_refused(
 
 def test_a_directory_that_holds_a_run_is_refused_before_any_begins(alone, tmp_path):
     configs = {tmp_path / "a": config("a"), alone["b"]: config("b")}
-    with pytest.raises(RunError, match="already"):
+    with pytest.raises(RunError, match="holds a run already"):
         train_side_by_side(configs)
     assert not list(tmp_path.iterdir())
 

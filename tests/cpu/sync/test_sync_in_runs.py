@@ -95,7 +95,7 @@ def test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples(
     config = resolve(find_recipe("quickstart"), settings)
     with (
         injected(WrongWeights(at=0)),
-        pytest.raises(EngineError, match="everything"),
+        pytest.raises(EngineError, match="old values of everything"),
     ):
         train(config, out=tmp_path / "run", view="json")
     assert not load_run(tmp_path / "run").metrics

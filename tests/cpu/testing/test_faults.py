@@ -122,7 +122,7 @@ def test_the_plan_says_that_a_fault_is_injected():
         (["--fault=router_noise,std=0.1", "model=tiny-qwen3"], r"model=tiny-qwen3 \(qwen3\)"),
         (["--fault=ignored_sinks", "model=tiny-qwen3"], r"model=tiny-qwen3 \(qwen3\)"),
         (["--fault=kernel_noise,std=1", "engine=elsewhere"], "engine=elsewhere"),
-        (["--fault=kernel_noise,std=1", "engine.dtype=bfloat16"], "copy"),
+        (["--fault=kernel_noise,std=1", "engine.dtype=bfloat16"], "samples from a copy"),
         (["--fault=kernel_noise"], r"\['std'\]"),
         (["--fault=kernel_noise,std=-1"], "std=-1.0"),
         (["--fault=router_noise,std=inf"], "std=inf"),
@@ -154,7 +154,7 @@ def test_the_plan_says_that_a_fault_is_injected():
         ),
         (["--fault=ignored_sinks,layer=4"], r"layer 4; model=tiny-gpt-oss \(gpt_oss\)"),
         (["--fault=ignored_window,layer=0"], r"layer 0\b"),
-        (["--fault=lost_routes"], "routes"),
+        (["--fault=lost_routes"], "needs a model with routes that the trainer replays"),
         (["--fault=detached_sinks", "lora.rank=4"], "detached_sinks"),
     ],
 )

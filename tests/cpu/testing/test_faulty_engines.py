@@ -199,7 +199,7 @@ def test_noise_is_on_the_trainers_own_parameters_and_leaves_them_and_its_numbers
             strict=True,
         ):
             assert np.array_equal(ours, theirs, equal_nan=True)
-        with pytest.raises(EngineError, match="decoder"):
+        with pytest.raises(EngineError, match="noise is on the trainer's own decoder; expected No"):
             asyncio.run(engine.load_weights(dict(hf_tensors(model)), version=1))
 
 

@@ -189,7 +189,7 @@ def test_a_bfloat16_model_tells_workers_that_its_bias_has_four_bytes(tmp_path):
     [
         ("gpt_oss", {}, r"expert_bias_rate=0\.25.*\(gpt_oss\).*\b0\b"),
         ("qwen3", {}, r"\(qwen3\)"),
-        ("glm4_moe", {"lora": {"rank": 2}}, "lora"),
+        ("glm4_moe", {"lora": {"rank": 2}}, "lora trains, saves and sends an adapter alone"),
     ],
 )
 def test_a_model_whose_bias_cannot_be_moved_is_refused(tmp_path, kind, settings, message):

@@ -79,7 +79,7 @@ def test_a_row_over_the_budget_is_named():
 
 @pytest.mark.parametrize("plan", [[[0, 1]], [[0], [1], [1], [2]], [[0, 1, 2, 2]]])
 def test_a_lost_or_doubled_row_is_an_alignment_error(plan):
-    with pytest.raises(AlignmentError, match="trained"):
+    with pytest.raises(AlignmentError, match="marked as trained"):
         pack(make_rows([8, 9, 10]), plan)
 
 

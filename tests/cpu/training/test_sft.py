@@ -246,8 +246,8 @@ def test_a_teacher_s_own_rows_are_no_loss_and_another_s_are_learned(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json", "JSON"),
-        ("[1]", "JSON"),
+        ("{not json", "not a JSON object"),
+        ("[1]", "expected a JSON object, found list"),
         ({"text": "x"}, r"\['text'\]"),
         ({"messages": DIALOGUE, "extra": 1}, r"\['extra'\]"),
         ({"token_ids": [1, 2]}, "`loss_mask`"),
@@ -256,12 +256,12 @@ def test_a_teacher_s_own_rows_are_no_loss_and_another_s_are_learned(tmp_path):
         ({"token_ids": [1, -2], "loss_mask": [0, 1]}, r"token 1\b.*id -2"),
         ({"token_ids": [1, 2], "loss_mask": [0, 2]}, r"\b0 and 1.*\b2\b"),
         ({"token_ids": [1, 2], "loss_mask": [1, 1]}, r"loss_mask\[0\]"),
-        ({"token_ids": [1, 2], "loss_mask": [0, 0]}, "trained"),
+        ({"token_ids": [1, 2], "loss_mask": [0, 0]}, "nothing in this row would be trained"),
         (
             {"token_ids": [1, 2], "loss_mask": [0, 1], "weights": [0, -1]},
             r"weights\[1\].*\b0\b.*-1",
         ),
-        ({"messages": "hi"}, "JSON"),
+        ({"messages": "hi"}, "messages is text that is not JSON"),
         ({"messages": []}, "assistant's.*none"),
         ({"messages": DIALOGUE[:2]}, "assistant's.*user's"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0: .*'robot'"),
@@ -290,7 +290,7 @@ def test_what_a_renderer_cannot_write_is_named_by_its_line(tmp_path):
     (example,) = load_examples(write(tmp_path, {"messages": dialogue}))
     with pytest.raises(DataError, match=r"dialogues.jsonl:1: 2\b"):
         sft_row(example, renderers()[1])
-    with pytest.raises(ConfigError, match="renderer"):
+    with pytest.raises(ConfigError, match="a renderer is needed"):
         sft_row(example, None)
 
 

@@ -280,7 +280,7 @@ def test_sessions_are_found_by_id_and_key_and_only_finished_ones_make_room():
         await first.finish()
         third = sessions.create()
         assert ended == [first.id] and list(sessions.all()) == [second, third]
-        with pytest.raises(Refusal, match="session"):
+        with pytest.raises(Refusal, match="no session"):
             sessions.get(first.id)
         await sessions.remove(second.id)
         assert second.trajectory.error == "removed before it was finished"

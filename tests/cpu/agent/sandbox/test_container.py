@@ -120,7 +120,7 @@ def test_what_is_missing_is_named_before_a_run(tmp_path):
         require_image(config.command, "absent")
     with pytest.raises(ConfigError, match="docker"):
         ContainerConfig(command="no-such-command").check()
-    with pytest.raises(ConfigError, match="option"):
+    with pytest.raises(ConfigError, match="no option"):
         ContainerConfig(image="--privileged")
 
 

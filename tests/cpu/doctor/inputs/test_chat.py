@@ -157,5 +157,5 @@ def test_what_contradicts_itself_is_named_with_its_line(tmp_path, changed, messa
 def test_a_dialogue_without_ids_is_not_taken_for_one_with_them(tmp_path):
     path = save(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "hi"}]})
     assert not ChatDump.recognises(path)
-    with pytest.raises(DataError, match="chat"):
+    with pytest.raises(DataError, match="no row of the format chat"):
         open_dump(path, format="chat")

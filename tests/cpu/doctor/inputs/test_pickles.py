@@ -185,7 +185,7 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
     def longer(name, content):
         return content.replace(b"K\x08\x85", b"K\x09\x85") if name.endswith("data.pkl") else content
 
-    with pytest.raises(DataError, match="storage"):
+    with pytest.raises(DataError, match=r"cannot be read as data.*storage"):
         read_torch(repacked(path, longer))
     shorter = repacked(path, lambda name, c: c[:-8] if name.endswith("data/0") else c)
     with pytest.raises(DataError, match="cannot be read as data"):
@@ -238,7 +238,7 @@ def test_a_file_in_memory_reads_as_one_on_disk():
 def test_a_name_that_does_not_end_is_refused_at_once(tmp_path, names):
     path = tmp_path / "a.pkl"
     path.write_bytes(b"\x80\x02X\x02\x00\x00\x00\n\nc" + names)
-    with pytest.raises(DataError, match="damaged"):
+    with pytest.raises(DataError, match="cut off, damaged"):
         read_pickle(path)
 
 

@@ -89,7 +89,7 @@ def test_a_run_is_read_over_its_steps_ranks_and_runs_in_order(tmp_path):
         ({"trainer_logprobs": [0.0] * 4}, r"trainer_logprobs.*\b5\b.*\b4\b"),
         ({"inference_logprobs": ["a"] * 5}, r"inference_logprobs.*\b5\b.*\['a'"),
         ({"loss_mask": [2] * 5}, "loss_mask"),
-        ({"losses": [{"rl": [1]}] * 5}, "losses"),
+        ({"losses": [{"rl": [1]}] * 5}, "losses must be an object per token"),
         ({"token_ids": "abc"}, "token_ids"),
     ],
 )

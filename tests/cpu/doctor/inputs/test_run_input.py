@@ -121,7 +121,7 @@ def test_a_run_without_rows_says_why(tmp_path: Path):
         run.log({"step": 0})
 
     for name in "abc":
-        with pytest.raises(DataError, match="reward"):
+        with pytest.raises(DataError, match="no stored episode has a reward"):
             open_dump(tmp_path / name)
 
 
@@ -141,8 +141,8 @@ def test_a_damaged_part_of_a_run_is_named(tmp_path: Path, capsys: pytest.Capture
 def test_what_lies_beside_a_run_or_in_it_leads_to_the_run(tmp_path: Path):
     run = write_run(tmp_path / "runs" / "mine")
 
-    with pytest.raises(DataError, match="mine"):
+    with pytest.raises(DataError, match=r"holds runs and is none. Give one of them: .*mine"):
         open_dump(tmp_path / "runs")
     for inside in (run / "trajectories", run / "trajectories" / "step-000000.parquet"):
-        with pytest.raises(DataError, match="directory"):
+        with pytest.raises(DataError, match="part of a run of Lockstep; give the run's directory"):
             open_dump(inside)

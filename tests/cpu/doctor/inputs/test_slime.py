@@ -203,7 +203,7 @@ def test_files_of_a_directory_come_in_order_and_evaluations_are_left_out(tmp_pat
     [
         ({"state": torch.zeros(2)}, "`samples`"),
         ([1, 2], "`samples`"),
-        ({"rollout_id": 1, "samples": []}, "slime"),
+        ({"rollout_id": 1, "samples": []}, "no row of the format slime"),
         ({"samples": [{"text": "a"}]}, r"sample 0\b.*`tokens`"),
         ({"samples": [sample(0, tokens=["a"])]}, r"sample 0\b"),
         ({"samples": [sample(0, tokens=[1 << 40] * 7)]}, "32"),

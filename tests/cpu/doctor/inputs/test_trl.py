@@ -75,7 +75,7 @@ def test_batches_of_a_directory_come_in_the_order_of_their_steps(tmp_path):
             r"row 0: old_per_token_logps.*\b4\b.*\b3\b",
         ),
         ({"prompt_ids": torch.zeros(2, 3)}, "prompt_ids"),
-        ({"prompt_mask": torch.ones(3)}, "dimensions"),
+        ({"prompt_mask": torch.ones(3)}, "each of two dimensions"),
         ({"tool_mask": torch.ones(1, 4)}, r"row 1: tool_mask.*\b4\b.*\b0 x 4"),
     ],
 )

@@ -190,7 +190,7 @@ def test_zeros_that_stand_for_no_experts_are_not_taken_for_expert_zero(save):
         ({"responses": torch.zeros(2)}, "`prompts`.*`responses`"),
         ({"old_log_probs": torch.zeros(2, 4, 1)}, r"row 0: old_log_probs.*\b4\b.*\b4 x 1"),
         ({"prompts": torch.zeros(2, 3)}, "prompts: "),
-        ({"responses": torch.zeros(0, 4, dtype=torch.int64)}, "verl"),
+        ({"responses": torch.zeros(0, 4, dtype=torch.int64)}, "no row of the format verl"),
     ],
 )
 def test_what_contradicts_itself_is_named_with_its_row(save, changed, message):
@@ -213,5 +213,5 @@ def test_the_newest_batch_is_left_out_if_it_is_cut_off(save, tmp_path):
 def test_another_pickle_is_not_taken_for_a_batch(tmp_path):
     path = tmp_path / "gen_batch.dp"
     path.write_bytes(pickle.dumps({"prompts": [1]}))
-    with pytest.raises(DataError, match="verl"):
+    with pytest.raises(DataError, match="not a batch of verl"):
         open_dump(path)
