@@ -30,7 +30,7 @@ CEILINGS = {
     "store, observe, report": 2_770,
     "environments and recipes": 4_128,
     "testing": 1_547,
-    "tests": 60_655,
+    "tests": 60_657,
     "proofs and benchmarks": 13_993,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

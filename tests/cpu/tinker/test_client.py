@@ -265,7 +265,7 @@ def test_samples_are_those_of_the_saved_weights(served, train):
     for each in found.sequences:
         assert each.logprobs == logprobs[each.tokens].tolist()
         assert (each.stop_reason == "stop") == (each.tokens[-1] == 0)
-    # Each has its own draws. By chance, two of eight tokens are equal once in 500,000 times.
+    # Each has its own draws. By chance, two of eight tokens are equal once in 300,000 times.
     whole = [tuple(each.tokens) for each in found.sequences if len(each.tokens) == 8]
     assert len(whole) == len(set(whole)) > 1
     scored = sampler.compute_logprobs(ints(4, 5, 6)).result()
